@@ -1,0 +1,99 @@
+"""What the tasks tell each other: frozen records of plain values, small enough for Prefect to keep.
+No tensor, no model and no open file ever crosses a task border; a fact that is not known is None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question asked of the machine, its answer, and what to do about it."""
+
+    name: str  # e.g. "driver"
+    ok: bool | None  # None: could not be found out, or does not apply
+    finding: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """The device a run uses and why. Sizes in bytes."""
+
+    name: str  # "cuda:0", "mps", "cpu": what torch.device() takes
+    kind: str  # cuda, rocm, mps, xpu or cpu
+    index: int | None
+    model: str | None
+    uuid: str | None
+    reason: str  # one sentence: why this one, and why not a better one
+    total_bytes: int | None
+    free_bytes: int | None
+    torch_version: str
+    runtime: str | None  # "CUDA 13.0", "ROCm 7.1"; None on a CPU
+    driver_version: str | None
+    bf16: bool  # computes in bf16 natively
+    tf32: bool
+    checks: tuple[Check, ...] = ()
+    fell_back: bool = False  # auto found no GPU that works, though the machine has one
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """Prepared arrays on disk. Shapes exclude the row axis; sizes in bytes."""
+
+    folder: str  # holds train_x.npy, train_y.npy, val_x.npy, val_y.npy and manifest.json
+    source: str
+    task: str  # classification or regression
+    train_rows: int
+    val_rows: int
+    input_shape: tuple[int, ...]  # (64,) a row of features; (1, 8, 8) an image: channels first
+    outputs: int  # classes, or regressed values
+    class_names: tuple[str, ...] | None
+    feature_names: tuple[str, ...] | None
+    offset: tuple[float, ...]  # x_scaled = (x - offset) / scale; one value, or one a feature
+    scale: tuple[float, ...]
+    bytes: int  # of all prepared arrays
+    fingerprint: str  # SHA-256 of the prepared content, 16 hex digits
+    reused: bool
+
+
+@dataclass(frozen=True)
+class TrainFacts:
+    """What training measured. Metric names are those of the run record."""
+
+    metrics: dict[str, float]  # final values
+    tags: dict[str, str]
+    steps: int
+    epochs: int
+    stopped_early: bool
+    model_folder: str  # spec.json and weights.pt
+    baseline_bytes: int  # in use on the device before the model was built
+    peak_bytes: int | None
+    stats: dict[str, Any] = field(default_factory=dict)  # the allocator's raw statistics
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Something that still holds device memory."""
+
+    kind: str  # Tensor, Parameter, ...
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    held_by: str  # "list in module my_hooks, name 'kept'"
+
+
+@dataclass(frozen=True)
+class ReleaseFacts:
+    """The proof that memory was given back. Sizes in bytes."""
+
+    baseline_bytes: int
+    before_bytes: int  # in use when the release began
+    after_bytes: int
+    released_bytes: int
+    residual_bytes: int  # workspaces that the libraries keep
+    leaked_bytes: int
+    ok: bool
+    owners: tuple[Owner, ...] = ()
