@@ -129,8 +129,8 @@ class TrainConfig(Section):
     """Arithmetic of the forward pass. auto: bf16 where the GPU computes in it, else tf32, else
     fp32; on a CPU fp32."""
     compile: Literal["auto", "off", "default", "max"] = "auto"
-    """torch.compile: off, its default mode, or max-autotune. auto: off unless the run is long
-    enough to repay it."""
+    """torch.compile: off, its default mode, or max-autotune. auto: off, since only a long run repays
+    the compiling."""
     loss: Literal["auto", "cross_entropy", "mse"] = "auto"
     """auto: cross entropy for a classification, mean squared error for a regression."""
     seed: Annotated[Int, Field(ge=0, lt=2**63)] = 0

@@ -36,6 +36,7 @@ class DeviceFacts:
     bf16: bool  # computes in bf16 natively
     tf32: bool
     checks: tuple[Check, ...] = ()
+    baseline_bytes: int = 0  # in use on the device before the run allocates anything
     fell_back: bool = False  # auto found no GPU that works, though the machine has one
 
 
@@ -69,8 +70,6 @@ class TrainFacts:
     epochs: int
     stopped_early: bool
     model_folder: str  # spec.json and weights.pt
-    baseline_bytes: int  # in use on the device before the model was built
-    peak_bytes: int | None
     stats: dict[str, Any] = field(default_factory=dict)  # the allocator's raw statistics
 
 

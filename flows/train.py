@@ -1,0 +1,60 @@
+"""The score of one training: detect the device, prepare the data, train, give the memory back.
+
+`python -m flows.train` plays it at a desk; Prefect deployments play it by the entrypoint
+`flows/train.py:train`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    from flows.desk import main  # answers --help and bad settings before prefect is imported
+
+    sys.exit(main(sys.argv[1:]))
+
+from typing import Any
+
+from prefect import flow
+
+from tasks.detect_device import detect_device
+from tasks.engine.config import RunConfig
+from tasks.flow_run import describe, publish
+from tasks.preflight import check_fit, resolved
+from tasks.prepare_data import prepare_data
+from tasks.record import Record
+from tasks.release_memory import release_memory
+from tasks.train_model import train_model
+
+
+@flow(name="train")
+def train(config: RunConfig = RunConfig(), overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train one model on the best device here, and leave its whole story in MLflow.
+
+    Args:
+        config: What to train, on what, and how.
+        overrides: Dotted names over `config`, e.g. {"optim.lr": 0.01, "train.epochs": 5}. Prefect
+            merges nested parameters of a deployment shallowly; this merges them truly.
+    """
+    config = resolved(config, overrides)
+    with Record(config, flow_run=describe()) as record:
+        device = record.timed(detect_device, config.device)
+        data = record.timed(prepare_data, config.data)
+        check_fit(config, device, data)
+        record.begin(device, data)
+        try:
+            facts = record.timed(
+                train_model, config, device, data, folder=record.model_folder, log=record.log
+            )
+            record.trained(facts)
+        finally:
+            record.released(
+                record.timed(
+                    release_memory,
+                    device.name,
+                    baseline_bytes=device.baseline_bytes,
+                    on_leak=config.memory.on_leak,
+                )
+            )
+    publish(record.run)
+    return record.run

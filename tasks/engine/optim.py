@@ -1,0 +1,167 @@
+"""AdamW and SGD over PyTorch's fused kernels, and the learning rate of every step. The kernels are
+those that torch.optim calls with fused=True; they are called directly, since the first step of a
+torch.optim optimizer imports the compiler, which costs about two seconds at every start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+class Optimizer:
+    """Parameters, their gradients and their state; GradScaler's contract for fused optimizers."""
+
+    # GradScaler then sets .grad_scale and .found_inf before step() and deletes them after it, so
+    # that a step with infinite gradients is skipped by the kernel, without a wait of the host.
+    _step_supports_amp_scaling = True
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float) -> None:
+        self.params = [p for p in parameters if p.requires_grad]
+        self.param_groups = [{"params": self.params}]
+        self.lr = lr
+
+    def zero_grad(self) -> None:
+        for p in self.params:
+            p.grad = None
+
+    def step(self) -> None:
+        raise NotImplementedError
+
+    def state_tensors(self) -> list[Tensor]:
+        raise NotImplementedError
+
+    def _with_grads(self) -> list[int]:
+        return [i for i, p in enumerate(self.params) if p.grad is not None]
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        weight_decay: float,
+        beta1: float,
+        beta2: float,
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(parameters, lr=lr)
+        self.weight_decay, self.beta1, self.beta2, self.eps = weight_decay, beta1, beta2, eps
+        self.means: list[Tensor] = []
+        self.squares: list[Tensor] = []
+        self.steps: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if not self.means:
+            # Made at the first step, when the activations are gone: the peak is lower by as much.
+            self.means = [torch.zeros_like(p) for p in self.params]
+            self.squares = [torch.zeros_like(p) for p in self.params]
+            self.steps = [torch.zeros((), dtype=torch.float32, device=p.device) for p in self.params]
+        which = self._with_grads()
+        steps = [self.steps[i] for i in which]
+        torch._foreach_add_(steps, 1.0)
+        torch._fused_adamw_(
+            [self.params[i] for i in which],
+            [self.params[i].grad for i in which],
+            [self.means[i] for i in which],
+            [self.squares[i] for i in which],
+            [],
+            steps,
+            lr=self.lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+        )
+        if hasattr(self, "found_inf"):
+            torch._foreach_sub_(steps, [self.found_inf] * len(steps))
+
+    def state_tensors(self) -> list[Tensor]:
+        return [*self.means, *self.squares, *self.steps]
+
+
+class Sgd(Optimizer):
+    """SGD with Nesterov momentum and L2 weight decay, as torch.optim.SGD(nesterov=True)."""
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+    ) -> None:
+        super().__init__(parameters, lr=lr)
+        self.weight_decay, self.momentum = weight_decay, momentum
+        self.momenta: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self.momentum and not self.momenta:
+            # From zeros the first step gives momentum * 0 + gradient: what torch.optim starts with.
+            self.momenta = [torch.zeros_like(p) for p in self.params]
+        which = self._with_grads()
+        torch._fused_sgd_(
+            [self.params[i] for i in which],
+            [self.params[i].grad for i in which],
+            [self.momenta[i] for i in which] if self.momentum else [],
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            lr=self.lr,
+            dampening=0.0,
+            nesterov=self.momentum > 0,
+            maximize=False,
+            is_first_step=False,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+        )
+
+    def state_tensors(self) -> list[Tensor]:
+        return list(self.momenta)
+
+
+def make(
+    name: str,
+    parameters: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    weight_decay: float,
+    momentum: float,
+    beta2: float,
+) -> Optimizer:
+    """The optimizer called `adamw` or `sgd`."""
+    if name == "sgd":
+        return Sgd(parameters, lr=lr, weight_decay=weight_decay, momentum=momentum)
+    return AdamW(parameters, lr=lr, weight_decay=weight_decay, beta1=momentum, beta2=beta2)
+
+
+def schedule(
+    name: str, *, lr: float, total_steps: int, warmup_fraction: float
+) -> Callable[[int], float]:
+    """The learning rate of step 0, 1, ..., total_steps - 1.
+
+    It rises linearly to `lr` over the warm-up, then stays, or falls along half a cosine (SGDR,
+    Loshchilov & Hutter 2017, arXiv:1608.03983, one period, no restart).
+    """
+    warmup = round(warmup_fraction * total_steps)
+
+    def at(step: int) -> float:
+        if step < warmup:
+            return lr * (step + 1) / warmup
+        if name == "constant":
+            return lr
+        done = (step - warmup) / max(1, total_steps - warmup)
+        return lr * 0.5 * (1 + math.cos(math.pi * done))
+
+    return at

@@ -1,0 +1,35 @@
+"""Random numbers and repeatable arithmetic for the length of a run, put back as they were after it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def allow_deterministic_cublas() -> None:
+    """Choose cuBLAS's repeatable workspace; has an effect only before CUDA's first matrix product.
+
+    https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextmanager
+def seeded(seed: int, *, deterministic: bool) -> Iterator[None]:
+    """Torch's random numbers start from `seed`; with `deterministic` the same run gives the same bits.
+
+    An operation that can't be repeated then raises RuntimeError, naming itself.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    try:
+        torch.manual_seed(seed)
+        torch.use_deterministic_algorithms(deterministic)
+        # Trying out convolution algorithms pays on a GPU, but may choose another one each time.
+        torch.backends.cudnn.benchmark = not deterministic
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]

@@ -1,0 +1,142 @@
+"""Clocks for the phases of a training step. A clock never makes the host wait for the device: on an
+asynchronous device it leaves events in the stream, on the steps it samples, and reads them at log
+points, where the host has waited anyway. Seconds inside, milliseconds in the record.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+PHASES = ("data_wait", "h2d", "forward", "backward", "optimizer")
+
+
+class PhaseClock(Protocol):
+    """Times what lies between two marks of a step, and gives it to the phase that it ends."""
+
+    def begin(self, *, sample: bool) -> None:
+        """A step begins. sample: time it, where timing each one would cost."""
+
+    def mark(self, phase: str) -> None:
+        """`phase` ends here."""
+
+    def reset(self) -> None:
+        """Forget what was timed so far: the first step holds warm-up and compilation."""
+
+    def collect(self) -> None:
+        """Read what is finished. Called where the host has just waited for the device."""
+
+    def seconds_per_step(self) -> dict[str, float]:
+        """Mean seconds of each phase over the timed steps; empty where none was timed."""
+
+
+class HostClock:
+    """For a CPU, where work is done when the call returns. Times every step."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, float] = defaultdict(float)
+        self._steps = 0
+        self._last = 0.0
+
+    def begin(self, *, sample: bool) -> None:
+        self._steps += 1
+        self._last = perf_counter()
+
+    def mark(self, phase: str) -> None:
+        now = perf_counter()
+        self._totals[phase] += now - self._last
+        self._last = now
+
+    def reset(self) -> None:
+        self._totals.clear()
+        self._steps = 0
+
+    def collect(self) -> None:
+        pass
+
+    def seconds_per_step(self) -> dict[str, float]:
+        return {phase: total / self._steps for phase, total in self._totals.items()}
+
+
+class EventClock:
+    """For CUDA, ROCm, XPU and MPS: times the device by events in its stream, on sampled steps.
+
+    elapsed_time() of torch.Event is in milliseconds on every backend.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._totals: dict[str, float] = defaultdict(float)
+        self._steps = 0
+        self._open: list[tuple[str, Any]] = []
+        self._pending: list[list[tuple[str, Any]]] = []
+
+    def begin(self, *, sample: bool) -> None:
+        self._open = [("begin", self._event())] if sample else []
+        if sample:
+            self._pending.append(self._open)
+
+    def mark(self, phase: str) -> None:
+        if self._open:
+            self._open.append((phase, self._event()))
+
+    def reset(self) -> None:
+        self._totals.clear()
+        self._pending.clear()
+        self._open = []
+        self._steps = 0
+
+    def collect(self) -> None:
+        for marks in self._pending:
+            self._steps += 1
+            for (_, start), (phase, end) in zip(marks, marks[1:], strict=False):
+                self._totals[phase] += start.elapsed_time(end) / 1000
+        self._pending.clear()
+        self._open = []
+
+    def seconds_per_step(self) -> dict[str, float]:
+        return {phase: total / self._steps for phase, total in self._totals.items()}
+
+    def _event(self) -> Any:
+        event = self._new_event()
+        event.record()
+        return event
+
+    def _new_event(self) -> Any:
+        if self._device.type == "mps":
+            return torch.mps.Event(enable_timing=True)
+        return torch.Event(device=self._device, enable_timing=True)
+
+
+def phase_clock(device: torch.device) -> PhaseClock:
+    """The clock that tells the truth on this device."""
+    return HostClock() if device.type == "cpu" else EventClock(device)
+
+
+def wait(device: torch.device) -> None:
+    """Return when the device has done all that it was given; at once on a CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+class Stopwatch:
+    """Wall seconds of named parts of a run, as the host sees them; parts may not nest."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._began = perf_counter()
+        self._last = self._began
+
+    def lap(self, part: str) -> float:
+        """Give the time since the last lap to `part`, and return it."""
+        now = perf_counter()
+        lap_s = now - self._last
+        self.seconds[part] += lap_s
+        self._last = now
+        return lap_s
+
+    def total_s(self) -> float:
+        return perf_counter() - self._began

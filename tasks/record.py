@@ -1,0 +1,187 @@
+"""What a run leaves behind, under the names of the run record: facts become tags, metrics and files.
+A context manager around a whole run: by whatever door it is left, the run ends with its true status.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+from uuid import uuid4
+
+import psutil
+import yaml
+
+from tasks.engine.config import RunConfig
+from tasks.engine.facts import DataFacts, DeviceFacts, ReleaseFacts, TrainFacts
+from tasks.engine.timing import Stopwatch
+from tasks.journal import Journal
+from tasks.progress import Progress
+from tasks.release_memory import LeakError
+from tasks.where import TrackingError, where
+
+P = ParamSpec("P")
+T = TypeVar("T")
+MIB = 1024**2
+log = logging.getLogger(__name__)
+
+
+class Record:
+    """One run: its journal, its progress line, and the report at its end."""
+
+    def __init__(self, config: RunConfig, *, flow_run: dict[str, str]) -> None:
+        self.config = config
+        self.run: dict[str, Any] = {}  # what the report is made from, once the run has ended
+        self._flow_run = flow_run
+        self._where = where()
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+        self.folder = Path(self._where.runs) / f"{stamp}-{uuid4().hex[:8]}"
+        self.model_folder = str(self.folder / "model")
+        self._name = config.run.name or f"{config.model.name}-{config.data.source}-{stamp}"
+        self._watch = Stopwatch()
+        self._stages: dict[str, float] = {}
+        self._series: dict[str, float] = {}  # last values
+        self._summary: dict[str, float] = {}
+        self._tags: dict[str, str] = {}
+        self._owners: list[dict[str, Any]] = []
+        self._step = 0
+        self._screen = ExitStack()
+        self._journal = Journal(self._where, self.folder)
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> Record:
+        self._journal.__enter__()
+        self._journal.open(self.config.run.experiment)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        try:
+            self._screen.close()
+            if isinstance(error, LeakError):
+                self.released(error.facts)
+            if self._journal.run_id:
+                self._end(error)
+        finally:
+            self._journal.__exit__()
+
+    def timed(self, stage: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a task, and keep how long it took under its name."""
+        name = getattr(stage, "name", stage.__class__.__name__)
+        began = time.perf_counter()
+        try:
+            return stage(*args, **kwargs)
+        finally:
+            self._stages[f"time/{name}_s"] = time.perf_counter() - began
+
+    def begin(self, device: DeviceFacts, data: DataFacts) -> None:
+        """Open the run in MLflow. Raises TrackingError where that can't be done."""
+        self._tags = {**_found(device), **self._flow_run, "data.fingerprint": data.fingerprint}
+        self._journal.create(name=self._name, params=self.config.flat(), tags=self._tags)
+        settings = yaml.safe_dump(self.config.model_dump(), sort_keys=False)
+        (self.folder / "config.yaml").write_text(settings)
+        checks = [asdict(check) for check in device.checks]
+        facts = {k: v for k, v in asdict(device).items() if k != "checks"}
+        (self.folder / "device.json").write_text(json.dumps({**facts, "checks": checks}, indent=1))
+        steps = self.config.train.epochs * -(-data.train_rows // self.config.train.batch_size)
+        self._progress = self._screen.enter_context(Progress(steps, self.config.train.epochs))
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """The loop's one seam: metrics of a step."""
+        assert self._progress is not None, "log() before begin()"
+        self._step = step
+        self._series |= metrics
+        self._journal.log(metrics, step)
+        self._progress.update(metrics, step)
+
+    def trained(self, facts: TrainFacts) -> None:
+        """Keep what the training measured."""
+        self._summary |= facts.metrics
+        self._tags |= facts.tags
+        if facts.stats:
+            (self.folder / "memory").mkdir(exist_ok=True)
+            stats = json.dumps(facts.stats, indent=1)
+            (self.folder / "memory" / "stats.json").write_text(stats)
+
+    def released(self, facts: ReleaseFacts) -> None:
+        """Keep the proof that the memory was given back."""
+        self._summary |= {
+            "memory/baseline_mib": facts.baseline_bytes / MIB,
+            "memory/released_mib": facts.released_bytes / MIB,
+            "memory/residual_mib": facts.residual_bytes / MIB,
+            "memory/leaked_mib": facts.leaked_bytes / MIB,
+            "memory/release_ok": float(facts.ok),
+        }
+        self._owners = [asdict(owner) for owner in facts.owners]
+
+    def _end(self, error: BaseException | None) -> None:
+        self._summary |= {**self._stages, "time/total_s": self._watch.total_s()}
+        new = {k: v for k, v in self._summary.items() if self._series.get(k) != v}
+        self._journal.log(new, self._step)
+        reason = None if error is None else (str(error) or type(error).__name__)
+        if reason is not None:
+            self._tags["end.reason"] = reason
+        self.run = {
+            "run_id": self._journal.run_id,
+            "experiment_id": self._journal.experiment_id,
+            "name": self._name,
+            "status": _status(error),
+            "params": self.config.flat(),
+            "tags": self._tags,
+            "metrics": {**self._series, **self._summary},
+            "owners": self._owners,
+            "error": reason,
+            "open_command": self.open_command(),
+        }
+        try:
+            self._journal.close(self.run)
+        except TrackingError as unsent:
+            log.error(
+                "%s. Nothing is lost: send it with `python -m tasks.tracking %s`",
+                unsent,
+                shlex.quote(str(self.folder)),
+            )
+
+    def open_command(self) -> str:
+        """How a person opens this run in MLflow."""
+        path = f"/#/experiments/{self._journal.experiment_id}/runs/{self._journal.run_id}"
+        uri = self._where.tracking_uri
+        if uri.startswith("http"):
+            return uri.rstrip("/") + path
+        return f"make ui   # then http://127.0.0.1:5000{path}"
+
+
+def _status(error: BaseException | None) -> str:
+    if error is None:
+        return "FINISHED"
+    return "FAILED" if isinstance(error, Exception) else "KILLED"
+
+
+def _found(device: DeviceFacts) -> dict[str, str]:
+    me = psutil.Process()
+    found = {
+        "device": device.name,
+        "device.kind": device.kind,
+        "device.model": device.model,
+        "device.uuid": device.uuid,
+        "device.reason": device.reason,
+        "device.total_mib": None if device.total_bytes is None else f"{device.total_bytes / MIB:.0f}",
+        "torch.version": device.torch_version,
+        "accelerator.runtime": device.runtime,
+        "driver.version": device.driver_version,
+        "host": socket.gethostname(),
+        "pid": str(me.pid),
+        "process.started_at": f"{me.create_time():.2f}",
+        "mlflow.source.name": "flows/train.py",
+        "mlflow.source.type": "LOCAL",
+        "mlflow.user": os.environ.get("USER") or str(os.getuid()),
+    }
+    return {k: v for k, v in found.items() if v is not None}

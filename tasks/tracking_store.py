@@ -1,0 +1,109 @@
+"""Opens the place where runs are kept: makes a new MLflow database in a way that two first users,
+or a kill in the middle, can't break, and finds or makes the experiment. Part of the sending process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import sys
+from contextlib import closing
+from fcntl import LOCK_EX, flock
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow import __version__ as mlflow_version
+from mlflow.exceptions import MlflowException
+
+from tasks.where import TrackingError, Where, redacted
+
+
+def open_experiment(where: Where) -> tuple[MlflowClient, str]:
+    """A client, and the id of the experiment, made where it is new.
+
+    Raises TrackingError where the database, the server or the experiment can't be used.
+    """
+    is_sqlite = where.tracking_uri.startswith("sqlite")
+    if is_sqlite:
+        _provide_database(Path(where.tracking_uri.partition("///")[2]), where)
+    client = MlflowClient(where.tracking_uri)
+    found = client.get_experiment_by_name(where.experiment)
+    if found is None:
+        is_served = where.tracking_uri.startswith(("http", "databricks"))
+        location = None if is_served else Path(where.artifacts).as_uri()
+        try:
+            return client, client.create_experiment(where.experiment, artifact_location=location)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        found = client.get_experiment_by_name(where.experiment)  # another run was first
+    assert found is not None
+    if found.lifecycle_stage == "deleted":
+        raise TrackingError(
+            f"run.experiment: {where.experiment!r} was deleted in MLflow; restore it with "
+            f"`mlflow experiments restore -x {found.experiment_id}`, or choose another name"
+        )
+    return client, found.experiment_id
+
+
+def template() -> Path:
+    """Where set-up keeps an empty database for this MLflow, inside the environment."""
+    return Path(sys.prefix) / "share" / "headroom" / f"mlflow-{mlflow_version}.db"
+
+
+def _provide_database(path: Path, where: Where) -> None:
+    """A new database is made under another name and renamed when whole: MLflow itself loses one of
+    two first users, and a kill while it writes leaves a file that stays unusable."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{path}.lock", "w") as lock:
+            flock(lock, LOCK_EX)
+            if not path.exists():
+                _make(path, where)
+        if path.stat().st_size:
+            with closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True)) as opened:
+                opened.execute("PRAGMA schema_version")
+                opened.execute("BEGIN IMMEDIATE")  # can it be written?
+    except (OSError, sqlite3.Error) as error:
+        raise TrackingError(f"tracking_uri: {path} can't be used as a database: {error}") from error
+
+
+def _make(path: Path, where: Where) -> None:
+    half = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        if template().exists():
+            shutil.copyfile(template(), half)
+        else:
+            make_database(half)
+        with closing(sqlite3.connect(half)) as opened, opened:
+            default = Path(where.artifacts).as_uri()
+            opened.execute(
+                "UPDATE experiments SET artifact_location = ? WHERE experiment_id = 0", (default,)
+            )
+        os.rename(half, path)
+    finally:
+        half.unlink(missing_ok=True)
+
+
+def make_database(path: Path) -> None:
+    """An empty MLflow database at `path`."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    SqlAlchemyStore(f"sqlite:///{path.absolute()}", "mlartifacts").engine.dispose()
+
+
+def explained(error: Exception, where: Where | None) -> str:
+    """One sentence about what went wrong, starting with the setting at fault."""
+    if isinstance(error, TrackingError):
+        return str(error)
+    text = " ".join(redacted(str(error)).split())
+    uri = redacted(where.tracking_uri) if where is not None else "unknown"
+    return f"tracking_uri: {uri} can't be used: {type(error).__name__}: {text[:600]}"
+
+
+def sweep_journals(runs: Path, *, keep: int) -> None:
+    """Remove the oldest journals whose runs were sent whole, all but `keep`."""
+    sent = [f.parent for f in runs.glob("*/sent.json") if '"closed": true' in f.read_text()]
+    for folder in sorted(sent)[: max(0, len(sent) - keep)]:
+        shutil.rmtree(folder, ignore_errors=True)

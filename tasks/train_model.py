@@ -1,0 +1,27 @@
+"""The task that trains. It hands facts to the engine and facts back; whatever it allocated on the
+device is freed when it returns, and when it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from tasks.engine import training
+from tasks.engine.config import RunConfig
+from tasks.engine.facts import DataFacts, DeviceFacts, TrainFacts
+
+
+@task(cache_policy=NO_CACHE)
+def train_model(
+    config: RunConfig,
+    device: DeviceFacts,
+    data: DataFacts,
+    *,
+    folder: str,
+    log: Callable[[dict[str, float], int], None],
+) -> TrainFacts:
+    """Train on `device`; the model and the allocator's statistics are left in `folder`."""
+    return training.train(config, device, data, folder=folder, log=log)

@@ -1,0 +1,116 @@
+"""Where results go: mlflow.yaml, and the environment over it. Refuses a URI that would lose them."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")
+
+
+class TrackingError(ValueError):
+    """Results can't be kept where they should go; the text starts with the setting at fault."""
+
+
+class Where(BaseModel):
+    """mlflow.yaml with the environment over it, its paths made absolute."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tracking_uri: str = "sqlite:///mlflow.db"
+    artifacts: str = "mlartifacts"
+    experiment: str = Field("headroom", min_length=1, max_length=250)
+    runs: str = ".headroom/runs"
+    flush_s: float = Field(2, gt=0, le=3600)
+    give_up_s: float = Field(60, gt=0, le=3600)
+    keep_runs: int = Field(200, ge=0)
+
+
+def where() -> Where:
+    """mlflow.yaml of the working directory, else the one beside `tasks`, else the defaults.
+
+    Raises TrackingError for a file or a URI that can't be used.
+    """
+    file = next((f for f in _candidates() if f.is_file()), None)
+    settings = _read(file) if file else {}
+    base = file.parent if file else Path.cwd()
+    environment = {
+        "tracking_uri": os.environ.get("MLFLOW_TRACKING_URI"),
+        "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME"),
+    }
+    chosen = _validated(settings).model_copy(update={k: v for k, v in environment.items() if v})
+    # A path in the file belongs to the file's folder, one in the environment to the caller's.
+    uri_base = Path.cwd() if environment["tracking_uri"] else base
+    return chosen.model_copy(
+        update={
+            "tracking_uri": _absolute(chosen.tracking_uri, uri_base),
+            "artifacts": str((base / chosen.artifacts).absolute()),
+            "runs": str((base / chosen.runs).absolute()),
+        }
+    )
+
+
+def redacted(text: str) -> str:
+    """The text without the passwords of the URIs in it."""
+    return re.sub(r"(\w://[^\s:/@]*):[^\s@]*@", r"\1:***@", text)
+
+
+def _candidates() -> tuple[Path, Path]:
+    return Path.cwd() / "mlflow.yaml", Path(__file__).parent.parent / "mlflow.yaml"
+
+
+def _read(file: Path) -> dict[str, object]:
+    try:
+        settings = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = " ".join(str(error).split())
+        raise TrackingError(f"mlflow.yaml: can't be read: {text}") from None
+    if settings is None:
+        return {}
+    if not isinstance(settings, dict):
+        raise TrackingError("mlflow.yaml: must hold settings as `name: value`, one a line")
+    return settings
+
+
+def _validated(settings: dict[str, object]) -> Where:
+    try:
+        return Where.model_validate(settings)
+    except ValidationError as error:
+        lines = [
+            f"mlflow.yaml {'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})"
+            for e in error.errors(include_url=False)
+        ]
+        raise TrackingError(redacted("\n".join(lines))) from None
+
+
+def _absolute(uri: str, base: Path) -> str:
+    scheme, _, rest = uri.partition("://")
+    name = scheme.partition("+")[0]
+    if not rest or name not in SCHEMES:
+        raise TrackingError(
+            f"tracking_uri: must be one of {', '.join(s + '://' for s in SCHEMES)} "
+            f"(got {redacted(uri)!r}); MLflow no longer writes to plain folders"
+        )
+    if name == "sqlite":
+        path = rest.removeprefix("/")
+        if not path or path == ":memory:":
+            raise TrackingError(
+                f"tracking_uri: {uri!r} is in memory and gone at exit; name a file: sqlite:///mlflow.db"
+            )
+        return f"{scheme}:///{(base / path).absolute()}"
+    if name in ("http", "https") and not _has_host(uri):
+        raise TrackingError(f"tracking_uri: must name a host (got {redacted(uri)!r})")
+    return uri
+
+
+def _has_host(uri: str) -> bool:
+    try:
+        parts = urlsplit(uri)
+        return bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
