@@ -1,0 +1,23 @@
+"""The first task of the flow: which device this run gets, and why not a better one. It refuses,
+before anything is spent, a device, precision or memory limit that cannot be had.
+"""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from tasks.engine.config import DeviceConfig
+from tasks.engine.device import check_limit, detect, resolve_precision
+from tasks.engine.facts import DeviceFacts
+
+
+@task(cache_policy=NO_CACHE)
+def detect_device(
+    device: DeviceConfig, *, precision: str = "auto", limit_mib: float | None = None
+) -> DeviceFacts:
+    """The device to train on. Raises DeviceError where it cannot be what was asked."""
+    facts = detect(device.name, require=device.require)
+    resolve_precision(precision, facts)
+    check_limit(facts, limit_mib)
+    return facts
