@@ -305,7 +305,7 @@ class Session:
         while True:
             try:
                 return self.sender.close(run)
-            except Exception as error:
+            except (MlflowException, OSError) as error:
                 if time.monotonic() > until:
                     raise
                 print(f"not closed yet: {redacted(str(error))}", file=sys.stderr)

@@ -5,6 +5,7 @@ device is freed when it returns, and when it raises.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -24,4 +25,4 @@ def train_model(
     log: Callable[[dict[str, float], int], None],
 ) -> TrainFacts:
     """Train on `device`; the model and the allocator's statistics are left in `folder`."""
-    return training.train(config, device, data, folder=folder, log=log)
+    return training.train(config, device, data, folder=Path(folder), log=log)

@@ -24,6 +24,7 @@ from tasks.engine.loop import Fitted, Log, Plan, Tools, fit
 from tasks.engine.precision import autocast, matmul_mode
 from tasks.engine.seeds import seeded
 from tasks.engine.settings import ConfigError
+from tasks.engine.threads import fitting_threads, multiply_adds
 from tasks.engine.timing import PHASES, Stopwatch, phase_clock, wait
 
 
@@ -71,6 +72,7 @@ def _train(
     with ExitStack() as stack:
         stack.enter_context(seeded(config.train.seed, deterministic=config.train.deterministic))
         stack.enter_context(matmul_mode(precision))
+        threads = stack.enter_context(fitting_threads(_work(config, data), device))
         if config.memory.limit_mib is not None:
             limit(facts, config.memory.limit_mib)
         meter = memory.Meter(device)
@@ -104,6 +106,7 @@ def _train(
         metrics={**fitted.metrics, **_timings(tools, fitted, rows=len(rows)), **measured},
         tags={
             "precision": precision,
+            "threads": str(threads),
             "compiled": "no" if step_model is model else config.train.compile,
             "data.residency": rows.residency,
             "micro_batch": str(math.ceil(plan.batch_size / plan.accumulate)),
@@ -116,15 +119,24 @@ def _train(
     )
 
 
+def _work(config: RunConfig, data: DataFacts) -> int:
+    with torch.device("meta"):
+        model = _built(config, data)
+    return multiply_adds(model, data.input_shape, config.train.batch_size)
+
+
 def _model(config: RunConfig, data: DataFacts, device: torch.device) -> nn.Module:
     # Drawn on the CPU: the same seed then gives the same weights on every device.
-    model = models.build(
+    return _built(config, data).to(device)
+
+
+def _built(config: RunConfig, data: DataFacts) -> nn.Module:
+    return models.build(
         config.model.name,
         input_shape=data.input_shape,
         outputs=data.outputs,
         args=config.model.args,
     )
-    return model.to(device)
 
 
 def _compiled(mode: str, model: nn.Module) -> Callable[..., Tensor]:

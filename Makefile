@@ -1,0 +1,51 @@
+# Every target sets up what it needs; a second call finds it done.
+PYTHON ?= python3
+BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup train test lint ui serve serve-down bench clean
+
+help:
+	@echo 'make train        train on the best device here:  make train ARGS="--train.epochs 5"'
+	@echo 'make test         the whole test suite'
+	@echo 'make ui           the runs in MLflow, at http://127.0.0.1:5000'
+	@echo 'make serve        Prefect server, worker, schedules and MLflow on this machine'
+	@echo 'make serve-down   end exactly those'
+	@echo 'make lint         formatter, linter, type checker'
+	@echo 'make bench        the benchmarks'
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo 'Python 3.11 or newer is needed: make PYTHON=python3.12 ...' >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch --editable '.[dev]'
+	$(BIN)/python -m tasks.first_use
+	@touch $@
+
+train: .venv/.ready
+	$(BIN)/python -m flows.train $(ARGS)
+
+test: .venv/.ready
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/.ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+ui: .venv/.ready
+	$(BIN)/python -m tasks.serve ui
+
+serve: .venv/.ready
+	$(BIN)/python -m tasks.serve up
+
+serve-down: .venv/.ready
+	$(BIN)/python -m tasks.serve down
+
+bench: .venv/.ready
+	$(BIN)/python -m benchmarks.startup
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

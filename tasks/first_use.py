@@ -1,0 +1,51 @@
+"""Done once, when the environment is set up, so that no run pays for it: empty, migrated databases
+for Prefect and MLflow (a new home then starts in seconds, and first runs at once can't race), and
+matplotlib's list of fonts. Does nothing where it was done.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tasks import prefect_server, tracking_store
+
+
+def main() -> None:
+    """Make what is missing."""
+    _make(prefect_server.template(), _prefect_database)
+    _make(tracking_store.template(), tracking_store.make_database)
+    from tasks.engine import report
+
+    report.load_plotting()
+
+
+def _make(path: Path, make: object) -> None:
+    assert callable(make)
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        half = Path(scratch) / path.name
+        make(half)
+        os.rename(half, path)
+
+
+def _prefect_database(path: Path) -> None:
+    with tempfile.TemporaryDirectory() as home:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
+        environment |= {
+            "PREFECT_HOME": home,
+            "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{path}",
+        }
+        command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "-y"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"Prefect's database could not be made:\n{done.stdout}{done.stderr}")
+
+
+if __name__ == "__main__":
+    main()

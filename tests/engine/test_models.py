@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+from tasks.engine import models
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("linear", (7,)), ("mlp", (7,)), ("mlp", (1, 8, 8)), ("cnn", (3, 9, 8))]
+)
+def test_a_model_maps_rows_to_outputs(name: str, shape: tuple[int, ...]) -> None:
+    model = models.build(name, input_shape=shape, outputs=5, args={})
+    assert model(torch.zeros(3, *shape)).shape == (3, 5)
+    models.check(name, input_shape=shape, outputs=5, args={})
+
+
+def test_mlp_takes_its_widths_and_dropout() -> None:
+    model = models.build(
+        "mlp", input_shape=(4,), outputs=2, args={"hidden": [9, 3], "dropout": 0.5}
+    )
+    widths = [m.out_features for m in model if isinstance(m, torch.nn.Linear)]
+    assert widths == [9, 3, 2]
+    assert sum(isinstance(m, torch.nn.Dropout) for m in model) == 2
+
+
+def test_checking_a_model_takes_no_memory() -> None:
+    # 2**20 x 2**20 weights would be 4 TiB.
+    models.check("mlp", input_shape=(2**20,), outputs=2, args={"hidden": [2**20]})
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("mlp", {"hiden": [3]}, r"model.args: 'hiden' is unknown; the model mlp takes hidden, dropout"),
+        ("linear", {"hidden": [3]}, "the model linear takes no arguments"),
+        ("mlp", {"hidden": [0]}, r"model.args: hidden must be whole numbers .* \(got \[0\]\)"),
+        ("mlp", {"hidden": "12"}, r"model.args: hidden must be whole numbers"),
+        ("mlp", {"hidden": [True]}, r"model.args: hidden must be whole numbers"),
+        ("mlp", {"hidden": 3}, r"model.args: hidden must be whole numbers"),
+        ("mlp", {"dropout": 1.0}, r"model.args: dropout must be from 0 to below 1 \(got 1.0\)"),
+        ("mlp", {"dropout": True}, r"model.args: dropout must be from 0 to below 1"),
+        ("cnn", {"width": 2.5}, r"model.args: width must be whole numbers"),
+        ("cnn", {}, r"model.name: cnn needs images .* \(got \(7,\)\)"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(name: str, args: dict, message: str) -> None:
+    with pytest.raises(models.ModelError, match=message):
+        models.check(name, input_shape=(7,), outputs=2, args=args)
+
+
+def test_standardize_undoes_nothing_and_scales_each_feature() -> None:
+    scale = models.Standardize((1.0, 2.0), (2.0, 4.0))
+    assert scale(torch.tensor([[3.0, 10.0]])).tolist() == [[1.0, 2.0]]

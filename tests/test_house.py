@@ -1,0 +1,121 @@
+"""The laws of the house, each a test: who may import whom, and how large a room may grow."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+PROJECT = ("flows", "tasks", "benchmarks", "tests")
+FILES = sorted(f for room in PROJECT for f in (ROOT / room).rglob("*.py"))
+ENGINE = sorted((ROOT / "tasks" / "engine").glob("*.py"))
+HANDS = sorted((ROOT / "tasks").glob("*.py"))
+FLOWS = sorted((ROOT / "flows").glob("*.py"))
+
+
+def _imports(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: a relative import"
+            found.add(node.module or "")
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _names(file: Path) -> set[str]:
+    return {name.split(".")[0] for name in _imports(file)}
+
+
+def _id(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("file", ENGINE, ids=_id)
+def test_the_engine_knows_neither_prefect_nor_mlflow_nor_the_storeys_above(file: Path) -> None:
+    assert not _names(file) & {"prefect", "mlflow", "flows"}
+    tasks = {name for name in _imports(file) if name.startswith("tasks.")}
+    assert all(name.startswith("tasks.engine") for name in tasks)
+
+
+@pytest.mark.parametrize("file", HANDS, ids=_id)
+def test_tasks_do_not_import_flows_and_do_no_torch_work(file: Path) -> None:
+    assert not _names(file) & {"flows", "torch"}
+
+
+@pytest.mark.parametrize("file", HANDS + FLOWS, ids=_id)
+def test_only_the_sending_process_imports_mlflow(file: Path) -> None:
+    assert ("mlflow" in _names(file)) == file.name.startswith("tracking")
+
+
+@pytest.mark.parametrize("file", FLOWS, ids=_id)
+def test_flows_hold_no_classes_and_no_torch(file: Path) -> None:
+    assert "torch" not in _names(file)
+    tree = ast.parse(file.read_text())
+    assert not [n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+
+
+def test_engine_modules_import_one_way() -> None:
+    needs = {
+        f.stem: {
+            name.split(".")[2]
+            for name in _imports(f)
+            if name.startswith("tasks.engine.") and name.split(".")[2] in {e.stem for e in ENGINE}
+        }
+        for f in ENGINE
+    }
+    done: set[str] = set()
+    while len(done) < len(needs):
+        ready = {name for name in needs if name not in done and needs[name] - {name} <= done}
+        assert ready, f"a circle among {sorted(set(needs) - done)}"
+        done |= ready
+
+
+def test_no_engine_module_brings_prefect_or_mlflow_along() -> None:
+    modules = [f"tasks.engine.{f.stem}" for f in ENGINE if f.stem != "__init__"]
+    code = (
+        f"import importlib, sys\n[importlib.import_module(m) for m in {modules}]\n"
+        "print([m for m in ('prefect', 'mlflow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "module", ["flows.desk", "flows.commandline", "tasks.prefect_server", "tasks.journal"]
+)
+def test_what_answers_first_imports_nothing_slow(module: str) -> None:
+    code = (
+        f"import sys, {module}\n"
+        "print([m for m in ('torch', 'prefect', 'mlflow', 'pandas') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("file", FILES, ids=_id)
+def test_a_file_opens_with_what_it_is_for_and_stays_readable(file: Path) -> None:
+    text = file.read_text()
+    assert text.isascii()
+    if file.name == "__init__.py":
+        assert text == ""
+    elif not file.is_relative_to(ROOT / "tests"):
+        assert ast.get_docstring(ast.parse(text)), "no opening paragraph"
+        assert len(text.splitlines()) <= 300
+
+
+def test_there_is_no_drawer_for_odds_and_ends() -> None:
+    assert not {f.stem for f in FILES} & {"utils", "helpers", "common", "misc"}
+
+
+def test_mlflow_yaml_holds_no_hyper_parameter() -> None:
+    from tasks.engine.config import RunConfig
+
+    settings = yaml.safe_load((ROOT / "mlflow.yaml").read_text())
+    leaves = {name.split(".")[1] for name in RunConfig().flat()} - {"experiment"}
+    assert not set(settings) & (leaves | set(RunConfig.model_fields))
