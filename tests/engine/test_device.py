@@ -6,6 +6,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasks.engine.device import (
     DeviceError,
@@ -30,7 +31,8 @@ needs_cpu_only = pytest.mark.skipif(
 )
 
 
-def test_cpu_asked_for_is_taken_without_a_look_at_gpus():
+def test_cpu_asked_for_is_taken_without_a_look_at_gpus(monkeypatch):
+    monkeypatch.delattr(torch.accelerator, "current_accelerator")  # whoever asks for a GPU fails
     facts = detect("cpu")
     assert (facts.name, facts.reason) == ("cpu", "cpu, as device.name asks")
     assert facts.total_bytes == psutil.virtual_memory().total
@@ -74,6 +76,24 @@ def test_explain_ends_with_the_choice_and_does_not_raise_without_a_gpu():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_small_product_is_exact_in_every_dtype(dtype):
     assert compute("cpu", dtype) == ""
+
+
+class FirstProductWrong(TorchDispatchMode):
+    """A broken adder: the first product is off by 2, the one to compare with is not."""
+
+    products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            self.products += 1
+            return result + 2 if self.products == 1 else result
+        return result
+
+
+def test_device_that_computes_wrongly_is_not_believed():
+    with FirstProductWrong():
+        assert compute("cpu", torch.float32) == "its product of two 64x64 matrices is off by 2"
 
 
 @needs_cpu_only

@@ -91,6 +91,7 @@ SITUATIONS = [
     (cuda("13.0", (12, 4)), False, "CUDA 13.0 is newer than the driver's CUDA 12.4.*for CUDA 12"),
     (cuda("13.0", (12, 4), computes=True), True, "driver CUDA 12.4"),  # cuda-compat
     (cuda("12.8", (12, 4)), True, "within one major version"),
+    (cuda("12.4", (12, 4)), True, "driver CUDA 12.4$"),
     (cuda("12.10", (12, 9)), True, "within one major version"),  # 10 > 9, not "10" < "9"
     (cuda("12.4", (13, 0)), True, "PyTorch CUDA 12.4, driver CUDA 13.0$"),
     (cuda(None, (13, 0)), None, "built without CUDA"),
@@ -115,6 +116,7 @@ SITUATIONS = [
     (visible("7", uuids=None, found=False), None, "is set"),
     (visible("GPU-cccc", uuids=None, found=True), True, "is set"),
     (seen({"HIP_VISIBLE_DEVICES": "-1"}, "AMD", None), False, "HIP_VISIBLE_DEVICES='-1' hides"),
+    (seen({"HIP_VISIBLE_DEVICES": "5"}, "AMD"), True, "is set"),  # NVML's UUIDs are not AMD's
     (seen({"ROCR_VISIBLE_DEVICES": "1"}, "AMD", None, False), None, "is set"),
     (seen({"ZE_AFFINITY_MASK": "0.1"}, "Intel", None), True, "ZE_AFFINITY_MASK='0.1' is set"),
     (seen({"CUDA_VISIBLE_DEVICES": ""}, "Intel", None), True, "ZE_AFFINITY_MASK is not set"),
