@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from tasks.engine.memory import is_oom
 
 
 class ModelError(ValueError):
@@ -96,16 +99,43 @@ def build(
     return factory(tuple(input_shape), outputs, **args)
 
 
-def check(name: str, *, input_shape: Sequence[int], outputs: int, args: Mapping[str, Any]) -> None:
-    """Build the model without memory and send two rows through it.
+def check(name: str, *, input_shape: Sequence[int], outputs: int, args: Mapping[str, Any]) -> int:
+    """Build the model on the host, send two rows through it, and return the multiply-adds of a row.
 
+    On the host and not on the meta device, whose first use costs more seconds than the model.
     Raises ModelError where it can't be built or gives another shape than (2, outputs).
     """
-    with torch.device("meta"):
+    try:
         model = build(name, input_shape=input_shape, outputs=outputs, args=args)
-        got = tuple(model(torch.empty(2, *input_shape)).shape)
+        with torch.inference_mode(), _multiply_adds(model) as work:
+            got = tuple(model(torch.zeros(2, *input_shape)).shape)
+    except (RuntimeError, MemoryError) as error:
+        if not is_oom(error):
+            raise
+        raise ModelError(
+            f"model.args: {name} with {dict(args)} and inputs of shape {tuple(input_shape)} needs "
+            "more memory than this host has; make it smaller"
+        ) from None
     if got != (2, outputs):
         raise ModelError(f"model.name: {name} must return (2, {outputs}) for two rows (got {got})")
+    return sum(work) // 2
+
+
+@contextmanager
+def _multiply_adds(model: nn.Module) -> Iterator[list[int]]:
+    """Counts the work of the linear and convolution layers, as they are called."""
+    work: list[int] = []
+
+    def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        work.append(output.numel() // weight.shape[0] * weight.numel())
+
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    hooks = [layer.register_forward_hook(count) for layer in layers]
+    yield work
+    for hook in hooks:
+        hook.remove()
 
 
 def _positive(name: str, values: Any) -> list[int]:

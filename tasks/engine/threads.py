@@ -6,11 +6,10 @@ same bits, on every day.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
 
 # Multiply-adds of a forward pass below which one thread is used: about 2 ms of work for a core.
 # Measured with an mlp of 17,000 weights at batch 64 (1 million): 0.6 ms a step on one thread, 3.6 to
@@ -18,30 +17,12 @@ from torch import Tensor, nn
 SMALL_MULTIPLY_ADDS = 50_000_000
 
 
-def multiply_adds(model: nn.Module, input_shape: Sequence[int], rows: int) -> int:
-    """Multiply-adds of the linear and convolution layers in one forward pass of `rows` rows.
-
-    model: on the meta device, so that nothing is computed.
-    """
-    total = 0
-
-    def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        nonlocal total
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        total += output.numel() // weight.shape[0] * weight.numel()
-
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
-    hooks = [layer.register_forward_hook(count) for layer in layers]
-    model(torch.empty(rows, *input_shape, device="meta"))
-    for hook in hooks:
-        hook.remove()
-    return total
-
-
 @contextmanager
 def fitting_threads(work: int, device: torch.device) -> Iterator[int]:
-    """One thread for small work on a CPU, else as many as PyTorch was given. Yields the count."""
+    """One thread for small work on a CPU, else as many as PyTorch was given. Yields the count.
+
+    work: multiply-adds of the forward pass of one batch.
+    """
     before = torch.get_num_threads()
     is_small = device.type == "cpu" and work < SMALL_MULTIPLY_ADDS
     torch.set_num_threads(1 if is_small else before)

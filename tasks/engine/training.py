@@ -24,16 +24,16 @@ from tasks.engine.loop import Fitted, Log, Plan, Tools, fit
 from tasks.engine.precision import autocast, matmul_mode
 from tasks.engine.seeds import seeded
 from tasks.engine.settings import ConfigError
-from tasks.engine.threads import fitting_threads, multiply_adds
+from tasks.engine.threads import fitting_threads
 from tasks.engine.timing import PHASES, Stopwatch, phase_clock, wait
 
 
-def check(config: RunConfig, data: DataFacts) -> None:
-    """Refuse what can't be trained before a device is touched.
+def check(config: RunConfig, data: DataFacts) -> int:
+    """Refuse what can't be trained before a device is touched; the multiply-adds of one row.
 
     Raises models.ModelError for the model and ConfigError for a setting that contradicts the data.
     """
-    models.check(
+    work = models.check(
         config.model.name,
         input_shape=data.input_shape,
         outputs=data.outputs,
@@ -45,6 +45,7 @@ def check(config: RunConfig, data: DataFacts) -> None:
             f"train.batch_size: must be at most the {data.train_rows} training rows "
             f"(got {config.train.batch_size})"
         )
+    return work
 
 
 def train(
@@ -68,13 +69,14 @@ def _train(
 ) -> TrainFacts:
     watch = Stopwatch()
     device = torch.device(facts.name)
+    work = config.train.batch_size * check(config, data)
     precision = resolve_precision(config.train.precision, facts)
     with ExitStack() as stack:
         stack.enter_context(seeded(config.train.seed, deterministic=config.train.deterministic))
         stack.enter_context(matmul_mode(precision))
-        threads = stack.enter_context(fitting_threads(_work(config, data), device))
+        threads = stack.enter_context(fitting_threads(work, device))
         if config.memory.limit_mib is not None:
-            limit(facts, config.memory.limit_mib)
+            stack.callback(limit(facts, config.memory.limit_mib))
         meter = memory.Meter(device)
         arrays = prepared.load(data)
         rows = feed(arrays.train_x, arrays.train_y, device=device, free_bytes=facts.free_bytes)
@@ -117,12 +119,6 @@ def _train(
         model_folder=str(folder),
         stats=stats,
     )
-
-
-def _work(config: RunConfig, data: DataFacts) -> int:
-    with torch.device("meta"):
-        model = _built(config, data)
-    return multiply_adds(model, data.input_shape, config.train.batch_size)
 
 
 def _model(config: RunConfig, data: DataFacts, device: torch.device) -> nn.Module:

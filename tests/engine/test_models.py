@@ -22,9 +22,17 @@ def test_mlp_takes_its_widths_and_dropout() -> None:
     assert sum(isinstance(m, torch.nn.Dropout) for m in model) == 2
 
 
-def test_checking_a_model_takes_no_memory() -> None:
-    # 2**20 x 2**20 weights would be 4 TiB.
-    models.check("mlp", input_shape=(2**20,), outputs=2, args={"hidden": [2**20]})
+def test_a_model_larger_than_the_host_is_refused() -> None:
+    with pytest.raises(models.ModelError, match="model.args: mlp .* needs more memory than this host"):
+        models.check("mlp", input_shape=(2**20,), outputs=2, args={"hidden": [2**20]})
+
+
+def test_checking_a_model_counts_its_multiply_adds() -> None:
+    work = models.check("mlp", input_shape=(1, 8, 8), outputs=10, args={"hidden": [32]})
+    assert work == 64 * 32 + 32 * 10
+    work = models.check("cnn", input_shape=(3, 8, 8), outputs=10, args={"width": 4})
+    stage_1, stage_2 = 64 * 9 * (3 * 4 + 4 * 4), 16 * 9 * 4 * 8
+    assert work == stage_1 + stage_2 + 8 * 2 * 2 * 10
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,169 @@
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tasks.engine import optim
+from tasks.engine.batches import feed, row_order
+from tasks.engine.loop import Diverged, Fitted, Plan, Tools, evaluate, fit
+from tasks.engine.memory import Meter
+from tasks.engine.timing import HostClock, Stopwatch
+
+CPU = torch.device("cpu")
+PLAN = Plan(
+    epochs=3,
+    batch_size=16,
+    accumulate=1,
+    log_every=4,
+    patience=0,
+    seed=0,
+    clip_norm=None,
+    task="classification",
+)
+
+
+def _data(rows: int, *, seed: int, task: str = "classification"):
+    draw = np.random.default_rng(seed)
+    x = draw.normal(size=(rows, 6)).astype(np.float32)
+    if task == "regression":
+        return feed(x, x[:, :1] * 2 + 1, device=CPU, free_bytes=10**9)
+    return feed(x, (x[:, 0] > 0).astype(np.int64), device=CPU, free_bytes=10**9)
+
+
+def _model(outputs: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def _tools(model: nn.Module, log, *, lr: float = 0.05, loss=nn.functional.cross_entropy) -> Tools:
+    return Tools(
+        loss=loss,
+        optimizer=optim.AdamW(
+            model.parameters(), lr=lr, weight_decay=0.01, beta1=0.9, beta2=0.99
+        ),
+        rate=lambda step: lr,
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        autocast=nullcontext,
+        clock=HostClock(),
+        meter=Meter(CPU),
+        watch=Stopwatch(),
+        wait=lambda: None,
+        log=log,
+    )
+
+
+def _fit(model: nn.Module, plan: Plan = PLAN, *, rows: int = 100, **tools) -> tuple[Fitted, list]:
+    logged: list[tuple[int, dict[str, float]]] = []
+    made = _tools(model, lambda metrics, step: logged.append((step, metrics)), **tools)
+    train, val = _data(rows, seed=1, task=plan.task), _data(40, seed=2, task=plan.task)
+    return fit(model, train, val, plan=plan, tools=made), logged
+
+
+def test_the_loop_gives_the_weights_of_the_plain_loop() -> None:
+    mine, plain = _model(), _model()
+    _fit(mine)
+    data = _data(100, seed=1)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.05, betas=(0.9, 0.99), weight_decay=0.01)
+    for epoch in range(3):
+        for rows in row_order(100, seed=0, epoch=epoch).split(16):
+            reference.zero_grad()
+            nn.functional.cross_entropy(plain(data.x[rows]), data.y[rows]).backward()
+            reference.step()
+    for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [2, 3, 16])
+def test_micro_batches_give_the_weights_of_the_whole_batch(accumulate: int) -> None:
+    whole, parts = _model(), _model()
+    _fit(whole)
+    _fit(parts, replace(PLAN, accumulate=accumulate))
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_it_logs_each_window_and_each_epoch() -> None:
+    fitted, logged = _fit(_model())
+    assert fitted.steps == 21 and fitted.epochs == 3 and not fitted.stopped_early
+    steps = [step for step, metrics in logged if "train/loss" in metrics]
+    assert steps == [4, 8, 12, 16, 20, 21]
+    assert [m["train/epoch"] for _, m in logged if "train/epoch" in m] == [1, 2, 3]
+    assert all(m["speed/samples_per_s"] > 0 for _, m in logged if "train/loss" in m)
+    losses = [m["train/loss"] for _, m in logged if "train/loss" in m]
+    assert losses[-1] < losses[0]
+
+
+def test_logging_more_often_changes_no_weight() -> None:
+    seldom, often = _model(), _model()
+    _fit(seldom, replace(PLAN, log_every=1000))
+    _fit(often, replace(PLAN, log_every=1))
+    for a, b in zip(seldom.parameters(), often.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("log_every", [1, 4, 1000])
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step(log_every: int) -> None:
+    calls = 0
+
+    def breaks_at_the_sixth(outputs, targets):
+        nonlocal calls
+        calls += 1
+        loss = nn.functional.cross_entropy(outputs, targets)
+        return loss * math.nan if calls == 6 else loss
+
+    plan = replace(PLAN, log_every=log_every)
+    message = r"train.loss: became nan at step 6 \(epoch 1, .*last good loss was 0.\d+ at step 5"
+    with pytest.raises(Diverged, match=message):
+        _fit(_model(), plan, loss=breaks_at_the_sixth)
+    assert calls <= 7 + log_every
+
+
+def test_a_loss_that_was_never_good_is_said_so() -> None:
+    with pytest.raises(Diverged, match="became inf at step 1 .*no step was good"):
+        _fit(_model(), loss=lambda out, y: nn.functional.cross_entropy(out, y) * math.inf)
+
+
+def test_patience_stops_and_keeps_the_best_weights() -> None:
+    model = _model()
+    plan = replace(PLAN, epochs=60, patience=2)
+    fitted, logged = _fit(model, plan, lr=0.9)
+    losses = [m["val/loss"] for _, m in logged if "val/loss" in m]
+    assert fitted.stopped_early and fitted.epochs == len(losses) < 60
+    assert losses.index(min(losses)) == len(losses) - 3
+    assert fitted.metrics["val/loss"] == min(losses)
+    again = evaluate(model, _data(40, seed=2), plan=plan, tools=_tools(model, None))
+    assert again["val/loss"] == pytest.approx(min(losses))
+
+
+def test_clipping_bounds_the_gradients_of_every_step() -> None:
+    model = _model()
+    plan = replace(PLAN, clip_norm=1e-3, log_every=1)
+    _, logged = _fit(model, plan)
+    norms = [
+        torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item(),
+    ]
+    assert norms[0] <= 1e-3 * 1.01
+    assert all(m["train/grad_norm"] > 1e-3 for _, m in logged if "train/loss" in m)
+
+
+def test_regression_is_judged_by_r2_and_mae() -> None:
+    fitted, _ = _fit(
+        _model(outputs=1),
+        replace(PLAN, task="regression", epochs=40),
+        loss=nn.functional.mse_loss,
+    )
+    assert fitted.metrics["val/r2"] > 0.9
+    assert 0 < fitted.metrics["val/mae"] < 0.6
+
+
+def test_evaluation_sees_the_model_without_dropout_and_leaves_no_gradient() -> None:
+    model = nn.Sequential(_model(), nn.Dropout(0.9))
+    model.train()
+    tools = _tools(model, None)
+    both = [evaluate(model, _data(40, seed=2), plan=PLAN, tools=tools) for _ in range(2)]
+    assert both[0] == both[1]
+    assert all(p.grad is None for p in model.parameters())
