@@ -78,7 +78,7 @@ def _join_or_start(folder: Path) -> str:
         except BlockingIOError:
             lock.seek(0)
             return lock.read().strip()
-        _provide_database(folder)
+        provide_database(folder)
         with closing(socket.create_server(("127.0.0.1", 0), backlog=512)) as listening:
             url = f"http://127.0.0.1:{listening.getsockname()[1]}/api"
             lock.truncate(0)
@@ -110,7 +110,7 @@ def template() -> Path:
     return Path(sys.prefix) / "share" / "headroom" / f"prefect-{version('prefect')}.db"
 
 
-def _provide_database(folder: Path) -> None:
+def provide_database(folder: Path) -> None:
     """A new home starts from a database that was migrated once: that saves 6 to 14 s."""
     database = folder / "prefect.db"
     if any(name.endswith("DATABASE_CONNECTION_URL") for name in os.environ):

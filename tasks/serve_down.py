@@ -1,0 +1,76 @@
+"""Takes the service down so that nothing is lost: first the runs, each of which gives its memory
+back and closes its record; then the worker, the server and MLflow. Ends nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tasks import serve_prefect
+from tasks.serve_processes import Component, await_end, end, marked, remember
+
+RUN_S = 90.0  # for runs to end: give the device back, and send what MLflow has not got yet
+
+
+def take_down(components: Sequence[Component], folder: Path) -> None:
+    """End all of them, and whatever they started that is still there."""
+    by_name = {c.name: c for c in components}
+    if "worker" in by_name:
+        _end_worker(by_name["worker"], f"{by_name['prefect'].address}/api")
+    for component in components:
+        if (process := component.process()) is not None:
+            end([process], wait_s=20)
+    for mark in {c.mark for c in components}:
+        _sweep(mark)
+    remember(folder, [])
+
+
+def _end_worker(worker: Component, api: str) -> None:
+    """A worker that is told to end while a run goes on kills the run's process the hard way: no
+    `finally`, and the run says Running for ever. So the runs are cancelled before."""
+    process = worker.process()
+    if process is None:
+        return
+    try:
+        was_paused = serve_prefect.is_paused(api)
+        serve_prefect.pause(api, paused=True)  # else it would start the next one
+        try:
+            _cancel_runs(process, api)
+            end([process], wait_s=20)
+        finally:
+            serve_prefect.pause(api, paused=was_paused)
+    except OSError:  # the server is gone: then the signal that it would have sent
+        family = process.children(recursive=True)
+        end([child for child in family if not _ends_by_itself(child)], wait_s=RUN_S)
+        end([process], wait_s=20)
+
+
+def _cancel_runs(worker: psutil.Process, api: str) -> None:
+    family = worker.children(recursive=True)
+    runs = sorted({run for child in family if (run := serve_prefect.flow_run_of(child))})
+    if not runs:
+        return
+    print(f"Cancelling {len(runs)} run{'s' * (len(runs) > 1)} ...", flush=True)
+    left = serve_prefect.cancel(api, runs, wait_s=RUN_S)
+    for run in left:
+        print(f"run {run} has not ended within {RUN_S:.0f} s; its process is killed")
+    await_end(family, wait_s=0 if left else RUN_S)
+
+
+def _sweep(mark: str) -> None:
+    """What is left of ours, e.g. a run whose worker has died before."""
+    left = list(marked(mark))
+    end([process for process in left if not _ends_by_itself(process)], wait_s=RUN_S)
+    await_end(left, wait_s=RUN_S)
+    end(marked(mark), wait_s=5)
+
+
+def _ends_by_itself(process: psutil.Process) -> bool:
+    """Whether it is a run's sending process: it ends when the run has, and all is in MLflow."""
+    with suppress(psutil.Error):
+        return "tasks.tracking" in process.cmdline()
+    return False

@@ -1,0 +1,121 @@
+"""What `serve` asks of its Prefect server, in plain HTTP: is it there, the work pool, the worker,
+and the runs that are to be ended. Importing Prefect's client would cost two seconds a call.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+import psutil
+
+POOL = "headroom"
+ANSWER_S = 10.0
+
+# 127.0.0.1 is never behind a proxy, whatever the environment says.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def call(method: str, url: str, body: object = None) -> Any:
+    """The decoded answer. Raises OSError where there is none, HTTPError where it is a refusal."""
+    request = urllib.request.Request(
+        url,
+        method=method,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with _opener.open(request, timeout=ANSWER_S) as response:
+        text = response.read()
+    with suppress(ValueError):
+        return json.loads(text)
+    return text.decode(errors="replace")
+
+
+def answers(url: str) -> bool:
+    """Whether a health endpoint says that all is well."""
+    try:
+        return call("GET", url) in (True, "OK")
+    except (OSError, ValueError):
+        return False
+
+
+def make_pool(api: str) -> None:
+    """Make the work pool. The worker fills in how its jobs look."""
+    try:
+        call("POST", f"{api}/work_pools/", {"name": POOL, "type": "process"})
+    except urllib.error.HTTPError as error:
+        if error.code != 409:  # it is there already
+            raise
+
+
+def is_paused(api: str) -> bool:
+    """Whether somebody has paused the pool: nothing would start."""
+    return bool(call("GET", f"{api}/work_pools/{POOL}")["is_paused"])
+
+
+def pause(api: str, *, paused: bool) -> None:
+    """Let the pool hand out no runs, or let it again."""
+    call("PATCH", f"{api}/work_pools/{POOL}", {"is_paused": paused})
+
+
+def worker_is_online(api: str, name: str, *, since: float) -> bool:
+    """Whether that worker has reported after `since` (unix time); not its namesake of yesterday."""
+    try:
+        workers = call("POST", f"{api}/work_pools/{POOL}/workers/filter", {})
+    except OSError:
+        return False
+    return any(
+        worker["name"] == name
+        and worker["status"] == "ONLINE"
+        and datetime.fromisoformat(worker["last_heartbeat_time"]).timestamp() >= since
+        for worker in workers
+    )
+
+
+def flow_run_of(process: psutil.Process) -> str | None:
+    """The flow run that a process plays, or None."""
+    try:
+        return process.environ().get("PREFECT__FLOW_RUN_ID")
+    except psutil.Error:
+        return None
+
+
+def cancel(api: str, flow_runs: Sequence[str], *, wait_s: float) -> list[str]:
+    """Cancel runs as the UI would, wait for their end, and return those that have not ended.
+
+    The worker then signals each run's process, which gives its memory back and closes its record.
+    """
+    for run in flow_runs:
+        call("POST", f"{api}/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
+    until = time.monotonic() + wait_s
+    left = list(flow_runs)
+    while left and time.monotonic() < until:
+        time.sleep(0.2)
+        left = [run for run in left if not _has_ended(api, run)]
+    return left
+
+
+def crash_the_dead(api: str) -> int:
+    """Mark runs as crashed that say they run though their process is gone, e.g. after a power cut;
+    Prefect itself would show them as running for ever. Returns how many."""
+    asked = {
+        "flow_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}},
+        "work_pools": {"name": {"any_": [POOL]}},
+    }
+    alive = {run for process in psutil.process_iter() if (run := flow_run_of(process))}
+    dead = [r["id"] for r in call("POST", f"{api}/flow_runs/filter", asked) if r["id"] not in alive]
+    for run in dead:
+        state = {"type": "CRASHED", "message": "Its process was gone when the service came up."}
+        call("POST", f"{api}/flow_runs/{run}/set_state", {"state": state, "force": True})
+    return len(dead)
+
+
+def _has_ended(api: str, run: str) -> bool:
+    state = call("GET", f"{api}/flow_runs/{run}")["state"]["type"]
+    return state in ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
