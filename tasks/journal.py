@@ -112,9 +112,11 @@ class Journal:
 
     def _listen(self, sender: subprocess.Popen[str]) -> None:
         assert sender.stdout is not None
-        for line in sender.stdout:
-            with suppress(json.JSONDecodeError):  # a library that prints
-                self._answers.put(json.loads(line))
+        with sender.stdout as answers:
+            for line in answers:
+                with suppress(json.JSONDecodeError):  # a library that prints
+                    self._answers.put(json.loads(line))
+        sender.wait()
         log = Path(self.where.runs) / "tracking.log"
         self._answers.put({"error": f"tracking_uri: the sending process ended; see {log}"})
 

@@ -25,6 +25,10 @@ class ServeError(RuntimeError):
     """The services can't be brought up or down; the text says why, and what helps."""
 
 
+class SettingError(ServeError):
+    """A port can't be what the environment says."""
+
+
 @dataclass(frozen=True)
 class Component:
     """One process of the service, as it is remembered."""
@@ -149,10 +153,10 @@ def remembered(folder: Path) -> list[Component]:
 
 
 def port_from(variable: str, default: int) -> int:
-    """The port that the environment names. Raises ServeError where it is none."""
+    """The port that the environment names. Raises SettingError where it is none."""
     text = os.environ.get(variable) or str(default)
     if not text.isdecimal() or not 0 < int(text) < 2**16:
-        raise ServeError(f"{variable}: must be a port, 1 to 65535 (got {text!r})")
+        raise SettingError(f"{variable}: must be a port, 1 to 65535 (got {text!r})")
     return int(text)
 
 
