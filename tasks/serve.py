@@ -19,7 +19,14 @@ from pathlib import Path
 from types import FrameType
 
 from tasks import serve_down, serve_prefect, serve_up
-from tasks.serve_processes import Component, ServeError, port_from, remembered, require_free
+from tasks.serve_processes import (
+    Component,
+    ServeError,
+    SettingError,
+    port_from,
+    remembered,
+    require_free,
+)
 from tasks.where import TrackingError, redacted, where
 
 PROJECT = Path(__file__).absolute().parent.parent
@@ -37,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         return {"up": up, "down": down, "status": status, "ui": ui}[action]()
     except ServeError as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, SettingError) else 1
     except TrackingError as error:
         print(error, file=sys.stderr)
         return 2
@@ -120,7 +127,7 @@ def _plan() -> serve_up.Plan:
     prefect, mlflow = port_from(*PREFECT_PORT), port_from(*MLFLOW_PORT)
     is_local = not chosen.tracking_uri.startswith(("http", "databricks"))
     if prefect == mlflow and is_local:
-        raise ServeError(
+        raise SettingError(
             f"{MLFLOW_PORT[0]}: must differ from {PREFECT_PORT[0]} (both are {mlflow})"
         )
     require_free(prefect, PREFECT_PORT[0])

@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import psutil
@@ -104,16 +104,35 @@ def cancel(api: str, flow_runs: Sequence[str], *, wait_s: float) -> list[str]:
 def crash_the_dead(api: str) -> int:
     """Mark runs as crashed that say they run though their process is gone, e.g. after a power cut;
     Prefect itself would show them as running for ever. Returns how many."""
-    asked = {
-        "flow_runs": {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}},
-        "work_pools": {"name": {"any_": [POOL]}},
-    }
     alive = {run for process in psutil.process_iter() if (run := flow_run_of(process))}
-    dead = [r["id"] for r in call("POST", f"{api}/flow_runs/filter", asked) if r["id"] not in alive]
+    running = _runs(api, {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}})
+    dead = [run["id"] for run in running if run["id"] not in alive]
+    message = "Its process was gone when the service came up."
     for run in dead:
-        state = {"type": "CRASHED", "message": "Its process was gone when the service came up."}
-        call("POST", f"{api}/flow_runs/{run}/set_state", {"state": state, "force": True})
+        _set_state(api, run, type="CRASHED", message=message)
     return len(dead)
+
+
+def skip_the_missed(api: str) -> int:
+    """Cancel the scheduled runs whose time has passed: a worker would start all of them, seven
+    trainings after a week away. What a person asked for stays. Returns how many."""
+    now = datetime.now(UTC).isoformat()
+    asked = {"state": {"type": {"any_": ["SCHEDULED"]}}, "expected_start_time": {"before_": now}}
+    missed = [run["id"] for run in _runs(api, asked) if run["auto_scheduled"]]
+    for run in missed:
+        _set_state(api, run, type="CANCELLED", message="Its time passed while no service was up.")
+    return len(missed)
+
+
+def _runs(api: str, flow_runs: dict[str, Any]) -> list[dict[str, Any]]:
+    asked = {"flow_runs": flow_runs, "work_pools": {"name": {"any_": [POOL]}}}
+    found: list[dict[str, Any]] = call("POST", f"{api}/flow_runs/filter", asked)
+    return found
+
+
+def _set_state(api: str, run: str, *, type: str, message: str) -> None:
+    state = {"type": type, "message": message}
+    call("POST", f"{api}/flow_runs/{run}/set_state", {"state": state, "force": True})
 
 
 def _has_ended(api: str, run: str) -> bool:

@@ -87,11 +87,14 @@ def _worker(plan: Plan, env: dict[str, str], started: list[Component]) -> None:
 
 
 def _deploy(plan: Plan, env: dict[str, str]) -> None:
-    """Before the worker comes: deploying drops the scheduled runs that were missed while the
-    service was down, and a worker would start all of them."""
+    """Put right what the last service left, and deploy, before there is a worker to act on it."""
     api = f"{plan.prefect_url}/api"
     serve_prefect.make_pool(api)
-    serve_prefect.crash_the_dead(api)
+    dead, missed = serve_prefect.crash_the_dead(api), serve_prefect.skip_the_missed(api)
+    if dead:
+        print(f"Marked {dead} run(s) as crashed: their processes are gone.")
+    if missed:
+        print(f"Skipped {missed} scheduled run(s) whose time passed while nothing was up.")
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     with open(log_path(plan.folder, "deploy"), "w") as log:
         done = subprocess.run(
