@@ -1,0 +1,97 @@
+"""What a report says about memory: how much was in use, who owned it, and whether it was given
+back, with what is left named. A CPU has no pool of its own, so it says less there: never a zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from tasks.engine.phrases import Block, Numbers, Section, bars, joined, said
+from tasks.engine.units import mebibytes, number, printable
+
+OWNERS = tuple(
+    (label, f"memory/{owner}_mib")
+    for label, owner in (
+        ("parameters", "parameters"),
+        ("gradients", "gradients"),
+        ("optimizer", "optimizer_state"),
+        ("activations", "activations"),
+    )
+)
+PHASE_PEAKS = tuple(
+    (phase, f"memory/peak_{phase}_mib") for phase in ("forward", "backward", "optimizer", "eval")
+)
+LEAKS_SHOWN = 6
+
+
+def memory(metrics: Numbers) -> Section:
+    """The most that was in use, by owner and by phase, and what the host process held."""
+    peak_mib = metrics.get("memory/run_peak_allocated_mib")
+    owners = [(label, metrics[k]) for label, k in OWNERS if k in metrics]
+    peaks = [(label, metrics[k]) for label, k in PHASE_PEAKS if k in metrics]
+    pool = said(
+        metrics,
+        ("memory/run_peak_allocated_mib", "peak {} allocated"),
+        ("memory/run_peak_reserved_mib", "{} reserved"),
+        ("memory/predicted_peak_mib", "{} predicted"),
+        ("memory/headroom_mib", "headroom {}"),
+        ("memory/fragmentation_pct", "{} % fragmented"),
+    )
+    trouble = [
+        template.format(number(metrics[key]))
+        for key, template in (
+            ("memory/alloc_retries", "{} allocation retries"),
+            ("memory/ooms_recovered", "{} out-of-memory errors recovered"),
+        )
+        if metrics.get(key)
+    ]
+    host = said(
+        metrics,
+        ("memory/host_rss_mib", "host process {}"),
+        ("memory/host_rss_peak_mib", "its peak {}"),
+    )
+    whole = peak_mib or sum(mib for _, mib in owners)
+    title = "by owner, of the peak" if peak_mib else "by owner"
+    top = peak_mib or max((mib for _, mib in peaks), default=0.0)
+    blocks = (
+        Block(title, bars(owners, whole=whole, words=mebibytes)),
+        Block("highest in each phase", bars(peaks, whole=top, words=mebibytes)),
+    )
+    lines = (*joined(pool), *joined(trouble), *joined(host))
+    return Section("Memory", lines, tuple(b for b in blocks if b.bars))
+
+
+def released(run: Mapping[str, Any], metrics: Numbers, *, limit: int) -> Section:
+    """What was given back; what was not, by name and largest first, each cut to `limit`."""
+    proof = said(
+        metrics,
+        ("memory/released_mib", "{} given back"),
+        ("memory/baseline_mib", "{} in use before the run"),
+        ("memory/residual_mib", "{} kept by libraries"),
+        ("memory/leaked_mib", "{} leaked"),
+    )
+    ok = bool(metrics["memory/release_ok"]) if "memory/release_ok" in metrics else None
+    verdict = {True: ["OK"], False: ["NOT ALL GIVEN BACK"], None: []}[ok]
+    owners = [o for o in run.get("owners") or () if isinstance(o, Mapping)]
+    owners.sort(key=lambda o: -_bytes(o))
+    held = [_leak(o, limit) for o in owners[:LEAKS_SHOWN]]
+    if owners[LEAKS_SHOWN:]:
+        rest = sum(_bytes(o) for o in owners[LEAKS_SHOWN:])
+        held.append(f"and {len(owners) - LEAKS_SHOWN:,} more, {mebibytes(rest / 1024**2)}")
+    return Section("Release", (*joined([*verdict, *proof]), *held), ok=ok)
+
+
+def _bytes(owner: Mapping[str, Any]) -> float:
+    size = owner.get("bytes")
+    return float(size) if isinstance(size, Real) and math.isfinite(size) else 0.0
+
+
+def _leak(owner: Mapping[str, Any], limit: int) -> str:
+    shape = "x".join(str(n) for n in owner.get("shape") or ())
+    what = [str(owner.get("kind") or "object"), shape, str(owner.get("dtype") or "")]
+    size = [mebibytes(_bytes(owner) / 1024**2)] if owner.get("bytes") is not None else []
+    held = [f"held by {owner['held_by']}"] if owner.get("held_by") else []
+    return printable(", ".join([" ".join(w for w in what if w), *size, *held]), limit=limit)
