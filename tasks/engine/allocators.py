@@ -1,0 +1,144 @@
+"""What a device's allocator tells, kind by kind, and how its caches are given back: the only room
+that calls torch.*.memory functions. What a device does not tell is absent, never zero, and no
+question here wakes a device that nobody has used yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Space:
+    """A device's memory as its driver sees it, all processes together."""
+
+    total_bytes: int
+    free_bytes: int | None
+
+
+class Allocator(Protocol):
+    """What a device's allocator tells. Keys of read(), each absent where unknown: allocated,
+    reserved, peak_allocated, peak_reserved, inactive_split (bytes) and retries (a count)."""
+
+    def read(self) -> dict[str, int]: ...
+
+    def reset_peaks(self) -> None: ...
+
+    def space(self) -> Space | None: ...
+
+    def stats(self) -> dict[str, Any]: ...
+
+
+class NoAllocator:
+    """The CPU's: PyTorch keeps no statistics of host memory."""
+
+    def read(self) -> dict[str, int]:
+        return {}
+
+    def reset_peaks(self) -> None:
+        pass
+
+    def space(self) -> Space | None:
+        return None
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+
+class PoolAllocator:
+    """The caching allocator of CUDA, ROCm and XPU; empty until the device was first used."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._backend: Any = torch.get_device_module(device)
+
+    def read(self) -> dict[str, int]:
+        # One call, made by the host alone: some tens of microseconds, no wait for the device.
+        nested = self._backend.memory.memory_stats_as_nested_dict(self._device)
+        found = {
+            "allocated": _pick(nested, "allocated_bytes", "current"),
+            "reserved": _pick(nested, "reserved_bytes", "current"),
+            "peak_allocated": _pick(nested, "allocated_bytes", "peak"),
+            "peak_reserved": _pick(nested, "reserved_bytes", "peak"),
+            "inactive_split": _pick(nested, "inactive_split_bytes", "current"),
+            "retries": nested.get("num_alloc_retries"),
+        }
+        return {key: value for key, value in found.items() if value is not None}
+
+    def reset_peaks(self) -> None:
+        if self._backend.is_initialized():
+            self._backend.memory.reset_peak_memory_stats(self._device)
+
+    def space(self) -> Space | None:
+        if not self._backend.is_initialized():
+            return None
+        try:
+            free, total = self._backend.memory.mem_get_info(self._device)
+        except RuntimeError as error:
+            if "free memory" not in str(error):  # some Intel GPUs refuse the query in these words
+                raise
+            return None
+        return Space(total_bytes=total, free_bytes=free)
+
+    def stats(self) -> dict[str, Any]:
+        return dict(self._backend.memory.memory_stats(self._device))
+
+
+class MpsAllocator:
+    """Apple's: no peaks and no free memory, since the host shares it; total is the size that Metal
+    recommends to stay below."""
+
+    def read(self) -> dict[str, int]:
+        return {
+            "allocated": torch.mps.current_allocated_memory(),
+            "reserved": torch.mps.driver_allocated_memory(),
+        }
+
+    def reset_peaks(self) -> None:
+        pass
+
+    def space(self) -> Space | None:
+        return Space(total_bytes=torch.mps.recommended_max_memory(), free_bytes=None)
+
+    def stats(self) -> dict[str, Any]:
+        return {**self.read(), "recommended_max": torch.mps.recommended_max_memory()}
+
+
+def allocator(device: torch.device) -> Allocator:
+    """The statistics of this device; of a kind that has none, the empty ones."""
+    if device.type in ("cuda", "xpu"):
+        return PoolAllocator(device)
+    return MpsAllocator() if device.type == "mps" else NoAllocator()
+
+
+def give_back(device: torch.device) -> None:
+    """Return to the driver what allocators and libraries keep for later; nothing on a CPU.
+
+    Waits for the device. Raises what the device raises once an error has poisoned the process.
+    """
+    backend: Any = torch.get_device_module(device)
+    if device.type == "cpu" or (device.type != "mps" and not backend.is_initialized()):
+        return
+    # 8 MiB (32 on Hopper) of cuBLAS workspace a handle and stream: pytorch#95668. A private name.
+    if device.type == "cuda" and hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
+        torch._C._cuda_clearCublasWorkspaces()
+    torch.accelerator.synchronize(device)
+    backend.empty_cache()
+    if device.type == "cuda":
+        torch.cuda.ipc_collect()
+    if device.type != "mps":
+        _empty_pinned()
+
+
+def _empty_pinned() -> None:
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+    elif hasattr(torch._C, "_host_emptyCache"):  # PyTorch before 2.12
+        torch._C._host_emptyCache()
+
+
+def _pick(nested: dict[str, Any], stat: str, metric: str) -> int | None:
+    return nested.get(stat, {}).get("all", {}).get(metric)

@@ -1,0 +1,170 @@
+"""Giving memory back, and the proof: what was in use before a run, what is after, and by name who
+holds the difference. Nothing here returns or keeps a tensor; a baseline remembers storages by weak
+references.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tasks.engine.allocators import allocator, give_back
+from tasks.engine.facts import Owner, ReleaseFacts
+from tasks.engine.holders import Holders
+from tasks.engine.live import GRADIENT, SAVED, Live, live_tensors
+
+MOST_OWNERS = 10
+NO_HOLDER = "nothing that Python can tell: a function running in another thread, or C++ code"
+
+# The last baseline of each device in this process. Identities cannot cross a task border, where
+# only the number of bytes travels; release() knows its baseline again by that number.
+_baselines: dict[str, Baseline] = {}
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What was in use before a run. `before`: bytes by storage address."""
+
+    bytes: int
+    before: dict[int, int] = field(repr=False)
+    # Weak references keep no memory, but keep its address from being given to another storage.
+    refs: tuple[StorageWeakRef, ...] = field(repr=False)
+
+
+def baseline(device: torch.device) -> Baseline:
+    """Gives caches back, and remembers what is in use on the device now.
+
+    Through the same door as release(), so that a workspace kept from an earlier run cannot hide a
+    leak of its size in the next. Garbage not yet collected counts as in use.
+    """
+    give_back(device)
+    lives = live_tensors(device)
+    before = {live.key: live.bytes for live in lives}
+    refs = {live.key: StorageWeakRef(live.storage) for live in lives}
+    found = Baseline(_in_use(device, lives), before, tuple(refs.values()))
+    _baselines[str(device)] = found
+    return found
+
+
+def release(device: torch.device, *, baseline_bytes: int) -> ReleaseFacts:
+    """Give back all that nobody holds any more, and name what somebody still does.
+
+    leaked: bytes of storages that were not there at the baseline and that Python can still reach;
+    on a CPU and a GPU alike one byte is a leak. residual: what the allocator counts above that,
+    which no Python object holds: workspaces of libraries, and rounding. Where the baseline was
+    not taken by baseline() in this process, only its size is known, and leaked is at most what is
+    in use above it. Raises what the device raises once an error has poisoned the process.
+    """
+    known = _baselines.get(str(device))
+    if known is not None and known.bytes != baseline_bytes:
+        known = None
+    before = known.before if known else {}
+    before_bytes, is_clean = _first_look(device, before)
+    if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it costs 2 s
+        sys.modules["torch._dynamo"].reset()
+    if not is_clean:  # garbage is seen by a look too; without any there is nothing to collect
+        gc.collect()
+    give_back(device)
+    seen = is_clean and device.type == "cpu"  # which has no caches: the first look was the proof
+    lives = [] if seen else live_tensors(device)
+    after_bytes = before_bytes if seen else _in_use(device, lives)
+    above = max(0, after_bytes - baseline_bytes)
+    leaks = _new(lives, before)
+    leaked_bytes = sum(leak.bytes for leak in leaks)
+    if known is None:
+        leaked_bytes = min(leaked_bytes, above)
+    return ReleaseFacts(
+        baseline_bytes=baseline_bytes,
+        before_bytes=before_bytes,
+        after_bytes=after_bytes,
+        released_bytes=max(0, before_bytes - after_bytes),
+        residual_bytes=max(0, above - leaked_bytes),
+        leaked_bytes=leaked_bytes,
+        ok=leaked_bytes == 0,
+        owners=_owners(leaks) if leaked_bytes else (),
+    )
+
+
+def _first_look(device: torch.device, before: dict[int, int]) -> tuple[int, bool]:
+    """Bytes in use, and whether nothing new is; in a function, so that what it saw can go."""
+    lives = live_tensors(device)
+    return _in_use(device, lives), not _new(lives, before)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Leak:
+    """One storage too many, and all ways to reach it; those with a Python holder first."""
+
+    bytes: int
+    ways: tuple[Live, ...]
+
+
+def _in_use(device: torch.device, lives: list[Live]) -> int:
+    if device.type == "cpu":
+        return sum({live.key: live.bytes for live in lives}.values())
+    return allocator(device).read().get("allocated", 0)
+
+
+def _new(lives: list[Live], before: dict[int, int]) -> list[_Leak]:
+    ways: dict[int, list[Live]] = defaultdict(list)
+    for live in lives:
+        if live.bytes > before.get(live.key, 0):
+            ways[live.key].append(live)
+    leaks = [
+        _Leak(group[0].bytes - before.get(key, 0), tuple(sorted(group, key=_directness)))
+        for key, group in ways.items()
+    ]
+    return sorted(leaks, key=lambda leak: -leak.bytes)
+
+
+def _directness(live: Live) -> int:
+    return ("", GRADIENT, SAVED).index(live.relation)
+
+
+def _owners(leaks: list[_Leak]) -> tuple[Owner, ...]:
+    holders = Holders(ours=(Live, _Leak))
+    with torch._C.DisableTorchFunction():
+        return tuple(_owner(leak, holders) for leak in leaks[:MOST_OWNERS])
+
+
+def _owner(leak: _Leak, holders: Holders) -> Owner:
+    for live in leak.ways:
+        if (held_by := _held_by(live, holders)) is not None:
+            return _described(live.tensor, leak.bytes, held_by)
+    return _described(leak.ways[0].tensor, leak.bytes, NO_HOLDER)
+
+
+def _held_by(live: Live, holders: Holders) -> str | None:
+    if not live.relation:
+        return holders.of(live.tensor)
+    above = holders.of(live.of)
+    if above is None:
+        return None
+    name = type(live.of).__name__
+    what = f"{name} {_shape(live.of)}" if isinstance(live.of, Tensor) else name
+    role = "as its gradient" if live.relation == GRADIENT else "for its backward pass"
+    return f"{what} {role}, held by {above}"
+
+
+def _described(tensor: Tensor, size_bytes: int, held_by: str) -> Owner:
+    return Owner(
+        kind=type(tensor).__name__,
+        shape=_shape(tensor),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        bytes=size_bytes,
+        held_by=held_by,
+    )
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    try:
+        return tuple(int(n) for n in Tensor.size(tensor))
+    except RuntimeError:  # a nested tensor has none
+        return ()

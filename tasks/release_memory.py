@@ -1,0 +1,62 @@
+"""The last task of the flow: gives the device back and proves it, or names who still holds what. It
+takes and returns plain facts; neither they nor its error hold a tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from tasks.engine.facts import Owner, ReleaseFacts
+from tasks.engine.leaks import release
+
+log = logging.getLogger(__name__)
+_MIB = 1024**2
+_OWNERS_TOLD = 3
+
+
+class LeakError(RuntimeError):
+    """Memory was not given back. `facts` are what was measured."""
+
+    def __init__(self, facts: ReleaseFacts) -> None:
+        super().__init__(facts)
+        self.facts = facts
+
+    def __str__(self) -> str:
+        return (
+            f"memory.on_leak: {leak_in_words(self.facts)}. Let go of it there, or set "
+            "memory.on_leak to warn"
+        )
+
+
+@task(cache_policy=NO_CACHE)
+def release_memory(device_name: str, *, baseline_bytes: int, on_leak: str) -> ReleaseFacts:
+    """What was given back. Raises LeakError where something was not and on_leak is fail."""
+    facts = release(torch.device(device_name), baseline_bytes=baseline_bytes)
+    if facts.ok:
+        return facts
+    if on_leak == "fail":
+        raise LeakError(facts)
+    log.warning("memory.on_leak: %s", leak_in_words(facts))
+    return facts
+
+
+def leak_in_words(facts: ReleaseFacts) -> str:
+    """How much was not given back, and the largest owners."""
+    told = [_owner_in_words(owner) for owner in facts.owners[:_OWNERS_TOLD]]
+    if len(facts.owners) > _OWNERS_TOLD:
+        told.append(f"and {len(facts.owners) - _OWNERS_TOLD} more")
+    return f"{_size(facts.leaked_bytes)} were not given back: {'; '.join(told)}"
+
+
+def _owner_in_words(owner: Owner) -> str:
+    return f"{owner.kind} {owner.shape} {owner.dtype}, held by {owner.held_by}"
+
+
+def _size(size_bytes: int) -> str:
+    if size_bytes < _MIB // 10:
+        return f"{size_bytes:,} bytes"
+    return f"{size_bytes / _MIB:.1f} MiB"
