@@ -110,7 +110,8 @@ def _joined(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif (example := _example(word)) == "true":
             words.append(f"{word}=true")
         elif example:
-            problems.append(f"{word}: needs a value, as in {word} {example}")
+            said = word.removeprefix("--") if "." in word else word
+            problems.append(f"{said}: needs a value, as in {word} {example}")
         else:
             words.append(word)
     return words, problems
@@ -167,5 +168,6 @@ def _metavar(row: Setting) -> str:
 
 def _help(row: Setting) -> str:
     limits = f"One of {row.limits}" if row.kind.startswith("one of") else row.limits.capitalize()
-    told = [row.text, f"{limits}." if limits else "", f"Default: {row.default}."]
+    default = "" if "Default:" in row.text else f"Default: {row.default}."
+    told = [row.text, f"{limits}." if limits else "", default]
     return " ".join(filter(None, told)).replace("%", "%%")

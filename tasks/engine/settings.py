@@ -179,4 +179,5 @@ def _in_order(problems: Sequence[Refused], file: str | None) -> list[str]:
 
 def _one_line(text: str) -> str:
     """The text with whatever would break its line, or drive a terminal, written as an escape."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    shorter = text if len(text) <= 2000 else f"{text[:1000]}...{text[-1000:]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shorter)

@@ -69,7 +69,9 @@ def read_text(file: str) -> str:
     except FileNotFoundError as error:
         raise Refused(f"is not there (looked in {os.getcwd()}); check the path") from error
     except OSError as error:
-        raise Refused(f"cannot be read ({error.strerror}); check its rights") from error
+        raise Refused(
+            f"cannot be read ({error.strerror}); check the path and its rights"
+        ) from error
     except ValueError as error:  # a NUL in the name
         raise Refused(f"is not a file name ({error})") from error
     if len(data) > MAX_BYTES:

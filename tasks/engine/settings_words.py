@@ -44,7 +44,7 @@ def shown(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print whole numbers of over 4,300 digits
-        return f"a {type(value).__name__} too long to print"
+        return "a value too long to print"
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 
 
