@@ -1,31 +1,51 @@
-"""The report of a run for people: in Markdown for MLflow's description and Prefect's artifact, and
-for the terminal. Both say what `sections` found, and nothing else. It refuses to let a name, a
-path or an error message act as markup, and keeps the Markdown under MLflow's limit for a tag.
+"""The report of a run for people, from a plain dict of run-record names: Markdown for MLflow's
+description and Prefect's artifact, a terminal's lines, one HTML page, and plots. All say what
+`sections` found, and nothing else. It refuses to let a name, a path or an error message act as
+markup, and keeps the Markdown under MLflow's limit for a tag.
 """
 
 from __future__ import annotations
 
 import re
-import textwrap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.engine.phrases import Block, Report, Section
+from tasks.engine import plots as drawing
+from tasks.engine import report_html, report_terminal
+from tasks.engine.phrases import Block, Report
 from tasks.engine.sections import sections
 from tasks.engine.units import percent, printable
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, Group, RenderResult
-    from rich.table import Table
-    from rich.text import Text
+    from rich.console import Group
 
 MARKDOWN_LIMIT = 8000  # characters; MLflow cuts a longer tag in silence
 COMMAND_LIMIT = 1000
 BAR_WIDTH = 20
-STATUS_STYLES = {"FINISHED": "bold green", "FAILED": "bold red", "KILLED": "bold yellow"}
-_PHRASE = re.compile(r"[^,]{2,28}(?=,|$)")  # short enough to keep on one line
 _MARKUP = re.compile(r"([\\`*_\[\]#|~])")
+
+
+def terminal(run: Mapping[str, Any], *, open_command: str) -> Group:
+    """The report for a rich console of 80 columns or more; without colour it says the same."""
+    command = printable(open_command, limit=COMMAND_LIMIT)
+    return report_terminal.terminal(sections(run, limit=240), command)
+
+
+def html(run: Mapping[str, Any], plot_files: Iterable[Path], *, open_command: str) -> str:
+    """The report as one HTML page that needs no network, the plots inside it."""
+    command = printable(open_command, limit=COMMAND_LIMIT)
+    return report_html.html(sections(run), command=command, run=run, plot_files=plot_files)
+
+
+def plots(run: Mapping[str, Any], folder: Path) -> list[Path]:
+    """The files loss.png, time.png and memory.png in `folder`: those whose data exist."""
+    return drawing.plots(run, folder)
+
+
+def load_plotting() -> None:
+    """Import matplotlib and make its list of fonts, at a moment when nobody waits for them."""
+    drawing.load()
 
 
 def markdown(run: Mapping[str, Any], *, open_command: str) -> str:
@@ -69,102 +89,3 @@ def _plain(text: str) -> str:
     """The text with nothing left that Markdown or HTML would act on."""
     escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKUP.sub(r"\\\1", escaped)
-
-
-def terminal(run: Mapping[str, Any], *, open_command: str) -> Group:
-    """The report for a rich console of 80 columns or more; without colour it says the same."""
-    from rich.console import Group
-    from rich.constrain import Constrain
-    from rich.table import Table
-    from rich.text import Text
-
-    report = sections(run, limit=240)
-    body = Table.grid(padding=(0, 1), expand=True)
-    body.add_column(width=8, style="bold")
-    body.add_column(ratio=1)
-    if report.error:
-        body.add_row("Error", _Line(report.error, "red"))
-    for section in report.sections:
-        body.add_row("", "")
-        body.add_row(section.title, Group(*_lines(section), *_blocks(section)))
-    command = Text.assemble(
-        ("\nOpen     ", "bold"), printable(open_command, limit=COMMAND_LIMIT), overflow="fold"
-    )
-    return Group(_title(report), Constrain(body, width=112), command)
-
-
-def _title(report: Report) -> Text:
-    from rich.text import Text
-
-    title = Text()
-    if report.status:
-        title.append(f"{report.status:<9}", style=STATUS_STYLES.get(report.status, "bold"))
-    title.append(report.name, style="bold")
-    for fact in report.headline:
-        title.append(f"  {fact}")
-    return title
-
-
-def _lines(section: Section) -> Iterator[_Line]:
-    styles = {True: "green", False: "bold red", None: ""}
-    for i, line in enumerate(section.lines):
-        yield _Line(line, styles[section.ok] if i == 0 else "")
-
-
-def _blocks(section: Section) -> Iterator[Table]:
-    """The blocks of a section side by side, two in a row."""
-    from rich.table import Table
-
-    if section.blocks:
-        row = Table.grid(padding=(0, 2), expand=True)
-        for _ in range(2):
-            row.add_column(ratio=1)
-        row.add_row(*(_bars(block) for block in section.blocks))
-        yield row
-
-
-def _bars(block: Block) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 1), expand=True)
-    for justify in ("left", "right", "right"):
-        table.add_column(justify=justify, no_wrap=True)
-    table.add_column(ratio=1)
-    for bar in block.bars:
-        share = "" if bar.share is None else percent(bar.share)
-        table.add_row(bar.label, bar.value, share, _Rule(bar.length))
-    titled = Table.grid(expand=True)
-    titled.add_row(Text(block.title, style="dim", no_wrap=True))
-    titled.add_row(table)
-    return titled
-
-
-@dataclass(frozen=True)
-class _Line:
-    """A line that, where it is too long, breaks between its phrases and not inside them."""
-
-    text: str
-    style: str
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.text import Text
-
-        kept = _PHRASE.sub(lambda m: m[0][0] + m[0][1:].replace(" ", "\xa0"), self.text)
-        lines = textwrap.wrap(kept, width=options.max_width, break_on_hyphens=False)
-        yield Text("\n".join(lines).replace("\xa0", " "), style=self.style, overflow="fold")
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """A horizontal bar as long as its part of the width there is; hyphens where no glyph is."""
-
-    length: float
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.segment import Segment
-
-        halves = round(2 * options.max_width * self.length)
-        drawn = "-" * (halves // 2) if options.ascii_only else "\u2501" * (halves // 2)
-        half = "\u2578" if halves % 2 and not options.ascii_only else ""
-        yield Segment(drawn + half, console.get_style("cyan"))
