@@ -11,13 +11,14 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
 from flows.commandline import parse
 from tasks import journal, prefect_server
 from tasks.engine.settings import ConfigError
+from tasks.engine.settings_file import to_yaml
 from tasks.where import TrackingError, where
 
 
@@ -47,7 +48,7 @@ def _train(asked: Namespace) -> int:
     journal.warm_up(where())
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
-    server = nullcontext(None)
+    server: AbstractContextManager[str | None] = nullcontext()
     try:
         if prefect_server.is_needed():
             server = prefect_server.shared(prefect_server.home())
@@ -106,11 +107,9 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _dry_run(asked: Namespace) -> int:
-    import yaml
-
     from tasks.engine.device import DeviceError, detect
 
-    print(yaml.safe_dump(asked.config.model_dump(), sort_keys=False), end="")
+    print(to_yaml(asked.config.model_dump()), end="")
     device = asked.config.device
     try:
         facts = detect(device.name, require=device.require)

@@ -28,7 +28,10 @@ from tasks.train_model import train_model
 
 
 @flow(name="train")
-def train(config: RunConfig = RunConfig(), overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+def train(
+    config: RunConfig = RunConfig(),  # noqa: B008 (frozen; Prefect's form shows it)
+    overrides: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Train one model on the best device here, and leave its whole story in MLflow.
 
     Args:

@@ -4,12 +4,15 @@ before anything is spent, a device, precision or memory limit that cannot be had
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from tasks.engine.config import DeviceConfig
 from tasks.engine.device import check_limit, detect, resolve_precision
 from tasks.engine.facts import DeviceFacts
+from tasks.engine.leaks import baseline
 
 
 @task(cache_policy=NO_CACHE)
@@ -20,4 +23,5 @@ def detect_device(
     facts = detect(device.name, require=device.require)
     resolve_precision(precision, facts)
     check_limit(facts, limit_mib)
-    return facts
+    # After the probe's own arithmetic: the workspaces that it leaves are not this run's.
+    return replace(facts, baseline_bytes=baseline(facts.name).bytes)

@@ -1,7 +1,8 @@
 """The Prefect server of runs started at a desk, where no Prefect API is set. The first run starts
 one, runs at the same time share it, and it ends itself once the last has been gone for a while, so
 that everything they did is recorded. Its socket listens before its process has imported anything:
-the flow's first request simply waits in the queue, while the run imports PyTorch. Imports no prefect.
+the flow's first request simply waits in the queue, while the run imports PyTorch. The run's part of
+this file imports no prefect.
 
 Three files in PREFECT_HOME say who is there, by locks that the kernel drops with their process:
 `headroom-start.lock` is held while a server is looked for or started, `headroom-server.lock` by the

@@ -1,5 +1,5 @@
-"""What a run leaves behind, under the names of the run record: facts become tags, metrics and files.
-A context manager around a whole run: by whatever door it is left, the run ends with its true status.
+"""What a run leaves behind, under the names of the run record: facts become tags, metrics, files.
+A context manager around a whole run: left by whatever door, the run ends with its true status.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any, ParamSpec, TypeVar
 from uuid import uuid4
 
 import psutil
-import yaml
 
 from tasks.engine.config import RunConfig
 from tasks.engine.facts import DataFacts, DeviceFacts, ReleaseFacts, TrainFacts
+from tasks.engine.settings_file import to_yaml
 from tasks.engine.timing import Stopwatch
 from tasks.journal import Journal
 from tasks.progress import Progress
@@ -53,6 +53,7 @@ class Record:
         self._summary: dict[str, float] = {}
         self._tags: dict[str, str] = {}
         self._owners: list[dict[str, Any]] = []
+        self._failure: tuple[str, str] | None = None  # status and reason of the first failure
         self._step = 0
         self._screen = ExitStack()
         self._journal = Journal(self._where, self.folder)
@@ -63,7 +64,9 @@ class Record:
         self._journal.open(self.config.run.experiment)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> None:
         try:
             self._screen.close()
             if isinstance(error, LeakError):
@@ -79,6 +82,9 @@ class Record:
         began = time.perf_counter()
         try:
             return stage(*args, **kwargs)
+        except BaseException as error:
+            self._fail(error)
+            raise
         finally:
             self._stages[f"time/{name}_s"] = time.perf_counter() - began
 
@@ -86,8 +92,7 @@ class Record:
         """Open the run in MLflow. Raises TrackingError where that can't be done."""
         self._tags = {**_found(device), **self._flow_run, "data.fingerprint": data.fingerprint}
         self._journal.create(name=self._name, params=self.config.flat(), tags=self._tags)
-        settings = yaml.safe_dump(self.config.model_dump(), sort_keys=False)
-        (self.folder / "config.yaml").write_text(settings)
+        (self.folder / "config.yaml").write_text(to_yaml(self.config.model_dump()))
         checks = [asdict(check) for check in device.checks]
         facts = {k: v for k, v in asdict(device).items() if k != "checks"}
         (self.folder / "device.json").write_text(json.dumps({**facts, "checks": checks}, indent=1))
@@ -126,14 +131,16 @@ class Record:
         self._summary |= {**self._stages, "time/total_s": self._watch.total_s()}
         new = {k: v for k, v in self._summary.items() if self._series.get(k) != v}
         self._journal.log(new, self._step)
-        reason = None if error is None else (str(error) or type(error).__name__)
+        if error is not None:
+            self._fail(error)
+        status, reason = self._failure or ("FINISHED", None)
         if reason is not None:
             self._tags["end.reason"] = reason
         self.run = {
             "run_id": self._journal.run_id,
             "experiment_id": self._journal.experiment_id,
             "name": self._name,
-            "status": _status(error),
+            "status": status,
             "params": self.config.flat(),
             "tags": self._tags,
             "metrics": {**self._series, **self._summary},
@@ -150,6 +157,12 @@ class Record:
                 shlex.quote(str(self.folder)),
             )
 
+    def _fail(self, error: BaseException) -> None:
+        """The first failure is the reason; what the release says after it must not hide it."""
+        if self._failure is None:
+            status = "FAILED" if isinstance(error, Exception) else "KILLED"
+            self._failure = status, str(error) or type(error).__name__
+
     def open_command(self) -> str:
         """How a person opens this run in MLflow."""
         path = f"/#/experiments/{self._journal.experiment_id}/runs/{self._journal.run_id}"
@@ -157,12 +170,6 @@ class Record:
         if uri.startswith("http"):
             return uri.rstrip("/") + path
         return f"make ui   # then http://127.0.0.1:5000{path}"
-
-
-def _status(error: BaseException | None) -> str:
-    if error is None:
-        return "FINISHED"
-    return "FAILED" if isinstance(error, Exception) else "KILLED"
 
 
 def _found(device: DeviceFacts) -> dict[str, str]:
@@ -173,7 +180,9 @@ def _found(device: DeviceFacts) -> dict[str, str]:
         "device.model": device.model,
         "device.uuid": device.uuid,
         "device.reason": device.reason,
-        "device.total_mib": None if device.total_bytes is None else f"{device.total_bytes / MIB:.0f}",
+        "device.total_mib": None
+        if device.total_bytes is None
+        else f"{device.total_bytes / MIB:.0f}",
         "torch.version": device.torch_version,
         "accelerator.runtime": device.runtime,
         "driver.version": device.driver_version,

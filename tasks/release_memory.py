@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 
-import torch
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
@@ -35,7 +34,7 @@ class LeakError(RuntimeError):
 @task(cache_policy=NO_CACHE)
 def release_memory(device_name: str, *, baseline_bytes: int, on_leak: str) -> ReleaseFacts:
     """What was given back. Raises LeakError where something was not and on_leak is fail."""
-    facts = release(torch.device(device_name), baseline_bytes=baseline_bytes)
+    facts = release(device_name, baseline_bytes=baseline_bytes)
     if facts.ok:
         return facts
     if on_leak == "fail":

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import mlflow.pyfunc
 import numpy as np
+import pandas as pd
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelOutput
 from mlflow.models import ModelSignature
 from mlflow.types import ColSpec, Schema, TensorSpec
 
 if TYPE_CHECKING:
-    from tasks.tracking import State
+    from tasks.tracking_run import State
 
 CODE = ("__init__.py", "engine/__init__.py", "engine/models.py", "engine/predictor.py")
 REQUIREMENTS = ("torch", "numpy", "pandas")
@@ -43,11 +44,17 @@ def log(client: MlflowClient, state: State, folder: Path) -> None:
             data_path=str(folder / "model"),
             code_paths=[str(code)],
             signature=signature(spec),
+            input_example=_example(folder / "model" / "example.npy", spec["feature_names"]),
             pip_requirements=[f"{name}=={version(name)}" for name in REQUIREMENTS],
         )
         client.log_model_artifacts(logged.model_id, f"{scratch}/model")
     client.finalize_logged_model(logged.model_id, "READY")
     client.log_outputs(state.run_id, models=[LoggedModelOutput(logged.model_id, step=0)])
+
+
+def _example(file: Path, names: list[str] | None) -> Any:
+    rows = np.load(file)
+    return rows if names is None else pd.DataFrame(rows.astype("float64"), columns=names)
 
 
 def signature(spec: dict[str, Any]) -> ModelSignature:
@@ -56,7 +63,7 @@ def signature(spec: dict[str, Any]) -> ModelSignature:
     inputs: list[Any] = [TensorSpec(np.dtype("float32"), (-1, *spec["input_shape"]))]
     if names:
         inputs = [ColSpec("double", name) for name in names]
-    outputs = [ColSpec("double", "prediction")]
+    outputs: list[Any] = [ColSpec("double", "prediction")]
     if spec["task"] == "classification":
         outputs = [ColSpec("string", "prediction"), ColSpec("float", "probability")]
     return ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs))

@@ -1,5 +1,6 @@
 """Opens the place where runs are kept: makes a new MLflow database in a way that two first users,
-or a kill in the middle, can't break, and finds or makes the experiment. Part of the sending process.
+or a kill in the middle, can't break, and finds or makes the experiment. Part of the sending
+process.
 """
 
 from __future__ import annotations

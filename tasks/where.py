@@ -1,4 +1,4 @@
-"""Where results go: mlflow.yaml, and the environment over it. Refuses a URI that would lose them."""
+"""Where results go: mlflow.yaml, the environment over it. Refuses a URI that would lose them."""
 
 from __future__ import annotations
 

@@ -49,15 +49,17 @@ def train(train_loader: DataLoader, val_loader: DataLoader) -> None:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(inputs), labels)
             loss.backward()
-            norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            norm = nn.utils.get_total_norm(
+                [p.grad for p in model.parameters() if p.grad is not None]
+            )
             optimizer.step()
             rate.step()
             step += 1
             if step % LOG_EVERY == 0 or step == total:
                 took, since = time.time() - since, time.time()
-                metrics = {
+                metrics: dict[str, float] = {
                     "train/loss": loss.item(),
-                    "train/lr": rate.get_last_lr()[0],
+                    "train/lr": float(rate.get_last_lr()[0]),
                     "speed/samples_per_s": LOG_EVERY * BATCH / took,
                     "speed/steps_per_s": LOG_EVERY / took,
                     "memory/host_rss_mib": psutil.Process().memory_info().rss / 2**20,
@@ -72,7 +74,11 @@ def train(train_loader: DataLoader, val_loader: DataLoader) -> None:
                 losses += nn.functional.cross_entropy(outputs, labels, reduction="sum").item()
                 hits += int((outputs.argmax(1) == labels).sum())
         rows = len(val_loader.dataset)  # type: ignore[arg-type]
-        scores = {"val/loss": losses / rows, "val/accuracy": hits / rows, "train/epoch": epoch + 1.0}
+        scores = {
+            "val/loss": losses / rows,
+            "val/accuracy": hits / rows,
+            "train/epoch": epoch + 1.0,
+        }
         mlflow.log_metrics(scores, step=step)
 
 

@@ -27,7 +27,9 @@ class Resident:
     def __len__(self) -> int:
         return len(self.x)
 
-    def shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[tuple[Tensor, Tensor]]:
+    def shuffled(
+        self, batch_size: int, order: Tensor, mark: Mark
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches in the given order of rows (int64, on the host)."""
         order = order.to(self.x.device, non_blocking=True)
         for chosen in order.split(batch_size):
@@ -51,7 +53,9 @@ class Streamed:
     def __len__(self) -> int:
         return len(self.x)
 
-    def shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[tuple[Tensor, Tensor]]:
+    def shuffled(
+        self, batch_size: int, order: Tensor, mark: Mark
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         for chosen in order.split(batch_size):
             # Sorted, since a disk reads forwards; the rows of a batch have no order of their own.
             rows = np.sort(chosen.numpy())

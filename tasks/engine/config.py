@@ -19,7 +19,7 @@ Text = Annotated[str, Strict(), Field(max_length=4096)]
 DEVICE_KINDS = ("cuda", "rocm", "mps", "xpu", "cpu")
 FILE_SOURCES = ("csv", "parquet", "npz", "npy")
 MODELS = ("linear", "mlp", "cnn")
-_DEVICE = re.compile(r"(auto|gpu|cpu|mps|(cuda|rocm|xpu)(:\d{1,4})?)")
+_DEVICE = re.compile(r"(auto|gpu|cpu|mps|(cuda|rocm|xpu)(:[0-9]{1,4})?)")
 
 
 class Section(BaseModel):
@@ -30,8 +30,8 @@ class Section(BaseModel):
 
 class DeviceConfig(Section):
     name: Text = "auto"
-    """Where to train: auto (the GPU with the most free memory, else the CPU), cuda, cuda:1, rocm,
-    xpu, mps or cpu."""
+    """Where to train: auto (the GPU with the most free memory, else the CPU), cpu, mps, cuda, rocm
+    or xpu, the last three also with an index: cuda:1."""
     require: Literal["any", "gpu"] = "any"
     """gpu: stop where no GPU works, instead of falling back to the CPU."""
 
@@ -39,7 +39,9 @@ class DeviceConfig(Section):
     @classmethod
     def _known_form(cls, name: str) -> str:
         if not _DEVICE.fullmatch(name) or name == "gpu":
-            raise ValueError("must be auto, cuda, cuda:INDEX, rocm, rocm:INDEX, xpu, mps or cpu")
+            raise ValueError(
+                "must be auto, cpu, mps, cuda, rocm or xpu, the last three also with :INDEX"
+            )
         return name
 
     @model_validator(mode="after")
@@ -74,7 +76,7 @@ class DataConfig(Section):
     """Features of the synthetic source."""
     classes: Annotated[Int, Field(ge=1, le=10**5)] = 10
     """Classes of the synthetic source; 1 makes a regression."""
-    cache: Text = ".headroom/data"
+    cache: Annotated[Text, Field(min_length=1)] = ".headroom/data"
     """Folder for prepared arrays, reused by runs with the same data and settings."""
 
     @model_validator(mode="after")
@@ -87,8 +89,9 @@ class DataConfig(Section):
                 f"path: has no meaning for source {self.source} (got {self.path!r}); "
                 f"set data.source to one of {', '.join(FILE_SOURCES)}"
             )
-        if self.path is not None and "\0" in self.path:
-            raise ValueError("path: must not hold a NUL character")
+        for name, text in (("path", self.path or ""), ("cache", self.cache)):
+            if "\0" in text:
+                raise ValueError(f"{name}: must not hold a NUL character")
         return self
 
 
@@ -129,8 +132,8 @@ class TrainConfig(Section):
     """Arithmetic of the forward pass. auto: bf16 where the GPU computes in it, else tf32, else
     fp32; on a CPU fp32."""
     compile: Literal["auto", "off", "default", "max"] = "auto"
-    """torch.compile: off, its default mode, or max-autotune. auto: off, since only a long run repays
-    the compiling."""
+    """torch.compile: off, its default mode, or max-autotune. auto: off, since only a long run
+    repays the compiling."""
     loss: Literal["auto", "cross_entropy", "mse"] = "auto"
     """auto: cross entropy for a classification, mean squared error for a regression."""
     seed: Annotated[Int, Field(ge=0, lt=2**63)] = 0

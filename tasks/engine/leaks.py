@@ -38,12 +38,13 @@ class Baseline:
     refs: tuple[StorageWeakRef, ...] = field(repr=False)
 
 
-def baseline(device: torch.device) -> Baseline:
+def baseline(device: torch.device | str) -> Baseline:
     """Gives caches back, and remembers what is in use on the device now.
 
     Through the same door as release(), so that a workspace kept from an earlier run cannot hide a
     leak of its size in the next. Garbage not yet collected counts as in use.
     """
+    device = torch.device(device)
     give_back(device)
     lives = live_tensors(device)
     before = {live.key: live.bytes for live in lives}
@@ -53,7 +54,7 @@ def baseline(device: torch.device) -> Baseline:
     return found
 
 
-def release(device: torch.device, *, baseline_bytes: int) -> ReleaseFacts:
+def release(device: torch.device | str, *, baseline_bytes: int) -> ReleaseFacts:
     """Give back all that nobody holds any more, and name what somebody still does.
 
     leaked: bytes of storages that were not there at the baseline and that Python can still reach;
@@ -62,6 +63,7 @@ def release(device: torch.device, *, baseline_bytes: int) -> ReleaseFacts:
     not taken by baseline() in this process, only its size is known, and leaked is at most what is
     in use above it. Raises what the device raises once an error has poisoned the process.
     """
+    device = torch.device(device)
     known = _baselines.get(str(device))
     if known is not None and known.bytes != baseline_bytes:
         known = None

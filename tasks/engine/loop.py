@@ -86,20 +86,22 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
         for inputs, targets in train.shuffled(plan.batch_size, order, window.mark):
             t.optimizer.lr = t.rate(step)
             t.optimizer.zero_grad()
-            loss = 0.0
+            losses = []
             for x, y in _micro_batches(inputs, targets, plan.accumulate):
                 with t.autocast():
-                    part = t.loss(model(x), y) * (len(x) / len(inputs))
+                    loss = t.loss(model(x), y)
+                if len(x) < len(inputs):
+                    loss = loss * (len(x) / len(inputs))
                 window.mark("forward")
-                t.scaler.scale(part).backward()
+                t.scaler.scale(loss).backward()
                 window.mark("backward")
-                loss = loss + part.detach()
+                losses.append(loss.detach())
             norm = window.grad_norm()
-            t.scaler.step(t.optimizer)
+            t.scaler.step(t.optimizer)  # type: ignore[arg-type] # fused, see optim.py
             t.scaler.update()
             window.mark("optimizer")
             step += 1
-            window.add(loss, rows=len(inputs))
+            window.add(losses, rows=len(inputs))
             if step == 1:
                 t.wait()
                 t.clock.reset()
@@ -123,7 +125,7 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, batches: Batches, *, plan: Plan, tools: Tools) -> dict[str, float]:
-    """val/loss, with val/accuracy, or val/r2 and val/mae, over all rows; waits for the device once."""
+    """val/loss, with val/accuracy, or val/r2 and val/mae, over all rows; waits for the device."""
     model.eval()
     losses: list[Tensor] = []
     hits: list[Tensor] = []
@@ -181,17 +183,17 @@ class _Window:
             self._tools.meter.phase(phase)
 
     def grad_norm(self) -> Tensor | None:
-        """The norm of all gradients, clipped where asked; without clipping on sampled steps only."""
+        """The norm of all gradients, clipped where asked; otherwise on sampled steps only."""
         if self._plan.clip_norm is None and not self._sampling:
             return None
-        self._tools.scaler.unscale_(self._tools.optimizer)
+        self._tools.scaler.unscale_(self._tools.optimizer)  # type: ignore[arg-type]
         params = self._tools.optimizer.params
         if self._plan.clip_norm is None:
             return nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         return nn.utils.clip_grad_norm_(params, self._plan.clip_norm)
 
-    def add(self, loss: Tensor, *, rows: int) -> None:
-        self._losses.append(loss)
+    def add(self, parts: list[Tensor], *, rows: int) -> None:
+        self._losses.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum())
         self._rows += rows
 
     def check(self, step: int, epoch: int) -> list[float]:
@@ -256,5 +258,3 @@ class _Best:
             return metrics
         model.load_state_dict(self._weights)
         return self._metrics
-
-

@@ -27,6 +27,9 @@ class Standardize(nn.Module):
     offset and scale hold one value, or one for each feature of the last axis.
     """
 
+    offset: Tensor
+    scale: Tensor
+
     def __init__(self, offset: Sequence[float], scale: Sequence[float]) -> None:
         super().__init__()
         self.register_buffer("offset", torch.tensor(offset, dtype=torch.float32))
@@ -141,7 +144,9 @@ def _multiply_adds(model: nn.Module) -> Iterator[list[int]]:
 def _positive(name: str, values: Any) -> list[int]:
     fits = isinstance(values, Sequence) and not isinstance(values, str)
     if not fits or not all(type(v) is int and 1 <= v <= 2**20 for v in values):
-        raise ModelError(f"model.args: {name} must be whole numbers from 1 to {2**20} (got {values!r})")
+        raise ModelError(
+            f"model.args: {name} must be whole numbers from 1 to {2**20} (got {values!r})"
+        )
     return list(values)
 
 

@@ -63,13 +63,15 @@ class AdamW(Optimizer):
             # Made at the first step, when the activations are gone: the peak is lower by as much.
             self.means = [torch.zeros_like(p) for p in self.params]
             self.squares = [torch.zeros_like(p) for p in self.params]
-            self.steps = [torch.zeros((), dtype=torch.float32, device=p.device) for p in self.params]
+            self.steps = [
+                torch.zeros((), dtype=torch.float32, device=p.device) for p in self.params
+            ]
         which = self._with_grads()
         steps = [self.steps[i] for i in which]
         torch._foreach_add_(steps, 1.0)
         torch._fused_adamw_(
             [self.params[i] for i in which],
-            [self.params[i].grad for i in which],
+            [_gradient(self.params[i]) for i in which],
             [self.means[i] for i in which],
             [self.squares[i] for i in which],
             [],
@@ -114,7 +116,7 @@ class Sgd(Optimizer):
         which = self._with_grads()
         torch._fused_sgd_(
             [self.params[i] for i in which],
-            [self.params[i].grad for i in which],
+            [_gradient(self.params[i]) for i in which],
             [self.momenta[i] for i in which] if self.momentum else [],
             weight_decay=self.weight_decay,
             momentum=self.momentum,
@@ -129,6 +131,11 @@ class Sgd(Optimizer):
 
     def state_tensors(self) -> list[Tensor]:
         return list(self.momenta)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def make(

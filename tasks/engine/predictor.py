@@ -66,7 +66,8 @@ class Predictor:
         if x.ndim == 2 and x.shape[1] == int(np.prod(shape)):
             x = x.reshape(len(x), *shape)
         if x.shape[1:] != shape:
-            raise ValueError(f"rows: must have the shape (rows, {shape}) (got {x.shape})")
+            sizes = ", ".join(map(str, shape))
+            raise ValueError(f"rows: must have the shape (rows, {sizes}) (got {x.shape})")
         return x
 
 

@@ -1,4 +1,4 @@
-"""Random numbers and repeatable arithmetic for the length of a run, put back as they were after it."""
+"""Random numbers and repeatable arithmetic for the length of a run, put back after it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,25 @@ def allow_deterministic_cublas() -> None:
 
 @contextmanager
 def seeded(seed: int, *, deterministic: bool) -> Iterator[None]:
-    """Torch's random numbers start from `seed`; with `deterministic` the same run gives the same bits.
+    """Torch's random numbers start from `seed`; `deterministic`: the same run gives the same bits.
 
     An operation that can't be repeated then raises RuntimeError, naming itself.
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    repeatable, tries_out = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.benchmark,
+    )
     try:
         torch.manual_seed(seed)
-        torch.use_deterministic_algorithms(deterministic)
+        _only_repeatable(deterministic)
         # Trying out convolution algorithms pays on a GPU, but may choose another one each time.
         torch.backends.cudnn.benchmark = not deterministic
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.benchmark = before[1]
+        _only_repeatable(repeatable)
+        torch.backends.cudnn.benchmark = tries_out
+
+
+def _only_repeatable(wanted: bool) -> None:
+    if torch.are_deterministic_algorithms_enabled() != wanted:
+        torch.use_deterministic_algorithms(wanted)  # imports the compiler: 2 s

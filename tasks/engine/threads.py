@@ -1,7 +1,7 @@
 """How many CPU threads a training step deserves. A small step is slower on several threads than on
 one, since each of its operations waits for all of them; on a busy machine by a factor of ten and
-more. The count follows from the step's work alone, so that the same run gets the same count, and the
-same bits, on every day.
+more. The count follows from the step's work alone, so that the same run gets the same count, and
+the same bits, every day.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 
 # Multiply-adds of a forward pass below which one thread is used: about 2 ms of work for a core.
-# Measured with an mlp of 17,000 weights at batch 64 (1 million): 0.6 ms a step on one thread, 3.6 to
-# 30 ms on two, on 2 shared cores; see benchmarks/results.
+# An mlp of 17,000 weights at batch 64 (1 million): 0.6 to 1.4 ms a step on one thread, 3.6 to 30 ms
+# on two, on 2 shared and busy cores.
 SMALL_MULTIPLY_ADDS = 50_000_000
 
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -103,6 +104,7 @@ def _train(
         measured["memory/activations_mib"] = _activations(model, rows, plan=plan, tools=tools)
         watch.lap("log")
         predictor.save(model, _spec(config, data), folder)
+        np.save(folder / "example.npy", _raw(arrays.val_x[:2], data))
         watch.lap("checkpoint")
     return TrainFacts(
         metrics={**fitted.metrics, **_timings(tools, fitted, rows=len(rows)), **measured},
@@ -135,10 +137,11 @@ def _built(config: RunConfig, data: DataFacts) -> nn.Module:
     )
 
 
-def _compiled(mode: str, model: nn.Module) -> Callable[..., Tensor]:
+def _compiled(mode: str, model: nn.Module) -> nn.Module:
     if mode in ("auto", "off"):
         return model
-    return torch.compile(model, mode="max-autotune" if mode == "max" else "default")
+    compiled = torch.compile(model, mode="max-autotune" if mode == "max" else "default")
+    return cast(nn.Module, compiled)
 
 
 def _plan(config: RunConfig, task: str) -> Plan:
@@ -169,9 +172,7 @@ def _optimizer(config: RunConfig, model: nn.Module) -> optim.Optimizer:
 
 def _rate(config: RunConfig, *, steps: int) -> Callable[[int], float]:
     o = config.optim
-    return optim.schedule(
-        o.schedule, lr=o.lr, total_steps=steps, warmup_fraction=o.warmup_fraction
-    )
+    return optim.schedule(o.schedule, lr=o.lr, total_steps=steps, warmup_fraction=o.warmup_fraction)
 
 
 def _loss(name: str, task: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -212,6 +213,11 @@ def _timings(tools: Tools, fitted: Fitted, *, rows: int) -> dict[str, float]:
     if phase_s:
         timings["time/unaccounted_pct"] = 100 * max(0.0, total_s - known_s) / total_s
     return timings
+
+
+def _raw(rows: np.ndarray, data: DataFacts) -> np.ndarray:
+    """The rows as their user has them: the scaling undone."""
+    return (rows * np.array(data.scale) + np.array(data.offset)).astype(np.float32)
 
 
 def _spec(config: RunConfig, data: DataFacts) -> dict[str, Any]:

@@ -42,9 +42,7 @@ def _model(outputs: int = 2) -> nn.Module:
 def _tools(model: nn.Module, log, *, lr: float = 0.05, loss=nn.functional.cross_entropy) -> Tools:
     return Tools(
         loss=loss,
-        optimizer=optim.AdamW(
-            model.parameters(), lr=lr, weight_decay=0.01, beta1=0.9, beta2=0.99
-        ),
+        optimizer=optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, beta1=0.9, beta2=0.99),
         rate=lambda step: lr,
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         autocast=nullcontext,

@@ -23,7 +23,9 @@ def test_mlp_takes_its_widths_and_dropout() -> None:
 
 
 def test_a_model_larger_than_the_host_is_refused() -> None:
-    with pytest.raises(models.ModelError, match="model.args: mlp .* needs more memory than this host"):
+    with pytest.raises(
+        models.ModelError, match="model.args: mlp .* needs more memory than this host"
+    ):
         models.check("mlp", input_shape=(2**20,), outputs=2, args={"hidden": [2**20]})
 
 
@@ -38,7 +40,11 @@ def test_checking_a_model_counts_its_multiply_adds() -> None:
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("mlp", {"hiden": [3]}, r"model.args: 'hiden' is unknown; the model mlp takes hidden, dropout"),
+        (
+            "mlp",
+            {"hiden": [3]},
+            r"model.args: 'hiden' is unknown; the model mlp takes hidden, dropout",
+        ),
         ("linear", {"hidden": [3]}, "the model linear takes no arguments"),
         ("mlp", {"hidden": [0]}, r"model.args: hidden must be whole numbers .* \(got \[0\]\)"),
         ("mlp", {"hidden": "12"}, r"model.args: hidden must be whole numbers"),

@@ -67,9 +67,7 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_step_with_infinite_gradients_changes_nothing_under_a_scaler(name: str) -> None:
     weight = nn.Parameter(torch.ones(3))
-    optimizer = optim.make(
-        name, [weight], lr=0.1, weight_decay=0.1, momentum=0.9, beta2=0.99
-    )
+    optimizer = optim.make(name, [weight], lr=0.1, weight_decay=0.1, momentum=0.9, beta2=0.99)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale((weight * math.inf).sum()).backward()
     scaler.unscale_(optimizer)

@@ -63,7 +63,10 @@ def test_an_empty_file_means_the_defaults() -> None:
     ("text", "kept"),
     [
         ("postgresql://ann:s3cr:et@db/x", "postgresql://ann:***@db/x"),
-        ("no http://:pw@h and mysql+pymysql://u:p%40@h:1/d", "no http://:***@h and mysql+pymysql://u:***@h:1/d"),
+        (
+            "no http://:pw@h and mysql+pymysql://u:p%40@h:1/d",
+            "no http://:***@h and mysql+pymysql://u:***@h:1/d",
+        ),
         ("http://u:a/b@h", "http://u:***@h"),  # a slash should have been written %2F
         ("sqlite:////tmp/a.db", "sqlite:////tmp/a.db"),
     ],

@@ -1,0 +1,226 @@
+"""One run in MLflow: its journal sent in batches by the run's id, and its end with its true status,
+also when its process has died. Part of the sending process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunTag, ViewType
+
+from tasks import tracking_model
+from tasks.engine import report
+from tasks.engine.telemetry import Telemetry
+from tasks.surroundings import environment
+from tasks.where import Where, redacted
+
+BATCH = 1000  # metrics in one request: MLflow's limit
+PARAMS = 100
+TAG_LIMIT = 7900  # characters; over 8,000 MLflow cuts, or refuses
+DEAD = "its process was gone"
+
+
+@dataclass
+class State:
+    """How far a run's journal was sent; kept beside it as sent.json."""
+
+    run_id: str
+    experiment_id: str
+    offset: int = 0  # bytes of metrics.jsonl
+    closed: bool = False
+
+
+@dataclass
+class Sender:
+    """One run in MLflow."""
+
+    client: MlflowClient
+    where: Where
+    folder: Path
+    state: State
+    tags: dict[str, str] = field(default_factory=dict)
+    telemetry: Telemetry = field(default_factory=lambda: Telemetry(None))
+    step: int = 0  # of the newest metric sent
+    retry_at: float = 0.0
+    wait_s: float = 1.0
+
+    def flush(self) -> None:
+        """Send the metrics that are new. Raises what MLflow raises; nothing is lost then."""
+        with suppress(FileNotFoundError), open(self.folder / "metrics.jsonl", "rb") as journal:
+            journal.seek(self.state.offset)
+            for batch, offset in _batches(journal.read(), self.state.offset):
+                self.step = batch[-1].step
+                self.client.log_batch(self.state.run_id, metrics=batch)
+                self.state.offset = offset
+                self._keep()
+        now_ms = int(time.time() * 1000)
+        sample = self.telemetry.sample().items()
+        if sample:
+            metrics = [Metric(k, v, now_ms, self.step) for k, v in sample]
+            self.client.log_batch(self.state.run_id, metrics=metrics)
+        if self.tags:
+            tags = [RunTag(k, v[:TAG_LIMIT]) for k, v in self.tags.items()]
+            self.client.log_batch(self.state.run_id, tags=tags)
+            self.tags.clear()
+
+    def flush_patiently(self) -> None:
+        """Send, or try again later: the training must not notice that MLflow is away."""
+        if time.monotonic() < self.retry_at:
+            return
+        try:
+            self.flush()
+            self.wait_s = 1.0
+        except Exception as error:  # of any store: sqlite's, the network's, the server's
+            print(
+                f"{self.state.run_id}: kept, not yet sent: {redacted(str(error))}", file=sys.stderr
+            )
+            self.retry_at = time.monotonic() + self.wait_s
+            self.wait_s = min(30.0, 2 * self.wait_s)
+
+    def close(self, run: dict[str, Any]) -> None:
+        """Send all that is left and end the run. Raises what MLflow raises."""
+        run_id = self.state.run_id
+        self.tags |= {k: str(v) for k, v in run.get("tags", {}).items()}
+        self.flush()
+        run = {**run, "run_id": run_id, "experiment_id": self.state.experiment_id}
+        run["series"] = series(self.folder / "metrics.jsonl")
+        command = run.get("open_command", "make ui")
+        plots = report.plots(run, self._made("plots"))
+        page = report.html(run, plots, open_command=command)
+        (self.folder / "report.html").write_text(page, encoding="utf-8")
+        note = report.markdown(run, open_command=command)
+        self.client.set_tag(run_id, "mlflow.note.content", note)
+        (self.folder / "environment.txt").write_text(environment())
+        if run["status"] == "FINISHED" and (self.folder / "model").is_dir():
+            tracking_model.log(self.client, self.state, self.folder)
+        for name in sorted(os.listdir(self.folder)):
+            if name not in ("sent.json", "run.json", "model"):
+                self._artifact(self.folder / name)
+        self.client.set_terminated(run_id, run["status"])
+        self.state.closed = True
+        self._keep()
+
+    def _artifact(self, path: Path) -> None:
+        if path.is_dir():
+            self.client.log_artifacts(self.state.run_id, str(path), path.name)
+        else:
+            self.client.log_artifact(self.state.run_id, str(path))
+
+    def _made(self, name: str) -> Path:
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def _keep(self) -> None:
+        half = self.folder / "sent.json.new"
+        half.write_text(json.dumps(vars(self.state)))
+        half.rename(self.folder / "sent.json")
+
+
+def _batches(lines: bytes, offset: int) -> Iterator[tuple[list[Metric], int]]:
+    """Whole lines as batches, each with the offset behind it; half a line waits for its end."""
+    batch: list[Metric] = []
+    for line in lines.splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            break
+        entry = json.loads(line)
+        # MLflow would store an infinity as 1.797e308, a number that nobody measured.
+        kept = [(k, v) for k, v in entry["metrics"].items() if not math.isinf(v)]
+        if len(batch) + len(kept) > BATCH:
+            yield batch, offset
+            batch = []
+        batch += [Metric(k, v, entry["t"], entry["step"]) for k, v in kept]
+        offset += len(line)
+    if batch:
+        yield batch, offset
+
+
+def series(journal: Path) -> dict[str, list[list[float]]]:
+    """What was logged, by name: [step, value, unix ms], in order."""
+    found: dict[str, list[list[float]]] = {}
+    with suppress(FileNotFoundError), open(journal) as lines:
+        for line in lines:
+            if not line.endswith("\n"):
+                break
+            entry = json.loads(line)
+            for key, value in entry["metrics"].items():
+                found.setdefault(key, []).append([entry["step"], value, entry["t"]])
+    return found
+
+
+def create(
+    client: MlflowClient,
+    chosen: Where,
+    *,
+    experiment_id: str,
+    folder: Path,
+    name: str,
+    params: dict[str, str],
+    tags: dict[str, str],
+) -> Sender:
+    """A new run with its params and tags."""
+    tags = {k: v[:TAG_LIMIT] for k, v in tags.items()}
+    run = client.create_run(experiment_id, run_name=name, tags={**tags, "journal": str(folder)})
+    entries = [Param(k, v[:5900]) for k, v in params.items()]
+    for i in range(0, len(entries), PARAMS):
+        client.log_batch(run.info.run_id, params=entries[i : i + PARAMS])
+    sender = Sender(client, chosen, folder, State(run.info.run_id, experiment_id))
+    if tags.get("device.kind") == "cuda":
+        sender.telemetry = Telemetry(tags.get("device.uuid"))
+    sender._keep()
+    return sender
+
+
+def close_the_dead(client: MlflowClient, chosen: Where, experiment_id: str) -> None:
+    """End the runs of this host that say RUNNING though their process is gone."""
+    host = socket.gethostname().replace("'", "")
+    query = f"attributes.status = 'RUNNING' and tags.host = '{host}'"
+    for run in client.search_runs([experiment_id], query, ViewType.ALL, max_results=100):
+        tags = run.data.tags
+        if is_alive(tags.get("pid", ""), tags.get("process.started_at", "")):
+            continue
+        sender = Sender(
+            client, chosen, Path(tags.get("journal", "")), State(run.info.run_id, experiment_id)
+        )
+        resend(sender)
+
+
+def is_alive(pid: str, started_at: str) -> bool:
+    """Whether that very process is there; a pid alone may be another process by now."""
+    try:
+        return abs(psutil.Process(int(pid)).create_time() - float(started_at)) < 1
+    except (psutil.NoSuchProcess, ValueError):
+        return False
+
+
+def resend(sender: Sender) -> None:
+    """Send what the folder holds, and end the run as its process ended it, or as KILLED."""
+    with suppress(OSError, ValueError, TypeError):
+        sender.state = State(**json.loads((sender.folder / "sent.json").read_text()))
+    if sender.state.closed:
+        return
+    try:
+        run = json.loads((sender.folder / "run.json").read_text())
+    except (OSError, ValueError):
+        run = {"status": "KILLED", "error": DEAD, "tags": {"end.reason": DEAD}}
+    if not sender.folder.is_dir() or sender.folder == Path():
+        sender.client.set_tag(sender.state.run_id, "end.reason", DEAD)
+        sender.client.set_terminated(sender.state.run_id, run["status"])
+        return
+    stored = sender.client.get_run(sender.state.run_id)
+    run = {"params": stored.data.params, "metrics": stored.data.metrics, **run}
+    run["tags"] = {**stored.data.tags, **run.get("tags", {})}
+    run["tags"] = {k: v for k, v in run["tags"].items() if not k.startswith("mlflow.")}
+    sender.close({"name": stored.info.run_name, **run})

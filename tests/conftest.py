@@ -1,0 +1,81 @@
+"""Tests run apart from their user's Prefect and MLflow; no Prefect server starts by accident."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+APART = tempfile.mkdtemp(prefix="headroom-tests-")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before anything imports prefect, which reads them once.
+    for name in [n for n in os.environ if n.startswith(("PREFECT_", "MLFLOW_", "HEADROOM_"))]:
+        del os.environ[name]
+    os.environ["PREFECT_HOME"] = f"{APART}/prefect"
+    os.environ["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "false"
+    os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
+    os.environ["MPLCONFIGDIR"] = os.environ.get("MPLCONFIGDIR", f"{APART}/matplotlib")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(APART, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def prefect_api() -> Iterator[str]:
+    """A real server for the flows that run in this process."""
+    from prefect.settings import (
+        PREFECT_API_URL,
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+        PREFECT_LOGGING_TO_API_ENABLED,
+        temporary_settings,
+    )
+
+    from tasks import prefect_server
+
+    with prefect_server.shared(prefect_server.home()) as url:
+        settings = {
+            PREFECT_API_URL: url,
+            PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
+            PREFECT_LOGGING_TO_API_ENABLED: False,
+        }
+        with temporary_settings(settings):
+            yield url
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with this project's mlflow.yaml, as the working directory."""
+    shutil.copy(ROOT / "mlflow.yaml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def desk_environment(home: Path) -> dict[str, str]:
+    """What a person's shell holds: nothing of Prefect but its home."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
+    return {**kept, "PREFECT_HOME": str(home), "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def desk(place: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts `python -m flows.train` with the given arguments in `place`."""
+
+    def start(*arguments: str, home: Path = Path(APART) / "desk") -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "flows.train", *arguments],
+            cwd=place,
+            env=desk_environment(home),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start

@@ -1,0 +1,153 @@
+"""`python -m flows.train` as its users start, interrupt and kill it."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import desk_environment
+
+Desk = Callable[..., "subprocess.Popen[str]"]
+LONG = ("--data.source", "synthetic", "--train.epochs", "100000", "--train.log_every", "50")
+
+
+def _ask(place: Path, query: str) -> list[tuple]:
+    with closing(sqlite3.connect(f"file:{place}/mlflow.db?mode=ro", uri=True)) as opened:
+        return opened.execute(query).fetchall()
+
+
+def _until(what: Callable[[], object], *, timeout_s: float = 90) -> None:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        try:
+            if what():
+                return
+        except sqlite3.Error:
+            pass  # not there yet
+        time.sleep(0.1)
+    raise AssertionError("it did not happen")
+
+
+def test_one_command_trains_and_tells_where_to_look(desk: Desk, place: Path) -> None:
+    process = desk("--run.experiment", "mine")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "FINISHED" in out and "make ui" in out and "Traceback" not in err
+    ((status, experiment),) = _ask(
+        place,
+        "SELECT r.status, e.name FROM runs r JOIN experiments e USING (experiment_id)",
+    )
+    assert (status, experiment) == ("FINISHED", "mine")
+    keys = {key for (key,) in _ask(place, "SELECT key FROM latest_metrics")}
+    groups = {key.split("/")[0] for key in keys}
+    assert {"train", "val", "speed", "time", "memory"} <= groups
+    assert len(keys) >= 35
+
+
+def test_prefect_recorded_the_flow_and_its_four_tasks(desk: Desk, tmp_path: Path) -> None:
+    home = tmp_path / "prefect"
+    process = desk("--train.epochs", "1", home=home)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    _until(lambda: _tasks(home) == 4, timeout_s=30)
+    with closing(sqlite3.connect(home / "prefect.db")) as opened:
+        names = opened.execute("SELECT DISTINCT state_type FROM task_run").fetchall()
+        flows = opened.execute("SELECT state_type FROM flow_run").fetchall()
+    assert names == [("COMPLETED",)] and flows == [("COMPLETED",)]
+
+
+def _tasks(home: Path) -> int:
+    with closing(sqlite3.connect(home / "prefect.db")) as opened:
+        query = "SELECT COUNT(*) FROM task_run WHERE state_type = 'COMPLETED'"
+        return int(opened.execute(query).fetchone()[0])
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "status"),
+    [
+        (signal.SIGTERM, 143, "KILLED"),
+        (signal.SIGINT, 130, "KILLED"),
+        (signal.SIGKILL, -signal.SIGKILL, "KILLED"),
+    ],
+)
+def test_a_run_that_is_ended_says_so(
+    desk: Desk, place: Path, number: int, code: int, status: str
+) -> None:
+    process = desk(*LONG)
+    _until(lambda: _ask(place, "SELECT COUNT(*) FROM metrics WHERE key = 'train/loss'")[0][0] > 5)
+    os.kill(process.pid, number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    _until(lambda: _ask(place, "SELECT status FROM runs") == [(status,)], timeout_s=60)
+    ((end_time,),) = _ask(place, "SELECT end_time FROM runs")
+    assert end_time
+    if number != signal.SIGKILL:
+        released = "SELECT value FROM latest_metrics WHERE key = 'memory/release_ok'"
+        assert _ask(place, released) == [(1.0,)]
+
+
+def test_the_first_four_runs_ever_at_once_all_finish(desk: Desk, place: Path) -> None:
+    home = place / "a new prefect home"
+    started = [desk("--train.epochs", "1", "--run.experiment", "four", home=home) for _ in range(4)]
+    for process in started:
+        _, err = process.communicate(timeout=200)
+        assert process.returncode == 0, err
+    runs = _ask(
+        place,
+        "SELECT r.status, e.name FROM runs r JOIN experiments e USING (experiment_id)",
+    )
+    assert runs == [("FINISHED", "four")] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--optim.lr", "-0.1"], "optim.lr: must be"),
+        (["--optim.leraning_rate", "0.1"], "did you mean"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--data.source", "csv", "--data.path", "nowhere.csv"], "data.path: "),
+        (["--device.name", "tpu"], "device.name: "),
+    ],
+)
+def test_bad_input_costs_nothing(
+    desk: Desk, place: Path, arguments: list[str], message: str
+) -> None:
+    process = desk(*arguments)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert message in err and "Traceback" not in err and out == ""
+    assert sorted(f.name for f in place.iterdir()) == ["mlflow.yaml"]
+
+
+def test_a_dry_run_shows_the_settings_and_the_device_and_leaves_nothing(
+    desk: Desk, place: Path
+) -> None:
+    out, err = desk("--dry-run", "--optim.lr", "0.5").communicate(timeout=60)
+    assert "lr: 0.5" in out and "# device: cpu" in out, err
+    assert sorted(f.name for f in place.iterdir()) == ["mlflow.yaml"]
+
+
+def test_explain_device_answers_as_a_table(desk: Desk) -> None:
+    process = desk("--explain-device")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "finding" in out and "remedy" in out
+
+
+def test_a_home_that_cannot_be_written_is_said(desk: Desk, place: Path) -> None:
+    (place / "file").write_text("")
+    process = desk(home=place / "file" / "prefect")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert err.startswith("PREFECT_HOME: ") and "Traceback" not in err
+
+
+def test_the_environment_of_a_desk_names_no_api() -> None:
+    assert "PREFECT_API_URL" not in desk_environment(Path("/tmp/x"))

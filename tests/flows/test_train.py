@@ -1,0 +1,215 @@
+"""The whole flow, in this process, on a real Prefect server and a real SQLite MLflow."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pytest
+import torch
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from flows.train import train
+from tasks.engine import predictor, training
+from tasks.engine.config import RunConfig
+from tasks.engine.data import DataError
+from tasks.engine.loop import Diverged
+from tasks.engine.models import ModelError
+from tasks.engine.settings import ConfigError
+from tasks.release_memory import LeakError
+from tasks.where import where
+
+pytestmark = pytest.mark.usefixtures("prefect_api", "place")
+QUICK = {"train": {"epochs": 2}}
+
+
+def _client() -> MlflowClient:
+    return MlflowClient(where().tracking_uri)
+
+
+def _runs() -> list[Run]:
+    client = _client()
+    return client.search_runs([e.experiment_id for e in client.search_experiments()])
+
+
+def _train(**sections: Any) -> dict[str, Any]:
+    return train(RunConfig.model_validate(sections))
+
+
+def test_a_run_on_digits_leaves_every_group_of_the_record() -> None:
+    made = _train(run={"experiment": "mine", "name": "my run"})
+    client = _client()
+    run = client.get_run(made["run_id"])
+    metrics, tags, params = run.data.metrics, run.data.tags, run.data.params
+
+    assert run.info.status == "FINISHED" and run.info.end_time > run.info.start_time
+    assert run.info.run_name == "my run"
+    assert client.get_experiment(run.info.experiment_id).name == "mine"
+    assert params["optim.lr"] == "0.002" and params["data.source"] == "digits"
+    assert set(params) == set(RunConfig().flat())
+
+    assert tags["device"] == "cpu" and tags["device.kind"] == "cpu"
+    assert tags["device.reason"].startswith("cpu")
+    assert tags["torch.version"] == torch.__version__
+    assert tags["precision"] == "fp32" and tags["compiled"] == "no"
+    assert tags["data.residency"] == "device" and tags["data.fingerprint"]
+    assert {"host", "pid", "process.started_at", "prefect.flow_run_id", "micro_batch"} <= set(tags)
+    assert (
+        "val/accuracy" in tags["mlflow.note.content"] or "accuracy" in tags["mlflow.note.content"]
+    )
+
+    assert metrics["val/accuracy"] >= 0.97
+    assert {"train/loss", "val/loss", "train/lr", "train/grad_norm", "train/epoch"} <= set(metrics)
+    assert {"speed/samples_per_s", "speed/steps_per_s"} <= set(metrics)
+    stages = ("detect_device", "prepare_data", "train_model", "release_memory", "total")
+    for stage in stages:
+        assert 0 < metrics[f"time/{stage}_s"] <= metrics["time/total_s"]
+    for phase in ("data_wait", "forward", "backward", "optimizer"):
+        assert metrics[f"time/{phase}_ms"] > 0
+    for part in ("first_step_s", "eval_s", "checkpoint_s", "log_s", "unaccounted_pct"):
+        assert metrics[f"time/{part}"] >= 0
+    assert metrics["time/unaccounted_pct"] < 30
+    assert metrics["memory/parameters_mib"] > 0
+    assert metrics["memory/gradients_mib"] == pytest.approx(metrics["memory/parameters_mib"])
+    assert metrics["memory/optimizer_state_mib"] >= 2 * metrics["memory/parameters_mib"]
+    assert metrics["memory/activations_mib"] > 0
+    assert metrics["memory/host_rss_peak_mib"] >= metrics["memory/host_rss_mib"] > 0
+    assert metrics["memory/release_ok"] == 1 and metrics["memory/leaked_mib"] == 0
+    assert {"memory/baseline_mib", "memory/released_mib", "memory/residual_mib"} <= set(metrics)
+    pool = {"memory/allocated_mib", "memory/reserved_mib", "memory/free_mib", "memory/headroom_mib"}
+    assert not pool & set(metrics), "a CPU has no torch.cuda pool: absent, never zero"
+
+    files = {f.path for f in client.list_artifacts(made["run_id"])}
+    wanted = {"report.html", "config.yaml", "environment.txt", "device.json", "metrics.jsonl"}
+    assert wanted | {"plots"} <= files
+    plots = {f.path for f in client.list_artifacts(made["run_id"], "plots")}
+    assert {"plots/loss.png", "plots/time.png", "plots/memory.png"} <= plots
+    steps = [m.step for m in client.get_metric_history(made["run_id"], "train/loss")]
+    assert steps == [*range(10, 461, 10)]
+
+
+def test_the_logged_model_predicts_what_the_training_process_would(place: Path) -> None:
+    made = _train(**QUICK)
+    (logged,) = _client().search_logged_models([made["experiment_id"]])
+    assert logged.source_run_id == made["run_id"] and logged.status == "READY"
+    mlflow.set_tracking_uri(where().tracking_uri)
+    loaded = mlflow.pyfunc.load_model(f"models:/{logged.model_id}")
+    assert loaded.metadata.signature.inputs and loaded.metadata.signature.outputs
+    example = loaded.input_example
+    assert example.shape[1:] == (1, 8, 8)
+    (folder,) = (place / ".headroom" / "runs").glob("*/model")
+    own = predictor.load(folder)
+    rows = np.random.default_rng(0).integers(0, 17, (50, 1, 8, 8)).astype(np.float32)
+    assert loaded.predict(rows)["prediction"].tolist() == own.predict(rows)["prediction"].tolist()
+
+
+def test_a_second_run_reuses_the_prepared_data_and_gives_the_same_bits(place: Path) -> None:
+    weights = []
+    for _ in range(2):
+        _train(**QUICK)
+    for folder in sorted((place / ".headroom" / "runs").glob("*/model")):
+        weights.append(torch.load(folder / "weights.pt", weights_only=True))
+    assert len(weights) == 2
+    assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
+    first, second = (run.data.tags["data.fingerprint"] for run in _runs())
+    assert first == second
+
+
+def test_overrides_reach_into_sections_that_a_deployment_set() -> None:
+    made = train(RunConfig(), overrides={"train.epochs": 1, "optim.lr": 0.01})
+    assert made["params"]["train.epochs"] == 1 and made["params"]["optim.lr"] == 0.01
+
+
+def test_a_loss_that_explodes_fails_the_run_and_gives_the_memory_back() -> None:
+    with pytest.raises(Diverged, match="train.loss: became"):
+        _train(optim={"lr": 1000.0, "name": "sgd"}, train={"epochs": 3, "precision": "fp32"})
+    (run,) = _runs()
+    assert run.info.status == "FAILED" and run.info.end_time
+    assert run.data.tags["end.reason"].startswith("train.loss: became")
+    assert run.data.metrics["memory/release_ok"] == 1
+    assert "memory/parameters_mib" not in run.data.metrics
+
+
+def test_an_interrupted_run_is_killed_and_gives_the_memory_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "fit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _train(**QUICK)
+    (run,) = _runs()
+    assert run.info.status == "KILLED" and run.info.end_time
+    assert run.data.metrics["memory/release_ok"] == 1
+
+
+KEPT: list[torch.Tensor] = []
+
+
+@pytest.mark.parametrize("on_leak", ["warn", "fail"])
+def test_a_leak_is_found_and_its_owner_named(on_leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = training._model
+
+    def leaky(*arguments: Any) -> torch.nn.Module:
+        model = real(*arguments)
+        KEPT.append(next(model.parameters()))
+        return model
+
+    monkeypatch.setattr(training, "_model", leaky)
+    try:
+        if on_leak == "fail":
+            with pytest.raises(LeakError, match="memory.on_leak: .* held by .*KEPT"):
+                _train(**QUICK, memory={"on_leak": "fail"})
+        else:
+            _train(**QUICK)
+        (run,) = _runs()
+        assert run.info.status == ("FAILED" if on_leak == "fail" else "FINISHED")
+        assert run.data.metrics["memory/release_ok"] == 0
+        assert run.data.metrics["memory/leaked_mib"] > 0
+        assert "KEPT" in run.data.tags["mlflow.note.content"].replace("\\", "")
+    finally:
+        KEPT.clear()
+
+
+@pytest.mark.parametrize(
+    ("sections", "kind", "message"),
+    [
+        ({"model": {"args": {"hiden": [3]}}}, ModelError, "model.args: 'hiden' is unknown"),
+        ({"data": {"source": "csv", "path": "no.csv"}}, DataError, "data.path: .*no.csv"),
+        ({"train": {"batch_size": 5000}}, ConfigError, "train.batch_size: must be at most the 14"),
+        ({"train": {"loss": "mse"}}, ConfigError, "train.loss: mse does not fit"),
+        ({"train": {"precision": "tf32"}}, ValueError, "train.precision: "),
+        ({"memory": {"limit_mib": 100.0}}, ValueError, "memory.limit_mib: "),
+        ({"device": {"name": "cuda:3"}}, ValueError, "device.name: cuda:3"),
+        ({"device": {"require": "gpu"}}, ValueError, "device.require: "),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_run_exists(
+    sections: dict[str, Any], kind: type[Exception], message: str, place: Path
+) -> None:
+    with pytest.raises(kind, match=message):
+        _train(**sections)
+    database = place / "mlflow.db"
+    assert not database.exists() or _runs() == []
+    assert not list((place / ".headroom" / "runs").glob("*/"))
+
+
+def test_the_report_is_an_artifact_in_prefect(prefect_api: str) -> None:
+    from prefect.client.orchestration import get_client
+
+    made = _train(**QUICK)
+    with get_client(sync_client=True) as client:
+        found = client.read_artifacts()
+        flow_run = client.read_flow_run(made["tags"]["prefect.flow_run_id"])
+    assert any(made["run_id"] in (artifact.key or "") for artifact in found)
+    assert flow_run.state_name == "Completed"
+
+
+def test_device_json_holds_every_check(place: Path) -> None:
+    _train(**QUICK)
+    (file,) = (place / ".headroom" / "runs").glob("*/device.json")
+    facts = json.loads(file.read_text())
+    assert facts["name"] == "cpu" and len(facts["checks"]) >= 3

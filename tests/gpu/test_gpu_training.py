@@ -1,0 +1,141 @@
+"""The CUDA parts of the run record, and training on a real GPU; skipped where there is none."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasks.engine import leaks, predictor, training
+from tasks.engine.config import RunConfig
+from tasks.engine.data import prepare
+from tasks.engine.device import detect
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device here", allow_module_level=True)
+
+SERIES = {
+    "memory/allocated_mib",
+    "memory/reserved_mib",
+    "memory/peak_allocated_mib",
+    "memory/peak_reserved_mib",
+    "memory/free_mib",
+    "memory/host_rss_mib",
+}
+SUMMARY = {
+    "memory/run_peak_allocated_mib",
+    "memory/run_peak_reserved_mib",
+    "memory/headroom_mib",
+    "memory/fragmentation_pct",
+    "memory/alloc_retries",
+    "memory/peak_forward_mib",
+    "memory/peak_backward_mib",
+    "memory/peak_optimizer_mib",
+    "memory/peak_eval_mib",
+    "memory/parameters_mib",
+    "memory/gradients_mib",
+    "memory/optimizer_state_mib",
+    "memory/activations_mib",
+    "time/first_step_s",
+    "time/data_wait_ms",
+    "time/forward_ms",
+    "time/backward_ms",
+    "time/optimizer_ms",
+    "time/unaccounted_pct",
+}
+
+
+def _train(tmp_path: Path, **sections):
+    config = RunConfig.model_validate(
+        {"data": {"cache": str(tmp_path / "data")}, "device": {"name": "cuda"}, **sections}
+    )
+    logged: list[dict[str, float]] = []
+    device, data = detect("cuda"), prepare(config.data)
+    facts = training.train(
+        config,
+        device,
+        data,
+        folder=tmp_path / "model",
+        log=lambda metrics, step: logged.append(metrics),
+    )
+    return facts, logged, data
+
+
+def test_a_run_on_cuda_leaves_its_whole_record(tmp_path: Path) -> None:
+    facts, logged, _ = _train(tmp_path)
+    assert facts.metrics["val/accuracy"] >= 0.97
+    windows = [m for m in logged if "train/loss" in m]
+    assert all(set(m) >= SERIES for m in windows)
+    assert set(facts.metrics) >= SUMMARY
+    assert facts.metrics["memory/run_peak_allocated_mib"] > facts.metrics["memory/parameters_mib"]
+    assert facts.metrics["memory/headroom_mib"] > 0
+    assert facts.stats["num_ooms"] == 0
+    assert facts.tags["data.residency"] == "device"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_every_precision_learns_digits(tmp_path: Path, precision: str, model: str) -> None:
+    facts, _, _ = _train(
+        tmp_path, train={"precision": precision, "epochs": 10}, model={"name": model}
+    )
+    assert facts.metrics["val/accuracy"] >= 0.95
+    assert facts.tags["precision"] == precision
+
+
+def test_clipping_and_accumulation_work_under_a_scaler(tmp_path: Path) -> None:
+    facts, logged, _ = _train(
+        tmp_path,
+        train={"precision": "fp16", "accumulate": 3, "log_every": 1, "epochs": 5},
+        optim={"clip_norm": 1.0},
+    )
+    assert facts.metrics["val/accuracy"] >= 0.9
+    assert all(math.isfinite(m["train/grad_norm"]) for m in logged[20:] if "train/loss" in m)
+
+
+def test_a_compiled_model_reaches_the_same(tmp_path: Path) -> None:
+    facts, _, _ = _train(tmp_path, train={"compile": "default", "epochs": 10})
+    assert facts.tags["compiled"] == "default"
+    assert facts.metrics["val/accuracy"] >= 0.95
+
+
+def test_deterministic_runs_repeat_bit_for_bit(tmp_path: Path) -> None:
+    weights = []
+    for attempt in "ab":
+        settings = {"deterministic": True, "epochs": 2, "precision": "fp32"}
+        _train(tmp_path / attempt, train=settings, model={"name": "cnn"})
+        weights.append(torch.load(tmp_path / attempt / "model" / "weights.pt", weights_only=True))
+    for a, b in zip(weights[0].values(), weights[1].values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_gpu_is_given_back_after_success_and_after_failure(tmp_path: Path) -> None:
+    device = torch.device("cuda:0")
+    before = leaks.baseline(device)
+    _train(tmp_path, train={"epochs": 2})
+    after = leaks.release(device, baseline_bytes=before.bytes)
+    assert after.ok, after
+    with pytest.raises(Exception, match="train.loss: became"):
+        _train(tmp_path, optim={"lr": 1000.0, "name": "sgd"}, train={"epochs": 5})
+    assert leaks.release(device, baseline_bytes=before.bytes).ok
+
+
+def test_data_that_does_not_fit_is_streamed_through_pinned_memory(tmp_path: Path) -> None:
+    config = RunConfig.model_validate({"data": {"cache": str(tmp_path / "data")}})
+    data = prepare(config.data)
+    from tasks.engine.batches import feed, row_order
+    from tasks.engine.data import load
+
+    arrays = load(data)
+    fed = feed(arrays.train_x, arrays.train_y, device=torch.device("cuda"), free_bytes=0)
+    assert fed.residency == "pinned"
+    order = row_order(len(fed), seed=0, epoch=0)
+    seen = torch.cat([y for _, y in fed.shuffled(100, order, lambda phase: None)])
+    assert seen.is_cuda and len(seen) == data.train_rows
+
+
+def test_the_model_trained_on_a_gpu_predicts_on_a_cpu(tmp_path: Path) -> None:
+    _, _, data = _train(tmp_path, train={"epochs": 2})
+    loaded = predictor.load(tmp_path / "model")
+    assert loaded.outputs(torch.zeros(3, *data.input_shape).numpy()).shape == (3, 10)
