@@ -1,0 +1,162 @@
+"""Where rows come from: one dict names the sources, each with a check that costs next to nothing
+and a reader. Digits are read from scikit-learn's folder without importing it, which would cost
+1.7 s; pyarrow is imported only for the files that need it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tasks.engine import archives, arrays
+from tasks.engine.config import FILE_SOURCES, DataConfig
+from tasks.engine.raw import DataError, Raw, source_file
+
+DIGITS_VALUES = 1797 * 65
+SYNTHETIC_SEED = 20_240_607  # its own: another split must not make other rows
+
+
+@dataclass(frozen=True)
+class Source:
+    """check raises DataError early and cheaply; read gives all rows, or raises it too."""
+
+    check: Callable[[DataConfig], None]
+    read: Callable[[DataConfig], Raw]
+
+
+def origin(data: DataConfig) -> Path | None:
+    """The file that the rows come from; None where they are made up."""
+    if data.source == "digits":
+        return _digits_file()
+    return source_file(data) if data.source in FILE_SOURCES else None
+
+
+def _digits_file() -> Path:
+    spec = importlib.util.find_spec("sklearn")
+    origin = spec.origin if spec is not None else None
+    if origin is None:
+        raise DataError(
+            "data.source: digits come with scikit-learn, which is not installed; pip install "
+            "scikit-learn, or choose another source"
+        )
+    path = Path(origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if not path.is_file():
+        raise DataError(
+            f"data.source: the digits that come with scikit-learn are not at {path}; install it "
+            "anew, or choose another source"
+        )
+    return path
+
+
+def _check_digits(data: DataConfig) -> None:
+    _refuse_target(data)
+    _digits_file()
+
+
+def _read_digits(data: DataConfig) -> Raw:
+    """1,797 images of 8 x 8 pixels, 0..16, with the digit that each shows."""
+    path = _digits_file()
+    try:
+        with gzip.open(path, "rt", encoding="ascii") as file:
+            values = np.array(file.read().replace("\n", ",").rstrip(",").split(","), np.float32)
+    except (OSError, EOFError, zlib.error, ValueError):
+        values = np.empty(0, dtype=np.float32)
+    if values.size != DIGITS_VALUES:
+        raise DataError(
+            f"data.source: the digits at {path} are damaged; install scikit-learn anew, or choose "
+            "another source"
+        )
+    table = values.reshape(-1, 65)
+    return Raw(
+        features=table[:, :64].reshape(-1, 1, 8, 8),
+        target=table[:, 64].astype(np.int64),
+        feature_names=None,
+        target_name="digit",
+        label="digits",
+    )
+
+
+def _refuse_target(data: DataConfig) -> None:
+    if data.target is not None:
+        raise DataError(
+            f"data.target: has no meaning for source {data.source} (got {data.target!r}); drop it, "
+            "or name a file and its source"
+        )
+
+
+def _check_synthetic(data: DataConfig) -> None:
+    _refuse_target(data)
+    if data.classes > 1 and data.rows < 2 * data.classes:
+        raise DataError(
+            f"data.rows: must be at least 2 for each of {data.classes:,} classes "
+            f"(got {data.rows:,}); raise it or lower data.classes"
+        )
+    if data.classes == 1 and data.task == "classification":
+        raise DataError(
+            "data.classes: 1 makes a regression, but data.task is classification; set "
+            "data.classes to at least 2, or drop data.task"
+        )
+
+
+def synthetic_bytes(data: DataConfig) -> int:
+    """What the rows take in memory, and about what they take on disk."""
+    return 4 * data.features * (data.rows + 2 * data.classes) + 24 * data.rows
+
+
+def _read_synthetic(data: DataConfig) -> Raw:
+    """Clusters around one centre a class, evenly many rows each; or a noisy linear target."""
+    random = np.random.default_rng([SYNTHETIC_SEED, data.rows, data.features, data.classes])
+    x = random.standard_normal((data.rows, data.features), dtype=np.float32)
+    if data.classes == 1:
+        weights = random.standard_normal(data.features) / np.sqrt(data.features)
+        y = x @ weights.astype(np.float32) + random.normal(0, 0.1, data.rows)
+    else:
+        y = random.permutation(np.arange(data.rows, dtype=np.int64) % data.classes)
+        middle = random.standard_normal((data.classes, data.features), dtype=np.float32) * 2
+        middle[:, 0] = 6 * np.arange(data.classes)  # apart even where there is one feature only
+        for start in range(0, data.rows, 4096):
+            part = slice(start, start + 4096)
+            x[part] += middle[y[part]]
+    return Raw(
+        features=x, target=y, feature_names=None, target_name="class", label="synthetic rows"
+    )
+
+
+def _check_csv(data: DataConfig) -> None:
+    from tasks.engine import tables  # 0.1 s for pyarrow, and most runs read no table
+
+    tables.check_csv(data)
+
+
+def _read_csv(data: DataConfig) -> Raw:
+    from tasks.engine import tables
+
+    return tables.read_csv(data)
+
+
+def _check_parquet(data: DataConfig) -> None:
+    from tasks.engine import tables
+
+    tables.check_parquet(data)
+
+
+def _read_parquet(data: DataConfig) -> Raw:
+    from tasks.engine import tables
+
+    return tables.read_parquet(data)
+
+
+SOURCES = {
+    "digits": Source(_check_digits, _read_digits),
+    "csv": Source(_check_csv, _read_csv),
+    "parquet": Source(_check_parquet, _read_parquet),
+    "npz": Source(archives.check_npz, archives.read_npz),
+    "npy": Source(arrays.check_npy, arrays.read_npy),
+    "synthetic": Source(_check_synthetic, _read_synthetic),
+}

@@ -1,0 +1,218 @@
+"""The cache folder of prepared arrays: written beside its name and renamed, so that it is whole or
+not there at all, whatever is killed or races; read only after it was verified. It refuses a full
+or unwritable disk by the setting data.cache and leaves nothing of itself behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from tasks.engine.raw import DataError, shorten, size
+
+PARTS = ("train_x.npy", "train_y.npy", "val_x.npy", "val_y.npy")
+MANIFEST = "manifest.json"
+FORMAT = 1
+HASHED_BYTES = 64 * 1024**2  # up to here each reuse compares checksums, above it sizes only
+STALE_S = 60  # a temporary folder younger than this may not be locked yet
+BLOCK_BYTES = 1 << 22
+
+log = logging.getLogger(__name__)
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file's content; raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(meaning: Mapping[str, Any], files: Mapping[str, Any]) -> str:
+    """16 hex digits that stand for the prepared content and what it means, not for where it is."""
+    said = json.dumps([FORMAT, meaning, files], sort_keys=True, allow_nan=False)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+class PartWriter:
+    """One array on its way to disk, appended in blocks of rows and hashed as it is written."""
+
+    def __init__(self, path: Path, *, shape: tuple[int, ...], dtype: str) -> None:
+        self._file = open(path, "wb")  # noqa: SIM115, closed by __exit__
+        self._hash = hashlib.sha256()
+        self._shape, self._dtype, self._written = shape, np.dtype(dtype), 0
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self, header)
+
+    def __enter__(self) -> PartWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        self._written += memoryview(data).nbytes
+        return self._file.write(data)
+
+    def append(self, rows: np.ndarray) -> None:
+        """Rows of the shape and type that were announced."""
+        assert rows.dtype == self._dtype and rows.shape[1:] == self._shape[1:]
+        if rows.size:
+            self.write(np.ascontiguousarray(rows).data.cast("B"))
+
+    def finish(self) -> dict[str, Any]:
+        """Puts the file on the disk for good; its entry in the manifest."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return {
+            "shape": list(self._shape),
+            "dtype": self._dtype.str,
+            "bytes": self._written,
+            "sha256": self._hash.hexdigest(),
+        }
+
+
+def manifest_of(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a whole folder; None where there is none, or where anything in it is off.
+
+    Sizes, headers and the manifest's own fingerprint always; the files' checksums while they are
+    below 64 MiB together.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = manifest["files"]
+        if manifest["fingerprint"] != fingerprint(manifest["meaning"], files):
+            raise ValueError("its manifest was changed")
+        total_bytes = sum(files[part]["bytes"] for part in PARTS)
+        for part in PARTS:
+            _verify(folder / part, files[part], hashed=total_bytes < HASHED_BYTES)
+    except FileNotFoundError:
+        if folder.is_dir():
+            log.warning("data.cache: %s lacks a file; it is prepared anew", folder)
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("data.cache: %s is damaged (%s); it is prepared anew", folder, error)
+        return None
+    return manifest
+
+
+def _verify(path: Path, entry: Mapping[str, Any], *, hashed: bool) -> None:
+    if path.stat().st_size != entry["bytes"]:
+        raise ValueError(f"{path.name} has another size than it was written with")
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if list(array.shape) != entry["shape"] or array.dtype.str != entry["dtype"]:
+        raise ValueError(f"{path.name} has another header than it was written with")
+    if hashed and file_sha256(path) != entry["sha256"]:
+        raise ValueError(f"{path.name} has other content than it was written with")
+
+
+@contextmanager
+def refusals(cache: Path) -> Iterator[None]:
+    """Turns what the disk under data.cache refuses into a DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"data.cache: {shorten(str(cache), 300)} cannot be written ({error.strerror or error})"
+            "; make room there, or name another folder"
+        ) from None
+
+
+def check_room(cache: Path, needed_bytes: int) -> None:
+    """Raises DataError where the folder cannot be made, or its disk lacks room for the arrays."""
+    there = next(p for p in (cache, *cache.parents) if p.exists())
+    shown = shorten(str(cache), 300)
+    if not there.is_dir():
+        raise DataError(f"data.cache: {shown} lies under {there}, a file; name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise DataError(f"data.cache: {there} must not be written; name another folder")
+    free_bytes = shutil.disk_usage(there).free
+    if needed_bytes > free_bytes:
+        raise DataError(
+            f"data.cache: {shown} needs {size(needed_bytes)} for the prepared arrays and has "
+            f"{size(free_bytes)} free; make room there, or name another folder"
+        )
+
+
+def publish(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """Fills a temporary folder and gives it its name; the manifest, and whether another was first.
+
+    Two that prepare the same at once do not wait for each other: the later one uses what the
+    earlier one left, which is the same.
+    """
+    cache = folder.parent
+    with refusals(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        sweep(cache)
+        temporary = cache / f".{folder.name}.{uuid4().hex}.tmp"
+        temporary.mkdir()
+        lock = os.open(temporary, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            manifest = fill(temporary)
+            _write_synced(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
+            os.fsync(lock)
+            there = _rename(temporary, folder)
+            _sync_folder(cache)
+        finally:
+            os.close(lock)
+            shutil.rmtree(temporary, ignore_errors=True)
+    return (manifest, False) if there is None else (there, True)
+
+
+def _rename(temporary: Path, folder: Path) -> dict[str, Any] | None:
+    """None when the folder got its name; the manifest of a whole one that had it already."""
+    for _ in range(5):
+        with suppress(OSError):
+            os.rename(temporary, folder)
+            return None
+        there = manifest_of(folder)
+        if there is not None:
+            return there
+        # Damaged, so out of the way under a name that is swept; who maps it keeps it.
+        aside = folder.parent / f".{folder.name}.{uuid4().hex}.tmp"
+        with suppress(FileNotFoundError):
+            os.rename(folder, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+    os.rename(temporary, folder)
+    return None
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def sweep(cache: Path) -> None:
+    """Removes the temporary folders of writers that are gone: the kernel freed their lock."""
+    for left in cache.glob(".*.tmp"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime < STALE_S:
+                continue
+            opened = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(opened)

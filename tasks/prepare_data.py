@@ -1,0 +1,18 @@
+"""The second task of the flow: the data, checked, split and scaled, as arrays on disk. It hands on
+facts about them and never the arrays; it refuses what cannot be learnt from.
+"""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from tasks.engine.config import DataConfig
+from tasks.engine.data import prepare
+from tasks.engine.facts import DataFacts
+
+
+@task(cache_policy=NO_CACHE)
+def prepare_data(data: DataConfig) -> DataFacts:
+    """The facts of the prepared data. Raises DataError where it cannot be used."""
+    return prepare(data)
