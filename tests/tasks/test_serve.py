@@ -1,0 +1,207 @@
+"""What `serve` promises before anything is up: it ends its own processes and no others, it says who
+holds a port, and a start that fails leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tasks import prefect_server, serve, serve_down, serve_processes, serve_up
+from tasks.serve_processes import MARK, Component, ServeError, SettingError
+from tasks.where import where
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The service's folder, of a service that is not there."""
+    monkeypatch.setattr(serve, "FOLDER", tmp_path / "serve")
+    (tmp_path / "serve").mkdir()
+    return tmp_path / "serve"
+
+
+@pytest.fixture
+def sleeper(folder: Path) -> Iterator[Component]:
+    """A component that sleeps."""
+    component = start(folder, SLEEP)
+    yield component
+    if (process := component.process()) is not None:
+        process.kill()
+
+
+def start(folder: Path, command: list[str], *, name: str = "prefect") -> Component:
+    env = {**os.environ, MARK: f"test-{os.getpid()}-{folder}"}
+    return serve_processes.start(
+        name, command, address="http://127.0.0.1:1", folder=folder, env=env, cwd=folder
+    )
+
+
+def test_down_ends_what_was_started_and_what_that_started(folder: Path) -> None:
+    code = f"import subprocess; subprocess.Popen({SLEEP!r}, start_new_session=True).wait()"
+    component = start(folder, [sys.executable, "-c", code])
+    process = component.process()
+    assert process is not None
+    until = time.monotonic() + 20
+    while not process.children() and time.monotonic() < until:
+        time.sleep(0.02)
+    [child] = process.children()
+    serve_processes.remember(folder, [component])
+    assert serve.down() == 0
+    assert not serve_processes.is_running(process)
+    assert not serve_processes.is_running(child)
+    assert serve_processes.remembered(folder) == []
+
+
+def test_a_recycled_pid_is_not_ours_and_survives(folder: Path, sleeper: Component) -> None:
+    other = replace(sleeper, started_at=sleeper.started_at - 100, mark="another up")
+    assert other.process() is None
+    serve_down.take_down([other], folder)
+    assert sleeper.process() is not None
+
+
+def test_a_process_deaf_to_sigterm_is_ended_all_the_same(folder: Path) -> None:
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
+    code += "; time.sleep(60)"
+    process = start(folder, [sys.executable, "-c", code]).process()
+    assert process is not None
+    log, until = serve_processes.log_path(folder, "prefect"), time.monotonic() + 20
+    while not log.read_text() and time.monotonic() < until:
+        time.sleep(0.02)
+    serve_processes.end([process], wait_s=0.2)
+    assert not serve_processes.is_running(process)
+
+
+def test_nothing_up_is_said_and_is_no_error(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve.main(["down"]) == 0
+    assert "Nothing is up." in capsys.readouterr().out
+    assert serve.main(["status"]) == 1
+
+
+def test_a_port_taken_by_somebody_is_named_with_its_holder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("HEADROOM_PREFECT_PORT", str(port))
+        restore = signal.getsignal(signal.SIGTERM)
+        try:
+            assert serve.main(["up"]) == 1
+        finally:
+            signal.signal(signal.SIGTERM, restore)
+    error = capsys.readouterr().err
+    assert f"HEADROOM_PREFECT_PORT: port {port} on 127.0.0.1 can't be had" in error
+    if sys.platform == "linux":
+        assert f"{psutil.Process().name()} (pid {os.getpid()})" in error
+    assert not (folder / "state.json").exists()
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "http", "4200.0", "1e3"])
+def test_a_port_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    monkeypatch.setenv("HEADROOM_MLFLOW_PORT", port)
+    with pytest.raises(SettingError, match=r"^HEADROOM_MLFLOW_PORT: must be a port, 1 to 65535"):
+        serve_processes.port_from(*serve.MLFLOW_PORT)
+
+
+def test_up_refuses_while_a_part_has_died_and_ends_nothing(
+    folder: Path,
+    sleeper: Component,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    gone = replace(sleeper, name="worker", started_at=0.0)
+    serve_processes.remember(folder, [sleeper, gone])
+    assert serve.main(["up"]) == 1
+    assert "worker: has ended" in capsys.readouterr().err
+    assert sleeper.process() is not None
+
+
+def test_a_part_that_dies_while_starting_shows_its_log_and_ends_the_others(
+    folder: Path, sleeper: Component, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """MLflow's database can't be made: the server that was started beside it must go."""
+    monkeypatch.setattr(serve_up, "_prefect", lambda plan, env, started: started.append(sleeper))
+    monkeypatch.setattr(serve_up, "_deploy", lambda plan, env: None)
+    monkeypatch.setattr(serve_up, "_worker", lambda plan, env, started: None)
+    real = serve_up._await
+    monkeypatch.setattr(
+        serve_up,
+        "_await",
+        lambda component, ready, plan: component and real(component, ready, plan),
+    )
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
+    chosen = where().model_copy(update={"tracking_uri": "sqlite:////proc/none/mlflow.db"})
+    plan = serve_up.Plan(
+        project=serve.PROJECT,
+        folder=folder,
+        where=chosen,
+        prefect_url="http://127.0.0.1:1",
+        mlflow_url="http://127.0.0.1:2",
+        worker="test",
+    )
+    with pytest.raises(
+        ServeError, match="mlflow ended while starting(.|\n)*tracking_uri: /proc/none"
+    ):
+        serve_up.bring_up(plan)
+    assert sleeper.process() is None
+    assert not (folder / "state.json").exists()
+
+
+def test_the_service_talks_to_its_own_server_whatever_the_environment_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "https://api.example.com/api")
+    monkeypatch.setenv("PREFECT_API_KEY", "secret")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/here.db")
+    monkeypatch.setenv("PREFECT_HOME", "relative")
+    plan = serve_up.Plan(
+        project=serve.PROJECT,
+        folder=tmp_path,
+        where=where(),
+        prefect_url="http://127.0.0.1:4242",
+        mlflow_url=None,
+        worker="test",
+    )
+    env = serve_up._environment(plan)
+    assert env["PREFECT_API_URL"] == "http://127.0.0.1:4242/api"
+    assert "PREFECT_API_KEY" not in env
+    assert (
+        env["PREFECT_HOME"]
+        == str(Path("relative").absolute())
+        == str(prefect_server.home().absolute())
+    )
+    assert env["MLFLOW_TRACKING_URI"] == f"sqlite:///{tmp_path}/here.db"
+
+
+def test_ui_says_where_to_go_where_a_tracking_server_has_the_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:secret@mlflow.example.com")
+    assert serve.main(["ui"]) == 0
+    assert "https://me:***@mlflow.example.com" in capsys.readouterr().out
+
+
+def test_a_tracking_uri_that_cant_be_used_is_bad_input() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tasks.serve", "ui"],
+        env={**os.environ, "MLFLOW_TRACKING_URI": "nonsense"},
+        cwd=serve.PROJECT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("tracking_uri: must be one of")
