@@ -1,0 +1,219 @@
+"""The line a person watches while a model trains: on a terminal it lives and goes when training
+ends; elsewhere it is a plain log line now and then. It refuses to be a reason to fail: a terminal
+that is closed, dumb or odd gets plain lines, and the training never hears of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TextIO
+
+from tasks.engine.units import clock, mebibytes, number, seconds
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+log = logging.getLogger(__name__)
+
+PLAIN_EVERY_S = 5.0
+DRAW_EVERY_S = 0.1
+BAR_COLUMNS = 12
+SCORES = (
+    ("val/accuracy", "val {}"),
+    ("val/r2", "val R2 {}"),
+    ("val/perplexity", "val perplexity {}"),
+    ("val/mae", "val mae {}"),
+)
+SPEEDS = (("speed/tokens_per_s", "{} tokens/s"), ("speed/samples_per_s", "{} samples/s"))
+PEAKS = (
+    ("memory/run_peak_allocated_mib", "peak {}"),
+    ("memory/peak_allocated_mib", "peak {}"),
+    ("memory/host_rss_mib", "host {}"),
+)
+# What a terminal raises that went away or cannot show a character: OSError, closed file, encoding.
+TERMINAL_ERRORS = (OSError, ValueError)
+
+
+class Progress:
+    """Shows how far a training is. Use as a context manager; `update` at each log point."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        epochs: int,
+        stream: TextIO | None = None,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`stream` is sys.stderr by default, looked up on entry."""
+        self._total_steps = max(1, total_steps)
+        self._epochs = epochs
+        self._stream = stream
+        self._now_s = now_s
+        self._known: dict[str, float] = {}
+        self._step = 0
+        self._first: tuple[int, float] | None = None  # step and time of the first log point
+        self._drawn_s = -math.inf
+        self._told: tuple[int, float] | None = None  # epoch and time of the last plain line
+        self._untold = False
+        self._ended = False
+        self._bar: Bar | None = None
+
+    def __enter__(self) -> Self:
+        self._began_s = self._now_s()
+        stream = sys.stderr if self._stream is None else self._stream
+        if _is_terminal(stream):
+            self._open(stream)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+        self._ended = True
+        if self._untold:
+            self._tell(self._now_s())
+
+    def update(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take the metrics of a step, under the names of the run record, and show them in time."""
+        now_s = self._now_s()
+        self._known.update(metrics)
+        self._step = max(self._step, step)
+        if self._first is None:
+            self._first = (self._step, now_s)
+        if self._bar is not None:
+            if now_s - self._drawn_s >= DRAW_EVERY_S or self._step >= self._total_steps:
+                self._drawn_s = now_s
+                self._draw(now_s)
+            return
+        self._untold = True
+        told_epoch, told_s = self._told or (0, self._began_s)
+        if self._epoch() > told_epoch and now_s - told_s >= PLAIN_EVERY_S:
+            self._tell(now_s)
+
+    def _epoch(self) -> int:
+        """The epoch under way, from 1: by the step, since it is only logged at an epoch's end."""
+        by_step = round(self._epochs * self._step / self._total_steps, 6)
+        logged = self._known.get("train/epoch", 0.0)
+        done = max(by_step, logged if math.isfinite(logged) else 0.0)
+        return min(self._epochs, max(1, math.ceil(done)))
+
+    def _line(self, now_s: float, *, columns: int = 10**6) -> str:
+        """ "epoch 3/10  loss 0.412  41,200 samples/s  peak 6.10 GiB  0:12 left", less of it where
+        there is less room."""
+        epoch, left = f"epoch {self._epoch()}/{self._epochs}", self._time(now_s)
+        loss = self._said(("train/loss", "loss {}"), words=number)
+        score = self._said(*SCORES, words=number)
+        speed = self._said(*SPEEDS, words=_rounded)
+        peak = self._said(*PEAKS, words=mebibytes)
+        lines = (
+            "  ".join([epoch, *loss, *kept, *left])
+            for kept in ([*score, *speed, *peak], [*speed, *peak], speed, [])
+        )
+        return next((line for line in lines if len(line) <= columns), epoch)
+
+    def _said(self, *choices: tuple[str, str], words: Callable[[float], str]) -> list[str]:
+        """The first of the choices that is known, in words."""
+        known = [t.format(words(self._known[name])) for name, t in choices if name in self._known]
+        return known[:1]
+
+    def _time(self, now_s: float) -> list[str]:
+        left_steps = self._total_steps - self._step
+        if self._ended or left_steps <= 0:
+            return [seconds(now_s - self._began_s)]
+        if self._first is None or self._step <= self._first[0]:
+            return []  # one log point has no pace yet
+        first_step, first_s = self._first
+        left_s = left_steps * (now_s - first_s) / (self._step - first_step)
+        return [f"{clock(left_s)} left"]
+
+    def _tell(self, now_s: float) -> None:
+        self._told = (self._epoch(), now_s)
+        self._untold = False
+        log.info("%s", self._line(now_s))
+
+    def _open(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+        from rich.table import Column
+
+        class Steady(Console):
+            def on_broken_pipe(self) -> None:
+                raise  # rich would end the process here, and send its stdout to nowhere
+
+        console = Steady(file=stream)
+        if not console.is_terminal or console.is_dumb_terminal:
+            return
+        # Drawn by update, not by a thread: the interpreter's lock belongs to the training.
+        text = TextColumn(
+            "{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)
+        )
+        bar = Bar(
+            BarColumn(bar_width=BAR_COLUMNS),
+            text,
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=_is_terminal(sys.stdout),  # what goes to a file or a pipe stays there
+            redirect_stderr=_is_terminal(sys.stderr),
+            expand=True,
+        )
+        self._bar = bar
+        try:
+            bar.add_task("starting", total=self._total_steps)
+            bar.start()
+            bar.refresh()
+        except TERMINAL_ERRORS:
+            self._close()
+        except BaseException:  # Ctrl-C: __exit__ is not called for an entry that did not end
+            self._close()
+            raise
+
+    def _draw(self, now_s: float) -> None:
+        assert self._bar is not None
+        task = self._bar.task_ids[0]
+        try:
+            room = self._bar.console.width - BAR_COLUMNS - 2
+            line = self._line(now_s, columns=room)
+            self._bar.update(task, completed=self._step, description=line)
+            self._bar.refresh()
+        except TERMINAL_ERRORS:
+            self._close()
+            self._untold = True
+
+    def _close(self) -> None:
+        """Leave the terminal as it was found: line cleared, cursor shown, stdout its own again."""
+        bar, self._bar = self._bar, None
+        if bar is None:
+            return
+        streams = sys.stdout, sys.stderr
+        try:
+            bar.stop()
+        except (*TERMINAL_ERRORS, IndexError) as error:  # IndexError: its start had failed half-way
+            log.debug("the terminal went away: %s", error)
+        finally:
+            for name, stream in zip(("stdout", "stderr"), streams, strict=True):
+                own = getattr(stream, "rich_proxied_file", None)
+                if own is not None and getattr(sys, name) is stream:
+                    setattr(sys, name, own)
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if math.isfinite(value) and value >= 100 else number(value)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    try:
+        alive = stream is not None and stream.isatty()
+    except TERMINAL_ERRORS:
+        return False
+    return alive
