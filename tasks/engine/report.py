@@ -15,7 +15,7 @@ from tasks.engine import plots as drawing
 from tasks.engine import report_html, report_terminal
 from tasks.engine.phrases import Block, Report
 from tasks.engine.sections import sections
-from tasks.engine.units import percent, printable
+from tasks.engine.units import command_line, percent
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -28,13 +28,13 @@ _MARKUP = re.compile(r"([\\`*_\[\]#|~])")
 
 def terminal(run: Mapping[str, Any], *, open_command: str) -> Group:
     """The report for a rich console of 80 columns or more; without colour it says the same."""
-    command = printable(open_command, limit=COMMAND_LIMIT)
+    command = command_line(open_command, limit=COMMAND_LIMIT)
     return report_terminal.terminal(sections(run, limit=240), command)
 
 
 def html(run: Mapping[str, Any], plot_files: Iterable[Path], *, open_command: str) -> str:
     """The report as one HTML page that needs no network, the plots inside it."""
-    command = printable(open_command, limit=COMMAND_LIMIT)
+    command = command_line(open_command, limit=COMMAND_LIMIT)
     return report_html.html(sections(run), command=command, run=run, plot_files=plot_files)
 
 
@@ -50,7 +50,7 @@ def load_plotting() -> None:
 
 def markdown(run: Mapping[str, Any], *, open_command: str) -> str:
     """The report as GitHub-flavoured Markdown, always under 8,000 characters."""
-    command = printable(open_command, limit=COMMAND_LIMIT)
+    command = command_line(open_command, limit=COMMAND_LIMIT)
     for limit in (400, 120, 40, 20):
         text = _markdown(sections(run, limit=limit), command)
         if len(text) < MARKDOWN_LIMIT:
@@ -79,7 +79,7 @@ def _markdown(report: Report, command: str) -> str:
 def _markdown_table(block: Block) -> str:
     rows = [f"| {_plain(block.title)} | size | share | |", "|:--|--:|--:|:--|"]
     for bar in block.bars:
-        share = "" if bar.share is None else percent(bar.share)
+        share = "" if bar.share is None else _plain(percent(bar.share))
         drawn = "\u2588" * round(BAR_WIDTH * bar.length)
         rows.append(f"| {_plain(bar.label)} | {bar.value} | {share} | {drawn} |")
     return "\n".join(rows)

@@ -77,5 +77,15 @@ def percent(share: float) -> str:
 def printable(text: object, *, limit: int) -> str:
     """The text on one line, at most `limit` characters, with no control or direction marks."""
     cut = str(text)[: 4 * limit + 64]  # nobody waits for a megabyte to be cleaned
-    line = " ".join("".join(c if c.isprintable() else " " for c in cut).split())
+    line = " ".join(_shown(cut).split())
     return line if len(line) <= limit else line[: limit - len(ELLIPSIS)].rstrip() + ELLIPSIS
+
+
+def command_line(text: str, *, limit: int) -> str:
+    """The command on one line with its spaces kept, at most `limit` characters."""
+    line = _shown(text[: limit + 1])
+    return line if len(line) <= limit else line[: limit - len(ELLIPSIS)] + ELLIPSIS
+
+
+def _shown(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)
