@@ -147,7 +147,7 @@ def _panels(count: int) -> list[Axes]:
     figure = Figure(figsize=INCHES, dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, count, squeeze=False)[0]
-    figure.subplots_adjust(left=0.1, right=0.97, top=0.9, bottom=0.13, wspace=0.36)
+    figure.subplots_adjust(left=0.125, right=0.97, top=0.9, bottom=0.13, wspace=0.36)
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.spines[["left", "bottom"]].set_color("#B0B0B0")
@@ -158,6 +158,7 @@ def _panels(count: int) -> list[Axes]:
 def _draw(ax: Axes, lines: list[Line], title: str) -> None:
     ax.set_title(title, loc="left", fontsize=11, fontweight="bold", color="#202020")
     ax.set_xlabel("optimizer step", fontsize=9, color=GREY)
+    ax.locator_params(axis="x", integer=True, nbins=7)
     ax.grid(axis="y", color="#E6E6E6", linewidth=0.7)
     ax.set_axisbelow(True)
     for label, colour, points in lines:
