@@ -1,0 +1,211 @@
+"""The service for real: a Prefect server, a worker and MLflow's UI from a copy of this project in
+another folder, a schedule that comes due, and the end of it all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from tasks.serve_prefect import answers, call
+
+ROOT = Path(__file__).parent.parent.parent
+DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda d: d["name"])
+def test_the_parameters_of_every_deployment_are_valid(deployment: dict[str, Any]) -> None:
+    """Prefect itself takes invalid ones, and fails at 02:00."""
+    from flows.train import train
+    from tasks.engine.settings import override
+
+    assert deployment["entrypoint"] == "flows/train.py:train"
+    found = train.validate_parameters(deployment["parameters"])
+    override(found["config"], found["overrides"])
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda d: d["name"])
+def test_every_schedule_is_in_utc_and_comes_due(deployment: dict[str, Any]) -> None:
+    """`0 0 31 2 *` is accepted when created and never fires."""
+    from prefect.server.schemas.schedules import CronSchedule
+
+    for schedule in deployment["schedules"]:
+        assert schedule["timezone"] == "UTC"
+        cron = CronSchedule(cron=schedule["cron"], timezone="UTC")
+        assert asyncio.run(cron.get_dates(n=1))
+
+
+@dataclass(frozen=True)
+class Service:
+    """A service that is up."""
+
+    project: Path
+    env: dict[str, str]
+    url: str
+
+    def serve(self, action: str) -> str:
+        """What `python -m tasks.serve` printed."""
+        command = [sys.executable, "-m", "tasks.serve", action]
+        done = subprocess.run(
+            command, cwd=self.project, env=self.env, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def ask(self, method: str, path: str, body: object = None) -> Any:
+        """Prefect's answer."""
+        return call(method, f"{self.url}/api/{path}", body)
+
+    def mlflow_run(self, flow_run: str) -> Run | None:
+        """The MLflow run that belongs to a flow run, if it has been opened."""
+        database = self.project / "mlflow.db"
+        if not database.exists():
+            return None
+        client = MlflowClient(f"sqlite:///{database}")
+        found = client.get_experiment_by_name("headroom")
+        query = f"tags.`prefect.flow_run_id` = '{flow_run}'"
+        runs = client.search_runs([found.experiment_id], query) if found else []
+        return runs[0] if runs else None
+
+    def logs(self) -> str:
+        """What a failing test has to show."""
+        return (self.project / ".headroom" / "serve" / "worker.log").read_text()[-6000:]
+
+
+def free_ports() -> tuple[int, int]:
+    one, two = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+    with closing(one), closing(two):
+        return one.getsockname()[1], two.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The service of a clone in another place, with a Prefect home of its own."""
+    project = tmp_path_factory.mktemp("clone")
+    for name in ("flows", "tasks"):
+        shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("prefect.yaml", "mlflow.yaml", "pyproject.toml"):
+        shutil.copy(ROOT / name, project)
+    prefect, mlflow = free_ports()
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
+    env |= {
+        "PREFECT_HOME": str(project / "prefect-home"),
+        "PREFECT_API_URL": "http://127.0.0.1:9/api",  # somebody else's: not the one to deploy to
+        "PREFECT_WORKER_QUERY_SECONDS": "1",
+        "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "1",  # else it looks once a minute
+        "HEADROOM_PREFECT_PORT": str(prefect),
+        "HEADROOM_MLFLOW_PORT": str(mlflow),
+    }
+    up = Service(project, env, f"http://127.0.0.1:{prefect}")
+    try:
+        printed = up.serve("up")
+        assert up.url in printed and f"http://127.0.0.1:{mlflow}" in printed
+        yield up
+    finally:
+        up.serve("down")
+
+
+def wait_for(found: Callable[[], Any], service: Service, *, timeout_s: float = 100) -> Any:
+    until = time.monotonic() + timeout_s
+    while not (value := found()):
+        assert time.monotonic() < until, service.logs()
+        time.sleep(0.2)
+    return value
+
+
+def ended(service: Service, flow_run: str) -> str | None:
+    state = service.ask("GET", f"flow_runs/{flow_run}")["state"]["type"]
+    return state if state in ENDED else None
+
+
+def test_up_is_up_and_a_second_up_starts_nothing(service: Service) -> None:
+    before = (service.project / ".headroom/serve/state.json").read_text()
+    assert "It is up already." in service.serve("up")
+    assert (service.project / ".headroom/serve/state.json").read_text() == before
+    assert service.serve("status").count(" up ") == 3
+    assert answers(f"http://127.0.0.1:{service.env['HEADROOM_MLFLOW_PORT']}/health")
+
+
+def test_it_listens_on_this_machine_only(service: Service) -> None:
+    components = json.loads((service.project / ".headroom/serve/state.json").read_text())
+    family = [p for c in components for p in [psutil.Process(c["pid"])]]
+    family += [child for p in family for child in p.children(recursive=True)]
+    listening = [s for p in family for s in p.net_connections("inet") if s.status == "LISTEN"]
+    assert {s.laddr.ip for s in listening} == {"127.0.0.1"}
+
+
+def test_a_schedule_starts_a_run_that_completes_in_prefect_and_finishes_in_mlflow(
+    service: Service,
+) -> None:
+    """With a SQLAlchemy that Prefect allows, its scheduler once died while all looked healthy."""
+    deployment = service.ask("GET", "deployments/name/train/train-nightly")
+    due = datetime.now(UTC) + timedelta(seconds=4)
+    soon = {"interval": 10**8, "anchor_date": due.isoformat(), "timezone": "UTC"}
+    only_once = {"schedule": soon, "parameters": {"config": {"train": {"epochs": 1}}}}
+    service.ask("POST", f"deployments/{deployment['id']}/schedules", [only_once])
+
+    asked = {
+        "flow_runs": {"expected_start_time": {"before_": (due + timedelta(1 / 24)).isoformat()}}
+    }
+    asked["deployments"] = {"name": {"any_": ["train-nightly"]}}
+    [flow_run] = wait_for(lambda: service.ask("POST", "flow_runs/filter", asked), service)
+    assert flow_run["auto_scheduled"]
+    assert wait_for(lambda: ended(service, flow_run["id"]), service) == "COMPLETED", service.logs()
+
+    run = service.mlflow_run(flow_run["id"])
+    assert run is not None
+    assert run.info.status == "FINISHED"
+    assert run.data.params["train.epochs"] == "1"
+    assert run.data.tags["prefect.deployment"] == "train-nightly"
+    link = run.data.tags["prefect.flow_run_url"]
+    assert link.startswith(service.url) and link.endswith(f"/flow-run/{flow_run['id']}")
+    asked = {"flow_runs": {"id": {"any_": [flow_run["id"]]}}}
+    reports = [a for a in service.ask("POST", "artifacts/filter", asked) if a["type"] == "markdown"]
+    assert [report["key"] for report in reports] == [f"run-{run.info.run_id}"]
+
+
+def test_down_cancels_what_runs_closes_its_record_and_leaves_no_process(service: Service) -> None:
+    """Ended by a signal to the worker alone, a run would say Running for ever in Prefect."""
+    deployment = service.ask("GET", "deployments/name/train/train-on-demand")
+    forever = {"parameters": {"config": {}, "overrides": {"train.epochs": 10**6}}}
+    flow_run = service.ask("POST", f"deployments/{deployment['id']}/create_flow_run", forever)["id"]
+    wait_for(
+        lambda: (r := service.mlflow_run(flow_run)) and "train/loss" in r.data.metrics, service
+    )
+    mark = json.loads((service.project / ".headroom/serve/state.json").read_text())[0]["mark"]
+
+    assert "Cancelling 1 run" in service.serve("down")
+
+    run = service.mlflow_run(flow_run)
+    assert run is not None
+    assert run.info.status == "KILLED" and run.info.end_time
+    assert run.data.metrics["memory/release_ok"] == 1
+    left = [p for p in psutil.process_iter() if environment_of(p).get("HEADROOM_SERVE") == mark]
+    assert left == []
+    assert "Cancelled flow run" in service.logs()
+
+
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
