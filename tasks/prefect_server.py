@@ -92,7 +92,7 @@ def _join_or_start(folder: Path) -> str:
 def _start(folder: Path, lock: IO[str], listening: socket.socket) -> None:
     fds = (lock.fileno(), listening.fileno())
     with open(folder / "headroom-server.log", "w") as log:
-        subprocess.Popen(
+        server = subprocess.Popen(
             [sys.executable, "-m", "tasks.prefect_server", str(folder), *map(str, fds)],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
@@ -102,6 +102,7 @@ def _start(folder: Path, lock: IO[str], listening: socket.socket) -> None:
             env={**os.environ, **SERVER_ENV},
             start_new_session=True,  # Ctrl-C is for the run; the server still has to record it
         )
+    threading.Thread(target=server.wait, daemon=True).start()  # it may end before this process
 
 
 def template() -> Path:

@@ -90,11 +90,14 @@ def test_a_run_on_digits_leaves_every_group_of_the_record() -> None:
     assert steps == [*range(10, 461, 10)]
 
 
-def test_the_logged_model_predicts_what_the_training_process_would(place: Path) -> None:
+def test_the_logged_model_predicts_what_the_training_process_would(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = _train(**QUICK)
     (logged,) = _client().search_logged_models([made["experiment_id"]])
     assert logged.source_run_id == made["run_id"] and logged.status == "READY"
-    mlflow.set_tracking_uri(where().tracking_uri)
+    # mlflow.set_tracking_uri() would reach into os.environ, and the next test.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", where().tracking_uri)
     loaded = mlflow.pyfunc.load_model(f"models:/{logged.model_id}")
     assert loaded.metadata.signature.inputs and loaded.metadata.signature.outputs
     example = loaded.input_example
