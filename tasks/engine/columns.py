@@ -40,11 +40,12 @@ def raw_rows(table: pa.Table, *, target: str, label: str, note: str) -> Raw:
         if problems:
             raise DataError("\n".join(problems[:MOST_SHOWN] + _rest(problems)))
         features = np.empty((table.num_rows, len(names)), dtype=np.float64)
+        columns = dict(zip(table.column_names, table.columns, strict=True))
         for i, name in enumerate(names):
-            features[:, i] = _numbers(table[name].cast(pa.float64(), safe=False))
+            features[:, i] = _numbers(columns[name].cast(pa.float64(), safe=False))
         return Raw(
             features=features,
-            target=_target(table[target]),
+            target=_target(columns[target]),
             feature_names=tuple(names),
             target_name=target,
             label=label,
@@ -96,8 +97,8 @@ def wrong_types(fields: Sequence[pa.Field], target: str, label: str) -> list[str
 def _unusable(table: pa.Table, *, target: str, label: str, note: str) -> list[str]:
     """A line for each column with missing cells, and each feature that is text."""
     problems = []
-    for name in table.column_names:
-        column, setting = table[name], "data.target" if name == target else "data.path"
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        setting = "data.target" if name == target else "data.path"
         where = f"{setting}: {label} column {shorten(name)}"
         if column.null_count == table.num_rows:
             problems.append(f"{where}: holds no value in any row; drop the column")

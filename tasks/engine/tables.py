@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import csv
 import io
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def _comma_separated(names: list[str], label: str) -> None:
 def _target_of(names: Sequence[str], target: str | None, label: str) -> str:
     """The target's column; raises DataError where names are missing or doubled."""
     problems = []
-    double = sorted({name for name in names if list(names).count(name) > 1} - {""})
+    double = sorted(name for name, times in Counter(names).items() if times > 1 and name)
     if double:
         problems.append(
             f"data.path: {label} has columns of one name: {listed(double)}; rename or drop one"
