@@ -56,6 +56,7 @@ def train(
                     release_memory,
                     device.name,
                     baseline_bytes=device.baseline_bytes,
+                    held_bytes=record.held_bytes,
                     on_leak=config.memory.on_leak,
                 )
             )

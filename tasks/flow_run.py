@@ -13,11 +13,13 @@ from prefect.settings import PREFECT_API_URL
 from tasks.engine import report
 from tasks.prefect_server import is_temporary
 
-log = logging.getLogger(__name__)
-
 
 def describe() -> dict[str, str]:
-    """Tags that lead from MLflow to this flow run; empty outside of one."""
+    """Tags that lead from MLflow to this flow run; empty outside of one.
+
+    From here on Prefect's UI shows what the tasks log: by default a logger passes warnings only.
+    """
+    logging.getLogger("tasks").setLevel(logging.INFO)
     if not flow_run.id:
         return {}
     found = {"prefect.flow_run_id": flow_run.id, "prefect.deployment": deployment.name}

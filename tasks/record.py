@@ -22,6 +22,7 @@ import psutil
 
 from tasks.engine.config import RunConfig
 from tasks.engine.facts import DataFacts, DeviceFacts, ReleaseFacts, TrainFacts
+from tasks.engine.memory import MIB, chain
 from tasks.engine.settings_file import to_yaml
 from tasks.engine.timing import Stopwatch
 from tasks.journal import Journal
@@ -31,7 +32,6 @@ from tasks.where import TrackingError, where
 
 P = ParamSpec("P")
 T = TypeVar("T")
-MIB = 1024**2
 log = logging.getLogger(__name__)
 
 
@@ -54,6 +54,7 @@ class Record:
         self._tags: dict[str, str] = {}
         self._owners: list[dict[str, Any]] = []
         self._failure: tuple[str, str] | None = None  # status and reason of the first failure
+        self.held_bytes = 0  # on the device, at the end of the training
         self._step = 0
         self._screen = ExitStack()
         self._journal = Journal(self._where, self.folder)
@@ -91,7 +92,9 @@ class Record:
     def begin(self, device: DeviceFacts, data: DataFacts) -> None:
         """Open the run in MLflow. Raises TrackingError where that can't be done."""
         self._tags = {**_found(device), **self._flow_run, "data.fingerprint": data.fingerprint}
+        began = time.perf_counter()
         self._journal.create(name=self._name, params=self.config.flat(), tags=self._tags)
+        self._stages["time/open_run_s"] = time.perf_counter() - began
         (self.folder / "config.yaml").write_text(to_yaml(self.config.model_dump()))
         checks = [asdict(check) for check in device.checks]
         facts = {k: v for k, v in asdict(device).items() if k != "checks"}
@@ -109,6 +112,7 @@ class Record:
 
     def trained(self, facts: TrainFacts) -> None:
         """Keep what the training measured."""
+        self.held_bytes = facts.held_bytes
         self._summary |= facts.metrics
         self._tags |= facts.tags
         if facts.stats:
@@ -160,7 +164,9 @@ class Record:
     def _fail(self, error: BaseException) -> None:
         """The first failure is the reason; what the release says after it must not hide it."""
         if self._failure is None:
-            status = "FAILED" if isinstance(error, Exception) else "KILLED"
+            # A signal may have been overtaken by an error of the clearing up that it caused.
+            signals = [e for e in chain(error) if not isinstance(e, Exception)]
+            status = "KILLED" if signals else "FAILED"
             self._failure = status, str(error) or type(error).__name__
 
     def open_command(self) -> str:

@@ -32,9 +32,11 @@ class LeakError(RuntimeError):
 
 
 @task(cache_policy=NO_CACHE)
-def release_memory(device_name: str, *, baseline_bytes: int, on_leak: str) -> ReleaseFacts:
-    """What was given back. Raises LeakError where something was not and on_leak is fail."""
-    facts = release(device_name, baseline_bytes=baseline_bytes)
+def release_memory(
+    device_name: str, *, baseline_bytes: int, held_bytes: int = 0, on_leak: str = "warn"
+) -> ReleaseFacts:
+    """What was given back of `held_bytes` and of what is in use now. Raises LeakError where something was not and on_leak is fail."""
+    facts = release(device_name, baseline_bytes=baseline_bytes, held_bytes=held_bytes)
     if facts.ok:
         return facts
     if on_leak == "fail":

@@ -19,6 +19,9 @@ from mlflow.exceptions import MlflowException
 
 from tasks.where import TrackingError, Where, redacted
 
+# MLflow's pages for training rather than those for language models' traces.
+EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+
 
 def open_experiment(where: Where) -> tuple[MlflowClient, str]:
     """A client, and the id of the experiment, made where it is new.
@@ -34,7 +37,8 @@ def open_experiment(where: Where) -> tuple[MlflowClient, str]:
         is_served = where.tracking_uri.startswith(("http", "databricks"))
         location = None if is_served else Path(where.artifacts).as_uri()
         try:
-            return client, client.create_experiment(where.experiment, artifact_location=location)
+            made = client.create_experiment(where.experiment, location, tags=EXPERIMENT_TAGS)
+            return client, made
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise

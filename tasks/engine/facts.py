@@ -70,6 +70,7 @@ class TrainFacts:
     epochs: int
     stopped_early: bool
     model_folder: str  # spec.json and weights.pt
+    held_bytes: int  # in use on the device at the end of the training, before anything was freed
     stats: dict[str, Any] = field(default_factory=dict)  # the allocator's raw statistics
 
 

@@ -54,9 +54,12 @@ def baseline(device: torch.device | str) -> Baseline:
     return found
 
 
-def release(device: torch.device | str, *, baseline_bytes: int) -> ReleaseFacts:
+def release(
+    device: torch.device | str, *, baseline_bytes: int, held_bytes: int = 0
+) -> ReleaseFacts:
     """Give back all that nobody holds any more, and name what somebody still does.
 
+    held_bytes: what the run had in use at its end, most of which its own end has freed already.
     leaked: bytes of storages that were not there at the baseline and that Python can still reach;
     on a CPU and a GPU alike one byte is a leak. residual: what the allocator counts above that,
     which no Python object holds: workspaces of libraries, and rounding. Where the baseline was
@@ -69,6 +72,7 @@ def release(device: torch.device | str, *, baseline_bytes: int) -> ReleaseFacts:
         known = None
     before = known.before if known else {}
     before_bytes, is_clean = _first_look(device, before)
+    before_bytes = max(before_bytes, held_bytes)
     if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it costs 2 s
         sys.modules["torch._dynamo"].reset()
     if not is_clean:  # garbage is seen by a look too; without any there is nothing to collect

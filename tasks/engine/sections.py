@@ -20,6 +20,7 @@ STAGES = (
     ("prepare", "time/prepare_data_s"),
     ("train", "time/train_model_s"),
     ("release", "time/release_memory_s"),
+    ("open the run", "time/open_run_s"),
 )
 PHASES = tuple(
     (phase.replace("_", " "), f"time/{phase}_ms")
@@ -117,9 +118,8 @@ def _device(tags: Mapping[str, str], metrics: Numbers) -> Section:
     versions += [f"driver {tags['driver.version']}"] if "driver.version" in tags else []
     versions += [f"torch {tags['torch.version']}"] if "torch.version" in tags else []
     how = [tags.get("precision", "")]
-    how += {"true": ["compiled"], "false": ["not compiled"]}.get(
-        tags.get("compiled", "").lower(), []
-    )
+    if tags.get("compiled", "no") != "no":
+        how.append(f"compiled ({tags['compiled']})")
     where = {"device": "data on the device", "pinned": "data in pinned host memory"}
     where["host"] = "data in host memory"
     how.append(where.get(tags.get("data.residency", ""), ""))

@@ -101,6 +101,7 @@ def _train(
         held = memory.by_owner(model, tools.optimizer.state_tensors())
         measured = {**meter.summary(), **held}
         stats = meter.stats()
+        held_bytes = memory.allocated_bytes(device)
         measured["memory/activations_mib"] = _activations(model, rows, plan=plan, tools=tools)
         watch.lap("log")
         predictor.save(model, _spec(config, data), folder)
@@ -119,6 +120,7 @@ def _train(
         epochs=fitted.epochs,
         stopped_early=fitted.stopped_early,
         model_folder=str(folder),
+        held_bytes=held_bytes,
         stats=stats,
     )
 

@@ -53,7 +53,7 @@ def _cpu() -> dict[str, Any]:
             "device.reason": "no GPU was found on this machine",
             "torch.version": "2.13.0+cpu",
             "precision": "fp32",
-            "compiled": "false",
+            "compiled": "no",
             "data.residency": "host",
         },
         "metrics": {
@@ -106,7 +106,7 @@ def _cuda() -> dict[str, Any]:
         "accelerator.runtime": "CUDA 13.0",
         "driver.version": "580.95.05",
         "precision": "bf16",
-        "compiled": "true",
+        "compiled": "default",
         "data.residency": "device",
         "micro_batch": "512",
     }
@@ -225,7 +225,7 @@ def test_a_gpu_run_tells_where_its_memory_went() -> None:
     text = _terminal(_cuda())
     for phrase in (
         "cuda:0, NVIDIA H200, 140 GiB, CUDA 13.0, driver 580.95.05",
-        "bf16, compiled, data on the device, micro-batch 512, 93 % busy, throttled",
+        "bf16, compiled (default), data on the device, micro-batch 512, 93 % busy, throttled",
         "peak 6.10 GiB allocated, 6.39 GiB reserved, headroom 133 GiB, 4.55 % fragmented",
         "2 out-of-memory errors recovered",
         "activations 3.55 GiB 58 %",
