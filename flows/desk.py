@@ -37,8 +37,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _train(asked: Namespace) -> int:
-    from tasks.engine.data import DataError
     from tasks.engine.data import check as check_data
+    from tasks.engine.raw import DataError
 
     try:
         check_data(asked.config.data)

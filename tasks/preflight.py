@@ -9,11 +9,11 @@ from typing import Any
 
 from tasks.engine import training
 from tasks.engine.config import RunConfig
-from tasks.engine.data import DataError
 from tasks.engine.data import check as check_data
 from tasks.engine.device import DeviceError, check_limit, resolve_precision
 from tasks.engine.facts import DataFacts, DeviceFacts
 from tasks.engine.models import ModelError
+from tasks.engine.raw import DataError
 from tasks.engine.settings import ConfigError, override
 from tasks.where import TrackingError
 

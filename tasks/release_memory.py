@@ -35,7 +35,10 @@ class LeakError(RuntimeError):
 def release_memory(
     device_name: str, *, baseline_bytes: int, held_bytes: int = 0, on_leak: str = "warn"
 ) -> ReleaseFacts:
-    """What was given back of `held_bytes` and of what is in use now. Raises LeakError where something was not and on_leak is fail."""
+    """What was given back, of what is in use now and of `held_bytes`, in use when training ended.
+
+    Raises LeakError where something was not and on_leak is fail.
+    """
     facts = release(device_name, baseline_bytes=baseline_bytes, held_bytes=held_bytes)
     if facts.ok:
         return facts

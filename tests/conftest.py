@@ -21,6 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PREFECT_HOME"] = f"{APART}/prefect"
     os.environ["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "false"
     os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
+    os.environ["PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW"] = "ignore"
     os.environ["MPLCONFIGDIR"] = os.environ.get("MPLCONFIGDIR", f"{APART}/matplotlib")
 
 

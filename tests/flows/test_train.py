@@ -14,9 +14,9 @@ from mlflow.entities import Run
 from flows.train import train
 from tasks.engine import predictor, training
 from tasks.engine.config import RunConfig
-from tasks.engine.data import DataError
 from tasks.engine.loop import Diverged
 from tasks.engine.models import ModelError
+from tasks.engine.raw import DataError
 from tasks.engine.settings import ConfigError
 from tasks.release_memory import LeakError
 from tasks.where import where
