@@ -20,8 +20,7 @@ from tasks.engine import store
 from tasks.engine.config import DataConfig
 from tasks.engine.facts import DataFacts
 from tasks.engine.labels import Labels, encode, validation_rows
-from tasks.engine.raw import DataError
-from tasks.engine.raw import Raw, check_memory
+from tasks.engine.raw import DataError, Raw, check_memory
 from tasks.engine.scaling import Scaling, measure, scaled
 from tasks.engine.sources import SOURCES, origin, synthetic_bytes
 
