@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from flows.desk import main  # answers --help and bad settings before prefect is imported
+    from flows.desk import leave, main  # answers --help and bad settings before prefect is imported
 
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))
 
 from typing import Any
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from importlib.metadata import distributions
+import sys
 from pathlib import Path
 
 
@@ -28,7 +28,11 @@ def code_version() -> dict[str, str]:
 
 
 def environment() -> str:
-    """Python, the platform, and every package with its version."""
-    packages = sorted({f"{d.name}=={d.version}" for d in distributions()}, key=str.lower)
+    """Python, the platform, and every package with its version.
+
+    Read off the names of the packages' metadata folders: parsing what is in them costs 0.4 s.
+    """
+    folders = {f.stem for place in sys.path for f in Path(place).glob("*.dist-info")}
+    packages = sorted({"==".join(name.rsplit("-", 1)) for name in folders}, key=str.lower)
     head = f"# Python {platform.python_version()} on {platform.platform()}"
     return "\n".join([head, *packages]) + "\n"
