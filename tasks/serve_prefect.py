@@ -23,15 +23,26 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def call(method: str, url: str, body: object = None) -> Any:
-    """The decoded answer. Raises OSError where there is none, HTTPError where it is a refusal."""
+    """The decoded answer. Raises OSError where there is none, HTTPError where it is a refusal.
+
+    503 is Prefect's word for a busy SQLite, and means: ask again.
+    """
     request = urllib.request.Request(
         url,
         method=method,
         data=None if body is None else json.dumps(body).encode(),
         headers={"Content-Type": "application/json"},
     )
-    with _opener.open(request, timeout=ANSWER_S) as response:
-        text = response.read()
+    for pause_s in (0.5, 1.0, 2.0, 4.0, None):
+        try:
+            with _opener.open(request, timeout=ANSWER_S) as response:
+                text = response.read()
+            break
+        except urllib.error.HTTPError as error:
+            if error.code != 503 or pause_s is None:
+                raise
+            error.close()
+            time.sleep(pause_s)
     with suppress(ValueError):
         return json.loads(text)
     return text.decode(errors="replace")

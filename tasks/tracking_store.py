@@ -30,7 +30,7 @@ def open_experiment(where: Where) -> tuple[MlflowClient, str]:
     """
     is_sqlite = where.tracking_uri.startswith("sqlite")
     if is_sqlite:
-        _provide_database(Path(where.tracking_uri.partition("///")[2]), where)
+        _provide_database(Path(where.tracking_uri.partition("///")[2].partition("?")[0]), where)
     client = MlflowClient(where.tracking_uri)
     found = client.get_experiment_by_name(where.experiment)
     if found is None:

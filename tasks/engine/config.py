@@ -39,9 +39,7 @@ class DeviceConfig(Section):
     @classmethod
     def _known_form(cls, name: str) -> str:
         if not _DEVICE.fullmatch(name) or name == "gpu":
-            raise ValueError(
-                "must be auto, cpu, mps, cuda, rocm or xpu, the last three also with :INDEX"
-            )
+            raise ValueError("must be auto, cuda, cuda:INDEX, rocm, rocm:INDEX, xpu, mps or cpu")
         return name
 
     @model_validator(mode="after")

@@ -40,9 +40,9 @@ def test_flags_win_over_the_file_and_switches_are_told(tmp_path: Path) -> None:
 
 
 def test_values_may_be_empty_spaced_or_hold_equals_signs() -> None:
-    words = ["--data.source", "csv", "--data.path=a=b", "--data.target", "a b", "--data.cache="]
+    words = ["--data.source", "csv", "--data.path=a=b", "--data.cache", "a b", "--data.target="]
     data = parse([*words, "--run.name", "-x", "--run.experiment=--y"]).config
-    assert (data.data.path, data.data.target, data.data.cache) == ("a=b", "a b", "")
+    assert (data.data.path, data.data.target, data.data.cache) == ("a=b", "", "a b")
     assert (data.run.name, data.run.experiment) == ("-x", "--y")
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from prefect.client.orchestration import get_client
 
 from flows.train import train
 from tasks.engine import predictor, training
@@ -38,7 +39,7 @@ def _train(**sections: Any) -> dict[str, Any]:
     return train(RunConfig.model_validate(sections))
 
 
-def test_a_run_on_digits_leaves_every_group_of_the_record() -> None:
+def test_a_run_on_digits_leaves_every_group_of_the_record(place: Path) -> None:
     made = _train(run={"experiment": "mine", "name": "my run"})
     client = _client()
     run = client.get_run(made["run_id"])
@@ -88,6 +89,15 @@ def test_a_run_on_digits_leaves_every_group_of_the_record() -> None:
     assert {"plots/loss.png", "plots/time.png", "plots/memory.png"} <= plots
     steps = [m.step for m in client.get_metric_history(made["run_id"], "train/loss")]
     assert steps == [*range(10, 461, 10)]
+    (file,) = (place / ".headroom" / "runs").glob("*/device.json")
+    facts = json.loads(file.read_text())
+    assert facts["name"] == "cpu" and len(facts["checks"]) >= 3
+
+    with get_client(sync_client=True) as prefect:
+        reports = prefect.read_artifacts()
+        flow_run = prefect.read_flow_run(tags["prefect.flow_run_id"])
+    assert any(made["run_id"] in (artifact.key or "") for artifact in reports)
+    assert flow_run.state_name == "Completed"
 
 
 def test_the_logged_model_predicts_what_the_training_process_would(
@@ -198,21 +208,3 @@ def test_what_cannot_work_is_refused_before_a_run_exists(
     database = place / "mlflow.db"
     assert not database.exists() or _runs() == []
     assert not list((place / ".headroom" / "runs").glob("*/"))
-
-
-def test_the_report_is_an_artifact_in_prefect(prefect_api: str) -> None:
-    from prefect.client.orchestration import get_client
-
-    made = _train(**QUICK)
-    with get_client(sync_client=True) as client:
-        found = client.read_artifacts()
-        flow_run = client.read_flow_run(made["tags"]["prefect.flow_run_id"])
-    assert any(made["run_id"] in (artifact.key or "") for artifact in found)
-    assert flow_run.state_name == "Completed"
-
-
-def test_device_json_holds_every_check(place: Path) -> None:
-    _train(**QUICK)
-    (file,) = (place / ".headroom" / "runs").glob("*/device.json")
-    facts = json.loads(file.read_text())
-    assert facts["name"] == "cpu" and len(facts["checks"]) >= 3

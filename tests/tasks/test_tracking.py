@@ -146,6 +146,8 @@ def test_the_next_run_ends_those_whose_process_is_gone_and_no_others(tmp_path: P
 
 def test_what_could_not_be_sent_is_kept_and_sent_later(tmp_path: Path) -> None:
     where = _where(tmp_path, give_up_s=0.5)
+    uri = where.tracking_uri + "?timeout=0.2"  # of SQLite: do not wait for the lock
+    where = where.model_copy(update={"tracking_uri": uri})
     folder = tmp_path / "runs" / "one"
     with Journal(where, folder) as journal:
         journal.open(None)
