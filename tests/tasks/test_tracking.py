@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -146,19 +147,17 @@ def test_the_next_run_ends_those_whose_process_is_gone_and_no_others(tmp_path: P
 
 def test_what_could_not_be_sent_is_kept_and_sent_later(tmp_path: Path) -> None:
     where = _where(tmp_path, give_up_s=0.5)
-    uri = where.tracking_uri + "?timeout=0.2"  # of SQLite: do not wait for the lock
-    where = where.model_copy(update={"tracking_uri": uri})
     folder = tmp_path / "runs" / "one"
     with Journal(where, folder) as journal:
         journal.open(None)
         journal.create(name="first", params={"a": 1}, tags={})
-        locked = sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None)
-        locked.execute("BEGIN EXCLUSIVE")
-        journal.log({"train/loss": 0.5}, 1)
-        with pytest.raises(TrackingError, match="tracking_uri: .*database is locked"):
-            journal.close(_run())
-        locked.execute("ROLLBACK")
-        locked.close()
+        # A store that fails at once; MLflow itself waits 20 s for a lock.
+        with closing(sqlite3.connect(tmp_path / "mlflow.db")) as broken:
+            broken.execute("ALTER TABLE metrics RENAME TO gone")
+            journal.log({"train/loss": 0.5}, 1)
+            with pytest.raises(TrackingError, match="tracking_uri: .*no such table: metrics"):
+                journal.close(_run())
+            broken.execute("ALTER TABLE gone RENAME TO metrics")
     environment = {**os.environ, "MLFLOW_TRACKING_URI": where.tracking_uri}
     client = MlflowClient(where.tracking_uri)
     _until(lambda: client.get_run(journal.run_id).info.status == "FINISHED")
