@@ -119,3 +119,10 @@ def test_mlflow_yaml_holds_no_hyper_parameter() -> None:
     settings = yaml.safe_load((ROOT / "mlflow.yaml").read_text())
     leaves = {name.split(".")[1] for name in RunConfig().flat()} - {"experiment"}
     assert not set(settings) & (leaves | set(RunConfig.model_fields))
+
+
+def test_the_readme_tells_every_setting_as_it_is() -> None:
+    from tasks.engine.settings_table import markdown_table
+
+    told = (ROOT / "README.md").read_text()
+    assert markdown_table().strip() in told

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Mark = Callable[[str], None]
-RESIDENT_SHARE = 0.5  # of the free memory; the rest is for the model, its gradients and activations
+RESIDENT_SHARE = 0.5  # of the room; the rest is for the model, its gradients and activations
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,12 @@ class Streamed:
 Batches = Resident | Streamed
 
 
-def feed(x: np.ndarray, y: np.ndarray, *, device: torch.device, free_bytes: int | None) -> Batches:
+def feed(x: np.ndarray, y: np.ndarray, *, device: torch.device, room_bytes: float) -> Batches:
     """Rows of x with their targets y, where they are fastest to reach.
 
-    They move to the device whole if they take at most half of its free memory; unknown free memory
-    counts as none.
+    They move to the device whole if they take at most half of `room_bytes`.
     """
-    if x.nbytes + y.nbytes <= RESIDENT_SHARE * (free_bytes or 0):
+    if x.nbytes + y.nbytes <= RESIDENT_SHARE * room_bytes:
         return Resident(_to(x, device), _to(y, device), "device")
     residency = "pinned" if device.type in ("cuda", "xpu") else "host"
     return Streamed(x, y, device, residency)

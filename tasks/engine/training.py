@@ -78,10 +78,14 @@ def _train(
         threads = stack.enter_context(fitting_threads(work, device))
         if config.memory.limit_mib is not None:
             stack.callback(limit(facts, config.memory.limit_mib))
+        if facts.index is not None and device.type != "cpu":
+            stack.enter_context(torch.accelerator.device_index(facts.index))
         meter = memory.Meter(device)
         arrays = prepared.load(data)
-        rows = feed(arrays.train_x, arrays.train_y, device=device, free_bytes=facts.free_bytes)
-        val = feed(arrays.val_x, arrays.val_y, device=device, free_bytes=facts.free_bytes)
+        # Two thirds of the room for the training rows: both parts may then live there.
+        room = (facts.free_bytes or 0) / 3
+        rows = feed(arrays.train_x, arrays.train_y, device=device, room_bytes=2 * room)
+        val = feed(arrays.val_x, arrays.val_y, device=device, room_bytes=room)
         model = _model(config, data, device)
         step_model = _compiled(config.train.compile, model)
         plan = _plan(config, data.task)

@@ -30,8 +30,8 @@ def _data(rows: int, *, seed: int, task: str = "classification"):
     draw = np.random.default_rng(seed)
     x = draw.normal(size=(rows, 6)).astype(np.float32)
     if task == "regression":
-        return feed(x, x[:, :1] * 2 + 1, device=CPU, free_bytes=10**9)
-    return feed(x, (x[:, 0] > 0).astype(np.int64), device=CPU, free_bytes=10**9)
+        return feed(x, x[:, :1] * 2 + 1, device=CPU, room_bytes=10**9)
+    return feed(x, (x[:, 0] > 0).astype(np.int64), device=CPU, room_bytes=10**9)
 
 
 def _model(outputs: int = 2) -> nn.Module:

@@ -128,7 +128,7 @@ def test_data_that_does_not_fit_is_streamed_through_pinned_memory(tmp_path: Path
     from tasks.engine.data import load
 
     arrays = load(data)
-    fed = feed(arrays.train_x, arrays.train_y, device=torch.device("cuda"), free_bytes=0)
+    fed = feed(arrays.train_x, arrays.train_y, device=torch.device("cuda"), room_bytes=0)
     assert fed.residency == "pinned"
     order = row_order(len(fed), seed=0, epoch=0)
     seen = torch.cat([y for _, y in fed.shuffled(100, order, lambda phase: None)])

@@ -1,0 +1,169 @@
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tasks.engine import leaks, predictor, training
+from tasks.engine.config import RunConfig
+from tasks.engine.data import load, prepare
+from tasks.engine.device import detect
+from tasks.engine.facts import DataFacts, TrainFacts
+from tasks.engine.loop import Diverged
+from tasks.engine.settings import ConfigError
+
+CPU = torch.device("cpu")
+FEW = {"epochs": 3}
+
+
+def _train(tmp_path: Path, **sections: Any) -> tuple[TrainFacts, DataFacts, list[dict]]:
+    made = {"data": {"cache": str(tmp_path / "data"), **sections.pop("data", {})}, **sections}
+    config = RunConfig.model_validate(made)
+    logged: list[dict[str, float]] = []
+    data = prepare(config.data)
+    facts = training.train(
+        config,
+        detect("cpu"),
+        data,
+        folder=tmp_path / "model",
+        log=lambda metrics, step: logged.append(metrics),
+    )
+    return facts, data, logged
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_default_run_reads_digits_well(tmp_path: Path, seed: int) -> None:
+    facts, _, _ = _train(tmp_path, train={"seed": seed})
+    assert facts.metrics["val/accuracy"] >= 0.97
+    assert facts.steps == 460 and facts.epochs == 20
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"name": "linear"}},
+        {"model": {"name": "cnn", "args": {"width": 8}}},
+        {"model": {"name": "mlp", "args": {"hidden": [64], "dropout": 0.2}}},
+        {"optim": {"name": "sgd", "lr": 0.05}},
+        {"optim": {"schedule": "constant", "warmup_fraction": 0.2, "clip_norm": 1.0}},
+        {"train": {"precision": "bf16", "epochs": 6}},
+        {"train": {"accumulate": 4, "epochs": 6}},
+    ],
+)
+def test_every_way_of_training_learns_digits(tmp_path: Path, sections: dict[str, Any]) -> None:
+    sections = {"train": {"epochs": 6}, **sections}
+    facts, _, _ = _train(tmp_path, **sections)
+    assert facts.metrics["val/accuracy"] > 0.9
+
+
+def test_a_regression_learns_and_is_judged_in_its_units(tmp_path: Path) -> None:
+    facts, data, _ = _train(
+        tmp_path,
+        data={"source": "synthetic", "classes": 1, "rows": 2000, "features": 8},
+        train={"epochs": 30},
+    )
+    assert data.task == "regression"
+    assert facts.metrics["val/r2"] > 0.8 and facts.metrics["val/mae"] > 0
+    assert "val/accuracy" not in facts.metrics
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_same_seed_gives_the_same_bits_on_a_cpu(tmp_path: Path, deterministic: bool) -> None:
+    weights = []
+    for seed in (7, 7, 8):
+        _train(
+            tmp_path,
+            train={**FEW, "seed": seed, "deterministic": deterministic},
+            model={"name": "cnn", "args": {"width": 4, "dropout": 0.1}},
+        )
+        weights.append(torch.load(tmp_path / "model" / "weights.pt", weights_only=True))
+    first, again, other = weights
+    assert all(torch.equal(first[k], again[k]) for k in first)
+    assert not all(torch.equal(first[k], other[k]) for k in first)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_data_that_does_not_fit_trains_as_data_that_does(tmp_path: Path, monkeypatch) -> None:
+    resident, _, _ = _train(tmp_path, train=FEW)
+    monkeypatch.setattr("tasks.engine.batches.RESIDENT_SHARE", 0.0)
+    streamed, _, _ = _train(tmp_path, train=FEW)
+    assert resident.tags["data.residency"] == "device"
+    assert streamed.tags["data.residency"] == "host"
+    # The same rows in each batch, in another order: the same sums but for rounding.
+    for key in ("val/loss", "val/accuracy"):
+        assert streamed.metrics[key] == pytest.approx(resident.metrics[key], rel=1e-3)
+
+
+def test_the_saved_model_predicts_on_raw_rows_what_was_measured(tmp_path: Path) -> None:
+    facts, data, _ = _train(tmp_path, train=FEW)
+    arrays = load(data)
+    raw = arrays.val_x * np.array(data.scale) + np.array(data.offset)
+    predicted = predictor.load(tmp_path / "model").outputs(raw).argmax(1)
+    assert (predicted == arrays.val_y).mean() == pytest.approx(facts.metrics["val/accuracy"])
+
+
+def test_what_a_phase_took_adds_up_to_the_whole(tmp_path: Path) -> None:
+    facts, _, _ = _train(tmp_path)
+    m = facts.metrics
+    steps_s = (facts.steps - 1) * sum(v for k, v in m.items() if k.endswith("_ms")) / 1000
+    assert steps_s < facts.steps / m["speed/steps_per_s"] * 1.05
+    assert m["time/unaccounted_pct"] < 25
+
+
+def test_memory_by_owner_is_what_the_model_has(tmp_path: Path) -> None:
+    facts, _, _ = _train(tmp_path, train=FEW)
+    weights = torch.load(tmp_path / "model" / "weights.pt", weights_only=True)
+    mib = sum(w.nbytes for w in weights.values()) / 2**20
+    assert facts.metrics["memory/parameters_mib"] == pytest.approx(mib)
+    assert facts.metrics["memory/gradients_mib"] == pytest.approx(mib)
+    assert facts.metrics["memory/optimizer_state_mib"] == pytest.approx(2 * mib, rel=1e-3)
+    assert facts.held_bytes > 3 * mib * 2**20
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_training_gives_back_what_it_took(tmp_path: Path, fails: bool) -> None:
+    gc.collect()
+    before = leaks.baseline(CPU)
+    kept = None
+    if fails:
+        with pytest.raises(Diverged) as caught:
+            _train(tmp_path, optim={"name": "sgd", "lr": 1000.0}, train=FEW)
+        kept = caught.value  # as Prefect keeps it, with its traceback
+        assert kept.__traceback__ is not None
+    else:
+        _train(tmp_path, train=FEW)
+    released = leaks.release(CPU, baseline_bytes=before.bytes)
+    assert released.ok, released.owners
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"train": {"batch_size": 2000}}, "train.batch_size: must be at most the 1438 training"),
+        ({"train": {"loss": "mse"}}, "train.loss: mse does not fit a classification"),
+    ],
+)
+def test_a_setting_that_contradicts_the_data_is_refused(
+    tmp_path: Path, sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _train(tmp_path, **sections)
+
+
+def test_the_threads_follow_the_work() -> None:
+    from tasks.engine.threads import fitting_threads
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with fitting_threads(1_000_000, CPU) as threads:
+            assert threads == torch.get_num_threads() == 1
+        with fitting_threads(10**9, CPU) as threads:
+            assert threads == 2
+        with fitting_threads(1_000_000, torch.device("cuda")) as threads:
+            assert threads == 2
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
