@@ -4,6 +4,7 @@ before anything is spent, a device, precision or memory limit that cannot be had
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from prefect import task
@@ -14,6 +15,8 @@ from tasks.engine.device import check_limit, detect, resolve_precision
 from tasks.engine.facts import DeviceFacts
 from tasks.engine.leaks import baseline
 
+log = logging.getLogger(__name__)
+
 
 @task(cache_policy=NO_CACHE)
 def detect_device(
@@ -23,5 +26,7 @@ def detect_device(
     facts = detect(device.name, require=device.require)
     resolve_precision(precision, facts)
     check_limit(facts, limit_mib)
+    if facts.fell_back:
+        log.warning("device.name: fell back to the %s", facts.reason)
     # After the probe's own arithmetic: the workspaces that it leaves are not this run's.
     return replace(facts, baseline_bytes=baseline(facts.name).bytes)

@@ -14,7 +14,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 # MLflow's defaults wait four minutes for a server that is away; the journal waits better.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -31,6 +31,19 @@ from tasks.tracking_run import Sender, State, close_the_dead, create, resend  # 
 from tasks.where import TrackingError, Where, redacted, where  # noqa: E402
 
 SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell
+
+
+class Redacting:
+    """A stream that hides the passwords of URIs: libraries print them in their errors."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(redacted(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class Session:
@@ -85,7 +98,8 @@ class Session:
             self.sender.tags |= code_version()
             report.load_plotting()
             assert self.client is not None and self.where is not None
-            with suppress(MlflowException):  # somebody else's runs: not worth this run's end
+            # Somebody else's runs and files: not worth this run's end.
+            with suppress(MlflowException, OSError, ValueError):
                 close_the_dead(self.client, self.where, self.experiment_id)
 
     def close(self) -> None:
@@ -116,6 +130,7 @@ def main() -> None:
     """Obey the training process until it closes its end of the pipe."""
     answers, session, pending = os.fdopen(os.dup(1), "w", buffering=1), Session(), b""
     os.dup2(2, 1)  # what a library prints is not an answer
+    sys.stderr = cast(TextIO, Redacting(sys.stderr))
     while True:
         pause_s = session.where.flush_s if session.where is not None and session.is_swept else 0.05
         if not select.select([0], [], [], pause_s)[0]:

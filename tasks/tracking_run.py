@@ -91,6 +91,15 @@ class Sender:
 
     def close(self, run: dict[str, Any]) -> None:
         """Send all that is left and end the run. Raises what MLflow raises."""
+        try:
+            self._send_the_rest(run)
+        finally:
+            # Whatever else went wrong, the run is over, and says how it ended.
+            self.client.set_terminated(self.state.run_id, run["status"])
+        self.state.closed = True
+        self._keep()
+
+    def _send_the_rest(self, run: dict[str, Any]) -> None:
         run_id = self.state.run_id
         self.tags |= {k: str(v) for k, v in run.get("tags", {}).items()}
         self.flush()
@@ -108,9 +117,6 @@ class Sender:
         for name in sorted(os.listdir(self.folder)):
             if name not in ("sent.json", "run.json", "model"):
                 self._artifact(self.folder / name)
-        self.client.set_terminated(run_id, run["status"])
-        self.state.closed = True
-        self._keep()
 
     def _artifact(self, path: Path) -> None:
         if path.is_dir():

@@ -43,8 +43,8 @@ def test_the_default_run_reads_digits_well(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize(
     "sections",
     [
-        {"model": {"name": "linear"}},
-        {"model": {"name": "cnn", "args": {"width": 8}}},
+        {"model": {"name": "linear"}, "optim": {"lr": 0.02}},
+        {"model": {"name": "cnn", "args": {"width": 8}}, "optim": {"lr": 0.01}},
         {"model": {"name": "mlp", "args": {"hidden": [64], "dropout": 0.2}}},
         {"optim": {"name": "sgd", "lr": 0.05}},
         {"optim": {"schedule": "constant", "warmup_fraction": 0.2, "clip_norm": 1.0}},

@@ -191,6 +191,17 @@ def test_a_place_that_cannot_be_reached_is_told_before_the_run(
     assert not (tmp_path / "runs" / "one").exists()
 
 
+def test_no_password_reaches_the_log_of_the_sending_process(tmp_path: Path) -> None:
+    uri = "mysql+pymysql://ann:s3cret@127.0.0.1:9/x"
+    where = _where(tmp_path).model_copy(update={"tracking_uri": uri})
+    with Journal(where, tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        with pytest.raises(TrackingError) as caught:
+            journal.create(name="first", params={}, tags={})
+    assert "s3cret" not in str(caught.value)
+    assert "s3cret" not in (tmp_path / "runs" / "tracking.log").read_text()
+
+
 def test_a_file_that_is_no_database_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("my notes, not a database\n" * 99)
     with Journal(_where(tmp_path), tmp_path / "runs" / "one") as journal:
