@@ -79,6 +79,7 @@ def _play(asked: Namespace, api_url: str | None) -> int:
     from flows.train import train
     from tasks.engine import report
     from tasks.preflight import BAD_INPUT
+    from tasks.record import last_ended
 
     try:
         # A heartbeat tells a distant server that a run is alive; here it costs 0.9 s at the exit.
@@ -95,8 +96,12 @@ def _play(asked: Namespace, api_url: str | None) -> int:
     except Exception as error:
         if asked.debug:
             raise
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
+        ended = last_ended()
+        if ended is None or ended["status"] != "FINISHED":
+            print(f"failed: {error}", file=sys.stderr)
+            return 1
+        print(f"trained, but Prefect could not record its end: {error}", file=sys.stderr)
+        run = ended
     Console(file=sys.stdout).print(report.terminal(run, open_command=run["open_command"]))
     return 0
 
@@ -108,6 +113,7 @@ def _set_up_prefect(api_url: str | None, *, debug: bool) -> None:
     os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "tasks")
     if not debug:
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+        os.environ.setdefault("PREFECT_LOGGING_INTERNAL_LEVEL", "CRITICAL")
     console = logging.StreamHandler(sys.stderr)
     console.setFormatter(logging.Formatter("%(message)s"))
     logging.getLogger("tasks").addHandler(console)

@@ -33,6 +33,12 @@ from tasks.where import TrackingError, where
 P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+_ended: list[dict[str, Any]] = []
+
+
+def last_ended() -> dict[str, Any] | None:
+    """The run that ended last in this process, also where Prefect then failed to record it."""
+    return _ended[-1] if _ended else None
 
 
 class Record:
@@ -152,6 +158,7 @@ class Record:
             "error": reason,
             "open_command": self.open_command(),
         }
+        _ended.append(self.run)
         try:
             self._journal.close(self.run)
         except TrackingError as unsent:
