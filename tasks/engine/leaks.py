@@ -71,8 +71,8 @@ def release(
     if known is not None and known.bytes != baseline_bytes:
         known = None
     before = known.before if known else {}
-    before_bytes, is_clean = _first_look(device, before)
-    before_bytes = max(before_bytes, held_bytes)
+    found_bytes, is_clean = _first_look(device, before)
+    before_bytes = max(found_bytes, held_bytes)
     if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it costs 2 s
         sys.modules["torch._dynamo"].reset()
     if not is_clean:  # garbage is seen by a look too; without any there is nothing to collect
@@ -80,7 +80,7 @@ def release(
     give_back(device)
     seen = is_clean and device.type == "cpu"  # which has no caches: the first look was the proof
     lives = [] if seen else live_tensors(device)
-    after_bytes = before_bytes if seen else _in_use(device, lives)
+    after_bytes = found_bytes if seen else _in_use(device, lives)
     above = max(0, after_bytes - baseline_bytes)
     leaks = _new(lives, before)
     leaked_bytes = sum(leak.bytes for leak in leaks)

@@ -136,6 +136,15 @@ def test_training_gives_back_what_it_took(tmp_path: Path, fails: bool) -> None:
         _train(tmp_path, train=FEW)
     released = leaks.release(CPU, baseline_bytes=before.bytes)
     assert released.ok, released.owners
+    assert released.after_bytes == before.bytes
+
+
+def test_what_the_run_held_at_its_end_counts_as_given_back(tmp_path: Path) -> None:
+    before = leaks.baseline(CPU)
+    facts, _, _ = _train(tmp_path, train=FEW)
+    released = leaks.release(CPU, baseline_bytes=before.bytes, held_bytes=facts.held_bytes)
+    assert released.released_bytes == facts.held_bytes - before.bytes > 0
+    assert released.residual_bytes == 0
 
 
 @pytest.mark.parametrize(
