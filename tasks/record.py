@@ -4,9 +4,9 @@ A context manager around a whole run: left by whatever door, the run ends with i
 
 from __future__ import annotations
 
+import getpass
 import json
 import logging
-import os
 import shlex
 import socket
 import time
@@ -204,6 +204,13 @@ def _found(device: DeviceFacts) -> dict[str, str]:
         "process.started_at": f"{me.create_time():.2f}",
         "mlflow.source.name": "flows/train.py",
         "mlflow.source.type": "LOCAL",
-        "mlflow.user": os.environ.get("USER") or str(os.getuid()),
+        "mlflow.user": _user(),
     }
     return {k: v for k, v in found.items() if v is not None}
+
+
+def _user() -> str | None:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return None

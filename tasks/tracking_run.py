@@ -178,7 +178,7 @@ def create(
 ) -> Sender:
     """A new run with its params and tags."""
     tags = {k: v[:TAG_LIMIT] for k, v in tags.items()}
-    run = client.create_run(experiment_id, run_name=name, tags={**tags, "journal": str(folder)})
+    run = client.create_run(experiment_id, run_name=name, tags={**tags, "journal": folder.name})
     entries = [Param(k, v[:5900]) for k, v in params.items()]
     for i in range(0, len(entries), PARAMS):
         client.log_batch(run.info.run_id, params=entries[i : i + PARAMS])
@@ -197,10 +197,13 @@ def close_the_dead(client: MlflowClient, chosen: Where, experiment_id: str) -> N
         tags = run.data.tags
         if is_alive(tags.get("pid", ""), tags.get("process.started_at", "")):
             continue
-        sender = Sender(
-            client, chosen, Path(tags.get("journal", "")), State(run.info.run_id, experiment_id)
-        )
-        resend(sender)
+        name = tags.get("journal", "")  # anybody's text: only a folder of ours is opened
+        folder = Path(chosen.runs) / name if name in _folders(chosen) else Path()
+        resend(Sender(client, chosen, folder, State(run.info.run_id, experiment_id)))
+
+
+def _folders(chosen: Where) -> set[str]:
+    return {file.parent.name for file in Path(chosen.runs).glob("*/sent.json")}
 
 
 def is_alive(pid: str, started_at: str) -> bool:

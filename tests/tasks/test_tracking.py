@@ -125,6 +125,12 @@ def test_the_next_run_ends_those_whose_process_is_gone_and_no_others(tmp_path: P
         "alive": {"host": here, **me, **began},
         "elsewhere": {"host": "another-host", "pid": "4194304", "process.started_at": "1.0"},
         "not ours": {},
+        "gone, with a tag that leads astray": {
+            "host": here,
+            "pid": "4194304",
+            "process.started_at": "1.0",
+            "journal": "../../..",
+        },
     }
     ids = {
         name: client.create_run(journal.experiment_id, tags=tags).info.run_id
@@ -138,6 +144,7 @@ def test_the_next_run_ends_those_whose_process_is_gone_and_no_others(tmp_path: P
     status = {name: client.get_run(run_id).info.status for name, run_id in ids.items()}
     assert status == {
         "gone": "KILLED",
+        "gone, with a tag that leads astray": "KILLED",
         "pid of another by now": "KILLED",
         "alive": "RUNNING",
         "elsewhere": "RUNNING",
