@@ -28,7 +28,7 @@ train: .venv/.ready
 	$(BIN)/python -m flows.train $(ARGS)
 
 test: .venv/.ready
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: .venv/.ready
 	$(BIN)/ruff format --check .

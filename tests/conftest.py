@@ -22,6 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "false"
     os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
     os.environ["PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW"] = "ignore"
+    # Two workers with a thread each fit two cores; the engine sets its own count where it matters.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["MPLCONFIGDIR"] = os.environ.get("MPLCONFIGDIR", f"{APART}/matplotlib")
 
 
