@@ -80,7 +80,11 @@ class Journal:
         """Keep metrics of a step. Costs one short write; sent later, by the other process."""
         assert self._metrics is not None, "log() before create()"
         line = {"step": step, "t": int(time.time() * 1000), "metrics": dict(metrics)}
-        self._metrics.write(json.dumps(line) + "\n")
+        try:
+            self._metrics.write(json.dumps(line) + "\n")
+        except OSError as error:
+            place = f"{self.folder} can't be written"
+            raise TrackingError(f"runs: {place} ({error.strerror}); make room there") from None
 
     def tag(self, tags: Mapping[str, str]) -> None:
         """Tags found after the run began."""
