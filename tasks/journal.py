@@ -95,8 +95,9 @@ class Journal:
 
         Raises TrackingError where MLflow does not answer; everything is then still in the folder.
         """
-        (self.folder / "run.json").write_text(json.dumps(run, indent=1))
-        self._tell({"do": "close"})
+        with suppress(OSError):  # a full disk; it is for sending later, and also goes by the pipe
+            (self.folder / "run.json").write_text(json.dumps(run, indent=1))
+        self._tell({"do": "close", "run": dict(run)})
         self._answer(self.where.give_up_s + 120)
 
     def _tell(self, what: dict[str, Any]) -> None:

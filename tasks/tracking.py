@@ -79,7 +79,7 @@ class Session:
                 return None
             case "close":
                 assert self.sender is not None
-                self.close()
+                self.close(order["run"])
                 return {"closed": True}
         raise AssertionError("an unknown instruction")
 
@@ -102,12 +102,11 @@ class Session:
             with suppress(MlflowException, OSError, ValueError):
                 close_the_dead(self.client, self.where, self.experiment_id)
 
-    def close(self) -> None:
+    def close(self, run: dict[str, Any]) -> None:
         """End the run, trying again until `give_up_s` have passed."""
         assert self.sender is not None and self.where is not None
         if self.system is not None:
             self.system.finish()
-        run = json.loads((self.sender.folder / "run.json").read_text())
         until = time.monotonic() + self.where.give_up_s
         while True:
             try:
