@@ -41,9 +41,14 @@ def train(
     """
     config = resolved(config, overrides)
     with Record(config, flow_run=describe()) as record:
-        device = record.timed(detect_device, config.device)
+        device = record.timed(
+            detect_device,
+            config.device,
+            precision=config.train.precision,
+            limit_mib=config.memory.limit_mib,
+        )
         data = record.timed(prepare_data, config.data)
-        check_fit(config, device, data)
+        check_fit(config, data)
         record.begin(device, data)
         try:
             facts = record.timed(

@@ -1,4 +1,4 @@
-"""Refuses what can't work before anything is spent: in the order data, model, precision and limits;
+"""Refuses what can't work before anything is spent: data by its head, then the model with the data;
 before memory is taken on a device and before an MLflow run exists.
 """
 
@@ -10,8 +10,8 @@ from typing import Any
 from tasks.engine import training
 from tasks.engine.config import RunConfig
 from tasks.engine.data import check as check_data
-from tasks.engine.device import DeviceError, check_limit, resolve_precision
-from tasks.engine.facts import DataFacts, DeviceFacts
+from tasks.engine.device import DeviceError
+from tasks.engine.facts import DataFacts
 from tasks.engine.models import ModelError
 from tasks.engine.raw import DataError
 from tasks.engine.settings import ConfigError, override
@@ -30,12 +30,6 @@ def resolved(config: RunConfig, overrides: Mapping[str, Any] | None) -> RunConfi
     return config
 
 
-def check_fit(config: RunConfig, device: DeviceFacts, data: DataFacts) -> None:
-    """Refuse a model, a precision or a limit that this data and device can't have.
-
-    Raises ModelError, ConfigError or DeviceError.
-    """
+def check_fit(config: RunConfig, data: DataFacts) -> None:
+    """Refuse a model or a setting that this data can't have. Raises ModelError or ConfigError."""
     training.check(config, data)
-    resolve_precision(config.train.precision, device)
-    if config.memory.limit_mib is not None:
-        check_limit(device, config.memory.limit_mib)
