@@ -1,96 +1,224 @@
 """What feeds the loop. A data set that fits lives on the device whole and its batches are gathered
-there; one that does not is read from memory-mapped arrays through pinned memory. The order of the
+there; one that does not is read from memory-mapped arrays, ahead of the loop. The order of the
 rows depends on the seed and the epoch alone, so that it is the same on every device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Mark = Callable[[str], None]
+from tasks.engine.layout import Layout, laid_out
+from tasks.engine.staging import PINNING, Lane, Mark, Rows, dtype_of, read
+from tasks.engine.units import mebibytes
+
+TRAIN_SHARE, VAL_SHARE = 2 / 3, 1 / 3  # of the room: both parts may then live there
 RESIDENT_SHARE = 0.5  # of the room; the rest is for the model, its gradients and activations
+BLOCK_BYTES = 16 * 1024**2  # of one copy on the way to the device: the host never holds all rows
+MIB = 1024**2
 
 
-@dataclass(frozen=True)
-class Resident:
-    """Rows on the device. x: (rows, *input_shape); y: (rows,) or (rows, values)."""
+class Batches(Protocol):
+    """Rows with their targets, a batch at a time, on the device that trains."""
 
-    x: Tensor
-    y: Tensor
-    residency: str
+    @property
+    def residency(self) -> str:
+        """Where the rows live: device, pinned, host or loader."""
+
+    @property
+    def reason(self) -> str:
+        """One sentence: why there."""
+
+    @property
+    def copy_s(self) -> float | None:
+        """Mean seconds of a copy that runs beside the steps, where no phase of theirs shows it."""
 
     def __len__(self) -> int:
-        return len(self.x)
+        """Rows of one epoch."""
+
+    def steps(self, batch_size: int) -> int:
+        """Batches of one epoch."""
 
     def shuffled(
         self, batch_size: int, order: Tensor, mark: Mark
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches in the given order of rows (int64, on the host)."""
-        order = order.to(self.x.device, non_blocking=True)
+        """Batches in the given order of rows (int64, on the host); `mark` ends data_wait and h2d.
+
+        A batch is whole until the next one is asked for, which may come in the same memory.
+        """
+
+    def in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches as the rows lie; each may be kept."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What holds rows on the device for the whole run."""
+
+    def close(self) -> None:
+        """Give back what was kept for the next iteration."""
+
+
+class Resident:
+    """Rows on the device, one tensor or two as the layout says.
+
+    in_place: all batches come in the memory of the first, as a recorded graph reads them.
+    """
+
+    residency = "device"
+    copy_s = None
+
+    def __init__(
+        self, parts: tuple[Tensor, ...], layout: Layout, *, reason: str, in_place: bool
+    ) -> None:
+        self.reason = reason
+        self._parts, self._layout, self._in_place = parts, layout, in_place
+        self._batch: list[Tensor] = []  # where the batches are gathered, if in place
+
+    @property
+    def x(self) -> Tensor:
+        """All inputs, as a batch would hold them."""
+        return self._layout.open(self._parts)[0]
+
+    @property
+    def y(self) -> Tensor:
+        """All targets."""
+        return self._layout.open(self._parts)[1]
+
+    def __len__(self) -> int:
+        return len(self._parts[0])
+
+    def steps(self, batch_size: int) -> int:
+        return math.ceil(len(self) / batch_size)
+
+    def shuffled(
+        self, batch_size: int, order: Tensor, mark: Mark
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Gathered on the device: 8 bytes a row cross the bus once an epoch, and nothing else."""
+        device = self._parts[0].device
+        pins = device.type in PINNING
+        order = (order.pin_memory() if pins else order).to(device, non_blocking=pins)
+        rows = min(batch_size, len(order))
+        if self._in_place and (not self._batch or len(self._batch[0]) != rows):
+            self._batch = [torch.empty_like(self._flat(part)[:rows]) for part in self._parts]
         for chosen in order.split(batch_size):
-            batch = self.x.index_select(0, chosen), self.y.index_select(0, chosen)
+            batch = self._layout.open(self._gathered(chosen))
             mark("data_wait")
             yield batch
 
     def in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        return zip(self.x.split(batch_size), self.y.split(batch_size), strict=True)
+        for parts in zip(*(part.split(batch_size) for part in self._parts), strict=True):
+            yield self._layout.open(parts)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self._parts
+
+    def close(self) -> None:
+        self._batch = []
+
+    def _gathered(self, chosen: Tensor) -> Iterator[Tensor]:
+        for i, part in enumerate(self._parts):
+            out = self._batch[i][: len(chosen)] if self._in_place else None
+            rows = torch.index_select(self._flat(part), 0, chosen, out=out)
+            yield rows.permute(0, 3, 1, 2) if self._is_images(part) else rows
+
+    def _flat(self, part: Tensor) -> Tensor:
+        # index_select returns contiguous rows whatever it is given; in this view images are.
+        return part.permute(0, 2, 3, 1) if self._is_images(part) else part
+
+    def _is_images(self, part: Tensor) -> bool:
+        return self._layout.channels_last and part.dim() == 4
 
 
-@dataclass(frozen=True)
 class Streamed:
     """Rows on disk, memory-mapped; each batch is gathered on the host, then sent."""
 
-    x: np.ndarray
-    y: np.ndarray
-    device: torch.device
-    residency: str
+    def __init__(
+        self,
+        arrays: tuple[np.ndarray, ...],
+        layout: Layout,
+        *,
+        device: torch.device,
+        residency: str,
+        reason: str,
+    ) -> None:
+        self.residency, self.reason = residency, reason
+        self.copy_s: float | None = None
+        self._arrays, self._layout, self._device = arrays, layout, device
+        self._idle: Lane | None = None  # of the last iteration, for the next
 
     def __len__(self) -> int:
-        return len(self.x)
+        return len(self._arrays[0])
+
+    def steps(self, batch_size: int) -> int:
+        return math.ceil(len(self) / batch_size)
 
     def shuffled(
         self, batch_size: int, order: Tensor, mark: Mark
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        for chosen in order.split(batch_size):
-            # Sorted, since a disk reads forwards; the rows of a batch have no order of their own.
-            rows = np.sort(chosen.numpy())
-            host = self._stage(self.x[rows]), self._stage(self.y[rows])
-            mark("data_wait")
-            batch = self._send(host)
-            mark("h2d")
-            yield batch
+        # Sorted, since a disk reads forwards; the rows of a batch have no order of their own.
+        rows = (np.sort(chosen.numpy()) for chosen in order.split(batch_size))
+        return self._read(rows, most_rows=min(batch_size, len(order)), mark=mark)
 
     def in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for start in range(0, len(self.x), batch_size):
-            part = slice(start, start + batch_size)
-            yield self._send((self._stage(self.x[part].copy()), self._stage(self.y[part].copy())))
+        starts = range(0, len(self), batch_size)
+        rows = (slice(start, min(start + batch_size, len(self))) for start in starts)
+        return self._read(rows, most_rows=min(batch_size, len(self)), mark=lambda phase: None)
 
-    def _stage(self, rows: np.ndarray) -> Tensor:
-        host = torch.from_numpy(rows)
-        return host.pin_memory() if self.residency == "pinned" else host
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
 
-    def _send(self, host: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x, y = (part.to(self.device, non_blocking=True) for part in host)
-        return x, y
+    def close(self) -> None:
+        """Drop the pinned buffers."""
+        self._idle = None
+
+    def _read(
+        self, batches: Iterable[Rows], *, most_rows: int, mark: Mark
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.residency != "pinned":
+            with closing(read(self._arrays, batches, device=self._device, mark=mark)) as found:
+                yield from map(self._layout.open, found)
+            return
+        # Taken while it is in use: an iteration beside this one makes a lane of its own.
+        lane, self._idle = self._idle, None
+        if lane is None or lane.rows < most_rows:
+            lane = Lane(self._arrays, most_rows, device=self._device)
+        try:
+            with closing(lane.read(batches, mark)) as found:
+                yield from map(self._layout.open, found)
+        finally:
+            self._idle, self.copy_s = lane, lane.copy_s
 
 
-Batches = Resident | Streamed
-
-
-def feed(x: np.ndarray, y: np.ndarray, *, device: torch.device, room_bytes: float) -> Batches:
+def feed(
+    x: np.ndarray,
+    y: np.ndarray,
+    *,
+    device: torch.device,
+    room_bytes: float,
+    channels_last: bool = False,
+) -> Resident | Streamed:
     """Rows of x with their targets y, where they are fastest to reach.
 
-    They move to the device whole if they take at most half of `room_bytes`.
+    They move to the device whole if they take at most half of `room_bytes`. channels_last: images
+    come in that memory format, if x holds images.
     """
-    if x.nbytes + y.nbytes <= RESIDENT_SHARE * room_bytes:
-        return Resident(_to(x, device), _to(y, device), "device")
-    residency = "pinned" if device.type in ("cuda", "xpu") else "host"
-    return Streamed(x, y, device, residency)
+    arrays, layout = laid_out(x, y, channels_last=channels_last)
+    need_bytes = sum(array.nbytes for array in arrays)
+    need, room = mebibytes(need_bytes / MIB), mebibytes(room_bytes / MIB)
+    if need_bytes <= RESIDENT_SHARE * room_bytes:
+        reason = f"{need} of rows take at most half of the {room} of room on {device}"
+        parts = tuple(_moved(array, device, layout) for array in arrays)
+        return Resident(parts, layout, reason=reason, in_place=device.type == "cuda")
+    pins = device.type in PINNING
+    how = "through pinned memory" if pins else "from disk"
+    reason = f"{need} of rows are over half of the {room} of room on {device}: streamed {how}"
+    residency = "pinned" if pins else "host"
+    return Streamed(arrays, layout, device=device, residency=residency, reason=reason)
 
 
 def row_order(rows: int, *, seed: int, epoch: int) -> Tensor:
@@ -99,6 +227,18 @@ def row_order(rows: int, *, seed: int, epoch: int) -> Tensor:
     return torch.randperm(rows, generator=generator)
 
 
-def _to(array: np.ndarray, device: torch.device) -> Tensor:
-    # A copy even on the CPU: a memory map would bring its page faults into the step.
-    return torch.from_numpy(np.array(array)).to(device)
+def _moved(array: np.ndarray, device: torch.device, layout: Layout) -> Tensor:
+    """All rows on the device, sent in blocks."""
+    images = layout.channels_last and array.ndim == 4
+    whole = torch.empty(
+        array.shape,
+        dtype=dtype_of(array),
+        device=device,
+        memory_format=torch.channels_last if images else torch.contiguous_format,
+    )
+    rows = max(1, BLOCK_BYTES * len(array) // max(1, array.nbytes))
+    for start in range(0, len(array), rows):
+        # A copy even on the CPU: a memory map would bring its page faults into the step.
+        block = torch.from_numpy(np.array(array[start : start + rows]))
+        whole[start : start + rows] = block.to(device)
+    return whole

@@ -1,4 +1,4 @@
-"""Makes of a source the four arrays that training maps: checked, split, encoded, scaled, written
+"""Makes of a source the arrays that training maps: checked, split, encoded, scaled, written
 once. It refuses data that would train into nonsense in silence, and it never hands out an array
 that differs from what its manifest says.
 """
@@ -9,20 +9,24 @@ import hashlib
 import json
 import logging
 import os
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tasks.engine import store
-from tasks.engine.config import DataConfig
+from tasks.engine import rows, store, windows
+from tasks.engine.config import TOKEN_SOURCES, DataConfig
 from tasks.engine.facts import DataFacts
-from tasks.engine.labels import Labels, encode, validation_rows
-from tasks.engine.raw import DataError, Raw, check_memory
-from tasks.engine.scaling import Scaling, measure, scaled
+from tasks.engine.raw import DataError, check_memory
 from tasks.engine.sources import SOURCES, origin, synthetic_bytes
+from tasks.engine.tokens import Tokens, default_text
+
+_OUTPUTS = {
+    "classification": "classes",
+    "regression": "regressed value",
+    "tokens": "different tokens",
+}
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +36,8 @@ class Arrays:
     """The prepared arrays, mapped from disk and read-only.
 
     x: (rows, *input_shape) float32, scaled; y: (rows,) int64 classes or (rows, 1) float32.
+    Tokens: x and y (rows, context) uint8 or uint16, overlapping views of one array, of which y is
+    one token further on.
     """
 
     train_x: np.ndarray
@@ -42,7 +48,7 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Origin:
-    """The file that the rows come from, as it was when its content was hashed."""
+    """The file that the data comes from, as it was when its content was hashed."""
 
     path: str | None
     bytes: int | None
@@ -81,7 +87,7 @@ def prepare(data: DataConfig) -> DataFacts:
         f"{facts.train_rows:,}",
         f"{facts.val_rows:,}",
         "x".join(str(n) for n in facts.input_shape),
-        f"{facts.outputs} classes" if facts.class_names else "regression",
+        f"{facts.outputs:,} {_OUTPUTS[facts.task]}",
         facts.fingerprint,
         ", prepared earlier" if reused else "",
     )
@@ -90,16 +96,18 @@ def prepare(data: DataConfig) -> DataFacts:
 
 def load(facts: DataFacts) -> Arrays:
     """The prepared arrays, mapped; raises DataError where they are no longer there."""
+    names = windows.PARTS if facts.task == "tokens" else rows.PARTS
     try:
-        parts = (
-            np.load(Path(facts.folder, part), mmap_mode="r", allow_pickle=False)
-            for part in store.PARTS
-        )
-        return Arrays(*parts)
+        parts = [
+            np.load(Path(facts.folder, name), mmap_mode="r", allow_pickle=False) for name in names
+        ]
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
             f"data.cache: the arrays in {facts.folder} are gone or damaged ({error}); start again"
         ) from None
+    if facts.task == "tokens":
+        parts = [view for part in parts for view in (part[:, :-1], part[:, 1:])]
+    return Arrays(*parts)
 
 
 def _cache(data: DataConfig) -> Path:
@@ -110,6 +118,9 @@ def _cache(data: DataConfig) -> Path:
 
 def _origin(data: DataConfig) -> Origin:
     path = origin(data)
+    if path is None and data.source == "text":
+        text = default_text()
+        return Origin(None, len(text), None, hashlib.sha256(text).hexdigest())
     if path is None:
         return Origin(None, None, None, None)
     try:
@@ -126,6 +137,10 @@ def _settings(data: DataConfig) -> dict[str, Any]:
     unused = {"path", "cache"}
     if data.source != "synthetic":
         unused |= {"rows", "features", "classes"}
+    if data.source in TOKEN_SOURCES:
+        unused |= {"target", "task", "split_seed", "scale"}
+    else:
+        unused |= {"context", "vocab"}
     return data.model_dump(exclude=unused)
 
 
@@ -136,83 +151,16 @@ def _folder(data: DataConfig, found: Origin) -> Path:
 
 
 def _prepared(data: DataConfig, found: Origin, folder: Path) -> tuple[dict[str, Any], bool]:
-    raw = SOURCES[data.source].read(data)
-    task = data.task
-    if data.source == "synthetic" and task == "auto":
-        task = "classification" if data.classes > 1 else "regression"  # however many classes
-    labels = encode(raw, task)
-    validation = validation_rows(
-        raw, labels, fraction=data.validation_fraction, seed=data.split_seed
-    )
-    store.check_room(folder.parent, 4 * raw.features.size + labels.values.nbytes)
+    read = SOURCES[data.source].read(data)
+    draft = windows.draft(read, data) if isinstance(read, Tokens) else rows.draft(read, data)
+    store.check_room(folder.parent, draft.needed_bytes)
 
     def fill(temporary: Path) -> dict[str, Any]:
-        manifest = _written(data, temporary, raw=raw, labels=labels, validation=validation)
+        manifest = draft.write(temporary)
         _refuse_changed(found)
         return {**manifest, "source": vars(found), "settings": _settings(data)}
 
     return store.publish(folder, fill)
-
-
-def _written(
-    data: DataConfig, folder: Path, *, raw: Raw, labels: Labels, validation: np.ndarray
-) -> dict[str, Any]:
-    """Writes the four arrays; the manifest of what they are."""
-    scaling = measure(raw, for_training=~validation, scale=data.scale)
-    files = _write_parts(folder, raw=raw, labels=labels, validation=validation, scaling=scaling)
-    meaning = {
-        "task": labels.task,
-        "target": raw.target_name,
-        "input_shape": list(raw.features.shape[1:]),
-        "outputs": labels.outputs,
-        "class_names": labels.class_names,
-        "feature_names": raw.feature_names,
-        "offset": scaling.offset.tolist(),
-        "scale": scaling.scale.tolist(),
-        "rows": {"train": int((~validation).sum()), "val": int(validation.sum())},
-        "class_rows": _class_rows(labels, validation),
-        "notes": list(raw.notes + labels.notes),
-    }
-    return {
-        "format": store.FORMAT,
-        "fingerprint": store.fingerprint(meaning, files),
-        "meaning": meaning,
-        "files": files,
-        "numpy": np.__version__,
-    }
-
-
-def _write_parts(
-    folder: Path, *, raw: Raw, labels: Labels, validation: np.ndarray, scaling: Scaling
-) -> dict[str, Any]:
-    rows = {"train": ~validation, "val": validation}
-    with ExitStack() as stack:
-        parts = {}
-        for name, chosen in rows.items():
-            count = int(chosen.sum())
-            for axis, values, dtype in (
-                ("x", raw.features, "<f4"),
-                ("y", labels.values, labels.values.dtype.str),
-            ):
-                file = f"{name}_{axis}.npy"
-                shape = (count, *values.shape[1:])
-                writer = store.PartWriter(folder / file, shape=shape, dtype=dtype)
-                parts[file] = stack.enter_context(writer)
-            parts[f"{name}_y.npy"].append(labels.values[chosen])
-        for part, x in scaled(raw, scaling):
-            for name, chosen in rows.items():
-                parts[f"{name}_x.npy"].append(x[chosen[part]])
-        return {file: writer.finish() for file, writer in parts.items()}
-
-
-def _class_rows(labels: Labels, validation: np.ndarray) -> dict[str, list[int]] | None:
-    if labels.class_names is None:
-        return None
-    parts = {"train": ~validation, "val": validation}
-    return {
-        name: np.bincount(labels.values[rows], minlength=labels.outputs).tolist()
-        for name, rows in parts.items()
-    }
 
 
 def _refuse_changed(found: Origin) -> None:
@@ -244,7 +192,7 @@ def _facts(data: DataConfig, folder: Path, manifest: dict[str, Any], *, reused: 
         feature_names=None if features is None else tuple(features),
         offset=tuple(meaning["offset"]),
         scale=tuple(meaning["scale"]),
-        bytes=sum(files[part]["bytes"] for part in store.PARTS),
+        bytes=sum(entry["bytes"] for entry in files.values()),
         fingerprint=manifest["fingerprint"],
         reused=reused,
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from tasks.engine.config import DataConfig
+from tasks.engine.config import TOKEN_SOURCES, DataConfig
 from tasks.engine.units import mebibytes
 
 TARGET_NAMES = ("target", "label", "class", "y")
@@ -118,7 +118,8 @@ def source_file(data: DataConfig) -> Path:
         raise DataError(
             f"data.path: {shown} cannot be read ({error.strerror}); mend that or name another file"
         ) from None
-    _right_kind(data.source, head, shown)
+    if data.source not in TOKEN_SOURCES:  # any bytes may be a text or the first of tokens
+        _right_kind(data.source, head, shown)
     return path
 
 
@@ -139,6 +140,15 @@ def _right_kind(source: str, head: bytes, shown: str) -> None:
         f"data.path: {shown} is of kind {kind}, but data.source is {source}; "
         f"set data.source to {kind}{sheet}"
     )
+
+
+def refuse_target(data: DataConfig) -> None:
+    """Raises DataError where data.target is set for a source that has its own."""
+    if data.target is not None:
+        raise DataError(
+            f"data.target: has no meaning for source {data.source} (got {data.target!r}); drop it, "
+            "or name a file and its source"
+        )
 
 
 def pick_target(names: Sequence[str], wanted: str | None, label: str) -> str:

@@ -1,4 +1,4 @@
-"""Where rows come from: one dict names the sources, each with a check that costs next to nothing
+"""Where data comes from: one dict names the sources, each with a check that costs next to nothing
 and a reader. Digits are read from scikit-learn's folder without importing it, which would cost
 1.7 s; pyarrow is imported only for the files that need it.
 """
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.engine import archives, arrays
-from tasks.engine.config import FILE_SOURCES, DataConfig
-from tasks.engine.raw import DataError, Raw, source_file
+from tasks.engine import archives, arrays, tokens
+from tasks.engine.config import DataConfig
+from tasks.engine.raw import DataError, Raw, refuse_target, source_file
 
 DIGITS_VALUES = 1797 * 65
 SYNTHETIC_SEED = 20_240_607  # its own: another split must not make other rows
@@ -24,17 +24,17 @@ SYNTHETIC_SEED = 20_240_607  # its own: another split must not make other rows
 
 @dataclass(frozen=True)
 class Source:
-    """check raises DataError early and cheaply; read gives all rows, or raises it too."""
+    """check raises DataError early and cheaply; read gives everything, or raises it too."""
 
     check: Callable[[DataConfig], None]
-    read: Callable[[DataConfig], Raw]
+    read: Callable[[DataConfig], Raw | tokens.Tokens]
 
 
 def origin(data: DataConfig) -> Path | None:
-    """The file that the rows come from; None where they are made up."""
+    """The file that the data comes from; None where it is made up, or comes with Python."""
     if data.source == "digits":
         return _digits_file()
-    return source_file(data) if data.source in FILE_SOURCES else None
+    return None if data.path is None else source_file(data)
 
 
 def _digits_file() -> Path:
@@ -55,7 +55,7 @@ def _digits_file() -> Path:
 
 
 def _check_digits(data: DataConfig) -> None:
-    _refuse_target(data)
+    refuse_target(data)
     _digits_file()
 
 
@@ -82,16 +82,8 @@ def _read_digits(data: DataConfig) -> Raw:
     )
 
 
-def _refuse_target(data: DataConfig) -> None:
-    if data.target is not None:
-        raise DataError(
-            f"data.target: has no meaning for source {data.source} (got {data.target!r}); drop it, "
-            "or name a file and its source"
-        )
-
-
 def _check_synthetic(data: DataConfig) -> None:
-    _refuse_target(data)
+    refuse_target(data)
     if data.classes > 1 and data.rows < 2 * data.classes:
         raise DataError(
             f"data.rows: must be at least 2 for each of {data.classes:,} classes "
@@ -159,4 +151,6 @@ SOURCES = {
     "npz": Source(archives.check_npz, archives.read_npz),
     "npy": Source(arrays.check_npy, arrays.read_npy),
     "synthetic": Source(_check_synthetic, _read_synthetic),
+    "text": Source(tokens.check_text, tokens.read_text),
+    "tokens": Source(tokens.check_tokens, tokens.read_tokens),
 }

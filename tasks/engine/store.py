@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,7 +23,6 @@ import numpy as np
 
 from tasks.engine.raw import DataError, shorten, size
 
-PARTS = ("train_x.npy", "train_y.npy", "val_x.npy", "val_y.npy")
 MANIFEST = "manifest.json"
 FORMAT = 1
 HASHED_BYTES = 64 * 1024**2  # up to here each reuse compares checksums, above it sizes only
@@ -30,6 +30,15 @@ STALE_S = 60  # a temporary folder younger than this may not be locked yet
 BLOCK_BYTES = 1 << 22
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Data that was checked and is ready to be written: `write` puts its parts into a folder and
+    gives their manifest."""
+
+    needed_bytes: int
+    write: Callable[[Path], dict[str, Any]]
 
 
 def file_sha256(path: Path) -> str:
@@ -42,6 +51,17 @@ def fingerprint(meaning: Mapping[str, Any], files: Mapping[str, Any]) -> str:
     """16 hex digits that stand for the prepared content and what it means, not for where it is."""
     said = json.dumps([FORMAT, meaning, files], sort_keys=True, allow_nan=False)
     return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def manifest_for(meaning: Mapping[str, Any], files: Mapping[str, Any]) -> dict[str, Any]:
+    """What `manifest_of` holds against the folder: the entries of its parts, and what they mean."""
+    return {
+        "format": FORMAT,
+        "fingerprint": fingerprint(meaning, files),
+        "meaning": meaning,
+        "files": files,
+        "numpy": np.__version__,
+    }
 
 
 class PartWriter:
@@ -94,9 +114,9 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
         files = manifest["files"]
         if manifest["fingerprint"] != fingerprint(manifest["meaning"], files):
             raise ValueError("its manifest was changed")
-        total_bytes = sum(files[part]["bytes"] for part in PARTS)
-        for part in PARTS:
-            _verify(folder / part, files[part], hashed=total_bytes < HASHED_BYTES)
+        total_bytes = sum(entry["bytes"] for entry in files.values())
+        for part, entry in files.items():
+            _verify(folder / part, entry, hashed=total_bytes < HASHED_BYTES)
     except FileNotFoundError:
         if folder.is_dir():
             log.warning("data.cache: %s lacks a file; it is prepared anew", folder)

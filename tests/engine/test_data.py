@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.engine import data, store
+from tasks.engine import data, rows, store
 from tasks.engine.config import DataConfig
 from tasks.engine.labels import encode, validation_rows
 from tasks.engine.raw import DataError, Raw
@@ -266,14 +266,14 @@ def test_a_changed_file_is_prepared_anew_even_with_the_same_size_and_time(tmp_pa
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     config = _csv(tmp_path, "a,y\n" + "1,0\n2,1\n" * 10)
-    encode_then = data.encode
+    encode_then = rows.encode
 
     def append(raw, task):
         with open(str(config.path), "a") as file:
             file.write("3,1\n")
         return encode_then(raw, task)
 
-    monkeypatch.setattr(data, "encode", append)
+    monkeypatch.setattr(rows, "encode", append)
     with pytest.raises(
         DataError, match="^data.path: .* was changed while it was read; start again"
     ):
@@ -281,7 +281,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-@pytest.mark.parametrize("part", [*store.PARTS, "manifest.json"])
+@pytest.mark.parametrize("part", [*rows.PARTS, "manifest.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_a_damaged_cache_is_noticed_and_prepared_anew(tmp_path, caplog, part, damage):
     config = _cached(tmp_path)
@@ -320,14 +320,14 @@ def test_many_that_prepare_the_same_at_once_all_get_the_same(tmp_path):
 
 def test_the_later_of_two_uses_what_the_earlier_left(tmp_path, monkeypatch):
     config, first = _cached(tmp_path), []
-    written = data._written
+    written = rows._written
 
     def overtaken(*args, **more):
-        monkeypatch.setattr(data, "_written", written)
+        monkeypatch.setattr(rows, "_written", written)
         first.append(data.prepare(config))
         return written(*args, **more)
 
-    monkeypatch.setattr(data, "_written", overtaken)
+    monkeypatch.setattr(rows, "_written", overtaken)
     assert data.prepare(config) == replace(first[0], reused=True)
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
