@@ -1,6 +1,7 @@
 """The built-in models, each a plain nn.Module made from the data's shape and the arguments under
 `model.args`; a wrong argument or a shape that does not fit is refused here, before a device is
-touched. Models take raw inputs of shape (batch, *input_shape) and return (batch, outputs).
+touched. Models take raw inputs of shape (batch, *input_shape) and return (batch, outputs), for
+tokens (batch, tokens, outputs).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tasks.engine.memory import is_oom
+from tasks.engine.transformer import Transformer
+
+CHECKED_TOKENS = 8  # of a row: a context of 1,024 would cost GPT-2's size 3 s on two cores
 
 
 class ModelError(ValueError):
@@ -84,7 +87,49 @@ def cnn(
     )
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"linear": linear, "mlp": mlp, "cnn": cnn}
+def transformer(
+    input_shape: Sequence[int],
+    outputs: int,
+    *,
+    layers: int = 4,
+    heads: int = 4,
+    width: int = 128,
+    dropout: float = 0.0,
+    positions: str = "rope",
+) -> nn.Module:
+    """A GPT. The smallest GPT-2 has layers 12, heads 12, width 768, positions learned."""
+    (deep,) = _positive("layers", [layers], most=1000)
+    (many,) = _positive("heads", [heads])
+    (wide,) = _positive("width", [width])
+    if positions not in ("rope", "learned"):
+        raise ModelError(f"model.args: positions must be rope or learned (got {positions!r})")
+    if wide % many:
+        raise ModelError(
+            f"model.args: width must be a multiple of heads (got width {wide} for {many} heads)"
+        )
+    if positions == "rope" and wide // many % 2:
+        raise ModelError(
+            f"model.args: width / heads must be even for positions rope (got {wide} / {many} = "
+            f"{wide // many}); use another width, or positions learned"
+        )
+    (context,) = input_shape
+    return Transformer(
+        outputs,
+        context=context,
+        layers=deep,
+        heads=many,
+        width=wide,
+        dropout=_share(dropout),
+        rope=positions == "rope",
+    )
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "linear": linear,
+    "mlp": mlp,
+    "cnn": cnn,
+    "transformer": transformer,
+}
 
 
 def build(
@@ -102,16 +147,31 @@ def build(
     return factory(tuple(input_shape), outputs, **args)
 
 
-def check(name: str, *, input_shape: Sequence[int], outputs: int, args: Mapping[str, Any]) -> int:
+def check(
+    name: str,
+    *,
+    input_shape: Sequence[int],
+    outputs: int,
+    args: Mapping[str, Any],
+    task: str,
+) -> int:
     """Build the model on the host, send two rows through it, and return the multiply-adds of a row.
 
-    On the host and not on the meta device, whose first use costs more seconds than the model.
-    Raises ModelError where it can't be built or gives another shape than (2, outputs).
+    On the host and not on the meta device, whose first use costs more seconds than the model. Of
+    rows of tokens only the first few are sent: at each the layers do the same work.
+    Raises ModelError where it can't be built, does not fit the task, or gives another shape than
+    (2, outputs), for tokens (2, tokens, outputs).
     """
+    # Here, since models.py travels with every logged model and memory.py does not.
+    from tasks.engine.memory import is_oom
+
+    _refuse_other_task(name, task)
+    sent = (min(*input_shape, CHECKED_TOKENS),) if task == "tokens" else tuple(input_shape)
+    rows = torch.zeros(2, *sent, dtype=torch.int64 if task == "tokens" else torch.float32)
     try:
         model = build(name, input_shape=input_shape, outputs=outputs, args=args)
         with torch.inference_mode(), _multiply_adds(model) as work:
-            got = tuple(model(torch.zeros(2, *input_shape)).shape)
+            got = tuple(model(rows).shape)
     except (RuntimeError, MemoryError) as error:
         if not is_oom(error):
             raise
@@ -119,9 +179,25 @@ def check(name: str, *, input_shape: Sequence[int], outputs: int, args: Mapping[
             f"model.args: {name} with {dict(args)} and inputs of shape {tuple(input_shape)} needs "
             "more memory than this host has; make it smaller"
         ) from None
-    if got != (2, outputs):
-        raise ModelError(f"model.name: {name} must return (2, {outputs}) for two rows (got {got})")
+    expected = (2, *sent, outputs) if task == "tokens" else (2, outputs)
+    if got != expected:
+        raise ModelError(f"model.name: {name} must return {expected} for two rows (got {got})")
+    if isinstance(model, Transformer):
+        return sum(work) * input_shape[0] // rows.numel() + model.products(input_shape[0])
     return sum(work) // 2
+
+
+def _refuse_other_task(name: str, task: str) -> None:
+    if task == "tokens" and name != "transformer":
+        raise ModelError(
+            f"model.name: {name} learns from rows of features, and this data is tokens; "
+            "set model.name to transformer"
+        )
+    if task != "tokens" and name == "transformer":
+        raise ModelError(
+            f"model.name: transformer learns from tokens, and this data is for {task}; choose "
+            "another model, or set data.source to text or tokens"
+        )
 
 
 @contextmanager
@@ -141,16 +217,20 @@ def _multiply_adds(model: nn.Module) -> Iterator[list[int]]:
         hook.remove()
 
 
-def _positive(name: str, values: Any) -> list[int]:
+def _positive(name: str, values: Any, *, most: int = 2**20) -> list[int]:
     fits = isinstance(values, Sequence) and not isinstance(values, str)
-    if not fits or not all(type(v) is int and 1 <= v <= 2**20 for v in values):
+    if not fits or not all(type(v) is int and 1 <= v <= most for v in values):
         raise ModelError(
-            f"model.args: {name} must be whole numbers from 1 to {2**20} (got {values!r})"
+            f"model.args: {name} must be whole numbers from 1 to {most} (got {values!r})"
         )
     return list(values)
 
 
+def _share(dropout: Any) -> float:
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise ModelError(f"model.args: dropout must be from 0 to below 1 (got {dropout!r})")
+    return dropout
+
+
 def _dropout(share: Any) -> list[nn.Module]:
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-        raise ModelError(f"model.args: dropout must be from 0 to below 1 (got {share!r})")
-    return [nn.Dropout(share)] if share else []
+    return [nn.Dropout(share)] if _share(share) else []

@@ -22,7 +22,14 @@ class Optimizer:
     def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float) -> None:
         self.params = [p for p in parameters if p.requires_grad]
         self.param_groups = [{"params": self.params}]
-        self.lr = lr
+        self.lr: float | Tensor = lr
+
+    def set_lr(self, lr: float) -> None:
+        """The rate of the next steps; in place where steps are replayed, which read a tensor."""
+        if isinstance(self.lr, Tensor):
+            self.lr.fill_(lr)
+        else:
+            self.lr = lr
 
     def zero_grad(self) -> None:
         for p in self.params:
@@ -61,14 +68,19 @@ class AdamW(Optimizer):
     def step(self) -> None:
         if not self.means:
             # Made at the first step, when the activations are gone: the peak is lower by as much.
-            self.means = [torch.zeros_like(p) for p in self.params]
-            self.squares = [torch.zeros_like(p) for p in self.params]
-            self.steps = [
-                torch.zeros((), dtype=torch.float32, device=p.device) for p in self.params
-            ]
+            means = [torch.zeros_like(p) for p in self.params]
+            squares = [torch.zeros_like(p) for p in self.params]
+            # Counted once for all of them, while each gets a gradient in each step.
+            count = torch.zeros((), dtype=torch.float32, device=self.params[0].device)
+            self.steps = [count] * len(self.params)
+            # All or nothing: where memory runs out in between, the step can be tried again.
+            self.means, self.squares = means, squares
         which = self._with_grads()
+        if len(which) < len(self.params) and len(set(map(id, self.steps))) == 1:
+            self.steps = [count.clone() for count in self.steps]
         steps = [self.steps[i] for i in which]
-        torch._foreach_add_(steps, 1.0)
+        counts = list({id(count): count for count in steps}.values())
+        torch._foreach_add_(counts, 1.0)
         torch._fused_adamw_(
             [self.params[i] for i in which],
             [_gradient(self.params[i]) for i in which],
@@ -76,7 +88,7 @@ class AdamW(Optimizer):
             [self.squares[i] for i in which],
             [],
             steps,
-            lr=self.lr,
+            lr=self.lr,  # type: ignore[arg-type] # a number or a tensor: it has both overloads
             beta1=self.beta1,
             beta2=self.beta2,
             weight_decay=self.weight_decay,
@@ -87,10 +99,10 @@ class AdamW(Optimizer):
             found_inf=getattr(self, "found_inf", None),
         )
         if hasattr(self, "found_inf"):
-            torch._foreach_sub_(steps, [self.found_inf] * len(steps))
+            torch._foreach_sub_(counts, [self.found_inf] * len(counts))
 
     def state_tensors(self) -> list[Tensor]:
-        return [*self.means, *self.squares, *self.steps]
+        return [*self.means, *self.squares, *{id(count): count for count in self.steps}.values()]
 
 
 class Sgd(Optimizer):
@@ -120,7 +132,7 @@ class Sgd(Optimizer):
             [self.momenta[i] for i in which] if self.momentum else [],
             weight_decay=self.weight_decay,
             momentum=self.momentum,
-            lr=self.lr,
+            lr=self.lr,  # type: ignore[arg-type] # a number or a tensor: it has both overloads
             dampening=0.0,
             nesterov=self.momentum > 0,
             maximize=False,

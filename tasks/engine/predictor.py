@@ -1,11 +1,12 @@
 """A trained model on disk, and rows in, predictions out. The folder holds spec.json and weights.pt;
 it is read with `weights_only=True`, so that nothing in it is ever executed. MLflow calls
-`_load_pyfunc`; this file and `models.py` travel with every logged model.
+`_load_pyfunc`; this file, `models.py` and `transformer.py` travel with every logged model.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from torch import nn
 
 from tasks.engine.models import Standardize, build
+from tasks.engine.transformer import Transformer
 
 ROWS = 4096  # rows predicted at once
+TOKENS = 1 << 14  # the same for a model of tokens
 
 
 class Predictor:
@@ -71,6 +74,79 @@ class Predictor:
         return x
 
 
+class TokenPredictor:
+    """Predicts the token after each row of tokens, or the byte after each text."""
+
+    def __init__(self, spec: dict[str, Any], model: Transformer) -> None:
+        self.spec = spec
+        self.model = model.eval()
+
+    @torch.inference_mode()
+    def outputs(self, rows: Any) -> np.ndarray:
+        """The logits of the token after each row, float32 (rows, outputs)."""
+        sequences = self._texts(rows) if self.spec["source"] == "text" else self._tokens(rows)
+        step = max(1, TOKENS // self.model.context)
+        parts = [self._after(sequences[i : i + step]) for i in range(0, len(sequences), step)]
+        return torch.cat(parts).float().numpy() if parts else np.empty((0, self.spec["outputs"]))
+
+    def predict(self, rows: Any, params: dict[str, Any] | None = None) -> Any:
+        """A DataFrame with a row for each one given: the `prediction` and its `probability`.
+
+        rows: an array of tokens, (rows, up to context), or for a model of text a DataFrame with
+        the column `text`, or texts. Of a text the last bytes count, as many as the context; the
+        prediction is one byte, shown as the character of that number (latin-1).
+        Raises ValueError for what is no row of tokens.
+        """
+        import pandas as pd  # only MLflow's users need it
+
+        chances = torch.from_numpy(self.outputs(rows)).softmax(1)
+        best = chances.argmax(1)
+        text = self.spec["source"] == "text"
+        return pd.DataFrame(
+            {
+                "prediction": [chr(i) for i in best.tolist()] if text else best.numpy(),
+                "probability": chances.gather(1, best[:, None])[:, 0].numpy(),
+            }
+        )
+
+    def _after(self, sequences: Sequence[np.ndarray]) -> torch.Tensor:
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        # Filled up on the right, which changes nothing: no position sees a later one.
+        x = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.int64)
+        for row, sequence in zip(x, sequences, strict=True):
+            row[: len(sequence)] = torch.from_numpy(sequence)
+        features = self.model.features(x)
+        # Logits at the last position only: those of all would be vocabulary times a row.
+        return self.model.logits(features[torch.arange(len(x)), lengths - 1])
+
+    def _texts(self, rows: Any) -> list[np.ndarray]:
+        if hasattr(rows, "columns"):
+            if "text" not in rows.columns:
+                raise ValueError("rows: the column 'text' is missing")
+            rows = rows["text"]
+        sequences = []
+        for text in np.asarray(rows, dtype=object).ravel():
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"rows: must be texts of at least one character (got {text!r})")
+            last = text.encode(errors="replace")[-self.model.context :]
+            sequences.append(np.frombuffer(last, np.uint8).astype(np.int64))
+        return sequences
+
+    def _tokens(self, rows: Any) -> list[np.ndarray]:
+        tokens, context = np.asarray(rows), self.model.context
+        if tokens.ndim != 2 or not 1 <= tokens.shape[1] <= context or tokens.dtype.kind not in "iu":
+            raise ValueError(
+                f"rows: must be whole numbers of the shape (rows, 1 to {context}) "
+                f"(got {tokens.dtype} {tokens.shape})"
+            )
+        beyond = tokens[(tokens < 0) | (tokens >= self.spec["outputs"])]
+        if beyond.size:
+            raise ValueError(
+                f"rows: tokens must be from 0 to below {self.spec['outputs']} (got {beyond[0]})"
+            )
+        return list(tokens.astype(np.int64))
+
+
 def save(model: nn.Module, spec: dict[str, Any], folder: Path) -> None:
     """Write spec.json and weights.pt, from which `load` makes the same model again."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +155,7 @@ def save(model: nn.Module, spec: dict[str, Any], folder: Path) -> None:
     (folder / "spec.json").write_text(json.dumps(spec, indent=1))
 
 
-def load(folder: str | Path) -> Predictor:
+def load(folder: str | Path) -> Predictor | TokenPredictor:
     """The model of `folder` on the CPU."""
     folder = Path(folder)
     spec = json.loads((folder / "spec.json").read_text())
@@ -88,8 +164,10 @@ def load(folder: str | Path) -> Predictor:
     )
     weights = torch.load(folder / "weights.pt", weights_only=True, map_location="cpu")
     model.load_state_dict(weights)
+    if isinstance(model, Transformer):
+        return TokenPredictor(spec, model)
     return Predictor(spec, nn.Sequential(Standardize(spec["offset"], spec["scale"]), model))
 
 
-def _load_pyfunc(path: str) -> Predictor:
+def _load_pyfunc(path: str) -> Predictor | TokenPredictor:
     return load(path)

@@ -27,7 +27,7 @@ class PhaseClock(Protocol):
         """Forget what was timed so far: the first step holds warm-up and compilation."""
 
     def collect(self) -> None:
-        """Read what is finished. Called where the host has just waited for the device."""
+        """Read what is finished, and wait for nothing."""
 
     def seconds_per_step(self) -> dict[str, float]:
         """Mean seconds of each phase over the timed steps; empty where none was timed."""
@@ -40,13 +40,17 @@ class HostClock:
         self._totals: dict[str, float] = defaultdict(float)
         self._steps = 0
         self._last = 0.0
+        self._begun = False
 
     def begin(self, *, sample: bool) -> None:
-        self._steps += 1
+        self._begun = True
         self._last = perf_counter()
 
     def mark(self, phase: str) -> None:
         now = perf_counter()
+        if self._begun:  # a step begun after the last batch never comes to a mark
+            self._steps += 1
+            self._begun = False
         self._totals[phase] += now - self._last
         self._last = now
 
@@ -90,25 +94,26 @@ class EventClock:
         self._steps = 0
 
     def collect(self) -> None:
-        for marks in self._pending:
-            self._steps += 1
+        while self._pending and self._pending[0][-1][1].query():
+            marks = self._pending.pop(0)
+            self._steps += len(marks) > 1
             for (_, start), (phase, end) in zip(marks, marks[1:], strict=False):
                 self._totals[phase] += start.elapsed_time(end) / 1000
-        self._pending.clear()
-        self._open = []
 
     def seconds_per_step(self) -> dict[str, float]:
         return {phase: total / self._steps for phase, total in self._totals.items()}
 
     def _event(self) -> Any:
-        event = self._new_event()
+        event = new_event(self._device, timed=True)
         event.record()
         return event
 
-    def _new_event(self) -> Any:
-        if self._device.type == "mps":
-            return torch.mps.Event(enable_timing=True)
-        return torch.Event(device=self._device, enable_timing=True)
+
+def new_event(device: torch.device, *, timed: bool = False) -> Any:
+    """An event of the device, to be recorded in its current stream."""
+    if device.type == "mps":
+        return torch.mps.Event(enable_timing=timed)
+    return torch.Event(device=device, enable_timing=timed)
 
 
 def phase_clock(device: torch.device) -> PhaseClock:

@@ -1,4 +1,5 @@
 import math
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -8,21 +9,26 @@ import torch
 from torch import nn
 
 from tasks.engine import optim
+from tasks.engine.accounts import Accounts
 from tasks.engine.batches import feed, row_order
-from tasks.engine.loop import Diverged, Fitted, Plan, Tools, evaluate, fit
+from tasks.engine.evaluation import Judge, evaluate
+from tasks.engine.ledger import Ledger
+from tasks.engine.loaders import Loaded
+from tasks.engine.loop import Fitted, Plan, Tools, fit
 from tasks.engine.memory import Meter
+from tasks.engine.oom import Fixed
+from tasks.engine.phases import Phases
+from tasks.engine.readings import Diverged
+from tasks.engine.step import Step
 from tasks.engine.timing import HostClock, Stopwatch
 
 CPU = torch.device("cpu")
 PLAN = Plan(
     epochs=3,
     batch_size=16,
-    accumulate=1,
     log_every=4,
     patience=0,
     seed=0,
-    clip_norm=None,
-    task="classification",
 )
 
 
@@ -39,17 +45,38 @@ def _model(outputs: int = 2) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, outputs))
 
 
-def _tools(model: nn.Module, log, *, lr: float = 0.05, loss=nn.functional.cross_entropy) -> Tools:
-    return Tools(
-        loss=loss,
-        optimizer=optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, beta1=0.9, beta2=0.99),
-        rate=lambda step: lr,
+def _tools(
+    model: nn.Module,
+    log,
+    *,
+    lr: float = 0.05,
+    loss=nn.functional.cross_entropy,
+    micro_rows: int = 1024,
+    clip_norm: float | None = None,
+    task: str = "classification",
+) -> Tools:
+    accounts = Accounts(Ledger(CPU), lambda: {"parameters": model.parameters()})
+    phases = Phases(HostClock(), Meter(CPU), accounts, count_every=5)
+    optimizer = optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, beta1=0.9, beta2=0.99)
+    step = Step(
+        compute=lambda x, y: loss(model(x), y),
+        optimizer=optimizer,
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         autocast=nullcontext,
-        clock=HostClock(),
-        meter=Meter(CPU),
+        clip_norm=clip_norm,
+        micro=Fixed(micro_rows),
+        mark=phases.mark,
+    )
+    return Tools(
+        device=CPU,
+        step=step,
+        micro=Fixed(micro_rows),
+        judge=Judge(task, loss, nullcontext, rows=1024, micro=Fixed(1024), phases=phases),
+        optimizer=optimizer,
+        rate=lambda step: lr,
+        phases=phases,
         watch=Stopwatch(),
-        wait=lambda: None,
+        speeds=lambda samples_per_s: {},
         log=log,
     )
 
@@ -57,7 +84,8 @@ def _tools(model: nn.Module, log, *, lr: float = 0.05, loss=nn.functional.cross_
 def _fit(model: nn.Module, plan: Plan = PLAN, *, rows: int = 100, **tools) -> tuple[Fitted, list]:
     logged: list[tuple[int, dict[str, float]]] = []
     made = _tools(model, lambda metrics, step: logged.append((step, metrics)), **tools)
-    train, val = _data(rows, seed=1, task=plan.task), _data(40, seed=2, task=plan.task)
+    task = made.judge.task
+    train, val = _data(rows, seed=1, task=task), _data(40, seed=2, task=task)
     return fit(model, train, val, plan=plan, tools=made), logged
 
 
@@ -75,11 +103,11 @@ def test_the_loop_gives_the_weights_of_the_plain_loop() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("accumulate", [2, 3, 16])
-def test_micro_batches_give_the_weights_of_the_whole_batch(accumulate: int) -> None:
+@pytest.mark.parametrize("micro_rows", [8, 6, 1])
+def test_micro_batches_give_the_weights_of_the_whole_batch(micro_rows: int) -> None:
     whole, parts = _model(), _model()
     _fit(whole)
-    _fit(parts, replace(PLAN, accumulate=accumulate))
+    _fit(parts, micro_rows=micro_rows)
     for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -90,7 +118,8 @@ def test_it_logs_each_window_and_each_epoch() -> None:
     steps = [step for step, metrics in logged if "train/loss" in metrics]
     assert steps == [4, 8, 12, 16, 20, 21]
     assert [m["train/epoch"] for _, m in logged if "train/epoch" in m] == [1, 2, 3]
-    assert all(m["speed/samples_per_s"] > 0 for _, m in logged if "train/loss" in m)
+    speeds = [m["speed/samples_per_s"] for _, m in logged if "speed/samples_per_s" in m]
+    assert len(speeds) >= 3 and min(speeds) > 0
     losses = [m["train/loss"] for _, m in logged if "train/loss" in m]
     assert losses[-1] < losses[0]
 
@@ -101,6 +130,19 @@ def test_logging_more_often_changes_no_weight() -> None:
     _fit(often, replace(PLAN, log_every=1))
     for a, b in zip(seldom.parameters(), often.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_each_log_point_holds_the_mean_loss_of_its_steps() -> None:
+    _, every = _fit(_model(), replace(PLAN, log_every=1))
+    _, windows = _fit(_model(), replace(PLAN, log_every=4))
+    single = {step: m["train/loss"] for step, m in every if "train/loss" in m}
+    begin = 0
+    for step, metrics in windows:
+        if "train/loss" in metrics:  # also the window from step 5 to 8, which an epoch's end cuts
+            mean = sum(single[i] for i in range(begin + 1, step + 1)) / (step - begin)
+            assert metrics["train/loss"] == pytest.approx(mean, rel=1e-6)
+            begin = step
+    assert begin == 21
 
 
 @pytest.mark.parametrize("log_every", [1, 4, 1000])
@@ -117,7 +159,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step(log_every: in
     message = r"train.loss: became nan at step 6 \(epoch 1, .*last good loss was 0.\d+ at step 5"
     with pytest.raises(Diverged, match=message):
         _fit(_model(), plan, loss=breaks_at_the_sixth)
-    assert calls <= 7 + log_every
+    assert calls <= 7  # the end of the first epoch
 
 
 def test_a_loss_that_was_never_good_is_said_so() -> None:
@@ -133,14 +175,13 @@ def test_patience_stops_and_keeps_the_best_weights() -> None:
     assert fitted.stopped_early and fitted.epochs == len(losses) < 60
     assert losses.index(min(losses)) == len(losses) - 3
     assert fitted.metrics["val/loss"] == min(losses)
-    again = evaluate(model, _data(40, seed=2), plan=plan, tools=_tools(model, None))
+    again = evaluate(model, _data(40, seed=2), _tools(model, None).judge)
     assert again["val/loss"] == pytest.approx(min(losses))
 
 
 def test_clipping_bounds_the_gradients_of_every_step() -> None:
     model = _model()
-    plan = replace(PLAN, clip_norm=1e-3, log_every=1)
-    _, logged = _fit(model, plan)
+    _, logged = _fit(model, replace(PLAN, log_every=1), clip_norm=1e-3)
     norms = [
         torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item(),
     ]
@@ -151,7 +192,8 @@ def test_clipping_bounds_the_gradients_of_every_step() -> None:
 def test_regression_is_judged_by_r2_and_mae() -> None:
     fitted, _ = _fit(
         _model(outputs=1),
-        replace(PLAN, task="regression", epochs=40),
+        replace(PLAN, epochs=40),
+        task="regression",
         loss=nn.functional.mse_loss,
     )
     assert fitted.metrics["val/r2"] > 0.9
@@ -162,6 +204,26 @@ def test_evaluation_sees_the_model_without_dropout_and_leaves_no_gradient() -> N
     model = nn.Sequential(_model(), nn.Dropout(0.9))
     model.train()
     tools = _tools(model, None)
-    both = [evaluate(model, _data(40, seed=2), plan=PLAN, tools=tools) for _ in range(2)]
+    both = [evaluate(model, _data(40, seed=2), tools.judge) for _ in range(2)]
     assert both[0] == both[1]
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_users_own_loader_feeds_the_loop_and_its_waiting_is_timed() -> None:
+    class Slow(torch.utils.data.Dataset):
+        """Rows that take a while, as those of a network drive do."""
+
+        def __len__(self) -> int:
+            return 60
+
+        def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+            time.sleep(0.0005)
+            return torch.full((6,), float(i % 3)), i % 2
+
+    loaded = Loaded(torch.utils.data.DataLoader(Slow(), batch_size=16), CPU)
+    logged: list[dict[str, float]] = []
+    tools = _tools(_model(), lambda metrics, step: logged.append(metrics))
+    fitted = fit(_model(), loaded, _data(40, seed=2), plan=PLAN, tools=tools)
+    assert fitted.steps == 3 * 4 and "train/loss" in logged[0]
+    phases = tools.phases.clock.seconds_per_step()
+    assert phases["data_wait"] > 0.004  # 16 rows of half a millisecond

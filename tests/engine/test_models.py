@@ -1,7 +1,11 @@
+from functools import partial
+
 import pytest
 import torch
 
 from tasks.engine import models
+
+_work = partial(models.check, task="classification")
 
 
 @pytest.mark.parametrize(
@@ -10,7 +14,7 @@ from tasks.engine import models
 def test_a_model_maps_rows_to_outputs(name: str, shape: tuple[int, ...]) -> None:
     model = models.build(name, input_shape=shape, outputs=5, args={})
     assert model(torch.zeros(3, *shape)).shape == (3, 5)
-    models.check(name, input_shape=shape, outputs=5, args={})
+    assert _work(name, input_shape=shape, outputs=5, args={}) > 0
 
 
 def test_mlp_takes_its_widths_and_dropout() -> None:
@@ -26,13 +30,13 @@ def test_a_model_larger_than_the_host_is_refused() -> None:
     with pytest.raises(
         models.ModelError, match="model.args: mlp .* needs more memory than this host"
     ):
-        models.check("mlp", input_shape=(2**20,), outputs=2, args={"hidden": [2**20]})
+        _work("mlp", input_shape=(2**20,), outputs=2, args={"hidden": [2**20]})
 
 
 def test_checking_a_model_counts_its_multiply_adds() -> None:
-    work = models.check("mlp", input_shape=(1, 8, 8), outputs=10, args={"hidden": [32]})
+    work = _work("mlp", input_shape=(1, 8, 8), outputs=10, args={"hidden": [32]})
     assert work == 64 * 32 + 32 * 10
-    work = models.check("cnn", input_shape=(3, 8, 8), outputs=10, args={"width": 4})
+    work = _work("cnn", input_shape=(3, 8, 8), outputs=10, args={"width": 4})
     stage_1, stage_2 = 64 * 9 * (3 * 4 + 4 * 4), 16 * 9 * 4 * 8
     assert work == stage_1 + stage_2 + 8 * 2 * 2 * 10
 
@@ -58,7 +62,7 @@ def test_checking_a_model_counts_its_multiply_adds() -> None:
 )
 def test_a_model_that_cannot_be_is_refused(name: str, args: dict, message: str) -> None:
     with pytest.raises(models.ModelError, match=message):
-        models.check(name, input_shape=(7,), outputs=2, args=args)
+        _work(name, input_shape=(7,), outputs=2, args=args)
 
 
 def test_standardize_undoes_nothing_and_scales_each_feature() -> None:

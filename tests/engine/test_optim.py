@@ -120,3 +120,20 @@ def test_a_first_step_imports_no_compiler() -> None:
         "sys.exit('torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_parameter_that_misses_a_gradient_misses_a_count_too() -> None:
+    """All share one count, until one of them goes its own way: as in torch.optim."""
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    mine = optim.AdamW(ours, lr=0.1, weight_decay=0.01, beta1=0.9, beta2=0.99)
+    reference = torch.optim.AdamW(theirs, lr=0.1, betas=(0.9, 0.99), weight_decay=0.01)
+    for present in ((0, 1), (0,), (0, 1), (1,), (0, 1)):
+        for i in range(2):
+            gradient = torch.randn(3) if i in present else None
+            ours[i].grad, theirs[i].grad = gradient, gradient
+        mine.step()
+        reference.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)

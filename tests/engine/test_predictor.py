@@ -88,3 +88,70 @@ def test_weights_that_would_execute_are_refused(tmp_path: Path) -> None:
     torch.save({"x": Payload()}, tmp_path / "model" / "weights.pt")
     with pytest.raises(Exception, match="Weights only load failed"):
         predictor.load(tmp_path / "model")
+
+
+TOKENS = {
+    "model": "transformer",
+    "args": {"layers": 1, "heads": 2, "width": 8},
+    "task": "tokens",
+    "source": "tokens",
+    "input_shape": [6],
+    "outputs": 300,
+    "class_names": None,
+    "feature_names": None,
+    "offset": [0.0],
+    "scale": [1.0],
+}
+TEXT = {**TOKENS, "source": "text", "outputs": 256}
+
+
+def test_the_token_after_each_row_is_predicted_from_rows_up_to_the_context(tmp_path: Path) -> None:
+    model, loaded = _saved(tmp_path, **TOKENS)
+    rows = np.random.default_rng(0).integers(0, 300, (9000, 6))
+    for tokens in (rows, rows[:5, :2].astype(np.uint16), pd.DataFrame(rows[:5])):
+        with torch.inference_mode():
+            logits = model(torch.tensor(np.array(tokens, dtype=np.int64)))[:, -1]
+        np.testing.assert_allclose(loaded.outputs(tokens), logits, rtol=1e-4, atol=1e-6)
+        predicted = loaded.predict(tokens)
+        assert predicted["prediction"].tolist() == logits.argmax(1).tolist()
+        np.testing.assert_allclose(predicted["probability"], logits.softmax(1).amax(1), rtol=1e-4)
+    assert predicted["prediction"].dtype == np.int64
+
+
+def test_the_byte_after_each_text_is_predicted_from_its_last_bytes(tmp_path: Path) -> None:
+    _, loaded = _saved(tmp_path, **TEXT)
+    numbers = predictor.TokenPredictor({**TEXT, "source": "tokens"}, loaded.model)
+    texts = ["a", "abcdef", "what came before abcdef", "z\u00fcrich"]
+    last = [list(text.encode()[-6:]) for text in texts]
+    alone = np.concatenate([numbers.outputs(np.array([row])) for row in last])
+    for given in (texts, np.array(texts), pd.DataFrame({"text": texts, "other": 1})):
+        np.testing.assert_allclose(loaded.outputs(given), alone, rtol=1e-4, atol=1e-6)
+    predicted = loaded.predict(texts)
+    assert [ord(byte) for byte in predicted["prediction"]] == alone.argmax(1).tolist()
+    assert len(loaded.predict([])) == 0 and len(numbers.predict(np.zeros((0, 3), dtype=int))) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (np.zeros((2, 7), dtype=int), r"whole numbers of the shape \(rows, 1 to 6\) \(got int64"),
+        (np.zeros((2, 0), dtype=int), r"\(rows, 1 to 6\)"),
+        (np.zeros(3, dtype=int), r"\(rows, 1 to 6\) \(got int64 \(3,\)\)"),
+        (np.zeros((2, 3)), r"whole numbers .* \(got float64"),
+        (np.array([[0, 300]]), r"tokens must be from 0 to below 300 \(got 300\)"),
+        (np.array([[-1, 3]]), r"tokens must be from 0 to below 300 \(got -1\)"),
+    ],
+)
+def test_what_is_no_row_of_tokens_is_refused(tmp_path: Path, rows, message: str) -> None:
+    _, loaded = _saved(tmp_path, **TOKENS)
+    with pytest.raises(ValueError, match=f"^rows: .*{message}"):
+        loaded.predict(rows)
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+    _, loaded = _saved(tmp_path, **TEXT)
+    with pytest.raises(ValueError, match="^rows: the column 'text' is missing"):
+        loaded.predict(pd.DataFrame({"words": ["a"]}))
+    for rows in ([""], ["a", None], [[1, 2]]):
+        with pytest.raises(ValueError, match="^rows: must be texts of at least one character"):
+            loaded.predict(rows)

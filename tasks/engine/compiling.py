@@ -1,0 +1,285 @@
+"""Which way of taking a step is the fastest, found out by measuring: how many threads on a CPU, a
+recorded graph on CUDA, and whether compiling pays, which a long run tries and a short run never
+begins. It refuses to guess a gain.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from tasks.engine.graph import WARM_UP, GraphedStep, GraphError
+from tasks.engine.step import Outcome, Step, Steps, Watched
+from tasks.engine.threads import ThreadedStep
+from tasks.engine.units import seconds
+
+log = logging.getLogger(__name__)
+
+TIMED = 10  # steps of each measurement; its median counts
+FASTER = 0.9  # of the time on few threads is what makes more of them worth it
+# What a first compilation took here: 24 s on 2 CPU cores (an mlp of three layers, nothing cached).
+ASSUMED_COST_S = 25.0
+# A gain that nobody has measured is tried where trying costs at most this share of what is left.
+TRIAL_SHARE = 0.05
+# Above it a step is no matter of launches, of which one takes microseconds; and a graph keeps a
+# second set of activations.
+GRAPH_BELOW_S = 0.01
+MODES = {"default": "default", "max": "max-autotune-no-cudagraphs"}
+
+# Gives the step to take next and is sent the seconds it took, or None where it could not be taken.
+Script = Generator[Steps, float | None, None]
+
+
+class CompileError(RuntimeError):
+    """The model cannot be compiled as asked; the text starts with `train.compile`."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was chosen and why, for the run. Seconds are None where not measured."""
+
+    compiled: str  # no, graph, default, max, default+graph, max+graph
+    reason: str
+    plain_step_s: float | None = None
+    compiled_step_s: float | None = None
+    cost_s: float | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Under the names of the run record."""
+        found = {
+            "time/plain_step_ms": _ms(self.plain_step_s),
+            "time/compiled_step_ms": _ms(self.compiled_step_s),
+            "time/compile_s": self.cost_s,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Known:
+    """What an earlier run of the same model, batch and device measured."""
+
+    plain_step_s: float
+    compiled_step_s: float
+    cost_s: float
+
+
+class TunedStep:
+    """Takes steps by the fastest way that pays. `verdict` says which that is, and why."""
+
+    def __init__(
+        self,
+        step: Step,
+        *,
+        mode: str,
+        steps: int,
+        wait: Callable[[], None],
+        graphs: bool,
+        threads: int,
+        known: Known | None = None,
+    ) -> None:
+        """mode: auto, off, default or max. steps: of the whole run. graphs: whether the device can
+        replay and the model is one that may be. threads: to try beside those of now."""
+        self._plain, self._mode, self._left = step, mode, steps
+        self._wait, self._graphs, self._known = wait, graphs, known
+        self._threads = threads
+        self._shape: torch.Size | None = None  # of whole batches: only these are tried and compiled
+        self._best: Steps = step
+        self.verdict = {
+            "off": Verdict("no", "train.compile is off"),
+            "auto": Verdict("no", "the run is too short to measure its steps"),
+        }.get(mode, Verdict(mode, f"train.compile is {mode}"))
+        self._script: Script | None = self._trials()
+        self._next(None)
+
+    def __call__(self, x: Tensor, y: Tensor, *, norm: bool, watched: Watched) -> Outcome:
+        self._left -= 1
+        if self._shape is None:
+            self._shape = x.shape
+        if x.shape != self._shape or watched is Watched.COUNTED:
+            return self._plain(x, y, norm=norm, watched=watched)
+        if self._script is None:
+            return self._best(x, y, norm=norm, watched=watched)
+        return self._try(x, y, norm=norm, watched=watched)
+
+    def _next(self, took_s: float | None) -> None:
+        """Go on with the trials; where they are over, the best stays."""
+        assert self._script is not None
+        try:
+            self._best = self._script.send(took_s)
+        except StopIteration:
+            self._script = None
+            if self.verdict.compiled != "no":
+                log.info("compiled: %s; %s", self.verdict.compiled, self.verdict.reason)
+
+    def _try(self, x: Tensor, y: Tensor, *, norm: bool, watched: Watched) -> Outcome:
+        """One step of the trial; only these make the host wait."""
+        self._wait()
+        began = perf_counter()
+        took_s: float | None
+        try:
+            outcome = self._best(x, y, norm=norm, watched=watched)
+        except _untakeable() as error:
+            if self._mode != "auto" and not isinstance(error, GraphError):
+                raise CompileError(
+                    f"train.compile: {self._mode} cannot compile this model "
+                    f"({_first_line(error)}); use auto or off"
+                ) from None
+            log.warning("train.compile: %s", _first_line(error))
+            took_s = None
+            outcome = self._plain(x, y, norm=norm, watched=watched)
+        else:
+            self._wait()
+            took_s = perf_counter() - began
+        self._next(took_s)
+        return outcome
+
+    def _trials(self) -> Script:
+        if self._threads != torch.get_num_threads():
+            yield from self._choose_threads()
+        if self._mode == "auto":
+            yield from self._by_measure()
+        elif self._mode != "off":
+            yield from self._as_asked()
+
+    def _choose_threads(self) -> Script:
+        """Few threads, unless more are clearly faster: they suffer less from others."""
+        few, many = (
+            ThreadedStep(self._plain, threads)
+            for threads in sorted((torch.get_num_threads(), self._threads))
+        )
+        few_s = yield from _warmed(few)
+        many_s = yield from _warmed(many)
+        assert few_s is not None and many_s is not None, "a plain step can be taken"
+        best = many if many_s < FASTER * few_s else few
+        torch.set_num_threads(best.threads)
+        self._best = self._plain
+
+    def _by_measure(self) -> Script:
+        """auto."""
+        for _ in range(WARM_UP):
+            yield self._plain
+        plain_s = (yield from _timed(self._plain)) or 0.0
+        best: Steps = self._plain
+        best_s, name = plain_s, "no"
+        if self._graphs and plain_s < GRAPH_BELOW_S and self._left > 10 * TIMED:
+            graphed = GraphedStep(self._plain)
+            graphed_s = yield from _warmed(graphed)
+            if graphed_s is not None and graphed_s < best_s:
+                best, best_s, name = graphed, graphed_s, "graph"
+        said = f"a step takes {seconds(plain_s)}"
+        if name == "graph":
+            said += f" plainly and {seconds(best_s)} as a graph"
+        left_s = self._left * best_s
+        refusal = self._refusal(left_s)
+        if refusal:
+            self._settle(best, Verdict(name, f"{said}; {refusal}", plain_s))
+            return
+        compiled = _compiled(self._plain, "default")
+        fast: Steps = compiled
+        if name == "graph":
+            fast = GraphedStep(compiled)
+        first_s = yield compiled
+        compiled_s = yield from _warmed(fast)
+        if first_s is None or compiled_s is None:
+            self._settle(best, Verdict(name, f"{said}; the model cannot be compiled", plain_s))
+            return
+        cost_s = max(0.0, first_s - compiled_s)
+        measured = Verdict(name, "", plain_s, compiled_s, cost_s)
+        said += f" and {seconds(compiled_s)} compiled, which cost {seconds(cost_s)}"
+        if compiled_s < best_s:
+            measured = replace(measured, compiled="default" if name == "no" else "default+graph")
+            best = fast
+        self._settle(best, replace(measured, reason=said))
+
+    def _as_asked(self) -> Script:
+        """default and max: compiled from the first step on; replayed where that is faster."""
+        compiled = _compiled(self._plain, self._mode)
+        first_s = yield compiled
+        best_s = yield from _warmed(compiled)
+        best: Steps = compiled
+        name = self._mode
+        if self._graphs and best_s is not None and best_s < GRAPH_BELOW_S:
+            graphed = GraphedStep(compiled)
+            graphed_s = yield from _warmed(graphed)
+            if graphed_s is not None and graphed_s < best_s:
+                best, best_s, name = graphed, graphed_s, f"{name}+graph"
+        cost_s = None if first_s is None or best_s is None else max(0.0, first_s - best_s)
+        verdict = replace(self.verdict, compiled=name, compiled_step_s=best_s, cost_s=cost_s)
+        self._settle(best, verdict)
+
+    def _refusal(self, left_s: float) -> str:
+        """Why compiling can't pay for the steps that are left; empty where it may."""
+        if self._known is not None:
+            cost_s, share = (
+                self._known.cost_s,
+                self._known.compiled_step_s / self._known.plain_step_s,
+            )
+            gain_s = left_s * (1 - share)
+            if gain_s > cost_s:
+                return ""
+            return (
+                f"compiling would save {seconds(max(0.0, gain_s))} of the {seconds(left_s)} left "
+                f"and cost {seconds(cost_s)}, as measured before"
+            )
+        if TRIAL_SHARE * left_s < ASSUMED_COST_S:
+            return (
+                f"the {seconds(left_s)} left are too short to try compiling, "
+                f"which costs about {seconds(ASSUMED_COST_S)}"
+            )
+        if shutil.which("c++") is None and shutil.which("g++") is None:
+            return "there is no C++ compiler here"
+        return ""
+
+    def _settle(self, best: Steps, verdict: Verdict) -> None:
+        self._best, self.verdict = best, verdict
+
+
+def _timed(step: Steps) -> Generator[Steps, float | None, float | None]:
+    """The median of some steps in seconds; None where one could not be taken."""
+    taken = []
+    for _ in range(TIMED):
+        took_s = yield step
+        if took_s is None:
+            return None
+        taken.append(took_s)
+    return median(taken)
+
+
+def _warmed(step: Steps) -> Generator[Steps, float | None, float | None]:
+    """The same, after the steps in which a graph is recorded and kernels are loaded."""
+    for _ in range(WARM_UP + 1):
+        if (yield step) is None:
+            return None
+    return (yield from _timed(step))
+
+
+def _compiled(step: Step, mode: str) -> Step:
+    # Not dynamic: the last, shorter batch is taken plainly and leaves these kernels as they are.
+    compute = torch.compile(step.compute.__call__, mode=MODES[mode], dynamic=False)  # type: ignore[operator]
+    return replace(step, compute=compute)
+
+
+def _untakeable() -> tuple[type[Exception], ...]:
+    """What is raised for a model or a machine that can't be compiled, or a step not recorded."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled: do not import it to ask
+        return (GraphError,)
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    return GraphError, TorchDynamoException, CppCompileError, InvalidCxxCompiler
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _ms(value_s: float | None) -> float | None:
+    return None if value_s is None else 1000 * value_s

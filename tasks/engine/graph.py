@@ -1,0 +1,101 @@
+"""A whole optimizer step recorded once as a CUDA graph and replayed: for small models, whose time
+is the launching of their kernels. The plain step is what is recorded, so that both give the same
+numbers. For CUDA and ROCm; other devices keep the plain step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tasks.engine.step import Outcome, Step, Watched, total_norm
+
+WARM_UP = 3  # steps before recording, in which libraries and the optimizer make their state
+Record = Callable[[Callable[[], Outcome]], tuple[Callable[[], None], Outcome]]
+
+
+class GraphError(RuntimeError):
+    """The step cannot be recorded: it reads from the device, or does what a graph can't hold."""
+
+
+class GraphedStep:
+    """Replays `step`. The first steps are taken plainly, on a side stream; the next is recorded.
+
+    Batches of another shape, and steps whose phases are watched, are taken plainly.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        record: Record | None = None,
+        aside: Callable[[Callable[[], Outcome]], Outcome] | None = None,
+    ) -> None:
+        self._step, self._optimizer = step, step.optimizer
+        self._record = record or record_on_cuda
+        self._aside = aside or aside_on_cuda
+        self._warm = 0
+        self._replay: Callable[[], None] | None = None
+        self._x, self._y = torch.empty(0), torch.empty(0)
+        self._outcome = Outcome(torch.empty(0), None)
+        self._grads: list[Tensor | None] = []
+
+    def __call__(self, x: Tensor, y: Tensor, *, norm: bool, watched: Watched) -> Outcome:
+        if self._replay is None:
+            if self._warm < WARM_UP:
+                self._warm += 1
+                return self._aside(lambda: self._step(x, y, norm=norm, watched=watched))
+            self._replay = self._recorded(x, y)
+        if watched is not Watched.NOT or x.shape != self._x.shape:
+            return self._step(x, y, norm=norm, watched=watched)
+        for static, batch in ((self._x, x), (self._y, y)):
+            if batch.data_ptr() != static.data_ptr():  # most batches come in the same buffer
+                static.copy_(batch)
+        self._replay()
+        return Outcome(self._outcome.loss.clone(), self._grad_norm(norm))
+
+    def _recorded(self, x: Tensor, y: Tensor) -> Callable[[], None]:
+        """Records the step on x and y, whose memory later batches are brought to."""
+        if not isinstance(self._optimizer.lr, Tensor):
+            # A number would be recorded as it is now; a tensor is read at each replay.
+            self._optimizer.lr = torch.tensor(self._optimizer.lr, device=x.device)
+        self._x, self._y = x, y
+        # The gradients must be made inside the recording, to live in the graph's own memory.
+        self._optimizer.zero_grad()
+        step = self._step.recordable()
+        replay, self._outcome = self._record(
+            lambda: step(self._x, self._y, norm=False, watched=Watched.NOT)
+        )
+        self._grads = [p.grad for p in self._optimizer.params]
+        return replay
+
+    def _grad_norm(self, asked: bool) -> Tensor | None:
+        if self._outcome.grad_norm is not None:  # clipping: recorded with the step
+            return self._outcome.grad_norm.clone()
+        if not asked:
+            return None
+        for parameter, grad in zip(self._optimizer.params, self._grads, strict=True):
+            parameter.grad = grad  # a plain step in between has put its own there
+        return total_norm(self._optimizer)
+
+
+def record_on_cuda(run: Callable[[], Outcome]) -> tuple[Callable[[], None], Outcome]:
+    """Record what `run` launches, without running it; replay() runs it and rewrites the outcome."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            outcome = run()
+    except RuntimeError as error:  # also where memory runs out: the plain step has its ways
+        raise GraphError(f"the step cannot be recorded as a graph: {error}") from None
+    return graph.replay, outcome
+
+
+def aside_on_cuda(run: Callable[[], Outcome]) -> Outcome:
+    """Run on a side stream, as recording asks of what comes before it; the current stream waits."""
+    here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    aside.wait_stream(here)
+    with torch.cuda.stream(aside):
+        outcome = run()
+    here.wait_stream(aside)
+    return outcome

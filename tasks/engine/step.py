@@ -1,0 +1,99 @@
+"""One optimizer step: forward, loss, backward, update. It never reads a number back from the
+device, so that the host can run ahead; micro-batches give the gradients of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tasks.engine.oom import Fitting, Fixed
+from tasks.engine.optim import Optimizer
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # the mean over the rows, a scalar
+
+
+class Watched(Enum):
+    """What is measured of a step while it is taken."""
+
+    NOT = "not"
+    TIMED = "timed"  # phase by phase: not for a step that is replayed as a whole
+    COUNTED = "counted"  # storage by storage: the plain step only
+
+
+class Outcome(NamedTuple):
+    """What a step leaves, on its device: scalars, detached."""
+
+    loss: Tensor  # mean over the rows of the batch
+    grad_norm: Tensor | None  # of all gradients together, before clipping; None where not asked
+
+
+class Steps(Protocol):
+    """Something that takes optimizer steps."""
+
+    def __call__(self, x: Tensor, y: Tensor, *, norm: bool, watched: Watched) -> Outcome:
+        """Train on one batch. norm: also give the norm of the gradients."""
+
+
+@dataclass
+class Step:
+    """The plain step, and the meaning of all faster ones."""
+
+    compute: Loss  # of inputs and targets: the model's loss; compiled where that pays
+    optimizer: Optimizer
+    scaler: torch.amp.GradScaler
+    autocast: Callable[[], AbstractContextManager[object]]
+    clip_norm: float | None
+    micro: Fitting  # how many rows go through the model at once
+    mark: Callable[[str], None]  # a phase ends
+
+    def __call__(self, x: Tensor, y: Tensor, *, norm: bool, watched: Watched) -> Outcome:
+        loss = self.micro.fit(self.gradients, (x, y))
+        grad_norm = self._grad_norm(norm)
+        self.micro.again(self._update)
+        self.mark("optimizer")
+        return Outcome(loss, grad_norm)
+
+    def gradients(self, x: Tensor, y: Tensor, rows: int) -> Tensor:
+        """The loss of the batch; its gradients lie at the parameters, whatever was there before."""
+        self.optimizer.zero_grad()
+        losses = []
+        whole = rows >= len(y)
+        parts = [(x, y)] if whole else zip(x.split(rows), y.split(rows), strict=True)
+        for part_x, part_y in parts:
+            with self.autocast():
+                loss = self.compute(part_x, part_y)
+            if not whole:
+                loss = loss * (len(part_y) / len(y))
+            self.mark("forward")
+            self.scaler.scale(loss).backward()
+            self.mark("backward")
+            losses.append(loss.detach())
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def recordable(self) -> Step:
+        """The same step at the size of now, without the ways out that a recording can't hold."""
+        return replace(self, micro=Fixed(self.micro.rows))
+
+    def _update(self) -> None:
+        self.scaler.step(self.optimizer)  # type: ignore[arg-type] # fused, see optim.py
+        self.scaler.update()
+
+    def _grad_norm(self, asked: bool) -> Tensor | None:
+        if self.clip_norm is None and not asked:
+            return None
+        self.scaler.unscale_(self.optimizer)  # type: ignore[arg-type]
+        if self.clip_norm is None:
+            return total_norm(self.optimizer)
+        return nn.utils.clip_grad_norm_(self.optimizer.params, self.clip_norm)
+
+
+def total_norm(optimizer: Optimizer) -> Tensor:
+    """The Euclidean norm of all gradients together."""
+    return nn.utils.get_total_norm([p.grad for p in optimizer.params if p.grad is not None])

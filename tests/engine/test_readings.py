@@ -1,0 +1,91 @@
+from typing import Any
+
+import pytest
+import torch
+
+from tasks.engine import readings
+from tasks.engine.accounts import Accounts
+from tasks.engine.ledger import Ledger
+from tasks.engine.memory import Meter
+from tasks.engine.phases import Phases
+from tasks.engine.readings import Diverged, Readings
+from tasks.engine.step import Outcome
+from tasks.engine.timing import HostClock, Stopwatch
+
+CPU = torch.device("cpu")
+
+
+class _Event:
+    """A device's event; synchronize() is the wait that the loop must not make too early."""
+
+    waits = 0
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None:
+        _Event.waits += 1
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Readings of a device that works on its own, and what they logged."""
+    monkeypatch.setattr(readings, "new_event", lambda device: _Event())
+    monkeypatch.setattr(readings, "READ_EVERY_S", 0.0)
+    _Event.waits = 0
+    logged: list[tuple[int, dict[str, float]]] = []
+    made = Readings(
+        torch.device("cuda"),
+        phases=Phases(HostClock(), Meter(CPU), Accounts(Ledger(CPU), dict), count_every=None),
+        watch=Stopwatch(),
+        rate=lambda step: 0.1,
+        speeds=lambda per_s: {"speed/tokens_per_s": 2 * per_s},
+        log=lambda metrics, step: logged.append((step, metrics)),
+    )
+    return made, logged
+
+
+def _step(made: Readings, loss: float, *, norm: float | None = None) -> Outcome:
+    outcome = Outcome(torch.tensor(loss), None if norm is None else torch.tensor(norm))
+    made.add(outcome, rows=4)
+    return outcome
+
+
+def test_a_reading_is_logged_one_late_and_waits_only_for_the_one_before(made) -> None:
+    made, logged = made
+    made.point(_step(made, 1.0, norm=3.0), 0)
+    assert logged == [] and _Event.waits == 0
+    made.point(_step(made, 2.0), 0)
+    assert [step for step, _ in logged] == [1] and _Event.waits == 1
+    made.drain(0)
+    assert [step for step, _ in logged] == [1, 2] and _Event.waits == 2
+    assert logged[0][1]["train/loss"] == 1.0 and logged[0][1]["train/grad_norm"] == 3.0
+    assert "train/grad_norm" not in logged[1][1]
+
+
+def test_points_close_to_each_other_are_read_together(made, monkeypatch) -> None:
+    made, logged = made
+    monkeypatch.setattr(readings, "READ_EVERY_S", 3600.0)
+    for loss in (1.0, 2.0, 3.0):
+        made.point(_step(made, loss), 0)
+    assert logged == []
+    made.drain(0)
+    assert [(step, m["train/loss"]) for step, m in logged] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert ["speed/tokens_per_s" in m for _, m in logged] == [False, False, True]
+
+
+def test_the_first_step_counts_for_no_speed(made) -> None:
+    made, logged = made
+    outcome = _step(made, 1.0)
+    made.restart()
+    made.point(outcome, 0)
+    made.drain(0)
+    assert "speed/samples_per_s" not in logged[0][1]
+
+
+def test_a_bad_loss_is_found_one_reading_late_and_nothing_after_it_is_logged(made) -> None:
+    made, logged = made
+    made.point(_step(made, 1.0), 0)
+    made.point(_step(made, float("nan")), 0)
+    with pytest.raises(Diverged, match="became nan at step 2 .* good loss was 1 at step 1"):
+        made.point(_step(made, 2.0), 0)
+    assert [step for step, _ in logged] == [1]
