@@ -8,16 +8,13 @@ from __future__ import annotations
 import re
 import sys
 import traceback
-from collections.abc import Iterable
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tasks.engine.allocators import Allocator, Space, allocator
-from tasks.engine.live import live_tensors, storages_of, unique_bytes
+from tasks.engine.live import live_tensors, unique_bytes
 
 if sys.platform != "win32":
     import resource
@@ -64,7 +61,8 @@ class Meter:
         self._headroom: int | None = None
         self._fragmentation_pct: float | None = None
         self._allocator.reset_peaks()
-        self._retries_before = self._allocator.read().get("retries", 0)
+        self._retries_before = self._retries = self._allocator.read().get("retries", 0)
+        self._growing = 0  # windows running in which the allocator had to retry
 
     def phase(self, name: str) -> None:
         """`name` ends here: keep the highest use since the last phase or window ended."""
@@ -76,6 +74,9 @@ class Meter:
         """The series of a log point; peaks are those since the last call. Ends the phase too."""
         reading = {**self._fold(), **self._window}
         self._window = {}
+        retries = reading.get("retries", 0)
+        self._growing = self._growing + 1 if retries > self._retries else 0
+        self._retries = retries
         space = self._allocator.space()
         if space is not None:
             self._note_space(space, reading)
@@ -87,6 +88,16 @@ class Meter:
         names = ("allocated", "reserved", "peak_allocated", "peak_reserved", "free")
         series = {f"memory/{name}_mib": reading[name] / MIB for name in names if name in reading}
         return {**series, "memory/host_rss_mib": self._host.rss_bytes() / MIB}
+
+    def is_thrashing(self) -> bool:
+        """Whether the allocator had to free its cache in two windows running; tells it once.
+
+        Such a training goes on, slowly, and is about to run out of memory.
+        """
+        is_so = self._growing >= 2
+        if is_so:
+            self._growing = 0
+        return is_so
 
     def summary(self) -> dict[str, float]:
         """The run's memory so far; call it before the model is freed. Ends the window.
@@ -111,6 +122,10 @@ class Meter:
             found["memory/alloc_retries"] = float(retries - self._retries_before)
         return {**found, "memory/host_rss_peak_mib": self._host.peak_bytes() / MIB}
 
+    def reading(self) -> dict[str, int]:
+        """What the allocator tells now; see allocators.py for the keys."""
+        return self._allocator.read()
+
     def stats(self) -> dict[str, Any]:
         """The allocator's raw statistics; empty where it has none."""
         return self._allocator.stats()
@@ -125,11 +140,13 @@ class Meter:
         return reading
 
     def _note_space(self, space: Space, reading: dict[str, int]) -> None:
-        reserved = reading.get("reserved", 0)
+        # Where there is no pool, what tensors hold is all that is taken.
+        reserved = reading.get("reserved", reading.get("allocated", 0))
+        peak = reading.get("peak_reserved", reading.get("peak_allocated", 0))
         others = 0
         if space.free_bytes is not None:
             others = max(0, space.total_bytes - space.free_bytes - reserved)
-        left = space.total_bytes - others - max(reserved, reading.get("peak_reserved", 0))
+        left = space.total_bytes - others - max(reserved, peak)
         self._headroom = left if self._headroom is None else min(left, self._headroom)
 
 
@@ -166,49 +183,6 @@ def _record_rss_bytes() -> int:
     return record if sys.platform == "darwin" else 1024 * record
 
 
-def by_owner(model: nn.Module, optimizer_state: Iterable[Tensor]) -> dict[str, float]:
-    """MiB of parameters, gradients and optimizer state, in the names of the run record.
-
-    A storage that several tensors share counts once; what is on meta or not yet made counts 0.
-    """
-    parameters = list(model.parameters())
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return {
-        "memory/parameters_mib": unique_bytes(parameters) / MIB,
-        "memory/gradients_mib": unique_bytes(gradients) / MIB,
-        "memory/optimizer_state_mib": unique_bytes(optimizer_state) / MIB,
-    }
-
-
-class SavedActivations:
-    """Counts what the forward passes inside it save for the backward, parameters left out.
-
-    For one step only: its hook costs a call for each saved tensor.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        # Weak references keep no memory, but keep its address from being given to another storage.
-        self._known = {StorageWeakRef(s) for p in parameters for s in storages_of(p)}
-        self.bytes = 0
-
-    def __enter__(self) -> SavedActivations:
-        # Detached: an output that a node packs as itself would make a cycle and outlive the step.
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor)
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
-
-    def _count(self, tensor: Tensor) -> Tensor:
-        for storage in storages_of(tensor):
-            key = StorageWeakRef(storage)
-            if key not in self._known:
-                self._known.add(key)
-                self.bytes += storage.nbytes()
-        return tensor.detach()
-
-
 def is_oom(error: BaseException) -> bool:
     """Whether memory ran out: the error itself, or one that it came of."""
     return any(_says_oom(one) for one in chain(error))
@@ -242,6 +216,8 @@ def clear_frames(error: BaseException) -> None:
     no tensor by it; the traceback still prints.
     """
     for one in chain(error):
+        if isinstance(one, AttributeError):
+            one.obj = None  # the very object that lacks the attribute: perhaps the model
         for frame, _ in traceback.walk_tb(one.__traceback__):
             try:
                 frame.clear()

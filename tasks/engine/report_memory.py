@@ -16,9 +16,13 @@ OWNERS = tuple(
     (label, f"memory/{owner}_mib")
     for label, owner in (
         ("parameters", "parameters"),
+        ("buffers", "buffers"),
         ("gradients", "gradients"),
         ("optimizer", "optimizer_state"),
+        ("data", "data"),
+        ("batch", "batch"),
         ("activations", "activations"),
+        ("the rest", "rest"),
     )
 )
 PHASE_PEAKS = tuple(
@@ -30,7 +34,7 @@ LEAKS_SHOWN = 6
 def memory(metrics: Numbers) -> Section:
     """The most that was in use, by owner and by phase, and what the host process held."""
     peak_mib = metrics.get("memory/run_peak_allocated_mib")
-    owners = [(label, metrics[k]) for label, k in OWNERS if k in metrics]
+    owners = [(label, metrics[k]) for label, k in OWNERS if metrics.get(k)]
     peaks = [(label, metrics[k]) for label, k in PHASE_PEAKS if k in metrics]
     pool = said(
         metrics,
@@ -62,6 +66,22 @@ def memory(metrics: Numbers) -> Section:
     )
     lines = (*joined(pool), *joined(trouble), *joined(host))
     return Section("Memory", lines, tuple(b for b in blocks if b.bars))
+
+
+def ran_out(run: Mapping[str, Any], *, limit: int) -> Section:
+    """Who held the memory when a run ended for lack of it, the largest first."""
+    holdings = (run.get("oom") or {}).get("holdings") or ()
+    lines = [
+        printable(
+            f"{mebibytes(_bytes(held) / 1024**2)} of {held.get('owner')} in "
+            f"{number(held.get('count') or 0)} tensors, the largest {held.get('what')}"
+            + (f", at {held['line']}" if held.get("line") else ""),
+            limit=limit,
+        )
+        for held in holdings
+        if isinstance(held, Mapping)
+    ]
+    return Section("Ran out", tuple(lines))
 
 
 def released(run: Mapping[str, Any], metrics: Numbers, *, limit: int) -> Section:

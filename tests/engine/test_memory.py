@@ -7,16 +7,13 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 
 from tasks.engine.allocators import NoAllocator, PoolAllocator, Space, allocator, give_back
 from tasks.engine.memory import (
     MIB,
     HostMemory,
     Meter,
-    SavedActivations,
     allocated_bytes,
-    by_owner,
     clear_frames,
     is_oom,
 )
@@ -147,6 +144,17 @@ def test_retries_are_of_this_run_and_fragmentation_of_the_worst_log_point():
     assert summary["memory/alloc_retries"] == 2
 
 
+def test_an_allocator_that_retries_in_two_windows_running_is_thrashing():
+    counts = [0, 1, 1, 2, 3, 4, 5, 5]
+    meter = Meter(CPU, Recorded(*(mib(retries=count) for count in counts)))
+    found = []
+    for _ in counts[1:]:
+        meter.window()
+        found.append(meter.is_thrashing())
+    # Grown: yes, no, yes, yes, yes, yes, no. It tells at the second in a row, and starts anew.
+    assert found == [False, False, False, True, False, True, False]
+
+
 def test_nothing_reserved_has_no_fragmentation():
     summary = Meter(CPU, Recorded(mib(reserved=0, inactive_split=0))).summary()
     assert "memory/fragmentation_pct" not in summary
@@ -178,51 +186,6 @@ def test_allocated_bytes_on_a_cpu_counts_a_shared_storage_once():
     assert allocated_bytes(CPU) - before == 4000
     del base, views
     assert allocated_bytes(CPU) == before
-
-
-def test_owners_count_tied_weights_once_and_missing_gradients_not():
-    first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-    second.weight = first.weight
-    model = nn.Sequential(first, second)
-    state = torch.zeros(16, dtype=torch.float64)
-    found = by_owner(model, [state, state[:4], torch.empty(5, device="meta"), torch.empty(0)])
-    assert found["memory/parameters_mib"] * MIB == 256
-    assert found["memory/gradients_mib"] == 0
-    assert found["memory/optimizer_state_mib"] * MIB == 128
-    model(torch.ones(1, 8)).sum().backward()
-    assert by_owner(model, [])["memory/gradients_mib"] * MIB == 256
-
-
-def test_owners_of_meta_and_lazy_models_are_zero():
-    with torch.device("meta"):
-        model = nn.Linear(4, 4)
-    assert by_owner(model, [])["memory/parameters_mib"] == 0
-    assert by_owner(nn.LazyLinear(4), [])["memory/parameters_mib"] == 0
-
-
-def test_saved_activations_leave_parameters_out_and_count_each_storage_once():
-    model = nn.Sequential(nn.Linear(4, 32), nn.Sigmoid(), nn.Linear(32, 2))
-    x = torch.ones(16, 4)
-    with SavedActivations(model.parameters()) as saved:
-        loss = model(x).sum()
-    # x for the first layer; the sigmoid's output, which it and the second layer save.
-    assert saved.bytes == 16 * 4 * 4 + 16 * 32 * 4
-    loss.backward()
-    assert model[0].weight.grad is not None
-
-
-def test_saved_activations_do_not_outlive_the_step():
-    """A hook that hands an output back as it came makes a cycle through its node."""
-    gc.disable()
-    try:
-        with SavedActivations([]) as saved:
-            out = torch.ones(4, requires_grad=True).exp()
-        alive = weakref.ref(out)
-        assert saved.bytes == 16
-        del out
-        assert alive() is None
-    finally:
-        gc.enable()
 
 
 SAID_BY_ALLOCATORS = [
@@ -351,3 +314,16 @@ def test_clear_frames_leaves_running_functions_alone():
     alive = weakref.ref(mine)
     del mine
     assert alive() is None
+
+
+def test_an_attribute_error_lets_go_of_the_object_that_lacked_it() -> None:
+    def fails() -> None:
+        module = torch.nn.Linear(3, 3)
+        seen.append(weakref.ref(module))
+        module.weigth  # noqa: B018 (the mistake itself)
+
+    seen: list[weakref.ref[torch.nn.Module]] = []
+    with pytest.raises(AttributeError, match="weigth") as caught:
+        fails()
+    clear_frames(caught.value)
+    assert seen[0]() is None and "weigth" in str(caught.value)

@@ -1,0 +1,52 @@
+"""The most memory a run may take. On a GPU its allocator keeps the limit; on a CPU, which has none,
+a ledger counts the bytes of all tensors and runs out of memory as a device would, so that what
+happens then can be seen on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tasks.engine.accounts import CountedAllocator
+from tasks.engine.allocators import Allocator, allocator
+from tasks.engine.config import RunConfig
+from tasks.engine.device import limit
+from tasks.engine.facts import DeviceFacts
+from tasks.engine.ledger import MIB, Ledger
+
+BLOCK_BYTES = 512  # what the caching allocators of CUDA and XPU round a size up to
+
+
+@contextmanager
+def limited(facts: DeviceFacts, limit_mib: float | None) -> Iterator[tuple[Ledger, Allocator]]:
+    """The ledger of a run on this device, and what tells how much memory is in use.
+
+    Inside, more than limit_mib raises torch.OutOfMemoryError.
+    """
+    device = torch.device(facts.name)
+    if device.type != "cpu":
+        lift = limit(facts, limit_mib)
+        try:
+            yield Ledger(device, block_bytes=BLOCK_BYTES), allocator(device)
+        finally:
+            lift()
+        return
+    limit_bytes = None if limit_mib is None else int(limit_mib * MIB)
+    ledger = Ledger(device, limit_bytes=limit_bytes)
+    counted = CountedAllocator(ledger, limit_bytes)
+    if limit_bytes is None:
+        yield ledger, counted
+        return
+    with ledger.active():
+        yield ledger, counted
+
+
+def room_bytes(config: RunConfig, facts: DeviceFacts) -> int:
+    """What this run may take of the device, as far as is known; 0 where it is not."""
+    free_bytes = facts.free_bytes or 0
+    if config.memory.limit_mib is None:
+        return free_bytes
+    return min(free_bytes, int(config.memory.limit_mib * MIB))

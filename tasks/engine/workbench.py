@@ -1,0 +1,157 @@
+"""What a training works with, put together: the step in all its ways, the micro-batches, the judge,
+the clocks and accounts; and what they have measured when it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from tasks.engine import memory
+from tasks.engine.accounts import Accounts
+from tasks.engine.allocators import Allocator
+from tasks.engine.assembly import optimizer_of, step_of
+from tasks.engine.batches import Batches
+from tasks.engine.compiling import Known, TunedStep
+from tasks.engine.config import RunConfig
+from tasks.engine.evaluation import Judge, eval_rows
+from tasks.engine.facts import DataFacts, DeviceFacts
+from tasks.engine.ledger import Ledger
+from tasks.engine.limits import room_bytes
+from tasks.engine.losses import loss_of
+from tasks.engine.oom import MicroBatches
+from tasks.engine.optim import Optimizer
+from tasks.engine.phases import COUNT_EVERY, Phases
+from tasks.engine.snapshot import Recorder
+from tasks.engine.timing import phase_clock, wait
+
+
+@dataclass(frozen=True)
+class _Witness:
+    """Keeps what the device tells of the last attempt; see oom.Witness."""
+
+    recorder: Recorder
+    meter: memory.Meter
+
+    def start(self) -> None:
+        self.recorder.start()
+
+    def write(self) -> None:
+        self.recorder.write()
+
+    def reading(self) -> dict[str, int]:
+        return self.meter.reading()
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """What a training works with, and is measured by."""
+
+    optimizer: Optimizer
+    phases: Phases
+    micro: MicroBatches
+    tuned: TunedStep
+    judge: Judge
+    steps: int  # of the whole run
+
+    def measured(self) -> dict[str, float]:
+        """Under the names of the run record. Call it before the model is freed."""
+        return {
+            **self.phases.meter.summary(),
+            **self.phases.accounts.metrics(),
+            **self.tuned.verdict.metrics(),
+            "memory/ooms_recovered": float(self.micro.recovered + self.judge.micro.recovered),
+            "memory/micro_batch": float(self.micro.rows),
+        }
+
+    def tags(self) -> dict[str, str]:
+        """Under the names of the run record."""
+        return {
+            "compiled": self.tuned.verdict.compiled,
+            "compiled.reason": self.tuned.verdict.reason,
+            "micro_batch": str(self.micro.rows),
+        }
+
+
+def workbench(
+    config: RunConfig,
+    data: DataFacts,
+    model: nn.Module,
+    fed: tuple[Batches, Batches],
+    *,
+    facts: DeviceFacts,
+    precision: str,
+    counted: tuple[Ledger, Allocator],
+    recorder: Recorder,
+    known: Known | None,
+    micro_rows: int,
+    threads: int,
+) -> Workbench:
+    """Everything for one training of `model` on the rows of `fed`, those to validate on last.
+
+    precision: as resolved for the device; counted: as limits.limited() yields it; recorder: of the
+    device's history; known: what runs alike measured of compiling; micro_rows: of a micro-batch to
+    start with; threads: to try beside those of now.
+    """
+    device, (ledger, source), (rows, val) = torch.device(facts.name), counted, fed
+    batch_size = config.train.batch_size
+    optimizer = optimizer_of(config, model)
+
+    def owned() -> dict[str, Iterable[Tensor]]:
+        return {
+            "data": (*rows.tensors(), *val.tensors()),
+            "parameters": model.parameters(),
+            "buffers": model.buffers(),
+            "gradients": [p.grad for p in model.parameters() if p.grad is not None],
+            "optimizer_state": optimizer.state_tensors(),
+        }
+
+    phases = Phases(
+        phase_clock(device),
+        memory.Meter(device, source),
+        Accounts(ledger, owned),
+        count_every=COUNT_EVERY if device.type == "cpu" else None,
+    )
+    fitting = partial(
+        MicroBatches,
+        device=device,
+        model=model,
+        accounts=phases.accounts,
+        witness=_Witness(recorder, phases.meter),
+    )
+    micro = fitting(micro_rows, whole=batch_size, what="training")
+    step = step_of(
+        config,
+        data,
+        model,
+        optimizer,
+        device=device,
+        precision=precision,
+        micro=micro,
+        mark=phases.mark,
+    )
+    steps = config.train.epochs * rows.steps(batch_size)
+    tuned = TunedStep(
+        step,
+        mode=config.train.compile,
+        steps=steps,
+        wait=partial(wait, device),
+        # A scaler decides on the host whether to step; what it decided must not be replayed.
+        graphs=device.type == "cuda" and precision != "fp16",
+        threads=threads,
+        known=known,
+    )
+    most = eval_rows(data, batch_size, room_bytes=room_bytes(config, facts))
+    judge = Judge(
+        task=data.task,
+        loss=loss_of(config.train.loss, data.task),
+        autocast=step.autocast,
+        rows=most,
+        micro=fitting(most, whole=most, what="eval"),
+        phases=phases,
+    )
+    return Workbench(optimizer, phases, micro, tuned, judge, steps)

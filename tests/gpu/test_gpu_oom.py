@@ -1,0 +1,209 @@
+"""Running out of memory on a real GPU: its words are understood, its history is kept, and what was
+too large is done again in smaller micro-batches."""
+
+import pickle
+
+import pytest
+import torch
+
+from tasks.engine import training
+from tasks.engine.accounts import Accounts
+from tasks.engine.allocators import allocator, history
+from tasks.engine.config import RunConfig
+from tasks.engine.data import prepare
+from tasks.engine.device import detect
+from tasks.engine.ledger import MIB, Ledger
+from tasks.engine.memory import clear_frames, is_oom
+from tasks.engine.oom import MemoryExhausted, MicroBatches
+from tasks.engine.oom_report import explain
+from tasks.engine.oom_text import told_by
+from tasks.engine.settings import override
+from tasks.engine.snapshot import FILE, recording
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
+GPU = torch.device("cuda:0")
+PEAK = "memory/run_peak_allocated_mib"
+
+
+@pytest.fixture(autouse=True)
+def _given_back():
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0, GPU)
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def limit_mib():
+    """What this process may take beside what it has reserved already."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(GPU).total_memory
+    room = 64
+    torch.cuda.set_per_process_memory_fraction(
+        (torch.cuda.memory_reserved(GPU) + room * MIB) / total, GPU
+    )
+    return room
+
+
+def too_much():
+    free, _ = torch.cuda.mem_get_info(GPU)
+    return torch.empty(2 * free, dtype=torch.uint8, device=GPU)
+
+
+def test_the_error_of_this_gpu_tells_what_was_asked_and_what_was_free():
+    free, _ = torch.cuda.mem_get_info(GPU)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        too_much()
+    told = told_by(str(caught.value))
+    assert told.asked_bytes == pytest.approx(2 * free, rel=0.01)
+    assert told.free_bytes == pytest.approx(free, rel=0.05)
+    assert told.idle_bytes is not None
+
+
+def test_under_a_limit_the_free_memory_is_the_limits_and_not_the_gpus(limit_mib):
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(128 * MIB, dtype=torch.uint8, device=GPU)
+    told = told_by(str(caught.value))
+    assert told.asked_bytes == 128 * MIB
+    assert told.free_bytes is not None and told.free_bytes <= (limit_mib + 1) * MIB
+
+
+def test_the_ledger_remembers_what_was_held_when_the_gpu_refused():
+    ledger = Ledger(GPU, block_bytes=512)
+    with ledger.active():
+        kept = torch.zeros(MIB, dtype=torch.uint8, device=GPU)
+        with pytest.raises(torch.OutOfMemoryError):
+            too_much()
+    assert [entry.bytes for entry in ledger.at_failure()] == [MIB]
+    assert kept.numel() == MIB
+
+
+def test_the_ledger_and_the_allocator_agree_to_the_block():
+    torch.cuda.empty_cache()  # a cached block may be larger than what is asked of it
+    before = torch.cuda.memory_allocated(GPU)
+    ledger = Ledger(GPU, block_bytes=512)
+    with ledger.active():
+        kept = [torch.zeros(n, device=GPU) for n in (1, 1000, 12_345, 3 * MIB)]
+        assert ledger.allocated_bytes == torch.cuda.memory_allocated(GPU) - before
+        del kept[1]
+        assert ledger.allocated_bytes == torch.cuda.memory_allocated(GPU) - before
+
+
+def test_the_history_of_the_last_attempt_is_kept_with_its_python_lines(tmp_path):
+    with (
+        pytest.raises(torch.OutOfMemoryError) as caught,
+        recording(GPU, folder=tmp_path, on=False) as recorder,
+    ):
+        recorder.start()
+        torch.empty(MIB, dtype=torch.uint8, device=GPU)
+        too_much()
+    assert is_oom(caught.value)
+    clear_frames(caught.value)
+    # Written by this very test: reading it back is safe here, and nowhere in the product.
+    found = pickle.loads((tmp_path / FILE).read_bytes())
+    events = [event for trace in found["device_traces"] for event in trace]
+    assert {"alloc", "oom"} <= {event["action"] for event in events}
+    files = {frame["filename"] for event in events for frame in event.get("frames", ())}
+    assert any(name.endswith("test_gpu_oom.py") for name in files)
+
+
+def test_the_history_ends_with_the_run(tmp_path):
+    with recording(GPU, folder=tmp_path, on=True):
+        torch.empty(MIB, dtype=torch.uint8, device=GPU)
+    torch.empty(3 * MIB, dtype=torch.uint8, device=GPU)
+    later = tmp_path / "later.pickle"
+    history(GPU).write(later)
+    found = pickle.loads(later.read_bytes())
+    sizes = {event.get("size") for trace in found["device_traces"] for event in trace}
+    assert 3 * MIB not in sizes
+
+
+def micro_batches(rows):
+    accounts = Accounts(Ledger(GPU, block_bytes=512), lambda: {})
+    model = torch.nn.Linear(1, 1).to(GPU)
+    return accounts, MicroBatches(
+        rows, whole=rows, what="training", device=GPU, model=model, accounts=accounts
+    )
+
+
+def test_what_is_refused_is_done_again_in_parts_that_fit(limit_mib):
+    _, micro = micro_batches(16)
+    sizes = []
+
+    def attempt(rows):
+        sizes.append(rows)
+        return torch.zeros(rows, 20 * MIB, dtype=torch.uint8, device=GPU).sum().item()
+
+    assert micro.fit(attempt, ()) == 0
+    assert sizes == [16, 8, 4, 2]
+    assert (micro.rows, micro.recovered, micro.fitted) == (2, 3, 2)
+    assert limit_mib == 64
+
+
+def test_what_never_fits_is_explained_with_what_was_held(limit_mib):
+    accounts, micro = micro_batches(2)
+
+    def attempt(rows):
+        held = torch.zeros(rows, 8 * MIB, dtype=torch.uint8, device=GPU)
+        return held, torch.zeros(2 * limit_mib * MIB, dtype=torch.uint8, device=GPU)
+
+    with pytest.raises(MemoryExhausted) as ended:
+        micro.fit(attempt, ())
+    failure = ended.value.failure
+    why = explain(
+        failure.text,
+        accounts.ledger,
+        config=RunConfig(),
+        device="cuda:0",
+        precision="bf16",
+        phase=failure.phase,
+        step=failure.step,
+        batch_shape=failure.batch_shape,
+        allocator=allocator(GPU).read(),
+        tried=failure.tried,
+        fitted=failure.fitted,
+    )
+    assert (why.tried, why.fitted, why.phase) == ((2, 1), None, "forward")
+    assert why.told.asked_bytes == 2 * limit_mib * MIB
+    assert why.told.free_bytes is not None and why.told.free_bytes < limit_mib * MIB
+    assert why.holdings[0].bytes == 8 * MIB
+    assert why.holdings[0].line.startswith("test_gpu_oom.py:")
+
+
+def _trained(tmp_path, **more):
+    config = RunConfig.model_validate(
+        {
+            "data": {
+                "source": "synthetic",
+                "rows": 20_000,
+                "features": 256,
+                "cache": str(tmp_path / "data"),
+            },
+            "device": {"name": "cuda"},
+            "model": {"name": "mlp", "args": {"hidden": [4096, 4096]}},
+            "train": {"epochs": 1, "batch_size": 8192, "log_every": 1, "compile": "off"},
+        }
+    )
+    config = override(config, more)
+    facts = training.train(
+        config,
+        detect("cuda"),
+        prepare(config.data),
+        folder=tmp_path,
+        log=lambda metrics, step: None,
+    )
+    torch.cuda.empty_cache()
+    return facts
+
+
+def test_a_training_under_a_limit_keeps_it_in_smaller_micro_batches(tmp_path):
+    whole = _trained(tmp_path)
+    quarters = _trained(tmp_path, **{"train.accumulate": 4})
+    limit_mib = (whole.metrics[PEAK] + quarters.metrics[PEAK]) / 2
+    limited = _trained(tmp_path, **{"memory.limit_mib": limit_mib})
+    assert int(limited.tags["micro_batch"]) < 8192
+    assert limited.metrics[PEAK] <= limit_mib
+    assert limited.steps == whole.steps
+    assert limited.metrics["val/loss"] == pytest.approx(whole.metrics["val/loss"], rel=0.1)
