@@ -1,0 +1,201 @@
+"""Whether a training gets the memory that it will need, decided before it takes any: by what runs
+alike have taken, else by a forecast, against what is free now. It starts with a smaller micro-batch
+where only that fits, waits where that was asked for, and refuses by naming who holds the memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tasks.engine.allocators import allocator
+from tasks.engine.config import RunConfig
+from tasks.engine.device import DeviceError
+from tasks.engine.device_nvml import Nvml, holders, look_nvml
+from tasks.engine.device_seen import Holder
+from tasks.engine.facts import DataFacts, DeviceFacts
+from tasks.engine.forecast import Forecast, asked_micro_batch, forecast
+from tasks.engine.units import mebibytes, seconds
+
+MIB = 1024**2
+ASK_AGAIN_S = 1.0
+SHOWN = 4  # processes that a refusal names
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """With what a training may start."""
+
+    predicted_bytes: float | None  # None: nobody had to know
+    source: str  # history or dry step; empty where nobody had to know
+    micro_batch: int  # rows to start with
+    reason: str  # one sentence
+
+
+def admit(
+    config: RunConfig,
+    data: DataFacts,
+    device: DeviceFacts,
+    *,
+    past_peak_bytes: float | None,
+    past_micro_batch: int | None,
+    free: Callable[[], int | None] | None = None,
+    nvml: Callable[[], Nvml] = look_nvml,
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Admission:
+    """What the training may start with, at the latest after memory.wait_s.
+
+    past_*: of finished runs alike, the peak and the micro-batch that fitted; None where there are
+    none. Raises DeviceError where not even one row at a time fits.
+    """
+    rows = min(asked_micro_batch(config), past_micro_batch or config.train.batch_size)
+    if device.kind == "cpu" and config.memory.limit_mib is None:
+        return Admission(None, "", rows, "a cpu without memory.limit_mib gives what it has")
+    asked = _Asked(config, data, device, rows, past_peak_bytes)
+    asked.refuse_hopeless_limit()
+    until = now() + config.memory.wait_s
+    is_told = False
+    while True:
+        room = room_bytes(config, free() if free else free_bytes(device))
+        admission = asked.fitting(room)
+        if admission is not None:
+            return admission
+        # Where all of the device is too little, or a limit is, nothing is gained by waiting.
+        if now() >= until or asked.forecast(1).needed_bytes > asked.most_bytes:
+            raise DeviceError(asked.refusal(room, holders(device.uuid, nvml())))
+        if not is_told:
+            is_told = True
+            told = asked.shortage(room, holders(device.uuid, nvml()))
+            log.warning("waiting up to %s: %s", seconds(config.memory.wait_s), told)
+        sleep(min(ASK_AGAIN_S, max(0.0, until - now())))
+
+
+def room_bytes(config: RunConfig, free: float | None) -> float:
+    """Bytes that the training may take of those that are free; infinite where nobody tells."""
+    limit_mib = config.memory.limit_mib
+    limit_bytes = math.inf if limit_mib is None else limit_mib * MIB
+    return min(limit_bytes, math.inf if free is None else free)
+
+
+def free_bytes(device: DeviceFacts) -> int | None:
+    """What the device has free now, all processes together; None where it does not tell."""
+    space = allocator(torch.device(device.name)).space()
+    return None if space is None else space.free_bytes
+
+
+class _Asked:
+    """What a training asks for. Forecasts are made once, and only those that are needed."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        data: DataFacts,
+        device: DeviceFacts,
+        rows: int,
+        past_peak_bytes: float | None,
+    ) -> None:
+        self._config, self._data, self._device = config, data, device
+        self._rows, self._past_peak_bytes = rows, past_peak_bytes
+        self._forecasts: dict[int, Forecast] = {}
+        self._limit_bytes = room_bytes(config, None)
+        self.most_bytes = room_bytes(config, device.total_bytes)
+
+    def forecast(self, rows: int) -> Forecast:
+        if rows not in self._forecasts:
+            told = forecast(self._config, self._data, self._device, micro_batch=rows)
+            self._forecasts[rows] = told
+        return self._forecasts[rows]
+
+    def refuse_hopeless_limit(self) -> None:
+        """Raises DeviceError for a limit that not even the parameters fit in."""
+        known_bytes = self._past_peak_bytes or math.inf
+        if known_bytes <= self._limit_bytes:
+            return
+        least_bytes = self.forecast(self._rows).parameter_bytes
+        if least_bytes > self._limit_bytes:
+            raise DeviceError(
+                f"memory.limit_mib: must be more than the {mebibytes(least_bytes / MIB)} of the "
+                f"parameters alone (got {self._config.memory.limit_mib:g}); raise it, or make the "
+                "model smaller"
+            )
+
+    def fitting(self, room: float) -> Admission | None:
+        """What fits in the room; None where nothing does."""
+        past_bytes = self._past_peak_bytes
+        if past_bytes is not None:
+            needed_bytes, predicted_bytes, source = past_bytes, past_bytes, "history"
+        else:
+            told = self.forecast(self._rows)
+            needed_bytes, predicted_bytes = told.needed_bytes, told.peak_bytes
+            source = "dry step"
+        if needed_bytes <= room:
+            reason = f"{_size(predicted_bytes)} by {_SOURCES[source]}{self._of(room)}"
+            return Admission(predicted_bytes, source, self._rows, reason)
+        rows = self._rows
+        while rows > 1:
+            rows = math.ceil(rows / 2)
+            told = self.forecast(rows)
+            if told.needed_bytes <= room:
+                reason = (
+                    f"starts with micro-batches of {rows} rows, {_size(told.peak_bytes)} by a dry "
+                    f"step{self._of(room)}, where {self._rows} would need "
+                    f"{_size(needed_bytes)}"
+                )
+                return Admission(told.peak_bytes, "dry step", rows, reason)
+        return None
+
+    def refusal(self, room: float, found: tuple[Holder, ...]) -> str:
+        """Why the training can't be had; starts with the setting at fault."""
+        least_bytes = self.forecast(1).needed_bytes
+        if least_bytes > self._limit_bytes:
+            return (
+                f"memory.limit_mib: must be at least {math.ceil(least_bytes / MIB)}, for one row "
+                f"at a time (got {self._config.memory.limit_mib:g}); raise it, or make the model "
+                "smaller"
+            )
+        remedy = "make the model smaller, or choose another device"
+        if least_bytes <= self.most_bytes:
+            remedy += ", or let memory.wait_s wait for it"
+        return f"device.name: {self.shortage(room, found)}; {remedy}"
+
+    def shortage(self, room: float, found: tuple[Holder, ...]) -> str:
+        """What is asked, what is there, and who holds the rest."""
+        least_bytes = self.forecast(1).needed_bytes
+        return (
+            f"training one row at a time needs {_size(least_bytes)} of {self._device.name}, and "
+            f"{_size(room)} are free{_held(found)}"
+        )
+
+    def _of(self, room: float) -> str:
+        if math.isinf(room):
+            return f"; {self._device.name} does not tell what is free"
+        return f", of {_size(room)} that {self._device.name} has for it"
+
+
+_SOURCES = {"history": "what runs alike have taken", "dry step": "a dry step"}
+
+
+def _size(size_bytes: float) -> str:
+    return mebibytes(size_bytes / MIB)
+
+
+def _held(found: tuple[Holder, ...]) -> str:
+    if not found:
+        return ""
+    largest = sorted(found, key=lambda holder: -(holder.bytes or 0))
+    told = [
+        f"pid {h.pid}"
+        + (f" ({h.name})" if h.name else "")
+        + ("" if h.bytes is None else f" {_size(h.bytes)}")
+        for h in largest[:SHOWN]
+    ]
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return f"; held by {', '.join(told)}{more}"

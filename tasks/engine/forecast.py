@@ -1,0 +1,231 @@
+"""How much device memory a training will take, told before it takes any: two steps of the real
+model with the real optimizer and one evaluation batch, on tensors that have shapes and no bytes,
+counted by the ledger that counts a training. It refuses nothing, computes nothing and draws no
+random number; of what libraries take for themselves it knows cuBLAS's workspaces alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from tasks.engine import assembly, models
+from tasks.engine import data as prepared
+from tasks.engine.config import RunConfig
+from tasks.engine.device import resolve_precision
+from tasks.engine.evaluation import eval_rows
+from tasks.engine.facts import DataFacts, DeviceFacts
+from tasks.engine.forecast_rows import Rows, fed
+from tasks.engine.ledger import MIB, Ledger
+from tasks.engine.limits import BLOCK_BYTES, room_bytes
+from tasks.engine.losses import loss_of
+from tasks.engine.oom import Fixed
+from tasks.engine.step import Step, Watched
+
+# cuBLAS's workspace by the major version of the GPU's architecture: pytorch#95668, pytorch#89027.
+# Each thread has a handle of its own, and matrices are multiplied in two: forwards and backwards.
+HOPPER = 9
+WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES = int(8.125 * MIB), 32 * MIB
+THREADS = 2
+EVALUATION = "eval"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes that tensors will take on the device where a training holds most."""
+
+    peak_bytes: int
+    phase: str  # where the peak lies
+    owners: Mapping[str, int]  # bytes there
+    phases: Mapping[str, int]  # the most of each
+    parameter_bytes: int
+    micro_batch: int  # rows
+
+    @property
+    def needed_bytes(self) -> int:
+        """What has to fit: all but the evaluation, which takes its batches in smaller parts."""
+        return max(most for phase, most in self.phases.items() if phase != EVALUATION)
+
+
+def asked_micro_batch(config: RunConfig) -> int:
+    """Rows that go through the model at once if nothing speaks against it."""
+    return math.ceil(config.train.batch_size / config.train.accumulate)
+
+
+def forecast(
+    config: RunConfig, data: DataFacts, device: DeviceFacts, *, micro_batch: int | None = None
+) -> Forecast:
+    """The memory of this training. micro_batch: rows; as train.accumulate says where None.
+
+    Where this PyTorch can't use a device of that kind, the CPU's operations stand in for its own.
+    """
+    # Here, since entering it imports the compiler: 2 s, once in a process.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    rows = micro_batch or asked_micro_batch(config)
+    with FakeTensorMode():
+        peaks, parameter_bytes = _dry_run(config, data, device, rows)
+    libraries_bytes = _libraries_bytes(device)
+    phases = {phase: most + libraries_bytes for phase, most in peaks.phases.items()}
+    phase = max(phases, key=lambda name: phases[name])
+    owners = peaks.owners | ({"libraries": libraries_bytes} if libraries_bytes else {})
+    return Forecast(phases[phase], phase, owners, phases, parameter_bytes, rows)
+
+
+def largest_micro_batch(
+    config: RunConfig, data: DataFacts, device: DeviceFacts, room_bytes: float
+) -> int | None:
+    """The largest of batch_size and its halves that fits; None where not even one row does."""
+    rows = config.train.batch_size
+    while forecast(config, data, device, micro_batch=rows).needed_bytes > room_bytes:
+        if rows == 1:
+            return None
+        rows = math.ceil(rows / 2)
+    return rows
+
+
+@dataclass
+class _Peaks:
+    """Follows the ledger: the most of each phase, and the owners at the most of all."""
+
+    ledger: Ledger
+    phases: dict[str, int] = field(default_factory=dict)
+    owners: dict[str, int] = field(default_factory=dict)
+    _most: int = 0
+
+    def mark(self, phase: str) -> None:
+        """`phase` ends here."""
+        self.ledger.end_phase(phase)
+        self.phases[phase] = max(self.phases.get(phase, 0), self.ledger.peak_bytes)
+        self.ledger.reset_peak()
+
+    def settle(self) -> None:
+        """What was counted since the last call belongs to whom the ledger knows by now."""
+        if self.ledger.step_peak_bytes > self._most:
+            self._most, self.owners = self.ledger.step_peak_bytes, self.ledger.owners_at_peak()
+        self.ledger.begin_step()
+
+
+def _dry_run(
+    config: RunConfig, data: DataFacts, facts: DeviceFacts, micro_batch: int
+) -> tuple[_Peaks, int]:
+    device = _usable(torch.device(facts.name))
+    peaks = _Peaks(Ledger(device, block_bytes=1 if facts.kind == "cpu" else BLOCK_BYTES))
+    ledger = peaks.ledger
+    with ledger:
+        model = _model(config, data, device)
+        ledger.own("parameters", model.parameters())
+        ledger.own("buffers", model.buffers())
+        parameter_bytes = ledger.allocated_bytes
+        train, val = fed(
+            config,
+            facts,
+            prepared.load(data),
+            device=device,
+            channels_last=assembly.is_convolutional(model),
+        )
+        ledger.own("data", (*train.tensors(), *val.tensors()))
+        # On a CPU the weights of the best epoch are kept where the others are.
+        keeps_best = config.train.patience and facts.kind == "cpu"
+        best = [t.clone() for t in model.state_dict().values()] if keeps_best else []
+        ledger.own("best_weights", best)
+        peaks.mark("setup")
+        peaks.settle()
+        step = assembly.step_of(
+            config,
+            data,
+            model,
+            assembly.optimizer_of(config, model),
+            device=device,
+            precision=resolve_precision(config.train.precision, facts),
+            micro=Fixed(micro_batch),
+            mark=peaks.mark,
+        )
+        last = _train(model, step, train, min(config.train.batch_size, data.train_rows), peaks)
+        eval_batch = eval_rows(data, config.train.batch_size, room_bytes=room_bytes(config, facts))
+        _evaluate(config, data, model, step, val, peaks, min(eval_batch, data.val_rows))
+        del last, best  # a training holds both to its end
+    return peaks, parameter_bytes
+
+
+def _usable(device: torch.device) -> torch.device:
+    """The device itself, or the CPU where autograd would not know one of that kind."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    return device if here is not None and here.type == device.type else torch.device("cpu")
+
+
+def _model(config: RunConfig, data: DataFacts, device: torch.device) -> nn.Module:
+    """The model of the training, none of whose weights is ever drawn."""
+    with device:
+        model = models.build(
+            config.model.name,
+            input_shape=data.input_shape,
+            outputs=data.outputs,
+            args=config.model.args,
+        )
+    if assembly.is_convolutional(model):
+        # Not by model.to(), which can't convert such tensors.
+        for weight in (p for p in model.parameters() if p.dim() == 4):
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    return model
+
+
+def _train(
+    model: nn.Module, step: Step, rows: Rows, batch_size: int, peaks: _Peaks
+) -> tuple[Tensor, Tensor]:
+    """Two steps: the second has the first one's gradients and optimizer state. The last batch."""
+    model.train()
+    for _ in range(2):
+        # Gathered while the loop still holds the one before.
+        following = rows.gathered(batch_size)
+        peaks.ledger.own("batch", following)
+        peaks.mark("data_wait")
+        batch = following
+        del following
+        # The second micro-batch finds gradients there; those after it find nothing new.
+        x, y = (part[: 2 * step.micro.rows] for part in batch)
+        step(x, y, norm=True, watched=Watched.NOT)
+        peaks.ledger.own("gradients", (p.grad for p in model.parameters() if p.grad is not None))
+        peaks.ledger.own("optimizer_state", step.optimizer.state_tensors())
+        peaks.settle()
+    return batch
+
+
+@torch.inference_mode()
+def _evaluate(
+    config: RunConfig,
+    data: DataFacts,
+    model: nn.Module,
+    step: Step,
+    rows: Rows,
+    peaks: _Peaks,
+    most: int,
+) -> None:
+    """The largest batch of an evaluation, and what a regression keeps of all the others."""
+    model.eval()
+    x, y = rows.in_order(most)
+    kept = []
+    if data.task == "regression":
+        kept = [y.new_empty(data.val_rows - most, data.outputs)]
+    with step.autocast():
+        outputs = model(x)
+        loss_of(config.train.loss, data.task)(outputs, y)
+    if data.task == "classification":
+        _ = outputs.argmax(1) == y
+    elif data.task == "regression":
+        _ = torch.cat([*kept, outputs])
+    peaks.mark(EVALUATION)
+    peaks.settle()
+
+
+def _libraries_bytes(device: DeviceFacts) -> int:
+    """What cuBLAS is known to keep; 0 on devices of which nothing is known."""
+    if device.kind != "cuda":
+        return 0
+    is_here = torch.cuda.is_available()
+    newer = is_here and torch.cuda.get_device_capability(device.index)[0] >= HOPPER
+    return THREADS * (HOPPER_WORKSPACE_BYTES if newer else WORKSPACE_BYTES)

@@ -1,0 +1,132 @@
+"""The rows of a training as its device will hold them, made of tensors without bytes: on the device
+whole where `batches.feed` would keep them there, else a batch at a time. It reads shapes and types
+of the prepared arrays and none of their rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tasks.engine.batches import BLOCK_BYTES, RESIDENT_SHARE, TRAIN_SHARE, VAL_SHARE
+from tasks.engine.config import RunConfig
+from tasks.engine.data import Arrays
+from tasks.engine.facts import DeviceFacts
+from tasks.engine.layout import laid_out
+from tasks.engine.limits import room_bytes
+from tasks.engine.staging import PINNING, dtype_of
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One kept array: inputs, targets, or both in one."""
+
+    rows: int
+    shape: tuple[int, ...]  # of a row
+    dtype: torch.dtype
+    bytes: int
+    channels_last: bool
+
+    def empty(self, rows: int, device: torch.device) -> Tensor:
+        return torch.empty(
+            (rows, *self.shape),
+            dtype=self.dtype,
+            device=device,
+            memory_format=torch.channels_last if self.channels_last else torch.contiguous_format,
+        )
+
+
+class Rows:
+    """Inputs with their targets. kind: of the device meant; device: of the tensors."""
+
+    def __init__(
+        self,
+        x: np.ndarray,
+        y: np.ndarray,
+        *,
+        kind: str,
+        device: torch.device,
+        room_bytes: float,
+        channels_last: bool,
+        is_shuffled: bool,
+    ) -> None:
+        arrays, self._layout = laid_out(x, y, channels_last=channels_last)
+        is_resident = sum(array.nbytes for array in arrays) <= RESIDENT_SHARE * room_bytes
+        images = (
+            self._layout.channels_last and is_resident
+        )  # streamed ones are converted on the way
+        self._parts = [
+            _Part(len(a), a.shape[1:], dtype_of(a), a.nbytes, images and a.ndim == 4)
+            for a in arrays
+        ]
+        self._device = device
+        self._in_place = is_resident and kind == "cuda"
+        self._reads_ahead = not is_resident and kind in PINNING
+        self._batch: list[Tensor] = []  # where batches are gathered, or the last one sent
+        self._next: list[Tensor] = []
+        self._whole = [self._sent(part) for part in self._parts] if is_resident else []
+        self._order: list[Tensor] = []
+        if is_shuffled and (is_resident or kind == "cpu"):  # where it is gathered
+            self._order = [torch.empty(len(x), dtype=torch.int64, device=device)]
+
+    def tensors(self) -> list[Tensor]:
+        """What holds rows, and their order, on the device for the whole run."""
+        return [*self._whole, *self._order]
+
+    def gathered(self, rows: int) -> tuple[Tensor, Tensor]:
+        """A batch to train on."""
+        if not self._in_place or not self._batch:
+            self._batch = self._next or self._made(rows)
+        if self._reads_ahead:
+            self._next = self._made(rows)
+        return self._opened(self._batch)
+
+    def in_order(self, rows: int) -> tuple[Tensor, Tensor]:
+        """A batch to validate on."""
+        return self._opened([part[:rows] for part in self._whole] or self._made(rows))
+
+    def _opened(self, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+        batch = self._layout.open(parts)
+        if self._whole and not self._in_place:
+            self._batch = []  # gathered parts are let go of when they were opened
+        return batch
+
+    def _made(self, rows: int) -> list[Tensor]:
+        return [part.empty(rows, self._device) for part in self._parts]
+
+    def _sent(self, part: _Part) -> Tensor:
+        whole = part.empty(part.rows, self._device)
+        # In blocks, each of which is there twice while it is copied.
+        torch.empty(min(part.bytes, BLOCK_BYTES), dtype=torch.uint8, device=self._device)
+        return whole
+
+
+def fed(
+    config: RunConfig,
+    facts: DeviceFacts,
+    arrays: Arrays,
+    *,
+    device: torch.device,
+    channels_last: bool,
+) -> tuple[Rows, Rows]:
+    """The rows to train on and those to validate on, with the room that a training gives each."""
+    room = room_bytes(config, facts)
+
+    def rows(x: np.ndarray, y: np.ndarray, *, share: float, is_shuffled: bool) -> Rows:
+        return Rows(
+            x,
+            y,
+            kind=torch.device(facts.name).type,
+            device=device,
+            room_bytes=share * room,
+            channels_last=channels_last,
+            is_shuffled=is_shuffled,
+        )
+
+    return (
+        rows(arrays.train_x, arrays.train_y, share=TRAIN_SHARE, is_shuffled=True),
+        rows(arrays.val_x, arrays.val_y, share=VAL_SHARE, is_shuffled=False),
+    )

@@ -1,0 +1,55 @@
+"""What earlier runs of the same training on the same device measured, for decisions that only a
+measurement can make well. Runs are alike where a step does the same work: rate, seed and length may
+differ. It refuses to decide anything itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+
+from tasks.engine.compiling import Known
+from tasks.engine.config import RunConfig
+from tasks.engine.facts import DataFacts, DeviceFacts
+from tasks.engine.ledger import MIB
+
+COMPILING = ("time/plain_step_ms", "time/compiled_step_ms", "time/compile_s")
+WANTED = (*COMPILING, "memory/micro_batch", "memory/run_peak_allocated_mib")
+
+
+@dataclass(frozen=True)
+class Past:
+    """The newest values of finished runs that are alike, under the names of the run record."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def compiling(self) -> Known | None:
+        """What compiling cost and gained; None where no run has tried."""
+        if not all(name in self.metrics for name in COMPILING):
+            return None
+        plain_ms, compiled_ms, cost_s = (self.metrics[name] for name in COMPILING)
+        return Known(plain_ms / 1000, compiled_ms / 1000, cost_s)
+
+    def peak_bytes(self) -> float | None:
+        """The most that tensors held, of the last run that counted it."""
+        peak_mib = self.metrics.get("memory/run_peak_allocated_mib")
+        return None if peak_mib is None else peak_mib * MIB
+
+    def micro_batch(self) -> int | None:
+        """Rows of the micro-batch that fitted at the end of the last run."""
+        rows = self.metrics.get("memory/micro_batch")
+        return None if rows is None else max(1, round(rows))
+
+
+def alike(config: RunConfig, device: DeviceFacts, data: DataFacts) -> str:
+    """A name for the work of a step: the same for runs whose steps cost the same. 16 hex digits."""
+    t, o = config.train, config.optim
+    said = [
+        [device.kind, device.model, device.total_bytes, device.torch_version],
+        [data.task, data.input_shape, data.outputs, data.bytes],
+        [config.model.name, config.model.args],
+        [o.name, o.momentum > 0, o.clip_norm is not None],
+        [t.batch_size, t.accumulate, t.precision, t.deterministic, config.memory.limit_mib],
+    ]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,54 @@
+"""The memory of a training for a person who asks first, with the past of a real MLflow."""
+
+import io
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from rich.console import Console
+
+from tasks.engine.config import MemoryConfig, RunConfig
+from tasks.engine.device import DeviceError
+from tasks.foretell import foretell
+from tasks.past_runs import measured
+from tasks.where import where
+
+
+def test_a_forecast_leaves_no_run_and_no_database(place: Path) -> None:
+    foreseen = foretell(RunConfig())
+    assert foreseen.fits and foreseen.largest == 64 and foreseen.past_mib is None
+    assert sorted(f.name for f in place.iterdir()) == [".headroom", "mlflow.yaml"]
+    assert [f.name for f in (place / ".headroom").iterdir()] == ["data"]
+
+
+def test_what_is_too_small_is_told_and_not_raised(place: Path) -> None:
+    whole = foretell(RunConfig()).told
+    tight = foretell(RunConfig(memory=MemoryConfig(limit_mib=whole.parameter_bytes / 2**20)))
+    assert not tight.fits and tight.largest is None
+    with pytest.raises(DeviceError, match="^memory.limit_mib: must be above 0 and at most"):
+        foretell(RunConfig(memory=MemoryConfig(limit_mib=2.0**30)))
+
+
+def test_the_table_has_every_owner_and_phase_and_what_a_run_alike_took(place: Path) -> None:
+    foreseen = replace(foretell(RunConfig()), past_mib=12.5, room_bytes=math.inf)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(foreseen.table())
+    text = console.export_text()
+    for name in (*foreseen.told.owners, *foreseen.told.phases, "12.50", "not told", "64 rows"):
+        assert name in text
+
+
+def test_the_past_is_that_of_finished_runs_alike(place: Path) -> None:
+    client = MlflowClient(where().tracking_uri)
+    experiment = client.create_experiment(where().experiment)
+    for tag, status, value in (
+        ("a", "FINISHED", 1.0),
+        ("a", "FAILED", 2.0),
+        ("b", "FINISHED", 3.0),
+    ):
+        run = client.create_run(experiment, tags={"alike": tag}).info.run_id
+        client.log_metric(run, "memory/x_mib", value)
+        client.set_terminated(run, status)
+    assert measured(where(), "a", ["memory/x_mib", "memory/y_mib"]) == {"memory/x_mib": 1.0}
