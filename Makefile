@@ -44,8 +44,16 @@ serve: .venv/.ready
 serve-down: .venv/.ready
 	$(BIN)/python -m tasks.serve down
 
-bench: .venv/.ready
+bench: .venv/.bench
 	$(BIN)/python -m benchmarks.startup
+	$(BIN)/python -m benchmarks.throughput
+	$(BIN)/python -m benchmarks.scaling
+	$(BIN)/python -m benchmarks.memory
+
+# What the benchmarks compare with; nothing else needs it.
+.venv/.bench: .venv/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	@touch $@
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

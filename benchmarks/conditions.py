@@ -1,29 +1,55 @@
-"""Under which conditions a figure was measured: a number without them is a rumour."""
+"""Under which conditions a figure was measured, and where it is kept: a number without them is a
+rumour.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import version
+import re
+from collections.abc import Sequence
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import psutil
 import torch
 
-PACKAGES = ("torch", "prefect", "mlflow", "numpy")
+PACKAGES = ("torch", "prefect", "mlflow", "lightning", "accelerate", "numpy")
+RESULTS = Path(__file__).parent / "results"
 
 
 def conditions() -> dict[str, str]:
     """Machine, versions, threads and load, as they are now."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
         "processor": f"{_processor()}, {os.cpu_count()} cores",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
-        "gpu": gpu,
+        "gpu": _gpu() or "none",
         "python": platform.python_version(),
-        **{package: version(package) for package in PACKAGES},
+        **{package: _version(package) for package in PACKAGES},
         "torch threads": str(torch.get_num_threads()),
         "load": f"{os.getloadavg()[0]:.1f}",
     }
+
+
+def keep(kind: str, lines: Sequence[str], folder: Path = RESULTS) -> Path:
+    """Write `lines` to the results of `kind` of today and of this device; the file."""
+    device = re.sub(r"[^a-z0-9]+", "-", (_gpu() or "cpu").lower()).strip("-")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{kind}-{date.today()}-{device}.md"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def _gpu() -> str | None:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _processor() -> str:

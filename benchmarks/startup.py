@@ -1,7 +1,8 @@
 """From the start of the process to its end, on digits: this project against the script a user would
-write by hand, and against the flow a user would write first. All take the same number of steps of
-the same model and log the same number of metrics to an SQLite MLflow; they run in turns. `warm` has
-used its Prefect home and its MLflow database before, `new` has neither.
+write by hand, the flow a user would write first, and Lightning where it is installed. All take the
+same number of steps of the same model and log about the same number of metrics to an SQLite MLflow;
+they run in turns. `warm` has used its Prefect home and its MLflow database before, `new` has
+neither.
 
 `python -m benchmarks.startup [ROUNDS]` prints the table and keeps it in benchmarks/results.
 """
@@ -10,25 +11,36 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from datetime import date
 from fcntl import LOCK_EX, flock
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.conditions import conditions
+from benchmarks.conditions import conditions, keep
+from benchmarks.turns import in_turns, median_ratio, spread
 
 ROOT = Path(__file__).parent.parent
 CONTENDERS = {
     "headroom": "flows.train",
     "by hand": "benchmarks.peers.handwritten",
     "naive flow": "benchmarks.peers.naive_flow",
+    "lightning": "benchmarks.peers.lightning_digits",
 }
 BARS = {"by hand": 1.1, "naive flow": 0.55}
+
+
+@dataclass(frozen=True)
+class Run:
+    seconds: float
+    metrics: int  # logged
 
 
 def main(rounds: int) -> None:
@@ -36,41 +48,36 @@ def main(rounds: int) -> None:
     lines = [f"# Start to exit on digits, {date.today()}", ""]
     lines += [f"- {name}: {value}" for name, value in conditions().items()]
     for state in ("warm", "new"):
-        lines += ["", *_table(state, rounds)]
-        print("\n".join(lines[-7:]), flush=True)
-    folder = ROOT / "benchmarks" / "results"
-    folder.mkdir(exist_ok=True)
-    (folder / f"startup-{date.today()}-cpu.md").write_text("\n".join(lines) + "\n")
+        table = _table(state, rounds)
+        print("\n".join(table), flush=True)
+        lines += table
+    print(f"\nkept in {keep('startup', lines)}")
 
 
 def _table(state: str, rounds: int) -> list[str]:
-    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    metrics: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for turn in range(-1 if state == "warm" else 0, rounds):
-            for name, module in CONTENDERS.items():
-                place = Path(scratch) / (name if state == "warm" else f"{name} {turn}")
-                took_s = _run(module, place)
-                if turn >= 0:
-                    seconds[name].append(took_s)
-                metrics[name] = _metrics_of_last_run(place / "mlflow.db")
-    ours = seconds["headroom"]
+        runs: dict[str, Callable[[], Run]] = {}
+        for name, module in CONTENDERS.items():
+            if name != "lightning" or find_spec(name) is not None:
+                runs[name] = partial(_run, module, Path(scratch), is_warm=state == "warm")
+        found = in_turns(runs, rounds, warm_up=state == "warm")
+    seconds = {name: [run.seconds for run in of] for name, of in found.items()}
     rows = [
+        "",
         f"## {state}: {rounds} runs each, in turns",
         "",
         "| | median s | least to most | logged metrics | headroom / it (median of turns) | bar |",
         "|:--|--:|--:|--:|--:|--:|",
     ]
     for name, theirs in seconds.items():
-        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-        rows.append(
-            f"| {name} | {statistics.median(theirs):.2f} | {min(theirs):.2f} to {max(theirs):.2f} "
-            f"| {metrics[name]} | {ratio:.2f} | {BARS.get(name, '')} |"
-        )
+        ratio = median_ratio(seconds["headroom"], theirs)
+        cells = f"{spread(theirs, digits=2)} | {found[name][-1].metrics} | {ratio:.2f}"
+        rows.append(f"| {name} | {cells} | {BARS.get(name, '')} |")
     return rows
 
 
-def _run(module: str, place: Path) -> float:
+def _run(module: str, scratch: Path, *, is_warm: bool) -> Run:
+    place = scratch / module if is_warm else Path(tempfile.mkdtemp(dir=scratch))
     place.mkdir(exist_ok=True)
     drop = ("PREFECT_", "MLFLOW_", "HEADROOM_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
@@ -87,7 +94,7 @@ def _run(module: str, place: Path) -> float:
     if done.returncode:
         sys.exit(f"{module} failed:\n{done.stdout}{done.stderr}")
     _wait_until_alone(place / "prefect" / "headroom-server.lock")
-    return took_s
+    return Run(took_s, _metrics_of_last_run(place / "mlflow.db"))
 
 
 def _wait_until_alone(lock: Path) -> None:

@@ -1,0 +1,183 @@
+"""What this project's memory accounting costs, how well it foretells a training's peak, and what
+running out of memory costs a training that recovers from it. Measured with the very trainings its
+flow runs; on a CPU the limit is one that is counted.
+
+`python -m benchmarks.memory [ROUNDS]` prints the tables and keeps them in benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from math import ceil
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from benchmarks import workloads
+from benchmarks.conditions import conditions, keep
+from benchmarks.headroom import NO_TRACKER, headroom
+from benchmarks.trial import Reading, Trial, ready
+from benchmarks.turns import in_turns, median_ratio, spread
+from benchmarks.unaccounted import unaccounted
+from tasks.engine import training
+from tasks.engine.config import RunConfig
+from tasks.engine.data import prepare
+from tasks.engine.device import detect
+from tasks.engine.facts import DeviceFacts, TrainFacts
+from tasks.engine.forecast import forecast
+from tasks.engine.ledger import MIB
+from tasks.engine.settings import override
+
+ACCOUNTING_BARS = {"cpu": 0.98, "cuda": 0.99}
+FORECAST_BARS_PCT = {"cpu": 10.0, "cuda": 15.0}
+BATCHES = (16, 64, 256)
+PEAK = "memory/run_peak_allocated_mib"
+# So wide, of so few features, that activations hold most: smaller micro-batches then help.
+STARVED: dict[str, Any] = {
+    "data": {"source": "synthetic", "rows": 20_000, "features": 64},
+    "model": {"name": "mlp", "args": {"hidden": [1024, 1024]}},
+    "train": {"epochs": 2, "batch_size": 4096, "log_every": 1, "compile": "off"},
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    seconds: float
+    facts: TrainFacts
+
+
+def main(rounds: int) -> None:
+    """Measure, print, keep."""
+    lines: list[str] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for line in _report(rounds, Path(scratch)):
+            print(line, flush=True)
+            lines.append(line)
+    print(f"\nkept in {keep('memory', lines)}")
+
+
+def _report(rounds: int, scratch: Path) -> Iterator[str]:
+    yield f"# Memory, {date.today()}"
+    yield ""
+    for name, value in conditions().items():
+        yield f"- {name}: {value}"
+    device = detect()
+    yield from _accounting(device, rounds, scratch)
+    yield from _forecasts(device, scratch)
+    yield from _recovery(device, rounds, scratch)
+
+
+def _accounting(device: DeviceFacts, rounds: int, scratch: Path) -> Iterator[str]:
+    bar = ACCOUNTING_BARS["cpu" if device.kind == "cpu" else "cuda"]
+    yield from ("", f"## The accounting of time and memory: {rounds} turns", "")
+    yield "| | ms a step | least to most | without / with it (median of turns) | bar |"
+    yield "|:--|--:|--:|--:|--:|"
+    for workload in workloads.cpu() if device.kind == "cpu" else workloads.gpu():
+        if workload.shows_own_costs:
+            trial = ready(workload, device, scratch=scratch, tracking_uri=None)
+            with_it = partial(headroom, trial, NO_TRACKER, scratch / "model")
+            without = partial(_without, trial, scratch)
+            found = in_turns({"with": with_it, "without": without}, rounds)
+            ms = {name: [1000 * run.step_s for run in runs] for name, runs in found.items()}
+            ratio = median_ratio(ms["without"], ms["with"])
+            yield f"| {workload.name} | {spread(ms['with'], digits=3)} | {ratio:.3f} | {bar} |"
+
+
+def _without(trial: Trial, scratch: Path) -> Reading:
+    with unaccounted():
+        return headroom(trial, NO_TRACKER, scratch / "model")
+
+
+def _forecasts(device: DeviceFacts, scratch: Path) -> Iterator[str]:
+    bar = FORECAST_BARS_PCT["cpu" if device.kind == "cpu" else "cuda"]
+    yield from ("", f"## The forecast of the peak; bar: {bar:g} %", "")
+    yield "| model | batch | forecast MiB | measured MiB | error |"
+    yield "|:--|--:|--:|--:|--:|"
+    rows = workloads.synthetic(1_000, 784, scratch)
+    cases: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
+        ("linear", {}, rows),
+        ("mlp", workloads.MLP, rows),
+        ("cnn", {}, workloads.images(400, scratch)),
+        ("transformer", {"layers": 2, "width": 64}, workloads.tokens(400, 64, 256, scratch)),
+    ]
+    for name, args, data in cases:
+        for batch_size in BATCHES:
+            config = _config(
+                {
+                    "data": data,
+                    "model": {"name": name, "args": args},
+                    "train": {"epochs": 1, "batch_size": batch_size, "log_every": 1},
+                },
+                scratch,
+            )
+            told_mib = forecast(config, prepare(config.data), device).peak_bytes / MIB
+            mib = _trained(_counted(config, device), device, scratch).facts.metrics[PEAK]
+            error = 100 * (told_mib / mib - 1)
+            yield f"| {name} | {batch_size} | {told_mib:.2f} | {mib:.2f} | {error:+.1f} % |"
+
+
+def _recovery(device: DeviceFacts, rounds: int, scratch: Path) -> Iterator[str]:
+    """Under a limit that a quarter of the batch fits and half of it does not."""
+    config = _config(STARVED, scratch)
+    batch_size = config.train.batch_size
+    peaks = [
+        _trained(override(config, {"train.accumulate": parts}), device, scratch).facts.metrics[PEAK]
+        for parts in (1, 2, 4)
+    ]
+    limited = override(config, {"memory.limit_mib": (peaks[1] + peaks[2]) / 2})
+    micro_batch = int(_trained(limited, device, scratch).facts.tags["micro_batch"])
+    known = override(limited, {"train.accumulate": ceil(batch_size / micro_batch)})
+    runs = {
+        "finds it": partial(_trained, limited, device, scratch),
+        "knows it": partial(_trained, known, device, scratch),
+    }
+    found = in_turns(runs, rounds)
+    yield from ("", f"## Out of memory and on: {rounds} turns", "")
+    yield f"An mlp of two layers of 1024, batch {batch_size}: peaks of {peaks[0]:.1f} MiB whole,"
+    yield f"{peaks[1]:.1f} in halves, {peaks[2]:.1f} in quarters; memory.limit_mib"
+    yield f"{limited.memory.limit_mib:.1f}."
+    yield ""
+    yield "| | s | least to most | times out of memory | micro-batch | highest use MiB |"
+    yield "|:--|--:|--:|--:|--:|--:|"
+    for name, trained in found.items():
+        facts = trained[-1].facts
+        ooms = facts.metrics.get("memory/ooms_recovered", 0)
+        yield (
+            f"| {name} | {spread([run.seconds for run in trained], digits=2)} | {ooms:.0f} | "
+            f"{facts.tags['micro_batch']} | {facts.metrics[PEAK]:.1f} |"
+        )
+    pairs = zip(found["finds it"], found["knows it"], strict=True)
+    lost_s = median(finds.seconds - knows.seconds for finds, knows in pairs)
+    steps = found["finds it"][-1].facts.steps
+    yield from ("", f"Lost to finding it: {lost_s:.2f} s, once in a run (here of {steps} steps).")
+
+
+def _counted(config: RunConfig, device: DeviceFacts) -> RunConfig:
+    """A CPU counts all bytes of a run only where they are limited; else those of watched steps."""
+    if device.kind != "cpu" or device.total_bytes is None:
+        return config
+    return override(config, {"memory.limit_mib": device.total_bytes / MIB})
+
+
+def _config(sections: dict[str, Any], scratch: Path) -> RunConfig:
+    data = {**sections["data"], "cache": str(scratch / "data")}
+    return RunConfig.model_validate({**sections, "data": data})
+
+
+def _trained(config: RunConfig, device: DeviceFacts, scratch: Path) -> Trained:
+    data = prepare(config.data)
+    began = perf_counter()
+    facts = training.train(
+        config, device, data, folder=scratch / "model", log=lambda metrics, step: None
+    )
+    return Trained(perf_counter() - began, facts)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 5)
