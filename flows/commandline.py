@@ -15,6 +15,7 @@ from tasks.engine.settings_table import MAPPINGS, Setting, table
 
 _SWITCHES = {
     "--dry-run": "Print the resolved settings and the device decision; train nothing.",
+    "--forecast": "Print the memory that the training will take, and if it fits; train nothing.",
     "--explain-device": "Print every check of this machine's devices, with its remedy.",
     "--debug": "Show tracebacks and Prefect's own log.",
 }
@@ -47,12 +48,14 @@ examples:
   python -m flows.train --model.name mlp --model.args '{hidden: [64, 32]}'
   python -m flows.train --model.args.dropout 0.1 --device.name cuda:1 --dry-run
 
-exit codes: 0 trained, 1 failed, 2 bad input, 130 interrupted, 143 terminated
+exit codes: 0 trained, 1 failed, 2 bad input, 130 interrupted, 143 terminated;
+--forecast: 0 it fits, 2 it does not
 """
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """What the words ask for: config (a RunConfig), config_file, dry_run, explain_device, debug.
+    """What the words ask for: config (a RunConfig), config_file, dry_run, forecast, explain_device,
+    debug.
 
     Raises ConfigError with every problem of the words, the file and the flags. --help prints and
     exits with 0.
@@ -83,6 +86,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         config=config,
         config_file=file,
         dry_run=known.dry_run,
+        forecast=known.forecast,
         explain_device=known.explain_device,
         debug=known.debug,
     )

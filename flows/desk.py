@@ -31,6 +31,8 @@ def main(argv: Sequence[str]) -> int:
             return _explain_device(asked)
         if asked.dry_run:
             return _dry_run(asked)
+        if asked.forecast:
+            return _forecast(asked)
         return _train(asked)
     except (ConfigError, TrackingError) as error:
         print(error, file=sys.stderr)
@@ -136,6 +138,21 @@ def _dry_run(asked: Namespace) -> int:
         return 2
     print(f"# device: {facts.name}: {facts.reason}")
     return 0
+
+
+def _forecast(asked: Namespace) -> int:
+    from rich.console import Console
+
+    from tasks.foretell import foretell
+    from tasks.preflight import BAD_INPUT
+
+    try:
+        foreseen = foretell(asked.config)
+    except BAD_INPUT as error:
+        print(error, file=sys.stderr)
+        return 2
+    Console().print(foreseen.table())
+    return 0 if foreseen.fits else 2
 
 
 def _explain_device(asked: Namespace) -> int:

@@ -49,10 +49,16 @@ def train(
         )
         data = record.timed(prepare_data, config.data)
         check_fit(config, data)
-        record.begin(device, data)
+        past = record.begin(device, data)
         try:
             facts = record.timed(
-                train_model, config, device, data, folder=record.model_folder, log=record.log
+                train_model,
+                config,
+                device,
+                data,
+                past=past,
+                folder=str(record.folder),
+                log=record.log,
             )
             record.trained(facts)
         finally:

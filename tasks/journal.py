@@ -5,17 +5,22 @@ nothing is lost where MLflow is away. This process never imports mlflow.
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import queue
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+import orjson
 
 from tasks.where import TrackingError, Where, redacted
 
@@ -38,7 +43,7 @@ class Journal:
         self.run_id = ""
         self.experiment_id = ""
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._metrics: IO[str] | None = None
+        self._metrics: FileIO | None = None
         self._sender: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Journal:
@@ -58,30 +63,44 @@ class Journal:
         where = self.where.model_copy(update={"experiment": experiment or self.where.experiment})
         self._tell({"do": "open", "where": where.model_dump()})
 
-    def create(self, *, name: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> None:
-        """Open the run in MLflow. Raises TrackingError where that can't be done."""
+    def create(
+        self,
+        *,
+        name: str,
+        params: Mapping[str, Any],
+        tags: Mapping[str, str],
+        wanted: Sequence[str] = (),
+    ) -> dict[str, float]:
+        """Open the run in MLflow. Raises TrackingError where that can't be done.
+
+        Returns the newest values of the wanted metrics among finished runs with the same tag
+        `alike`.
+        """
         self._answer(OPEN_S)
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Line by line: what was logged survives the death of this process.
-        self._metrics = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
+        # Unbuffered: what was logged survives the death of this process.
+        self._metrics = open(self.folder / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
         self._tell(
             {
                 "do": "create",
                 "folder": str(self.folder),
                 "name": name,
                 "params": {k: "" if v is None else str(v) for k, v in params.items()},
-                "tags": dict(tags),
+                "tags": {"alike": "", **tags},
+                "wanted": list(wanted),
             }
         )
         answer = self._answer(OPEN_S)
         self.run_id, self.experiment_id = answer["run_id"], answer["experiment_id"]
+        past: dict[str, float] = answer["past"]
+        return past
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep metrics of a step. Costs one short write; sent later, by the other process."""
         assert self._metrics is not None, "log() before create()"
-        line = {"step": step, "t": int(time.time() * 1000), "metrics": dict(metrics)}
+        line = {"step": step, "t": int(time.time() * 1000), "metrics": metrics}
         try:
-            self._metrics.write(json.dumps(line) + "\n")
+            _append(self._metrics, _encoded(line, metrics))
         except OSError as error:
             place = f"{self.folder} can't be written"
             raise TrackingError(f"runs: {place} ({error.strerror}); make room there") from None
@@ -124,6 +143,21 @@ class Journal:
         sender.wait()
         log = Path(self.where.runs) / "tracking.log"
         self._answers.put({"error": f"tracking_uri: the sending process ended; see {log}"})
+
+
+def _append(file: FileIO, line: bytes) -> None:
+    """The whole line or none of it: half of one would spoil the next."""
+    written = file.write(line)
+    if written != len(line):
+        file.truncate(file.tell() - (written or 0))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _encoded(line: dict[str, Any], metrics: Mapping[str, float]) -> bytes:
+    """The line as JSON, by json.dumps() only where it takes its words for what is no number."""
+    if all(map(math.isfinite, metrics.values())):
+        return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+    return json.dumps(line).encode() + b"\n"
 
 
 def _spawn(where: Where) -> subprocess.Popen[str]:

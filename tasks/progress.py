@@ -96,7 +96,7 @@ class Progress:
             return
         self._untold = True
         told_epoch, told_s = self._told or (0, self._began_s)
-        if self._epoch() > told_epoch and now_s - told_s >= PLAIN_EVERY_S:
+        if now_s - told_s >= PLAIN_EVERY_S and self._epoch() > told_epoch:
             self._tell(now_s)
 
     def _epoch(self) -> int:

@@ -23,6 +23,8 @@ import psutil
 from tasks.engine.config import RunConfig
 from tasks.engine.facts import DataFacts, DeviceFacts, ReleaseFacts, TrainFacts
 from tasks.engine.memory import MIB, chain
+from tasks.engine.oom_files import OutOfMemory
+from tasks.engine.past import WANTED, Past, alike
 from tasks.engine.settings_file import to_yaml
 from tasks.engine.timing import Stopwatch
 from tasks.journal import Journal
@@ -51,7 +53,6 @@ class Record:
         self._where = where()
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         self.folder = Path(self._where.runs) / f"{stamp}-{uuid4().hex[:8]}"
-        self.model_folder = str(self.folder / "model")
         self._name = config.run.name or f"{config.model.name}-{config.data.source}-{stamp}"
         self._watch = Stopwatch()
         self._stages: dict[str, float] = {}
@@ -60,6 +61,7 @@ class Record:
         self._tags: dict[str, str] = {}
         self._owners: list[dict[str, Any]] = []
         self._failure: tuple[str, str] | None = None  # status and reason of the first failure
+        self._oom: dict[str, Any] | None = None  # how memory ran out
         self.held_bytes = 0  # on the device, at the end of the training
         self._step = 0
         self._screen = ExitStack()
@@ -95,11 +97,19 @@ class Record:
         finally:
             self._stages[f"time/{name}_s"] = time.perf_counter() - began
 
-    def begin(self, device: DeviceFacts, data: DataFacts) -> None:
-        """Open the run in MLflow. Raises TrackingError where that can't be done."""
-        self._tags = {**_found(device), **self._flow_run, "data.fingerprint": data.fingerprint}
+    def begin(self, device: DeviceFacts, data: DataFacts) -> Past:
+        """Open the run in MLflow; what runs alike have measured. Raises TrackingError where that
+        can't be done."""
+        self._tags = {
+            **_found(device),
+            **self._flow_run,
+            "data.fingerprint": data.fingerprint,
+            "alike": alike(self.config, device, data),
+        }
         began = time.perf_counter()
-        self._journal.create(name=self._name, params=self.config.flat(), tags=self._tags)
+        measured = self._journal.create(
+            name=self._name, params=self.config.flat(), tags=self._tags, wanted=WANTED
+        )
         self._stages["time/open_run_s"] = time.perf_counter() - began
         (self.folder / "config.yaml").write_text(to_yaml(self.config.model_dump()))
         checks = [asdict(check) for check in device.checks]
@@ -107,6 +117,7 @@ class Record:
         (self.folder / "device.json").write_text(json.dumps({**facts, "checks": checks}, indent=1))
         steps = self.config.train.epochs * -(-data.train_rows // self.config.train.batch_size)
         self._progress = self._screen.enter_context(Progress(steps, self.config.train.epochs))
+        return Past(measured)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """The loop's one seam: metrics of a step."""
@@ -156,6 +167,7 @@ class Record:
             "metrics": {**self._series, **self._summary},
             "owners": self._owners,
             "error": reason,
+            "oom": self._oom,
             "open_command": self.open_command(),
         }
         _ended.append(self.run)
@@ -175,6 +187,8 @@ class Record:
             signals = [e for e in chain(error) if not isinstance(e, Exception)]
             status = "KILLED" if signals else "FAILED"
             self._failure = status, str(error) or type(error).__name__
+            if isinstance(error, OutOfMemory):
+                self._oom = asdict(error.explanation)
 
     def open_command(self) -> str:
         """How a person opens this run in MLflow."""

@@ -27,6 +27,7 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  #
 from tasks import tracking_store  # noqa: E402
 from tasks.engine import report  # noqa: E402
 from tasks.surroundings import code_version  # noqa: E402
+from tasks.tracking_past import recall  # noqa: E402
 from tasks.tracking_run import Sender, State, close_the_dead, create, resend  # noqa: E402
 from tasks.where import TrackingError, Where, redacted, where  # noqa: E402
 
@@ -67,12 +68,15 @@ class Session:
             case "create":
                 assert self.client is not None and self.where is not None
                 order["folder"] = Path(order["folder"])
+                wanted = order.pop("wanted")
+                past = recall(self.client, self.experiment_id, order["tags"]["alike"], wanted)
                 self.sender = create(
                     self.client, self.where, experiment_id=self.experiment_id, **order
                 )
                 self.opened_at = time.monotonic()
                 state = self.sender.state
-                return {"run_id": state.run_id, "experiment_id": state.experiment_id}
+                ids = {"run_id": state.run_id, "experiment_id": state.experiment_id}
+                return {**ids, "past": past}
             case "tag":
                 assert self.sender is not None
                 self.sender.tags |= order["tags"]

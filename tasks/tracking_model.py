@@ -25,7 +25,14 @@ from mlflow.types import ColSpec, Schema, TensorSpec
 if TYPE_CHECKING:
     from tasks.tracking_run import State
 
-CODE = ("__init__.py", "engine/__init__.py", "engine/models.py", "engine/predictor.py")
+# All that predictor.py imports: nothing else of this project is there where the model is loaded.
+CODE = (
+    "__init__.py",
+    "engine/__init__.py",
+    "engine/models.py",
+    "engine/predictor.py",
+    "engine/transformer.py",
+)
 REQUIREMENTS = ("torch", "numpy", "pandas")
 
 
@@ -60,7 +67,7 @@ def _write(path: Path, trained: Path, spec: dict[str, Any], *, run_id: str) -> N
         code="code",
         python_env="python_env.yaml",
     )
-    _save_example(model, _example(trained / "example.npy", spec["feature_names"]), str(path))
+    _save_example(model, _example(trained / "example.npy", spec), str(path))
     requirements = [f"{name}=={version(name)}" for name in REQUIREMENTS]
     (path / "requirements.txt").write_text("\n".join(requirements) + "\n")
     python = f"python: {platform.python_version()}\n"
@@ -68,13 +75,23 @@ def _write(path: Path, trained: Path, spec: dict[str, Any], *, run_id: str) -> N
     model.save(str(path / "MLmodel"))
 
 
-def _example(file: Path, names: list[str] | None) -> Any:
-    rows = np.load(file)
+def _example(file: Path, spec: dict[str, Any]) -> Any:
+    rows, names = np.load(file), spec["feature_names"]
+    if spec["task"] == "tokens" and spec["source"] == "text":
+        # A row may begin or end within a character, or be no text at all.
+        return pd.DataFrame({"text": [bytes(row).decode(errors="ignore") for row in rows]})
+    if spec["task"] == "tokens":
+        return rows.astype("int64")
     return rows if names is None else pd.DataFrame(rows.astype("float64"), columns=names)
 
 
 def signature(spec: dict[str, Any]) -> ModelSignature:
-    """Rows in, by column name where there are names; a prediction for each row out."""
+    """Rows in, by column name where there are names; a prediction for each row out.
+
+    Rows of tokens may be shorter than the context.
+    """
+    if spec["task"] == "tokens":
+        return _token_signature(spec["source"])
     names = spec["feature_names"]
     inputs: list[Any] = [TensorSpec(np.dtype("float32"), (-1, *spec["input_shape"]))]
     if names:
@@ -82,4 +99,13 @@ def signature(spec: dict[str, Any]) -> ModelSignature:
     outputs: list[Any] = [ColSpec("double", "prediction")]
     if spec["task"] == "classification":
         outputs = [ColSpec("string", "prediction"), ColSpec("float", "probability")]
+    return ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs))
+
+
+def _token_signature(source: str) -> ModelSignature:
+    inputs: list[Any] = [TensorSpec(np.dtype("int64"), (-1, -1))]
+    prediction = ColSpec("long", "prediction")
+    if source == "text":
+        inputs, prediction = [ColSpec("string", "text")], ColSpec("string", "prediction")
+    outputs: list[Any] = [prediction, ColSpec("float", "probability")]
     return ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs))

@@ -13,6 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from tasks.engine import training
 from tasks.engine.config import RunConfig
 from tasks.engine.facts import DataFacts, DeviceFacts, TrainFacts
+from tasks.engine.past import Past
 
 
 @task(cache_policy=NO_CACHE)
@@ -21,8 +22,9 @@ def train_model(
     device: DeviceFacts,
     data: DataFacts,
     *,
+    past: Past,
     folder: str,
     log: Callable[[dict[str, float], int], None],
 ) -> TrainFacts:
-    """Train on `device`; the model and the allocator's statistics are left in `folder`."""
-    return training.train(config, device, data, folder=Path(folder), log=log)
+    """Train on `device`; the model, and what memory has to tell, are left in `folder`."""
+    return training.train(config, device, data, past=past, folder=Path(folder), log=log)

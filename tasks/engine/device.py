@@ -106,14 +106,9 @@ def resolve_precision(asked: str, facts: DeviceFacts) -> str:
 
 
 def check_limit(facts: DeviceFacts, limit_mib: float | None) -> None:
-    """Refuses with DeviceError a limit that the device's allocator cannot keep; None is none."""
+    """Refuses with DeviceError a limit that cannot be kept on the device; None is none."""
     if limit_mib is None:
         return
-    if facts.kind == "cpu":
-        raise DeviceError(
-            f"memory.limit_mib: a cpu has no allocator that can be limited (got {limit_mib:g}); "
-            "drop it, or train on a GPU"
-        )
     if facts.kind == "xpu" and not hasattr(torch.xpu, "set_per_process_memory_fraction"):
         raise DeviceError(
             f"memory.limit_mib: PyTorch {facts.torch_version} cannot limit {facts.name} "
@@ -136,9 +131,10 @@ def limit(facts: DeviceFacts, limit_mib: float | None) -> Callable[[], None]:
     """Caps what this process may allocate on the device; what it returns lifts the cap again.
 
     The cap belongs to the process, not to the run: call the returned function when the run ends.
+    A CPU has no allocator that could keep one: see limits.py.
     """
     check_limit(facts, limit_mib)
-    if limit_mib is None or not facts.total_bytes:
+    if limit_mib is None or not facts.total_bytes or facts.kind == "cpu":
         return lambda: None
     fraction = limit_mib * MIB / facts.total_bytes
     if facts.kind == "mps":

@@ -98,3 +98,8 @@ def look_nvml() -> Nvml:
     except ImportError:
         return Nvml(error="the package nvidia-ml-py is not installed")
     return read_nvml(pynvml)
+
+
+def holders(uuid: str | None, nvml: Nvml) -> tuple[Holder, ...]:
+    """The other processes on the GPU of this UUID; none where the driver does not tell."""
+    return next((gpu.holders for gpu in nvml.gpus if gpu.uuid == uuid), ())

@@ -44,13 +44,13 @@ class DeviceFacts:
 class DataFacts:
     """Prepared arrays on disk. Shapes exclude the row axis; sizes in bytes."""
 
-    folder: str  # holds train_x.npy, train_y.npy, val_x.npy, val_y.npy and manifest.json
+    folder: str  # holds the arrays and manifest.json
     source: str
-    task: str  # classification or regression
+    task: str  # classification, regression or tokens
     train_rows: int
     val_rows: int
-    input_shape: tuple[int, ...]  # (64,) a row of features; (1, 8, 8) an image: channels first
-    outputs: int  # classes, or regressed values
+    input_shape: tuple[int, ...]  # (64,) a row of features; (1, 8, 8) an image; (128,) tokens
+    outputs: int  # classes, regressed values, or different tokens
     class_names: tuple[str, ...] | None
     feature_names: tuple[str, ...] | None
     offset: tuple[float, ...]  # x_scaled = (x - offset) / scale; one value, or one a feature

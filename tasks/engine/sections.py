@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any
 
 from tasks.engine.phrases import Block, Numbers, Report, Section, bars, joined, said
-from tasks.engine.report_memory import memory, released
+from tasks.engine.report_memory import memory, ran_out, released
 from tasks.engine.units import mebibytes, milliseconds, number, percent, printable, seconds
 
 STAGES = (
@@ -46,6 +46,7 @@ def sections(run: Mapping[str, Any], *, limit: int = 400) -> Report:
         _device(tags, metrics),
         _time(metrics),
         memory(metrics),
+        ran_out(run, limit=limit),
         released(run, metrics, limit=limit),
     )
     return Report(

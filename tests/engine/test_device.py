@@ -137,7 +137,7 @@ def test_precision_that_the_device_lacks_is_refused(asked, facts, said):
 @pytest.mark.parametrize(
     ("facts", "limit_mib", "said"),
     [
-        (CPU, 100.0, "a cpu has no allocator that can be limited"),
+        (replace(CPU, total_bytes=2**30), 1025.0, r"must be above 0 and at most 1024, all of cpu"),
         (H200, 81921.0, r"must be above 0 and at most 81920, all of cuda:0 \(got 81921\)"),
         (H200, 0.0, r"must be above 0 .*\(got 0\)"),
         (replace(H200, total_bytes=None), 100.0, "the total memory of cuda:0 is not known"),
@@ -170,3 +170,8 @@ def test_limit_is_a_share_of_the_device_and_can_be_lifted(monkeypatch, facts, ba
     monkeypatch.setattr(backend, name, lambda *args: seen.append(args), raising=False)
     limit(facts, 40 * 1024.0)()
     assert seen == calls
+
+
+def test_a_cpu_may_have_a_limit_which_its_allocator_does_not_keep():
+    check_limit(replace(CPU, total_bytes=2**30), 1024.0)
+    limit(replace(CPU, total_bytes=2**30), 1.0)()

@@ -25,18 +25,26 @@ def test_no_words_mean_the_defaults() -> None:
     asked = parse([])
     assert asked.config == RunConfig()
     assert asked.config_file is None
-    assert (asked.dry_run, asked.explain_device, asked.debug) == (False, False, False)
+    assert (asked.dry_run, asked.forecast, asked.explain_device, asked.debug) == (False,) * 4
 
 
 def test_flags_win_over_the_file_and_switches_are_told(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("optim: {lr: 1, beta2: 0.5}")
     asked = parse(
-        ["--debug", "--config", str(file), "--optim.lr=2", "--dry-run", "--explain-device"]
+        [
+            "--debug",
+            "--config",
+            str(file),
+            "--optim.lr=2",
+            "--dry-run",
+            "--forecast",
+            "--explain-device",
+        ]
     )
     assert (asked.config.optim.lr, asked.config.optim.beta2) == (2, 0.5)
     assert asked.config_file == str(file)
-    assert (asked.dry_run, asked.explain_device, asked.debug) == (True, True, True)
+    assert (asked.dry_run, asked.forecast, asked.explain_device, asked.debug) == (True,) * 4
 
 
 def test_values_may_be_empty_spaced_or_hold_equals_signs() -> None:
@@ -129,7 +137,14 @@ def test_help_shows_every_setting_within_80_columns(
     flowing = " ".join(shown.split())
     assert "Peak learning rate. Above 0, at most 1,000. Default: 0.002." in flowing
     assert "instead of falling back to the CPU. One of any, gpu. Default: any." in flowing
-    for option in ("--config FILE", "--dry-run", "--explain-device", "--debug", "examples:"):
+    for option in (
+        "--config FILE",
+        "--dry-run",
+        "--forecast",
+        "--explain-device",
+        "--debug",
+        "examples:",
+    ):
         assert option in flowing
 
 

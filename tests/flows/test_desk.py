@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.desk import main
 from tests.conftest import desk_environment
 
 Desk = Callable[..., "subprocess.Popen[str]"]
@@ -132,6 +133,16 @@ def test_a_dry_run_shows_the_settings_and_the_device_and_leaves_nothing(
     out, err = desk("--dry-run", "--optim.lr", "0.5").communicate(timeout=60)
     assert "lr: 0.5" in out and "# device: cpu" in out, err
     assert sorted(f.name for f in place.iterdir()) == ["mlflow.yaml"]
+
+
+@pytest.mark.parametrize(("limit", "code", "said"), [("1000", 0, "yes"), ("0.1", 2, "NO")])
+def test_a_forecast_is_a_table_and_its_exit_code_tells_whether_it_fits(
+    place: Path, capsys: pytest.CaptureFixture[str], limit: str, code: int, said: str
+) -> None:
+    assert main(["--forecast", "--memory.limit_mib", limit]) == code
+    out = capsys.readouterr().out
+    assert "predicted peak" in out and "optimizer_state" in out and said in out
+    assert not (place / "mlflow.db").exists()
 
 
 def test_explain_device_answers_as_a_table(desk: Desk) -> None:

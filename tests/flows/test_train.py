@@ -14,10 +14,12 @@ from prefect.client.orchestration import get_client
 
 from flows.train import train
 from tasks.engine import predictor, training
+from tasks.engine.admission import Admission
 from tasks.engine.config import RunConfig
-from tasks.engine.loop import Diverged
 from tasks.engine.models import ModelError
+from tasks.engine.oom_files import OutOfMemory
 from tasks.engine.raw import DataError
+from tasks.engine.readings import Diverged
 from tasks.engine.settings import ConfigError
 from tasks.release_memory import LeakError
 from tasks.where import where
@@ -80,7 +82,8 @@ def test_a_run_on_digits_leaves_every_group_of_the_record(place: Path) -> None:
     assert metrics["memory/release_ok"] == 1 and metrics["memory/leaked_mib"] == 0
     assert metrics["memory/released_mib"] > 3 * metrics["memory/parameters_mib"]
     assert metrics["memory/residual_mib"] == 0 and "memory/baseline_mib" in metrics
-    pool = {"memory/allocated_mib", "memory/reserved_mib", "memory/free_mib", "memory/headroom_mib"}
+    assert 0 < metrics["memory/peak_forward_mib"] <= metrics["memory/run_peak_allocated_mib"]
+    pool = {"memory/reserved_mib", "memory/free_mib", "memory/headroom_mib"}
     assert not pool & set(metrics), "a CPU has no torch.cuda pool: absent, never zero"
 
     files = {f.path for f in client.list_artifacts(made["run_id"])}
@@ -146,6 +149,46 @@ def test_a_loss_that_explodes_fails_the_run_and_gives_the_memory_back() -> None:
     assert "memory/parameters_mib" not in run.data.metrics
 
 
+SMALL_CNN = {"model": {"name": "cnn", "args": {"width": 8}}, "train": {"epochs": 1}}
+
+
+def test_a_run_without_memory_fails_with_its_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Let in, as where somebody else takes the memory after the admission.
+    monkeypatch.setattr(training, "admit", lambda *_, **__: Admission(None, "", 64, "let in"))
+    with pytest.raises(OutOfMemory, match="memory ran out on cpu in the forward pass of step 1"):
+        _train(**SMALL_CNN, memory={"limit_mib": 0.04})
+    (run,) = _runs()
+    client = _client()
+    assert run.info.status == "FAILED"
+    assert "raise memory.limit_mib" in run.data.tags["end.reason"]
+    assert "Ran out" in run.data.tags["mlflow.note.content"]
+    assert "in 1 tensors, the largest" in run.data.tags["mlflow.note.content"].replace("\\", "")
+    files = {file.path for file in client.list_artifacts(run.info.run_id, "memory")}
+    assert files == {"memory/oom.json", "memory/snapshot.html"}
+    assert run.data.metrics["memory/release_ok"] == 1
+
+
+def test_a_limited_run_is_foretold() -> None:
+    _train(**SMALL_CNN, memory={"limit_mib": 4.0})
+    (run,) = _runs()
+    measured = run.data.metrics
+    assert measured["memory/predicted_peak_mib"] == pytest.approx(
+        measured["memory/run_peak_allocated_mib"], rel=0.1
+    )
+    assert measured["memory/ooms_recovered"] == 0
+
+
+def test_a_run_starts_with_the_micro_batch_that_the_last_one_alike_ended_with() -> None:
+    for _ in range(2):
+        _train(**SMALL_CNN, memory={"limit_mib": 0.3})
+    second, first = _runs()
+    assert "by a dry step" in first.data.tags["memory.admission"]
+    assert "by what runs alike have taken" in second.data.tags["memory.admission"]
+    assert first.data.tags["micro_batch"] == second.data.tags["micro_batch"] != "64"
+    took = first.data.metrics["memory/run_peak_allocated_mib"]
+    assert second.data.metrics["memory/predicted_peak_mib"] == took
+
+
 def test_an_interrupted_run_is_killed_and_gives_the_memory_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -165,14 +208,14 @@ KEPT: list[torch.Tensor] = []
 
 @pytest.mark.parametrize("on_leak", ["warn", "fail"])
 def test_a_leak_is_found_and_its_owner_named(on_leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = training._model
+    real = training.model_of
 
     def leaky(*arguments: Any) -> torch.nn.Module:
         model = real(*arguments)
         KEPT.append(next(model.parameters()))
         return model
 
-    monkeypatch.setattr(training, "_model", leaky)
+    monkeypatch.setattr(training, "model_of", leaky)
     try:
         if on_leak == "fail":
             with pytest.raises(LeakError, match="memory.on_leak: .* held by .*KEPT"):
@@ -196,7 +239,7 @@ def test_a_leak_is_found_and_its_owner_named(on_leak: str, monkeypatch: pytest.M
         ({"train": {"batch_size": 5000}}, ConfigError, "train.batch_size: must be at most the 14"),
         ({"train": {"loss": "mse"}}, ConfigError, "train.loss: mse does not fit"),
         ({"train": {"precision": "tf32"}}, ValueError, "train.precision: "),
-        ({"memory": {"limit_mib": 100.0}}, ValueError, "memory.limit_mib: "),
+        ({"memory": {"limit_mib": 2.0**30}}, ValueError, "memory.limit_mib: "),
         ({"device": {"name": "cuda:3"}}, ValueError, "device.name: cuda:3"),
         ({"device": {"require": "gpu"}}, ValueError, "device.require: "),
     ],

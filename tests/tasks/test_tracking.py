@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from io import FileIO
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
-from tasks.journal import Journal
+from tasks.journal import Journal, _append
 from tasks.where import TrackingError, Where
 
 
@@ -82,7 +83,7 @@ def test_a_run_is_kept_whole(tmp_path: Path) -> None:
 DIES = """
 import os, signal, sys, time
 from pathlib import Path
-from tasks.journal import Journal
+from tasks.journal import Journal, _append
 from tasks.where import Where
 where = Where.model_validate_json(sys.argv[1])
 journal = Journal(where, Path(where.runs) / "dying").__enter__()
@@ -230,3 +231,39 @@ def test_a_deleted_experiment_is_refused_with_its_remedy(tmp_path: Path) -> None
                 journal.create(name="first", params={}, tags={})
                 journal.close(_run())
                 MlflowClient(where.tracking_uri).delete_experiment(journal.experiment_id)
+
+
+def test_a_run_hears_what_the_newest_finished_runs_alike_measured(tmp_path: Path) -> None:
+    where = _where(tmp_path, experiment="past")
+
+    def run(alike: str, measured: dict[str, float], status: str = "FINISHED") -> dict[str, float]:
+        with Journal(where, tmp_path / "runs" / f"{alike}-{len(measured)}-{status}") as journal:
+            journal.open(None)
+            past = journal.create(name="n", params={}, tags={"alike": alike}, wanted=("a", "b"))
+            journal.log(measured, 1)
+            journal.close(_run(status))
+        return past
+
+    assert run("x", {"a": 1.0, "b": 2.0}) == {}
+    assert run("y", {"a": 9.0}) == {}
+    assert run("x", {"a": 3.0}) == {"a": 1.0, "b": 2.0}
+    assert run("x", {"a": 7.0}, "FAILED") == {"a": 3.0, "b": 2.0}
+    assert run("x", {}) == {"a": 3.0, "b": 2.0}
+
+
+def test_a_line_that_the_disk_takes_half_of_is_taken_back(tmp_path: Path) -> None:
+    """Half a line would spoil the one after it, and the sending of both."""
+
+    class Full(FileIO):
+        def write(self, data: bytes) -> int:
+            return super().write(data[:7] if room else data)
+
+    file, room = Full(tmp_path / "metrics.jsonl", "ab"), []
+    _append(file, b'{"step": 1}\n')
+    room.append(True)
+    with pytest.raises(OSError, match="No space left"):
+        _append(file, b'{"step": 2}\n')
+    room.clear()
+    _append(file, b'{"step": 3}\n')
+    file.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 3}\n'

@@ -1,0 +1,136 @@
+"""The logged model is whole: it loads and predicts where nothing of this project is installed."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tasks import tracking_model
+from tasks.engine import models, predictor
+
+ROOT = Path(__file__).parent.parent.parent
+SPECS = {
+    "rows": {
+        "model": "mlp",
+        "args": {"hidden": [4]},
+        "task": "classification",
+        "source": "csv",
+        "input_shape": [2],
+        "outputs": 3,
+        "class_names": ["x", "y", "z"],
+        "feature_names": ["a", "b"],
+        "offset": [1.0, 2.0],
+        "scale": [3.0, 4.0],
+    },
+    "tokens": {
+        "model": "transformer",
+        "args": {"layers": 1, "heads": 2, "width": 8},
+        "task": "tokens",
+        "source": "tokens",
+        "input_shape": [5],
+        "outputs": 600,
+        "class_names": None,
+        "feature_names": None,
+        "offset": [0.0],
+        "scale": [1.0],
+    },
+}
+SPECS["text"] = {**SPECS["tokens"], "source": "text", "outputs": 256}
+EXAMPLES = {
+    "rows": np.array([[1.0, 2.0], [3.0, 4.0]], dtype=np.float32),
+    "tokens": np.array([[1, 2, 3, 4, 599], [5, 6, 7, 8, 9]], dtype=np.uint16),
+    # The second row begins within a character.
+    "text": np.frombuffer(
+        "Hello\u00fcber".encode()[:5] + "\u00fcber".encode()[1:] + b"!", np.uint8
+    ),
+}
+LOADS = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import mlflow.pyfunc
+told = {}
+for folder in sys.argv[1:]:
+    model = mlflow.pyfunc.load_model(folder)
+    example = model.input_example
+    predicted = model.predict(example)
+    told[folder] = {
+        "example": example.values.tolist() if hasattr(example, "values") else example.tolist(),
+        "columns": [[name, str(kind)] for name, kind in predicted.dtypes.items()],
+        "predicted": predicted["prediction"].tolist(),
+        "probability": predicted["probability"].tolist(),
+        "code": sys.modules["tasks.engine.predictor"].__file__,
+    }
+    for name in [n for n in sys.modules if n.partition(".")[0] == "tasks"]:
+        del sys.modules[name]
+print(json.dumps(told))
+"""
+
+
+def _written(path: Path, name: str) -> predictor.Predictor | predictor.TokenPredictor:
+    spec, trained = SPECS[name], path / "trained"
+    model = models.build(
+        spec["model"], input_shape=spec["input_shape"], outputs=spec["outputs"], args=spec["args"]
+    )
+    predictor.save(model, spec, trained)
+    np.save(trained / "example.npy", EXAMPLES[name].reshape(2, -1))
+    (path / "logged").mkdir()
+    tracking_model._write(path / "logged", trained, spec, run_id="0" * 32)
+    return predictor.load(trained)
+
+
+@pytest.mark.filterwarnings("ignore:Operation with range")  # mlflow's own, with pandas 3
+def test_every_kind_of_model_loads_and_predicts_from_its_folder_alone(tmp_path: Path) -> None:
+    own, folders = {}, {}
+    for name in SPECS:
+        (tmp_path / name).mkdir()
+        own[name] = _written(tmp_path / name, name)
+        folders[name] = str(tmp_path / name / "logged")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LOADS, *folders.values()],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    told = {name: json.loads(done.stdout)[folder] for name, folder in folders.items()}
+    assert told["text"]["example"] == [["Hello"], ["ber!"]]
+    assert told["tokens"]["example"] == EXAMPLES["tokens"].tolist()
+    for name, folder in folders.items():
+        assert told[name]["code"].startswith(folder)
+        given = told[name]["example"]
+        expected = own[name].predict(given if name == "text" else np.array(given))
+        assert told[name]["predicted"] == expected["prediction"].tolist()
+        np.testing.assert_allclose(told[name]["probability"], expected["probability"], rtol=1e-5)
+    assert told["tokens"]["columns"][0] == ["prediction", "int64"]
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "outputs"),
+    [
+        ("rows", "['a': double (required), 'b': double (required)]", "string"),
+        ("tokens", "[Tensor('int64', (-1, -1))]", "long"),
+        ("text", "['text': string (required)]", "string"),
+    ],
+)
+def test_the_signature_tells_what_goes_in_and_comes_out(
+    name: str, inputs: str, outputs: str
+) -> None:
+    signature = tracking_model.signature(SPECS[name])
+    assert repr(signature.inputs) == inputs
+    assert repr(signature.outputs) == (
+        f"['prediction': {outputs} (required), 'probability': float (required)]"
+    )
+
+
+def test_what_travels_with_a_model_imports_nothing_that_stays_behind() -> None:
+    """Story: models.py imported memory.py, and no logged model loaded outside this project."""
+    there = {Path(name).stem for name in tracking_model.CODE}
+    for name in tracking_model.CODE:
+        tree = ast.parse((ROOT / "tasks" / name).read_text())
+        for node in tree.body:  # what runs at the import
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tasks"):
+                assert node.module.rpartition(".")[2] in there, f"{name} imports {node.module}"
