@@ -10,6 +10,7 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from tasks import forks
 from tasks.engine import training
 from tasks.engine.config import RunConfig
 from tasks.engine.facts import DataFacts, DeviceFacts, TrainFacts
@@ -27,4 +28,5 @@ def train_model(
     log: Callable[[dict[str, float], int], None],
 ) -> TrainFacts:
     """Train on `device`; the model, and what memory has to tell, are left in `folder`."""
+    forks.let_them_end()
     return training.train(config, device, data, past=past, folder=Path(folder), log=log)

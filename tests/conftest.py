@@ -41,8 +41,9 @@ def prefect_api() -> Iterator[str]:
         temporary_settings,
     )
 
-    from tasks import prefect_server
+    from tasks import forks, prefect_server
 
+    forks.let_them_end()
     with prefect_server.shared(prefect_server.home()) as url:
         settings = {
             PREFECT_API_URL: url,

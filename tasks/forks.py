@@ -1,0 +1,25 @@
+"""Forked processes, such as a DataLoader's workers, can end though Prefect runs beside them."""
+
+import asyncio
+import functools
+import os
+
+from prefect._internal.concurrency import services
+
+
+@functools.cache
+def let_them_end() -> None:
+    """Mend, in every process forked from now on, the Prefect services copied from its parent.
+
+    Prefect 3.8 takes away the event that tells that a service is done, and waits for it when the
+    process ends: the process then fails with code 1, and PyTorch with it ("DataLoader worker
+    exited unexpectedly").
+    """
+    os.register_at_fork(after_in_child=_done)
+
+
+def _done() -> None:
+    done = asyncio.Event()
+    done.set()
+    for service in list(services._active_services):
+        service._done_event = done  # its thread did not come along: nothing is left to wait for
