@@ -7,9 +7,10 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -32,13 +33,19 @@ def conditions() -> dict[str, str]:
     }
 
 
-def keep(kind: str, lines: Sequence[str], folder: Path = RESULTS) -> Path:
-    """Write `lines` to the results of `kind` of today and of this device; the file."""
+def publish(kind: str, title: str, lines: Iterable[str], folder: Path = RESULTS) -> None:
+    """Print title, conditions and lines as they come, and keep them by kind, date and device."""
+    shown: list[str] = []
+    heading = [f"# {title}, {date.today()}", ""]
+    heading += [f"- {name}: {value}" for name, value in conditions().items()]
+    for line in chain(heading, lines):
+        print(line, flush=True)
+        shown.append(line)
     device = re.sub(r"[^a-z0-9]+", "-", (_gpu() or "cpu").lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{kind}-{date.today()}-{device}.md"
-    file.write_text("\n".join(lines) + "\n")
-    return file
+    file.write_text("\n".join(shown) + "\n")
+    print(f"\nkept in {file}")
 
 
 def _gpu() -> str | None:

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -20,7 +19,7 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks import workloads
-from benchmarks.conditions import conditions, keep
+from benchmarks.conditions import publish
 from benchmarks.headroom import NO_TRACKER, headroom
 from benchmarks.trial import Reading, Trial, ready
 from benchmarks.turns import in_turns, median_ratio, spread
@@ -54,19 +53,11 @@ class Trained:
 
 def main(rounds: int) -> None:
     """Measure, print, keep."""
-    lines: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for line in _report(rounds, Path(scratch)):
-            print(line, flush=True)
-            lines.append(line)
-    print(f"\nkept in {keep('memory', lines)}")
+        publish("memory", "Memory", _report(rounds, Path(scratch)))
 
 
 def _report(rounds: int, scratch: Path) -> Iterator[str]:
-    yield f"# Memory, {date.today()}"
-    yield ""
-    for name, value in conditions().items():
-        yield f"- {name}: {value}"
     device = detect()
     yield from _accounting(device, rounds, scratch)
     yield from _forecasts(device, scratch)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import date
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -18,7 +17,7 @@ from time import perf_counter
 
 import numpy as np
 
-from benchmarks.conditions import conditions, keep
+from benchmarks.conditions import publish
 from benchmarks.headroom import ENDED, NO_TRACKER, timed, where_to
 from benchmarks.trial import Trial
 from benchmarks.turns import in_turns
@@ -36,18 +35,10 @@ KEYS = 8  # metrics of one log point
 
 def main(rounds: int) -> None:
     """Measure, print, keep."""
-    lines: list[str] = []
-    for line in _report(rounds):
-        print(line, flush=True)
-        lines.append(line)
-    print(f"\nkept in {keep('scaling', lines)}")
+    publish("scaling", "How cost grows", _report(rounds))
 
 
 def _report(rounds: int) -> Iterator[str]:
-    yield f"# How cost grows, {date.today()}"
-    yield ""
-    for name, value in conditions().items():
-        yield f"- {name}: {value}"
     yield f"- medians of {rounds} turns"
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)

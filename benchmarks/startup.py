@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import date
 from fcntl import LOCK_EX, flock
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
-from benchmarks.conditions import conditions, keep
+from benchmarks.conditions import publish
 from benchmarks.turns import in_turns, median_ratio, spread
 
 ROOT = Path(__file__).parent.parent
@@ -45,13 +45,8 @@ class Run:
 
 def main(rounds: int) -> None:
     """Measure, print, keep."""
-    lines = [f"# Start to exit on digits, {date.today()}", ""]
-    lines += [f"- {name}: {value}" for name, value in conditions().items()]
-    for state in ("warm", "new"):
-        table = _table(state, rounds)
-        print("\n".join(table), flush=True)
-        lines += table
-    print(f"\nkept in {keep('startup', lines)}")
+    tables = (_table(state, rounds) for state in ("warm", "new"))
+    publish("startup", "Start to exit on digits", chain.from_iterable(tables))
 
 
 def _table(state: str, rounds: int) -> list[str]:

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import chdir
 from dataclasses import dataclass, replace
-from datetime import date
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +21,7 @@ from statistics import median
 import torch
 
 from benchmarks import workloads
-from benchmarks.conditions import RESULTS, conditions, keep
+from benchmarks.conditions import RESULTS, publish
 from benchmarks.floor import floor
 from benchmarks.headroom import NO_TRACKER, Tracker, headroom, tracking
 from benchmarks.peers import loops
@@ -74,19 +73,12 @@ class Bench:
 
 def main(rounds: int, results: Path) -> None:
     """Measure, print, keep."""
-    lines: list[str] = []
+    results = results.resolve()
     with tempfile.TemporaryDirectory() as scratch, chdir(scratch):
-        for line in _report(rounds, Path(scratch)):
-            print(line, flush=True)
-            lines.append(line)
-    print(f"\nkept in {keep('throughput', lines, results)}")
+        publish("throughput", "Throughput", _report(rounds, Path(scratch)), results)
 
 
 def _report(rounds: int, scratch: Path) -> Iterator[str]:
-    yield f"# Throughput, {date.today()}"
-    yield ""
-    for name, value in conditions().items():
-        yield f"- {name}: {value}"
     yield NOTES.rstrip()
     device = detect()
     # Two databases: what this project sends late must not lock another's.

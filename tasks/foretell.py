@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tasks.engine import training
-from tasks.engine.admission import free_bytes, room_bytes
+from tasks.engine.admission import free_bytes
 from tasks.engine.config import RunConfig
 from tasks.engine.data import check, prepare
 from tasks.engine.device import check_limit, detect, resolve_precision
 from tasks.engine.facts import DeviceFacts
 from tasks.engine.forecast import Forecast, forecast, largest_micro_batch
+from tasks.engine.limits import room_bytes
 from tasks.engine.past import alike
 from tasks.past_runs import measured
 from tasks.where import where

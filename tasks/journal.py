@@ -105,10 +105,6 @@ class Journal:
             place = f"{self.folder} can't be written"
             raise TrackingError(f"runs: {place} ({error.strerror}); make room there") from None
 
-    def tag(self, tags: Mapping[str, str]) -> None:
-        """Tags found after the run began."""
-        self._tell({"do": "tag", "tags": dict(tags)})
-
     def close(self, run: Mapping[str, Any]) -> None:
         """Send what is left, with the files of the folder, and end the run with `run["status"]`.
 

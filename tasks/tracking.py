@@ -77,10 +77,6 @@ class Session:
                 state = self.sender.state
                 ids = {"run_id": state.run_id, "experiment_id": state.experiment_id}
                 return {**ids, "past": past}
-            case "tag":
-                assert self.sender is not None
-                self.sender.tags |= order["tags"]
-                return None
             case "close":
                 assert self.sender is not None
                 self.close(order["run"])

@@ -20,6 +20,7 @@ from tasks.engine.device_nvml import Nvml, holders, look_nvml
 from tasks.engine.device_seen import Holder
 from tasks.engine.facts import DataFacts, DeviceFacts
 from tasks.engine.forecast import Forecast, asked_micro_batch, forecast
+from tasks.engine.limits import room_bytes
 from tasks.engine.units import mebibytes, seconds
 
 MIB = 1024**2
@@ -76,13 +77,6 @@ def admit(
             told = asked.shortage(room, holders(device.uuid, nvml()))
             log.warning("waiting up to %s: %s", seconds(config.memory.wait_s), told)
         sleep(min(ASK_AGAIN_S, max(0.0, until - now())))
-
-
-def room_bytes(config: RunConfig, free: float | None) -> float:
-    """Bytes that the training may take of those that are free; infinite where nobody tells."""
-    limit_mib = config.memory.limit_mib
-    limit_bytes = math.inf if limit_mib is None else limit_mib * MIB
-    return min(limit_bytes, math.inf if free is None else free)
 
 
 def free_bytes(device: DeviceFacts) -> int | None:

@@ -146,7 +146,9 @@ def _dry_run(
             mark=peaks.mark,
         )
         last = _train(model, step, train, min(config.train.batch_size, data.train_rows), peaks)
-        eval_batch = eval_rows(data, config.train.batch_size, room_bytes=room_bytes(config, facts))
+        eval_batch = eval_rows(
+            data, config.train.batch_size, room_bytes=room_bytes(config, facts.free_bytes or 0)
+        )
         _evaluate(config, data, model, step, val, peaks, min(eval_batch, data.val_rows))
         del last, best  # a training holds both to its end
     return peaks, parameter_bytes

@@ -113,7 +113,7 @@ def fed(
     channels_last: bool,
 ) -> tuple[Rows, Rows]:
     """The rows to train on and those to validate on, with the room that a training gives each."""
-    room = room_bytes(config, facts)
+    room = room_bytes(config, facts.free_bytes or 0)
 
     def rows(x: np.ndarray, y: np.ndarray, *, share: float, is_shuffled: bool) -> Rows:
         return Rows(

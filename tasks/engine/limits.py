@@ -5,6 +5,7 @@ happens then can be seen on any machine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -44,9 +45,8 @@ def limited(facts: DeviceFacts, limit_mib: float | None) -> Iterator[tuple[Ledge
         yield ledger, counted
 
 
-def room_bytes(config: RunConfig, facts: DeviceFacts) -> int:
-    """What this run may take of the device, as far as is known; 0 where it is not."""
-    free_bytes = facts.free_bytes or 0
-    if config.memory.limit_mib is None:
-        return free_bytes
-    return min(free_bytes, int(config.memory.limit_mib * MIB))
+def room_bytes(config: RunConfig, free_bytes: float | None) -> float:
+    """What a run may take of the bytes that are free; infinite where nobody tells."""
+    limit_mib = config.memory.limit_mib
+    limit_bytes = math.inf if limit_mib is None else limit_mib * MIB
+    return min(limit_bytes, math.inf if free_bytes is None else free_bytes)

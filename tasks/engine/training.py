@@ -207,7 +207,7 @@ def _fed(
     config: RunConfig, facts: DeviceFacts, arrays: prepared.Arrays, model: nn.Module
 ) -> tuple[Batches, Batches]:
     """The rows to train on and those to validate on, where they are fastest to reach."""
-    room = room_bytes(config, facts)
+    room = room_bytes(config, facts.free_bytes or 0)
     send = partial(feed, device=torch.device(facts.name), channels_last=is_convolutional(model))
     rows = send(arrays.train_x, arrays.train_y, room_bytes=TRAIN_SHARE * room)
     return rows, send(arrays.val_x, arrays.val_y, room_bytes=VAL_SHARE * room)

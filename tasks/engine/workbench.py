@@ -4,15 +4,14 @@ the clocks and accounts; and what they have measured when it is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tasks.engine import memory
-from tasks.engine.accounts import Accounts
+from tasks.engine.accounts import Accounts, Owned
 from tasks.engine.allocators import Allocator
 from tasks.engine.assembly import optimizer_of, step_of
 from tasks.engine.batches import Batches
@@ -97,23 +96,14 @@ def workbench(
     device's history; known: what runs alike measured of compiling; micro_rows: of a micro-batch to
     start with; threads: to try beside those of now.
     """
-    device, (ledger, source), (rows, val) = torch.device(facts.name), counted, fed
+    device, (ledger, source) = torch.device(facts.name), counted
     batch_size = config.train.batch_size
     optimizer = optimizer_of(config, model)
-
-    def owned() -> dict[str, Iterable[Tensor]]:
-        return {
-            "data": (*rows.tensors(), *val.tensors()),
-            "parameters": model.parameters(),
-            "buffers": model.buffers(),
-            "gradients": [p.grad for p in model.parameters() if p.grad is not None],
-            "optimizer_state": optimizer.state_tensors(),
-        }
 
     phases = Phases(
         phase_clock(device),
         memory.Meter(device, source),
-        Accounts(ledger, owned),
+        Accounts(ledger, partial(_owned, fed, model, optimizer)),
         count_every=COUNT_EVERY if device.type == "cpu" else None,
     )
     fitting = partial(
@@ -134,7 +124,7 @@ def workbench(
         micro=micro,
         mark=phases.mark,
     )
-    steps = config.train.epochs * rows.steps(batch_size)
+    steps = config.train.epochs * fed[0].steps(batch_size)
     tuned = TunedStep(
         step,
         mode=config.train.compile,
@@ -145,7 +135,7 @@ def workbench(
         threads=threads,
         known=known,
     )
-    most = eval_rows(data, batch_size, room_bytes=room_bytes(config, facts))
+    most = eval_rows(data, batch_size, room_bytes=room_bytes(config, facts.free_bytes or 0))
     judge = Judge(
         task=data.task,
         loss=loss_of(config.train.loss, data.task),
@@ -155,3 +145,13 @@ def workbench(
         phases=phases,
     )
     return Workbench(optimizer, phases, micro, tuned, judge, steps)
+
+
+def _owned(fed: tuple[Batches, Batches], model: nn.Module, optimizer: Optimizer) -> Owned:
+    return {
+        "data": [tensor for rows in fed for tensor in rows.tensors()],
+        "parameters": model.parameters(),
+        "buffers": model.buffers(),
+        "gradients": [p.grad for p in model.parameters() if p.grad is not None],
+        "optimizer_state": optimizer.state_tensors(),
+    }

@@ -54,9 +54,8 @@ def test_a_run_is_kept_whole(tmp_path: Path) -> None:
         for step in range(1, 2501):
             journal.log({"train/loss": 1 / step}, step)
         journal.log({"train/grad_norm": math.inf, "val/loss": math.nan}, 2500)
-        journal.tag({"precision": "fp32"})
         (folder / "config.yaml").write_text("optim: {lr: 0.1}\n")
-        journal.close(_run(tags={"end.reason": "none"}))
+        journal.close(_run(tags={"precision": "fp32", "end.reason": "none"}))
     client = MlflowClient(where.tracking_uri)
     run = client.get_run(journal.run_id)
     assert client.get_experiment(run.info.experiment_id).name == "chosen"
