@@ -7,8 +7,8 @@ from __future__ import annotations
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tasks.engine.config import DataConfig
 from tasks.engine.data import prepare
+from tasks.engine.data_config import DataConfig
 from tasks.engine.facts import DataFacts
 
 

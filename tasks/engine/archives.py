@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from tasks.engine.arrays import Header, check_numeric, check_size, parse_header
-from tasks.engine.config import DataConfig
+from tasks.engine.data_config import DataConfig
 from tasks.engine.raw import (
     DataError,
     Raw,

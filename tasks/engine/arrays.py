@@ -13,7 +13,7 @@ from typing import IO
 
 import numpy as np
 
-from tasks.engine.config import DataConfig
+from tasks.engine.data_config import DataConfig
 from tasks.engine.raw import DataError, Raw, shorten, size, source_file
 
 

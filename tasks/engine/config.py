@@ -9,23 +9,15 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-Int = Annotated[int, Strict()]  # `true` is not 1
-Float = Annotated[float, Strict(), Field(allow_inf_nan=False)]
-Bool = Annotated[bool, Strict()]  # "yes" is not true
-Text = Annotated[str, Strict(), Field(max_length=4096)]
+from tasks.engine.data_config import DataConfig
+from tasks.engine.section import IMPORT, Bool, Float, Int, Section, Text, known_or_imported
 
 DEVICE_KINDS = ("cuda", "rocm", "mps", "xpu", "cpu")
-TABLE_FILES = ("csv", "parquet", "npz", "npy")
-TOKEN_SOURCES = ("text", "tokens")
+MODELS = ("linear", "mlp", "cnn", "transformer")
+LOSSES = ("auto", "cross_entropy", "bce", "mse")
 _DEVICE = re.compile(r"(auto|gpu|cpu|mps|(cuda|rocm|xpu)(:[0-9]{1,4})?)")
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
-    )
 
 
 class DeviceConfig(Section):
@@ -49,81 +41,19 @@ class DeviceConfig(Section):
         return self
 
 
-class DataConfig(Section):
-    source: Literal["digits", "csv", "parquet", "npz", "npy", "synthetic", "text", "tokens"] = (
-        "digits"
-    )
-    """digits: 1,797 real handwritten digits that ship with scikit-learn; csv, parquet, npz, npy:
-    the file at data.path; synthetic: made-up rows, for benchmarks; text: the bytes of any file;
-    tokens: numbers in an npy file, or 16-bit ones in a bin file."""
-    path: Text | None = None
-    """The file to read, for the sources csv, parquet, npz, npy, tokens and text. Default of text:
-    the licence and the documentation that come with Python."""
-    target: Text | None = None
-    """The column (csv, parquet) or array (npz) to predict. Default: a column named target, label,
-    class or y. An npy file holds it in its last column."""
-    task: Literal["auto", "classification", "regression", "tokens"] = "auto"
-    """What to learn. auto: the next token of the sources text and tokens; else classification
-    where the target is text, boolean or whole numbers with at most 100 different values, else
-    regression."""
-    validation_fraction: Annotated[Float, Field(gt=0, lt=1)] = 0.2
-    """Share of the rows kept for validation; stratified by class. Of tokens: the last ones."""
-    split_seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
-    """Seed of the split. Apart from train.seed, so that runs with other seeds stay comparable."""
-    scale: Bool = True
-    """Standardize each feature with mean and deviation of the training rows (images: of all their
-    pixels together). Tokens stay as they are."""
-    rows: Annotated[Int, Field(ge=10, le=10**9)] = 10_000
-    """Rows of the synthetic source."""
-    features: Annotated[Int, Field(ge=1, le=10**6)] = 64
-    """Features of the synthetic source."""
-    classes: Annotated[Int, Field(ge=1, le=10**5)] = 10
-    """Classes of the synthetic source; 1 makes a regression."""
-    context: Annotated[Int, Field(ge=1, le=2**20)] = 128
-    """Tokens that one row of the sources text and tokens holds: as far as the model looks back."""
-    vocab: Annotated[Int, Field(ge=2, le=2**16)] | None = None
-    """Different tokens of the source tokens. Default: the largest in the file plus 1; give it where
-    the file may lack some, such as 50257 for GPT-2's."""
-    cache: Annotated[Text, Field(min_length=1)] = ".headroom/data"
-    """Folder for prepared arrays, reused by runs with the same data and settings."""
-
-    @model_validator(mode="after")
-    def _path_fits_source(self) -> DataConfig:
-        takes = (*TABLE_FILES, *TOKEN_SOURCES)
-        has_default = self.source == "text" and self.path is None
-        if self.source in takes and not self.path and not has_default:
-            raise ValueError(f"path: is needed for source {self.source}; name the file to read")
-        if self.source not in takes and self.path is not None:
-            raise ValueError(
-                f"path: has no meaning for source {self.source} (got {self.path!r}); "
-                f"set data.source to one of {', '.join(takes)}"
-            )
-        for name, text in (("path", self.path or ""), ("cache", self.cache)):
-            if "\0" in text:
-                raise ValueError(f"{name}: must not hold a NUL character")
-        return self
-
-    @model_validator(mode="after")
-    def _task_fits_source(self) -> DataConfig:
-        if self.source in TOKEN_SOURCES and self.task not in ("auto", "tokens"):
-            raise ValueError(
-                f"task: must be auto or tokens for source {self.source} (got {self.task}); drop it"
-            )
-        if self.source not in TOKEN_SOURCES and self.task == "tokens":
-            raise ValueError(
-                f"task: tokens needs source {' or '.join(TOKEN_SOURCES)} (got {self.source}); "
-                "change one of them"
-            )
-        return self
-
-
 class ModelConfig(Section):
-    name: Literal["linear", "mlp", "cnn", "transformer"] = "mlp"
+    name: Text = "mlp"
     """linear: one layer; mlp: fully connected; cnn: convolutions, for images; transformer: a GPT,
-    for tokens."""
+    for tokens; package.module:factory: your own, a class or function that gives an nn.Module."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the model. mlp: hidden (list of widths), dropout; cnn: width, dropout;
-    transformer: layers, heads, width, dropout, positions (rope or learned)."""
+    transformer: layers, heads, width, dropout, positions (rope or learned). Your own is called with
+    them, and with input_shape and outputs where it has parameters of these names."""
+
+    @field_validator("name")
+    @classmethod
+    def _known_model(cls, name: str) -> str:
+        return known_or_imported(name, MODELS)
 
 
 class OptimConfig(Section):
@@ -158,9 +88,17 @@ class TrainConfig(Section):
     compile: Literal["auto", "off", "default", "max"] = "auto"
     """torch.compile: off, its default mode, or max-autotune. auto: measured in the first steps, and
     done where what is left of the run repays it; on CUDA a small step is replayed as a graph."""
-    loss: Literal["auto", "cross_entropy", "mse"] = "auto"
-    """auto: cross entropy for a classification and for tokens, mean squared error for a
-    regression."""
+    loss: Text = "auto"
+    """auto: cross_entropy for a classification and for tokens, bce (binary cross entropy) for a
+    multilabel, mse (mean squared error) for a regression; where inputs have an entry labels and the
+    model returns a loss, that one. package.module:function: your own, of outputs and targets, the
+    mean over the rows."""
+    metrics: dict[str, Text] = Field(default_factory=dict)
+    """Validation metrics of your own, by name: package.module:function of outputs and targets, the
+    mean over the rows of a batch; logged as val/NAME."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """balanced: each class of a classification weighs as much as the others, however few its
+    rows."""
     seed: Annotated[Int, Field(ge=0, lt=2**63)] = 0
     """Seed of the weights, the order of the rows and dropout."""
     deterministic: Bool = False
@@ -170,6 +108,21 @@ class TrainConfig(Section):
     0: never."""
     log_every: Annotated[Int, Field(ge=1, le=10**9)] = 10
     """Optimizer steps between two log points, at which the host waits for the device."""
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, name: str) -> str:
+        return known_or_imported(name, LOSSES)
+
+    @field_validator("metrics")
+    @classmethod
+    def _imported_metrics(cls, metrics: dict[str, str]) -> dict[str, str]:
+        for name, path in metrics.items():
+            if not re.fullmatch(r"[A-Za-z0-9_ -]{1,50}", name):
+                raise ValueError(f"names must be letters, digits, _ and - (got {name[:80]!r})")
+            if not IMPORT.fullmatch(path):
+                raise ValueError(f"{name} must be package.module:function (got {path[:80]!r})")
+        return metrics
 
     @model_validator(mode="after")
     def _micro_batch_holds_a_row(self) -> TrainConfig:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tasks.engine import rows, store, windows
-from tasks.engine.config import TOKEN_SOURCES, DataConfig
+from tasks.engine.data_config import TOKEN_SOURCES, DataConfig
 from tasks.engine.facts import DataFacts
 from tasks.engine.raw import DataError, check_memory
 from tasks.engine.sources import SOURCES, origin, synthetic_bytes

@@ -41,12 +41,22 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True)
+class Column:
+    """A feature column as its user has it, and how it became inputs of the model."""
+
+    name: str
+    kind: str  # number, or category: one input for each of its values
+    values: tuple[str, ...] = ()  # of a category, in the order of its inputs
+    fill: float | str | None = None  # what stands for a missing value; None: none was allowed
+
+
+@dataclass(frozen=True)
 class DataFacts:
     """Prepared arrays on disk. Shapes exclude the row axis; sizes in bytes."""
 
     folder: str  # holds the arrays and manifest.json
     source: str
-    task: str  # classification, regression or tokens
+    task: str  # classification, multilabel, regression or tokens
     train_rows: int
     val_rows: int
     input_shape: tuple[int, ...]  # (64,) a row of features; (1, 8, 8) an image; (128,) tokens
@@ -56,8 +66,10 @@ class DataFacts:
     offset: tuple[float, ...]  # x_scaled = (x - offset) / scale; one value, or one a feature
     scale: tuple[float, ...]
     bytes: int  # of all prepared arrays
-    fingerprint: str  # SHA-256 of the prepared content, 16 hex digits
+    fingerprint: str  # SHA-256 of the prepared content, 16 hex digits; empty for loaders
     reused: bool
+    columns: tuple[Column, ...] | None = None  # of a table, before it became inputs
+    class_rows: tuple[int, ...] | None = None  # training rows of each class
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from tasks.engine.config import TOKEN_SOURCES, RunConfig
+from tasks.engine.config import RunConfig
+from tasks.engine.data_config import TOKEN_SOURCES
 from tasks.engine.ledger import ACTIVATIONS, MIB, REST, Entry, Ledger
 from tasks.engine.oom_text import Told, told_by
 from tasks.engine.units import mebibytes, number, printable

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from tasks.engine.config import TOKEN_SOURCES, DataConfig
+from tasks.engine.data_config import TOKEN_SOURCES, DataConfig
 from tasks.engine.units import mebibytes
 
 TARGET_NAMES = ("target", "label", "class", "y")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tasks.engine import store
-from tasks.engine.config import DataConfig
+from tasks.engine.data_config import DataConfig
 from tasks.engine.labels import Labels, encode, validation_rows
 from tasks.engine.raw import Raw
 from tasks.engine.scaling import Scaling, measure, scaled

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tasks.engine.config import RunConfig
 from tasks.engine.settings_words import number, shown
 
-MAPPINGS = ("model.args",)  # settings whose inner names the user chooses
+MAPPINGS = ("model.args", "data.args", "train.metrics")  # inner names are the user's
 _USUAL_TEXT_LENGTH = 4096
 _SYNONYMS = {
     "learning_rate": "optim.lr",
@@ -134,9 +134,10 @@ def _meant_name(name: str) -> str | None:
 
 def _row(name: str, about: Mapping[str, Any]) -> Setting:
     kinds = {"integer": "whole number", "boolean": "true or false", "object": "mapping"}
+    empty: Any = [] if about.get("type") == "array" else {}
     core = {**about, **about.get("anyOf", [{}])[0]}
     kind = "one of" if "enum" in core else kinds.get(core["type"], core["type"])
-    kind = "text" if kind == "string" else kind
+    kind = {"string": "text", "array": "list"}.get(kind, kind)
     limits = [
         f"{words} {number(core[key])}"
         for key, words in (
@@ -152,7 +153,7 @@ def _row(name: str, about: Mapping[str, Any]) -> Setting:
     return Setting(
         name=name,
         kind=kind + (" or null" if "anyOf" in about else ""),
-        default=_default(about.get("default", {})),
+        default=_default(about.get("default", empty)),
         limits=", ".join(core.get("enum", limits)),
         text=" ".join(about["description"].split()),
     )

@@ -16,6 +16,7 @@ _KINDS = {
     "whole number": "a whole number",
     "text": "text",
     "true or false": "true or false",
+    "list": "a list of text, such as [a, b]",
     "mapping": "a mapping with names of text, such as {hidden: [64]}",
 }
 _LIMITS = {

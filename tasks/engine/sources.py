@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from tasks.engine import archives, arrays, tokens
-from tasks.engine.config import DataConfig
+from tasks.engine.data_config import DataConfig
 from tasks.engine.raw import DataError, Raw, refuse_target, source_file
 
 DIGITS_VALUES = 1797 * 65

@@ -19,7 +19,7 @@ from pyarrow import csv as pa_csv
 from pyarrow import parquet as pa_parquet
 
 from tasks.engine.columns import BROKEN, raw_rows, wrong_types
-from tasks.engine.config import DataConfig
+from tasks.engine.data_config import DataConfig
 from tasks.engine.raw import (
     MOST_SHOWN,
     DataError,

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tasks.engine.arrays import check_size, parse_header
-from tasks.engine.config import DataConfig
+from tasks.engine.data_config import DataConfig
 from tasks.engine.raw import DataError, refuse_target, shorten, source_file
 
 BYTES = 256

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from tasks.engine import store
-from tasks.engine.config import DataConfig
+from tasks.engine.data_config import DataConfig
 from tasks.engine.tokens import BLOCK_TOKENS, BYTES, Tokens
 
 PARTS = ("train.npy", "val.npy")

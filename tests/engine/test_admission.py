@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from tasks.engine.admission import admit
-from tasks.engine.config import DataConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from tasks.engine.config import MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from tasks.engine.data import prepare
+from tasks.engine.data_config import DataConfig
 from tasks.engine.device import DeviceError, detect
 from tasks.engine.device_nvml import Nvml, holders
 from tasks.engine.device_seen import Gpu, Holder

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tasks.engine import data, rows, store
-from tasks.engine.config import DataConfig
+from tasks.engine.data_config import DataConfig
 from tasks.engine.labels import encode, validation_rows
 from tasks.engine.raw import DataError, Raw
 from tasks.engine.scaling import measure, scaled
@@ -300,7 +300,7 @@ def test_a_damaged_cache_is_noticed_and_prepared_anew(tmp_path, caplog, part, da
 
 
 PREPARE = (
-    "import os, sys; from tasks.engine import data, store; from tasks.engine.config import *; "
+    "import os, sys; from tasks.engine import data, store; from tasks.engine.data_config import *; "
     "config = DataConfig(source='synthetic', rows=60, features=3, classes=3, cache=sys.argv[1]); "
 )
 

@@ -7,8 +7,9 @@ import torch
 
 from tasks.engine import assembly
 from tasks.engine.batches import feed, row_order
-from tasks.engine.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from tasks.engine.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from tasks.engine.data import load, prepare
+from tasks.engine.data_config import DataConfig
 from tasks.engine.device import detect
 from tasks.engine.facts import DataFacts, DeviceFacts
 from tasks.engine.forecast import asked_micro_batch, forecast, largest_micro_batch

@@ -113,9 +113,21 @@ TEXTS: list[tuple[str | bytes, str]] = [
     (f"run: {{name: {'x' * 300}}}", ":1 run.name: must be text of at most 250 characters (got 'x"),
     ('run: {name: "a\\nb"}', ":1 run.name: must be printable text on one line (got 'a\\nb')"),
     ("\ndata:\n  source: csv", ":3 data.path: is needed for source csv; name the file to read"),
+    ("data: {path: x}", ":1 data.source: the ending of 'x' does not tell; set data.source to one"),
     (
-        "data: {path: x}",
-        ":1 data.path: has no meaning for source digits (got 'x'); set data.source",
+        "data: {path: x.csv, source: synthetic}",
+        ":1 data.path: has no meaning for source synthetic (got 'x.csv'); set data.source",
+    ),
+    ("data: {path: x.npy, drop: [a]}", ":1 data.drop: has no meaning for source npy; drop it"),
+    ("data: {args: {a: 1}}", ":1 data.args: are for a source of your own, package.module:factory"),
+    ("data: {path: x.csv, drop: [1]}", ":1 data.drop: must be a list of text, such as [a, b] (got"),
+    (
+        "model: {name: 'os:'}",
+        ":1 model.name: must be one of linear, mlp, cnn, transformer, or pack",
+    ),
+    (
+        "train: {metrics: {f1: f1}}",
+        ":1 train.metrics: f1 must be package.module:function (got 'f1'",
     ),
     (
         "train: {batch_size: 2, accumulate: 3}",
@@ -350,6 +362,14 @@ def test_the_table_lists_every_setting_with_its_text_and_default() -> None:
     assert rows["model.args"][1:4] == ("mapping", "{}", "")
     assert markdown_table().count("\n") == len(rows) + 2
     assert "| `optim.lr` | number | `0.002` | above 0, at most 1,000 | Peak lea" in markdown_table()
+
+
+@pytest.mark.parametrize(
+    ("path", "source"), [("a.csv", "csv"), ("b.TAB", "tsv"), ("c.pq", "parquet"), ("d.txt", "text")]
+)
+def test_the_ending_of_a_path_tells_its_source(path: str, source: str) -> None:
+    assert resolve(None, {"data.path": path}).data.source == source
+    assert override(RunConfig(), {"data.path": path}).data.source == source
 
 
 def test_every_default_reads_back_as_a_flag() -> None:

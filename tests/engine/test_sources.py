@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from tasks.engine.config import DataConfig
 from tasks.engine.data import check, load, prepare
+from tasks.engine.data_config import DataConfig
 from tasks.engine.raw import DataError
 from tasks.engine.sources import SOURCES
 
@@ -102,7 +102,8 @@ def test_a_file_of_another_kind_is_told_apart_by_its_first_bytes(tmp_path):
 
 def test_digits_are_read_without_scikit_learn_and_without_pandas():
     code = (
-        "import sys; from tasks.engine.sources import SOURCES; from tasks.engine.config import *; "
+        "import sys; from tasks.engine.sources import SOURCES; "
+        "from tasks.engine.data_config import *; "
         "raw = SOURCES['digits'].read(DataConfig()); print(raw.features.shape, raw.features.max(), "
         "[m for m in ('sklearn', 'pandas', 'pyarrow', 'torch', 'prefect') if m in sys.modules])"
     )
@@ -113,7 +114,8 @@ def test_digits_are_read_without_scikit_learn_and_without_pandas():
 def test_tables_are_read_without_pandas(tmp_path):
     config = _config(tmp_path, "csv", CSV)
     code = (
-        "import sys; from tasks.engine.sources import SOURCES; from tasks.engine.config import *; "
+        "import sys; from tasks.engine.sources import SOURCES; "
+        "from tasks.engine.data_config import *; "
         f"SOURCES['csv'].read(DataConfig(source='csv', path={config.path!r})); "
         "print('pandas' in sys.modules)"
     )

@@ -17,7 +17,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tasks.engine import data, predictor, store, tokens, training, windows
-from tasks.engine.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from tasks.engine.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
+from tasks.engine.data_config import DataConfig
 from tasks.engine.device import detect
 from tasks.engine.facts import DataFacts
 from tasks.engine.raw import DataError

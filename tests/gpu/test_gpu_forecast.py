@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.engine.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from tasks.engine.config import ModelConfig, RunConfig, TrainConfig
 from tasks.engine.data import prepare
+from tasks.engine.data_config import DataConfig
 from tasks.engine.device import detect
 from tasks.engine.forecast import forecast
 from tasks.engine.leaks import release

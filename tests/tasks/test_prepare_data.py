@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from prefect.cache_policies import NO_CACHE
 
-from tasks.engine.config import DataConfig
+from tasks.engine.data_config import DataConfig
 from tasks.engine.raw import DataError
 from tasks.prepare_data import prepare_data
 
