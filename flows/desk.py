@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -60,6 +61,14 @@ def _train(asked: Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     journal.warm_up(where())
+    return at_server(partial(_play, asked))
+
+
+def at_server(play: Callable[[str | None], int]) -> int:
+    """What `play` returns, called with the address of a Prefect API, or None where one is set.
+
+    Signals end the process as an exit does, with everything left in order.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     server: AbstractContextManager[str | None] = nullcontext()
@@ -67,14 +76,14 @@ def _train(asked: Namespace) -> int:
         if prefect_server.is_needed():
             server = prefect_server.shared(prefect_server.home())
         with server as api_url:
-            return _play(asked, api_url)
+            return play(api_url)
     except OSError as error:
         print(f"PREFECT_HOME: {prefect_server.home()}: {error.strerror}", file=sys.stderr)
         return 2
 
 
 def _play(asked: Namespace, api_url: str | None) -> int:
-    _set_up_prefect(api_url, debug=asked.debug)
+    set_up_prefect(api_url, debug=asked.debug)
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
     from rich.console import Console
 
@@ -108,7 +117,7 @@ def _play(asked: Namespace, api_url: str | None) -> int:
     return 0
 
 
-def _set_up_prefect(api_url: str | None, *, debug: bool) -> None:
+def set_up_prefect(api_url: str | None, *, debug: bool) -> None:
     """Settings that Prefect reads when it is imported."""
     if api_url is not None:
         os.environ["PREFECT_API_URL"] = api_url

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -27,12 +27,21 @@ class Predictor:
     def __init__(self, spec: dict[str, Any], model: nn.Module) -> None:
         self.spec = spec
         self.model = model.eval()
+        self.device = torch.device("cpu")
+
+    def to(self, device: torch.device) -> Self:
+        """The same, predicting on `device` from here on; rows and results stay on the CPU."""
+        self.model, self.device = self.model.to(device), device
+        return self
 
     @torch.inference_mode()
     def outputs(self, rows: Any) -> np.ndarray:
         """What the network returns, float32 (rows, outputs): logits, or regressed values."""
         x = self._array(rows)
-        parts = [self.model(torch.from_numpy(x[i : i + ROWS])) for i in range(0, len(x), ROWS)]
+        parts = [
+            self.model(torch.from_numpy(x[i : i + ROWS]).to(self.device)).cpu()
+            for i in range(0, len(x), ROWS)
+        ]
         return torch.cat(parts).float().numpy() if parts else np.empty((0, self.spec["outputs"]))
 
     def predict(self, rows: Any, params: dict[str, Any] | None = None) -> Any:
@@ -80,6 +89,12 @@ class TokenPredictor:
     def __init__(self, spec: dict[str, Any], model: Transformer) -> None:
         self.spec = spec
         self.model = model.eval()
+        self.device = torch.device("cpu")
+
+    def to(self, device: torch.device) -> Self:
+        """The same, predicting on `device` from here on; rows and results stay on the CPU."""
+        self.model, self.device = self.model.to(device), device
+        return self
 
     @torch.inference_mode()
     def outputs(self, rows: Any) -> np.ndarray:
@@ -115,9 +130,10 @@ class TokenPredictor:
         x = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.int64)
         for row, sequence in zip(x, sequences, strict=True):
             row[: len(sequence)] = torch.from_numpy(sequence)
-        features = self.model.features(x)
+        features = self.model.features(x.to(self.device))
+        last = features[torch.arange(len(x), device=self.device), (lengths - 1).to(self.device)]
         # Logits at the last position only: those of all would be vocabulary times a row.
-        return self.model.logits(features[torch.arange(len(x)), lengths - 1])
+        return self.model.logits(last).cpu()
 
     def _texts(self, rows: Any) -> list[np.ndarray]:
         if hasattr(rows, "columns"):
