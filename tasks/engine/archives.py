@@ -50,7 +50,7 @@ BROKEN = (
 def check_npz(data: DataConfig) -> None:
     """Raises DataError for an archive without one array of features and one of labels."""
     path = source_file(data)
-    _chosen(_headers(path), data.target, path.name)
+    chosen(_headers(path), data.target, path.name)
 
 
 def read_npz(data: DataConfig) -> Raw:
@@ -60,14 +60,14 @@ def read_npz(data: DataConfig) -> Raw:
     """
     path = source_file(data)
     headers = _headers(path)
-    x_name, y_name = _chosen(headers, data.target, path.name)
+    x_name, y_name = chosen(headers, data.target, path.name)
     needed = sum(headers[name].value_bytes for name in (x_name, y_name))
     check_memory(2 * needed, f"data.path: {path.name}", "write it as npy, which is mapped")
     features, target = (_values(path, name, headers[name]) for name in (x_name, y_name))
     if target.dtype.kind == "U":
         target = _text(target, f"data.target: {path.name} array {y_name!r}")
     return Raw(
-        features=_channels_first(features),
+        features=channels_first(features),
         target=target.reshape(len(target)),
         feature_names=None,
         target_name=y_name,
@@ -109,7 +109,7 @@ def _damaged(path: Path, error: BaseException) -> str:
     )
 
 
-def _chosen(headers: Mapping[str, Header], target: str | None, label: str) -> tuple[str, str]:
+def chosen(headers: Mapping[str, Header], target: str | None, label: str) -> tuple[str, str]:
     """The names of the features' and of the target's array, whose shapes fit each other."""
     if not headers:
         raise DataError(f"data.path: {label} holds no arrays; save features x and labels y")
@@ -131,6 +131,8 @@ def _chosen(headers: Mapping[str, Header], target: str | None, label: str) -> tu
     check_numeric(x, f"{label} array {found[0]!r}")
     if y.dtype.kind != "U":
         check_numeric(y, f"{label} array {y_name!r}")
+    if x.shape[:1] == (0,):
+        raise DataError(f"data.path: {label} array {found[0]!r} has no rows; write some")
     if not 2 <= len(x.shape) <= 4 or 0 in x.shape:
         raise DataError(
             f"data.path: {label} array {found[0]!r} must be rows (n, features) or images "
@@ -171,7 +173,8 @@ def _values(path: Path, name: str, header: Header) -> np.ndarray:
     return flat.view(header.dtype).reshape(header.shape, order=order)  # type: ignore[call-overload]
 
 
-def _channels_first(x: np.ndarray) -> np.ndarray:
+def channels_first(x: np.ndarray) -> np.ndarray:
+    """Images as (n, c, h, w), of which the axis of channels was found by its length."""
     if x.ndim == 3:
         return x[:, np.newaxis]
     if x.ndim == 4 and x.shape[1] not in CHANNELS and x.shape[3] in CHANNELS:

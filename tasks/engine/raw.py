@@ -108,7 +108,7 @@ def source_file(data: DataConfig) -> Path:
         if found.st_size == 0:
             raise DataError(f"data.path: {shown} is empty; name a file with rows")
         with open(path, "rb") as file:
-            head = file.read(8)
+            head = file.read(9)
     except FileNotFoundError:
         raise DataError(
             f"data.path: {shown} does not exist; name a file, relative to {os.getcwd()!r} "
@@ -124,10 +124,13 @@ def source_file(data: DataConfig) -> Path:
 
 
 def _right_kind(source: str, head: bytes, shown: str) -> None:
+    # Looked for first: its first bytes are a length, which may look like anything.
+    tensors = head[3:] == b"\0\0\0\0\0{"
     for magic, words in FOREIGN.items():
-        if head.startswith(magic):
+        if head.startswith(magic) and not tensors:
             raise DataError(f"data.path: {shown} {words}")
     kind = next((k for magic, k in MAGIC.items() if head.startswith(magic)), "csv")
+    kind = "safetensors" if tensors else kind
     if kind == source:
         return
     if kind == "csv":

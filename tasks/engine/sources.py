@@ -144,12 +144,25 @@ def _read_parquet(data: DataConfig) -> Raw:
     return tables.read_parquet(data)
 
 
+def _check_safetensors(data: DataConfig) -> None:
+    from tasks.engine import tensors
+
+    tensors.check_safetensors(data)
+
+
+def _read_safetensors(data: DataConfig) -> Raw:
+    from tasks.engine import tensors
+
+    return tensors.read_safetensors(data)
+
+
 SOURCES = {
     "digits": Source(_check_digits, _read_digits),
     "csv": Source(_check_csv, _read_csv),
     "parquet": Source(_check_parquet, _read_parquet),
     "npz": Source(archives.check_npz, archives.read_npz),
     "npy": Source(arrays.check_npy, arrays.read_npy),
+    "safetensors": Source(_check_safetensors, _read_safetensors),
     "synthetic": Source(_check_synthetic, _read_synthetic),
     "text": Source(tokens.check_text, tokens.read_text),
     "tokens": Source(tokens.check_tokens, tokens.read_tokens),
