@@ -162,6 +162,8 @@ def _contender(name: str, workload: Workload, trial: Trial, bench: Bench) -> Run
         from benchmarks.peers.accelerate_loop import accelerate
 
         return partial(accelerate, trial)
+    if name == workloads.UNTRACKED:
+        return partial(bench.ours, trial, tracked=False)
     if name == "headroom on the CPU":
         few = replace(workload, data=partial(workloads.images, 1_280))
         on_cpu = ready(few, detect("cpu"), scratch=bench.scratch, tracking_uri=None)
