@@ -109,3 +109,24 @@ class ReleaseFacts:
     leaked_bytes: int
     ok: bool
     owners: tuple[Owner, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A logged model whose files are at hand."""
+
+    folder: str  # holds spec.json and weights.pt
+    run_id: str  # that trained it
+    model_id: str
+
+
+@dataclass(frozen=True)
+class PredictFacts:
+    """What a prediction has done."""
+
+    output: str
+    rows: int
+    rows_at_once: int  # that went through the model together at the end
+    recovered: int  # times that memory ran out and prediction went on
+    predict_s: float  # from the first row read to the output in its place
+    held_bytes: int  # in use on the device at the end, before anything was freed
