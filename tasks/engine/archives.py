@@ -68,7 +68,7 @@ def read_npz(data: DataConfig) -> Raw:
         target = _text(target, f"data.target: {path.name} array {y_name!r}")
     return Raw(
         features=channels_first(features),
-        target=target.reshape(len(target)),
+        target=target[:, 0] if target.shape[1:] == (1,) else target,
         feature_names=None,
         target_name=y_name,
         label=path.name,
@@ -138,10 +138,10 @@ def chosen(headers: Mapping[str, Header], target: str | None, label: str) -> tup
             f"data.path: {label} array {found[0]!r} must be rows (n, features) or images "
             f"(n, h, w), (n, c, h, w) or (n, h, w, c) (got shape {x.shape}); reshape it"
         )
-    if y.shape[1:] not in ((), (1,)) or y.shape == ():
+    if not 1 <= len(y.shape) <= 2 or 0 in y.shape or (y.dtype.kind == "U" and y.shape[1:] > (1,)):
         raise DataError(
-            f"data.target: {label} array {y_name!r} must hold one value a row, shape (n,) "
-            f"(got {y.shape}); for one-hot labels save their argmax"
+            f"data.target: {label} array {y_name!r} must hold one value a row, shape (n,), or "
+            f"several numbers, shape (n, k) (got {y.dtype} {y.shape}); reshape it"
         )
     if x.shape[0] != y.shape[0]:
         raise DataError(

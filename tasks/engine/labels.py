@@ -14,6 +14,7 @@ from tasks.engine.raw import MOST_SHOWN, DataError, Raw, listed, shorten
 MOST_AUTO_CLASSES = 100
 LARGEST_TARGET = 1e15  # its square still fits float32, as the loss needs
 IGNORED = -100  # the label that PyTorch's losses skip by default
+BLOCK_ROWS = 1 << 16
 MISSING = {"", "nan", "null", "n/a", "#n/a", "na", "none"}  # what spreadsheets and pandas write
 
 
@@ -21,8 +22,8 @@ MISSING = {"", "nan", "null", "n/a", "#n/a", "na", "none"}  # what spreadsheets 
 class Labels:
     """Targets ready to be learnt.
 
-    values: (n,) int64 classes, or (n, 1) float32 in the target's own units, which are not scaled:
-    metrics are read in them.
+    values: (n,) int64 classes, (n, k) float32 of 0 and 1 for several labels, or (n, k) float32 in
+    the target's own units, which are not scaled: metrics are read in them.
     """
 
     task: str
@@ -32,7 +33,7 @@ class Labels:
 
     @property
     def outputs(self) -> int:
-        return 1 if self.class_names is None else len(self.class_names)
+        return self.values.shape[1] if self.class_names is None else len(self.class_names)
 
 
 def encode(raw: Raw, task: str) -> Labels:
@@ -47,9 +48,16 @@ def encode(raw: Raw, task: str) -> Labels:
     if target.dtype.kind == "O":
         return _text(raw, task)
     _check_finite(raw)
+    if target.ndim == 2:
+        return _wide(raw, task)
+    if task == "multilabel":
+        raise DataError(
+            f"data.task: multilabel needs a target of several columns of 0 and 1 (got one value a "
+            f"row in {raw.label}, target {raw.target_name!r}); set data.task to classification"
+        )
     whole = target.dtype.kind in "biu" or bool((target == np.round(target)).all())
     if task == "auto":
-        few = whole and len(np.unique(target)) <= MOST_AUTO_CLASSES
+        few = whole and _distinct(target, most=MOST_AUTO_CLASSES) is not None
         task = "classification" if few else "regression"
     if task == "regression":
         return Labels("regression", target.astype(np.float32).reshape(-1, 1), None)
@@ -60,6 +68,29 @@ def encode(raw: Raw, task: str) -> Labels:
             f"(got {target[row].item()!r}); set data.task to regression, or mend the labels"
         )
     return _numbered(raw)
+
+
+def _wide(raw: Raw, task: str) -> Labels:
+    """A target (n, k): k labels that each are there or not, or k amounts."""
+    target = raw.target
+    binary = (target == 0) | (target == 1)
+    if task == "auto":
+        task = "multilabel" if binary.all() else "regression"
+    if task == "classification":
+        raise DataError(
+            f"data.target: {raw.label} target {raw.target_name!r} has {target.shape[1]} values a "
+            "row, and a class is one; save its argmax, or set data.task to multilabel or regression"
+        )
+    if task == "regression":
+        return Labels("regression", target.astype(np.float32), None)
+    if not binary.all():
+        row, column = np.argwhere(~binary)[0].tolist()
+        raise DataError(
+            f"data.target: {raw.label_at(row)}, column {column + 1}: must be 0 or 1 (got "
+            f"{target[row, column].item()!r}); mend it, or set data.task to regression"
+        )
+    names = tuple(str(i) for i in range(target.shape[1]))
+    return Labels("multilabel", target.astype(np.float32), names)
 
 
 def _text(raw: Raw, task: str) -> Labels:
@@ -73,9 +104,9 @@ def _text(raw: Raw, task: str) -> Labels:
                 f"data.target: {raw.label_at(texts.index(name))}: {shorten(name)} {rule}; mend or "
                 "drop the row, or give the class another name"
             )
-    if task == "regression":
+    if task != "auto" and task != "classification":
         raise DataError(
-            f"data.target: {raw.label_at(0)}: a regression needs numbers (got {shorten(texts[0])}"
+            f"data.target: {raw.label_at(0)}: a {task} needs numbers (got {shorten(texts[0])}"
             "); set data.task to classification, or choose another target"
         )
     index = {name: i for i, name in enumerate(names)}
@@ -83,8 +114,21 @@ def _text(raw: Raw, task: str) -> Labels:
     return _several(raw, Labels("classification", values, tuple(names)))
 
 
+def _distinct(target: np.ndarray, most: int | None = None) -> np.ndarray | None:
+    """The different values, sorted, in blocks: to sort all rows at once takes five times their
+    memory. None once there are more than `most`."""
+    found = target[:0]
+    for start in range(0, len(target), BLOCK_ROWS):
+        found = np.union1d(found, target[start : start + BLOCK_ROWS])
+        if most is not None and len(found) > most:
+            return None
+    return found
+
+
 def _numbered(raw: Raw) -> Labels:
-    classes, values = np.unique(raw.target, return_inverse=True)
+    classes = _distinct(raw.target)
+    assert classes is not None
+    values = np.searchsorted(classes, raw.target)  # int64
     if classes.dtype.kind == "f":
         classes = classes.astype(np.int64)
     plain = classes.tolist()
@@ -114,27 +158,31 @@ def _check_finite(raw: Raw) -> None:
         return
     # As float64, since -abs() of the smallest integer is itself negative.
     size = np.abs(raw.target.astype(np.float64))
-    bad = np.flatnonzero(~(size <= LARGEST_TARGET))
+    bad = np.argwhere(~(size <= LARGEST_TARGET))
     if len(bad):
-        row = int(bad[0])
-        more = f" (and {len(bad) - 1} more rows)" if len(bad) > 1 else ""
+        place = tuple(bad[0].tolist())
+        row, more = place[0], f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         raise DataError(
             f"data.target: {raw.label_at(row)}: must be a number of at most {LARGEST_TARGET:g} in "
-            f"size (got {raw.target[row].item()!r}){more}; mend or drop such rows"
+            f"size (got {raw.target[place].item()!r}){more}; mend or drop such rows"
         )
 
 
 def validation_rows(raw: Raw, labels: Labels, *, fraction: float, seed: int) -> np.ndarray:
     """Which rows are for validation, as (n,) booleans; the same for the same seed.
 
-    A classification takes the fraction of each class, at least one row and not all of them; what
-    rounding leaves over goes to the classes that are furthest below theirs.
-    Errors: DataError naming the classes of one row.
+    Where the source brought a split of its own, that. Else a classification takes the fraction of
+    each class, at least one row and not all of them; what rounding leaves over goes to the classes
+    that are furthest below theirs.
+    Errors: DataError naming the classes of one row, or where a part would have no row.
     """
     rows = len(labels.values)
-    if labels.class_names is None:
+    if raw.validation is not None:
+        return _given(raw, rows)
+    if labels.task != "classification":
         group, counts = np.zeros(rows, dtype=np.int64), np.array([rows])
     else:
+        assert labels.class_names is not None
         group = labels.values
         counts = np.bincount(group, minlength=len(labels.class_names))
         lonely = [labels.class_names[i] for i in np.flatnonzero(counts < 2)]
@@ -150,6 +198,16 @@ def validation_rows(raw: Raw, labels: Labels, *, fraction: float, seed: int) -> 
     below = below[taken[below] < counts[below] - 1]
     taken[below[: max(0, round(rows * fraction) - int(taken.sum()))]] += 1
     order = np.lexsort((np.random.default_rng(seed).random(rows), group))
-    rank = np.empty(rows, dtype=np.int64)  # of each row within its class
-    rank[order] = np.arange(rows) - np.repeat(np.cumsum(counts) - counts, counts)
-    return rank < taken[group]
+    chosen = np.zeros(rows, dtype=bool)
+    for first, some in zip(np.cumsum(counts) - counts, taken, strict=True):
+        chosen[order[first : first + some]] = True
+    return chosen
+
+
+def _given(raw: Raw, rows: int) -> np.ndarray:
+    chosen = np.asarray(raw.validation, dtype=bool)
+    assert chosen.shape == (rows,)
+    if chosen.all() or not chosen.any():
+        part = "training" if chosen.all() else "validation"
+        raise DataError(f"data.source: {raw.label} has no {part} rows; give both parts some")
+    return chosen

@@ -50,7 +50,8 @@ class Raw:
     """Rows as they were read, features finite or not, in their own units.
 
     features: (n, columns), or (n, channels, height, width) for images; numbers or booleans,
-    possibly mapped from the file. target: (n,) numbers, booleans, or `str` in an object array.
+    possibly mapped from the file. target: (n,) numbers, booleans, or `str` in an object array; or
+    (n, k) numbers. validation: (n,) booleans where the source brought a split of its own.
     """
 
     features: np.ndarray
@@ -60,6 +61,7 @@ class Raw:
     label: str  # the file's name, or the source's
     row_note: str = ""  # how rows are counted, always from 1: " below the header" for a CSV
     notes: tuple[str, ...] = ()
+    validation: np.ndarray | None = None
 
     def cell(self, row: int, index: Sequence[int]) -> str:
         """The words by which a person finds a value again; row and index from 0."""

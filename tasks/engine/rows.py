@@ -81,7 +81,7 @@ def _write_parts(
 
 
 def _class_rows(labels: Labels, validation: np.ndarray) -> dict[str, list[int]] | None:
-    if labels.class_names is None:
+    if labels.task != "classification":
         return None
     parts = {"train": ~validation, "val": validation}
     return {

@@ -90,6 +90,51 @@ def test_labels_that_would_be_learnt_wrongly_are_refused_by_their_row(target, ta
         encode(_raw(target), task)
 
 
+def test_several_columns_of_0_and_1_are_labels_and_other_numbers_are_amounts():
+    several = encode(_raw([[0, 1, 1], [1, 0, 0]]), "auto")
+    assert (several.task, several.outputs, several.class_names) == (
+        "multilabel",
+        3,
+        ("0", "1", "2"),
+    )
+    assert several.values.tolist() == [[0, 1, 1], [1, 0, 0]] and several.values.dtype == np.float32
+    amounts = encode(_raw([[0.5, 1.0], [1.0, 2.0]]), "auto")
+    assert (amounts.task, amounts.outputs, amounts.class_names) == ("regression", 2, None)
+    assert encode(_raw([[0, 1], [1, 0]]), "regression").task == "regression"
+
+
+@pytest.mark.parametrize(
+    ("target", "task", "words"),
+    [
+        (
+            [[0, 1], [2, 0]],
+            "multilabel",
+            "^data.target: .* row 2, .*, column 1: must be 0 or 1 .got",
+        ),
+        ([[0, 1], [1, 0]], "classification", "^data.target: .* has 2 values a row, and a class is"),
+        ([0, 1], "multilabel", "^data.task: multilabel needs a target of several columns"),
+        (["a", "b"], "multilabel", "^data.target: .* a multilabel needs numbers .got 'a'"),
+        (
+            [[0.5, np.nan], [1, 0]],
+            "auto",
+            "^data.target: .* row 1, .* must be a number .* .got nan",
+        ),
+    ],
+)
+def test_a_target_whose_shape_does_not_fit_the_task_is_refused(target, task, words):
+    with pytest.raises(DataError, match=words):
+        encode(_raw(target), task)
+
+
+def test_a_split_that_the_source_brought_is_taken_as_it_is():
+    given = np.array([False, True, False, True])
+    raw = replace(_raw([0, 0, 1, 1]), validation=given)
+    assert (validation_rows(raw, encode(raw, "auto"), fraction=0.9, seed=1) == given).all()
+    raw = replace(raw, validation=np.ones(4, dtype=bool))
+    with pytest.raises(DataError, match="^data.source: given.csv has no training rows; give both"):
+        validation_rows(raw, encode(raw, "auto"), fraction=0.2, seed=0)
+
+
 def test_minus_100_among_other_negative_numbers_is_a_class_like_any():
     assert encode(_raw([-100, -50, 0, 50]), "auto").class_names == ("-100", "-50", "0", "50")
     assert encode(_raw([-100.0, 0.5]), "regression").values.tolist() == [[-100.0], [0.5]]

@@ -322,7 +322,7 @@ def test_images_of_any_order_become_channels_first(tmp_path):
         ({"a": X, "b": X, "y": Y}, "must hold one array of features beside 'y'.* .got 'a', 'b'"),
         ({"x": X, "y": Y[:5]}, "array 'x' has 20 rows, but 'y' has 5"),
         ({"x": X[:, 0], "y": Y}, "array 'x' must be rows .n, features. or images"),
-        ({"x": X, "y": X}, "^data.target: .* must hold one value a row.* save their argmax"),
+        ({"x": X, "y": X[:, :, None]}, "^data.target: .* must hold one value a row.* .got float64"),
         ({"x": X, "y": Y.astype("S1")}, "array 'y' must hold real numbers"),
         ({"x": X, "y": Y, "Y": Y}, "has 'y', 'Y', of which only one can be the target"),
         ({}, "holds no arrays"),
