@@ -18,12 +18,14 @@ import numpy as np
 from tasks.engine import rows, store, windows
 from tasks.engine.data_config import TOKEN_SOURCES, DataConfig
 from tasks.engine.facts import DataFacts
+from tasks.engine.origins import Origin, origin_of, refuse_changed
 from tasks.engine.raw import DataError, check_memory
-from tasks.engine.sources import SOURCES, origin, synthetic_bytes
+from tasks.engine.sources import SOURCES, files, origin, synthetic_bytes
 from tasks.engine.tokens import Tokens, default_text
 
 _OUTPUTS = {
     "classification": "classes",
+    "multilabel": "labels",
     "regression": "regressed value",
     "tokens": "different tokens",
 }
@@ -44,16 +46,6 @@ class Arrays:
     train_y: np.ndarray
     val_x: np.ndarray
     val_y: np.ndarray
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The file that the data comes from, as it was when its content was hashed."""
-
-    path: str | None
-    bytes: int | None
-    mtime_ns: int | None
-    sha256: str | None
 
 
 def check(data: DataConfig) -> None:
@@ -122,14 +114,8 @@ def _origin(data: DataConfig) -> Origin:
         text = default_text()
         return Origin(None, len(text), None, hashlib.sha256(text).hexdigest())
     if path is None:
-        return Origin(None, None, None, None)
-    try:
-        before = path.stat()
-        # Size and time alone would miss a file rewritten within the clock's tick, or with its
-        # time restored; hashing reads about a gigabyte a second.
-        return Origin(str(path), before.st_size, before.st_mtime_ns, store.file_sha256(path))
-    except OSError as error:
-        raise DataError(f"data.path: {path} cannot be read ({error.strerror}); mend that") from None
+        return Origin()
+    return origin_of(path, files(data))
 
 
 def _settings(data: DataConfig) -> dict[str, Any]:
@@ -157,24 +143,10 @@ def _prepared(data: DataConfig, found: Origin, folder: Path) -> tuple[dict[str, 
 
     def fill(temporary: Path) -> dict[str, Any]:
         manifest = draft.write(temporary)
-        _refuse_changed(found)
+        refuse_changed(found, lambda: files(data))
         return {**manifest, "source": vars(found), "settings": _settings(data)}
 
     return store.publish(folder, fill)
-
-
-def _refuse_changed(found: Origin) -> None:
-    if found.path is None:
-        return
-    try:
-        now = os.stat(found.path)
-        same = (now.st_size, now.st_mtime_ns) == (found.bytes, found.mtime_ns)
-    except OSError:
-        same = False
-    if not same:
-        raise DataError(
-            f"data.path: {found.path} was changed while it was read; start again when it is whole"
-        )
 
 
 def _facts(data: DataConfig, folder: Path, manifest: dict[str, Any], *, reused: bool) -> DataFacts:
@@ -195,4 +167,10 @@ def _facts(data: DataConfig, folder: Path, manifest: dict[str, Any], *, reused: 
         bytes=sum(entry["bytes"] for entry in files.values()),
         fingerprint=manifest["fingerprint"],
         reused=reused,
+        class_rows=_class_rows(meaning),
     )
+
+
+def _class_rows(meaning: dict[str, Any]) -> tuple[int, ...] | None:
+    counted = meaning.get("class_rows")
+    return None if counted is None else tuple(counted["train"])

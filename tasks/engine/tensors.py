@@ -184,7 +184,9 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 def _values(path: Path, tensor: Tensor) -> np.ndarray:
     header = tensor.header
     try:
-        flat = np.memmap(path, header.dtype, mode="r", offset=header.start, shape=header.shape)
+        flat: np.ndarray = np.memmap(
+            path, header.dtype, mode="r", offset=header.start, shape=header.shape
+        )
     except (OSError, ValueError, OverflowError) as error:
         raise DataError(
             f"data.path: {path.name} cannot be mapped ({shorten(str(error), 120)})"

@@ -103,7 +103,7 @@ def test_a_file_of_another_kind_is_told_apart_by_its_first_bytes(tmp_path):
 def test_digits_are_read_without_scikit_learn_and_without_pandas():
     code = (
         "import sys; from tasks.engine.sources import SOURCES; "
-        "from tasks.engine.data_config import *; "
+        "from tasks.engine.data_config import DataConfig; "
         "raw = SOURCES['digits'].read(DataConfig()); print(raw.features.shape, raw.features.max(), "
         "[m for m in ('sklearn', 'pandas', 'pyarrow', 'torch', 'prefect') if m in sys.modules])"
     )
@@ -115,7 +115,7 @@ def test_tables_are_read_without_pandas(tmp_path):
     config = _config(tmp_path, "csv", CSV)
     code = (
         "import sys; from tasks.engine.sources import SOURCES; "
-        "from tasks.engine.data_config import *; "
+        "from tasks.engine.data_config import DataConfig; "
         f"SOURCES['csv'].read(DataConfig(source='csv', path={config.path!r})); "
         "print('pandas' in sys.modules)"
     )
