@@ -113,8 +113,8 @@ def _run_problems(run: str) -> list[str]:
     if RUN.fullmatch(run):
         return []
     return [
-        "run: must be latest, a run's id of 32 hex digits, models:/NAME@ALIAS, models:/NAME/VERSION "
-        f"or models:/MODEL_ID (got {shorten(run)})"
+        "run: must be latest, a run's id of 32 hex digits, models:/NAME@ALIAS, "
+        f"models:/NAME/VERSION or models:/MODEL_ID (got {shorten(run)})"
     ]
 
 

@@ -1,0 +1,82 @@
+"""The score of one prediction: find the model, detect the device, predict, give the memory back.
+
+`python -m flows.predict` plays it at a desk; Prefect deployments play it by the entrypoint
+`flows/predict.py:predict`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    from flows.desk import leave
+    from flows.predict_desk import main  # answers --help and bad words before prefect is imported
+
+    leave(main(sys.argv[1:]))
+
+import tempfile
+from dataclasses import asdict
+from typing import Any
+
+from prefect import flow
+
+from tasks.detect_device import detect_device
+from tasks.engine.config import DeviceConfig
+from tasks.engine.predict_order import order
+from tasks.find_model import find_model
+from tasks.predict_rows import predict_rows
+from tasks.release_memory import release_memory
+
+
+@flow(name="predict")
+def predict(
+    input: str,
+    output: str,
+    run: str = "latest",
+    keep: list[str] | None = None,
+    device: str = "auto",
+    overwrite: bool = False,
+    experiment: str | None = None,
+    limit_mib: float | None = None,
+) -> dict[str, Any]:
+    """Predict every row of a file with a model that was trained here, into another file.
+
+    Args:
+        input: The rows: csv, tsv, parquet (also a folder of parts), npy, npz; txt: a text a line.
+        output: The predictions, a row each, in order: csv, tsv, parquet, npy or jsonl.
+        run: latest, a run's id, models:/NAME@ALIAS, models:/NAME/VERSION or models:/MODEL_ID.
+        keep: Columns of the input that go to the output too.
+        device: Where to predict: auto, cpu, cuda, cuda:1, ...
+        overwrite: Whether an output that exists may be replaced.
+        experiment: Of whose runs latest is the newest. Default: what mlflow.yaml says.
+        limit_mib: The most memory to allocate on the device, in MiB.
+    """
+    wanted = order(
+        input=input,
+        output=output,
+        run=run,
+        keep=keep or (),
+        device=device,
+        overwrite=overwrite,
+        experiment=experiment,
+        limit_mib=limit_mib,
+    )
+    with tempfile.TemporaryDirectory(prefix="headroom-model-") as folder:
+        model = find_model(wanted, folder=folder)
+        found = detect_device(DeviceConfig(name=device), precision="fp32", limit_mib=limit_mib)
+        held_bytes = 0
+        try:
+            facts = predict_rows(wanted, found, model)
+            held_bytes = facts.held_bytes
+        finally:
+            released = release_memory(
+                found.name, baseline_bytes=found.baseline_bytes, held_bytes=held_bytes
+            )
+    return {
+        **asdict(facts),
+        "run_id": model.run_id,
+        "device": found.name,
+        "reason": found.reason,
+        "released_bytes": released.released_bytes,
+        "release_ok": released.ok,
+    }

@@ -1,0 +1,29 @@
+"""The first task of a prediction: which logged model, with its files at hand and the head of the
+input held against it, so that what cannot fit is refused before a device is touched.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from tasks import model_store
+from tasks.engine import predicting
+from tasks.engine.facts import ModelFacts
+from tasks.engine.predict_order import Order
+from tasks.where import where
+
+
+@task(cache_policy=NO_CACHE)
+def find_model(order: Order, *, folder: str) -> ModelFacts:
+    """The model that predicts; files that are not on this machine are put into `folder`.
+
+    Raises TrackingError where there is none, DataError where it cannot take the input.
+    """
+    place = where()
+    place = place.model_copy(update={"experiment": order.experiment or place.experiment})
+    model = model_store.model_of(order.run, place, folder=Path(folder))
+    predicting.check(order, model)
+    return model
