@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.engine.arrays import Header, check_numeric, check_size, parse_header
+from tasks.engine.arrays import Header, booleans, check_numeric, check_size, parse_header
 from tasks.engine.data_config import DataConfig
 from tasks.engine.raw import (
     DataError,
@@ -30,6 +30,7 @@ FEATURE_NAMES = ("x", "data", "features", "images")
 LABEL_NAMES = {"labels": "label", "targets": "target"}
 CHANNELS = (1, 3, 4)
 BOMB_BYTES, BOMB_RATIO = 64 * 1024**2, 200  # real measurements hardly shrink 10 times
+LAST_CHARACTER = 0x10FFFF
 BROKEN = (
     zipfile.BadZipFile,
     zlib.error,
@@ -68,7 +69,7 @@ def read_npz(data: DataConfig) -> Raw:
         target = _text(target, f"data.target: {path.name} array {y_name!r}")
     return Raw(
         features=channels_first(features),
-        target=target[:, 0] if target.shape[1:] == (1,) else target,
+        target=booleans(target[:, 0] if target.shape[1:] == (1,) else target),
         feature_names=None,
         target_name=y_name,
         label=path.name,
@@ -183,9 +184,10 @@ def channels_first(x: np.ndarray) -> np.ndarray:
 
 
 def _text(target: np.ndarray, what: str) -> np.ndarray:
+    flat = np.ascontiguousarray(target.reshape(-1))
+    codes = flat.view(np.dtype(np.uint32).newbyteorder(flat.dtype.byteorder))
+    if (codes > LAST_CHARACTER).any():  # numpy would raise a SystemError for it
+        raise DataError(f"{what} holds what is no text; write it anew")
     labels = np.empty(target.size, dtype=object)
-    try:
-        labels[:] = [str(text).strip() for text in target.reshape(-1)]
-    except ValueError:
-        raise DataError(f"{what} holds what is no text; write it anew") from None
+    labels[:] = [str(text).strip() for text in flat]
     return labels

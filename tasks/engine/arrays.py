@@ -105,7 +105,7 @@ def read_npy(data: DataConfig) -> Raw:
         ) from None
     return Raw(
         features=matrix[:, :-1],
-        target=np.array(matrix[:, -1]),
+        target=booleans(np.array(matrix[:, -1])),
         feature_names=None,
         target_name="the last column",
         label=path.name,
@@ -136,3 +136,9 @@ def check_numeric(header: Header, what: str) -> None:
             f"data.path: {what} must hold real numbers of at most 64 bits (got {header.dtype}); "
             "save it as float32"
         )
+
+
+def booleans(values: np.ndarray) -> np.ndarray:
+    """The values of a file; of booleans each is True or False. A damaged file may hold the byte 2,
+    which numpy takes for a third one."""
+    return values.view(np.uint8) != 0 if values.dtype.kind == "b" else values

@@ -30,7 +30,9 @@ def blocks(raw: Raw) -> Iterator[tuple[slice, np.ndarray]]:
     rows = max(1, BLOCK_VALUES // max(1, int(np.prod(raw.features.shape[1:]))))
     for start in range(0, len(raw.features), rows):
         part = slice(start, start + rows)
-        yield part, np.asarray(raw.features[part], dtype=np.float64)
+        with np.errstate(invalid="ignore"):  # a signalling NaN, which is refused as any other
+            x = np.asarray(raw.features[part], dtype=np.float64)
+        yield part, x
 
 
 def measure(raw: Raw, *, for_training: np.ndarray, scale: bool) -> Scaling:

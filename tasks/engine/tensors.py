@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from tasks.engine.archives import channels_first, chosen
-from tasks.engine.arrays import Header
+from tasks.engine.arrays import Header, booleans
 from tasks.engine.data_config import DataConfig
 from tasks.engine.raw import DataError, Raw, check_memory, listed, shorten, size, source_file
 
@@ -70,7 +70,7 @@ def read_safetensors(data: DataConfig) -> Raw:
     features, target = (_values(path, tensors[name]) for name in (x_name, y_name))
     return Raw(
         features=channels_first(features),
-        target=np.array(target.reshape(len(target)) if target.size == len(target) else target),
+        target=booleans(np.array(target[:, 0] if target.shape[1:] == (1,) else target)),
         feature_names=None,
         target_name=y_name,
         label=path.name,
