@@ -60,7 +60,7 @@ class DataFacts:
     train_rows: int
     val_rows: int
     input_shape: tuple[int, ...]  # (64,) a row of features; (1, 8, 8) an image; (128,) tokens
-    outputs: int  # classes, regressed values, or different tokens
+    outputs: int  # classes, regressed values, or different tokens; 0: a loader does not tell
     class_names: tuple[str, ...] | None
     feature_names: tuple[str, ...] | None
     offset: tuple[float, ...]  # x_scaled = (x - offset) / scale; one value, or one a feature
@@ -70,6 +70,8 @@ class DataFacts:
     reused: bool
     columns: tuple[Column, ...] | None = None  # of a table, before it became inputs
     class_rows: tuple[int, ...] | None = None  # training rows of each class
+    batch: Any | None = None  # of a loader: what its batches hold, as tree.described tells it
+    batch_rows: int | None = None  # of a loader: rows of its batches
 
 
 @dataclass(frozen=True)
@@ -128,5 +130,5 @@ class PredictFacts:
     rows: int
     rows_at_once: int  # that went through the model together at the end
     recovered: int  # times that memory ran out and prediction went on
-    predict_s: float  # from the first row read to the output in its place
+    predict_s: float  # from the first row read to the output in its place, the model loaded
     held_bytes: int  # in use on the device at the end, before anything was freed

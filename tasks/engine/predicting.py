@@ -93,13 +93,13 @@ def predict(order: Order, device: DeviceFacts, model: ModelFacts, *, told: Told)
 
 def _predict(order: Order, facts: DeviceFacts, model: ModelFacts, *, told: Told) -> PredictFacts:
     device = torch.device(facts.name)
-    began = time.perf_counter()
     spec = spec_of(model)
     needs = needs_of(spec)
     rows = 0
     with limited(facts, order.limit_mib):
         through = Through(_loaded(model).to(device), device, rows=rows_at_once(needs))
         width = max(map(len, spec.get("class_names") or [""]))
+        began = time.perf_counter()
         with opened(order, text_width=width) as output:
             for batch in batches(order, needs):
                 for begin, predictions in through.predicted(batch):

@@ -17,6 +17,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 import orjson
 import pyarrow as pa
+from pyarrow import compute
 from pyarrow import csv as pa_csv
 from pyarrow import parquet as pa_parquet
 
@@ -130,18 +131,31 @@ class _Csv:
 
     def __init__(self, file: IO[bytes], delimiter: str) -> None:
         self._file, self._begun = file, False
-        self._options = pa_csv.WriteOptions(include_header=False, delimiter=delimiter)
+        self._delimiter = delimiter
 
     def write(self, table: pa.Table) -> None:
         if not self._begun:
             # By hand: pyarrow puts every name in quotes.
             header = io.StringIO()
-            csv.writer(header, delimiter=self._options.delimiter, lineterminator="\n").writerow(
-                table.column_names
-            )
+            lines = csv.writer(header, delimiter=self._delimiter, lineterminator="\n")
+            lines.writerow(table.column_names)
             self._file.write(header.getvalue().encode())
             self._begun = True
-        pa_csv.write_csv(table, self._file, self._options)
+        pa_csv.write_csv(
+            table,
+            self._file,
+            pa_csv.WriteOptions(
+                include_header=False,
+                delimiter=self._delimiter,
+                quoting_style="needed" if self._quoted(table) else "none",
+            ),
+        )
+
+    def _quoted(self, table: pa.Table) -> bool:
+        """Whether a cell needs quotes: pyarrow puts them around every text, or around none."""
+        pattern = f'[{self._delimiter}"\r\n]|^$'
+        texts = [c for c in table.columns if pa.types.is_string(c.type)]
+        return any(compute.any(compute.match_substring_regex(c, pattern)).as_py() for c in texts)
 
     def finish(self) -> None:
         pass

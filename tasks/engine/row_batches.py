@@ -106,7 +106,7 @@ def read_npy(order: Order) -> Iterator[Batch]:
         ) from None
     step = _rows_of(header)
     for first in range(0, max(1, len(array)), step):
-        rows = np.ascontiguousarray(array[first : first + step])
+        rows = np.array(array[first : first + step], order="C")  # a copy: the file stays as it is
         yield Batch(rows, None, path.name, first, first + len(rows))
 
 
