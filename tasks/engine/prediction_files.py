@@ -10,7 +10,7 @@ import fcntl
 import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -48,18 +48,20 @@ def opened(order: Order, *, text_width: int) -> Iterator[Writer]:
     part = path.with_name(f".{path.name}.part")
     with _told(path):
         file = _locked(part)
-    with file:
-        try:
-            writer = _Guarded(_writer(order, file, text_width), path)
-            yield writer
-            writer.finish()
-            with _told(path):
-                file.flush()
-                os.fsync(file.fileno())
-                _put(part, path, order)
-        except BaseException:
-            part.unlink(missing_ok=True)  # before the lock is let go
-            raise
+    try:
+        writer = _Guarded(_writer(order, file, text_width), path)
+        yield writer
+        writer.finish()
+        with _told(path):
+            file.flush()
+            os.fsync(file.fileno())
+            _put(part, path, order)
+    except BaseException:
+        part.unlink(missing_ok=True)  # before the lock is let go
+        raise
+    finally:
+        with suppress(OSError):  # what was not written yet still cannot be: that was told
+            file.close()
 
 
 def _put(part: Path, path: Path, order: Order) -> None:
