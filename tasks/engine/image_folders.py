@@ -98,7 +98,9 @@ def _is_class(entry: os.DirEntry[str], problems: list[str]) -> bool:
     if not entry.is_dir():
         return False
     if not entry.name.isprintable():
-        problems.append(f"data.path: folder {shorten(entry.name)} has an unprintable name; rename")
+        problems.append(
+            f"data.path: folder {shorten(entry.name)} has an unprintable name; rename it"
+        )
     return True
 
 

@@ -67,7 +67,7 @@ def look(path: Path, side: int) -> Seen:
         with open(path, "rb") as file, Image.open(file, formats=FORMATS) as image:
             width, height = image.size
             if width * height > MOST_PIXELS:
-                return Seen(_too_large(f"{width:,} x {height:,}"))
+                return Seen(_too_large(f"{width:,} x {height:,} pixels"))
             if image.mode not in GREY | COLOUR:
                 return Seen(f"has pixels of the kind {image.mode}; save it as an 8-bit PNG")
             needed_bytes = _needed_bytes(image, side)
@@ -75,13 +75,13 @@ def look(path: Path, side: int) -> Seen:
                 image.verify()
             return Seen(grey=image.mode in GREY, needed_bytes=needed_bytes)
     except Image.DecompressionBombError:
-        return Seen(_too_large("even more than Pillow opens"))
+        return Seen(_too_large("more pixels than Pillow opens"))
     except BROKEN as error:
         return Seen(broken(error))
 
 
 def _too_large(what: str) -> str:
-    return f"claims {what} pixels, above the {MOST_PIXELS:,} of an image; shrink it, or remove it"
+    return f"claims {what}, above the {MOST_PIXELS:,} of an image; shrink it, or remove it"
 
 
 def broken(error: BaseException) -> str:

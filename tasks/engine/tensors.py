@@ -21,7 +21,6 @@ from tasks.engine.arrays import Header, booleans
 from tasks.engine.data_config import DataConfig
 from tasks.engine.raw import DataError, Raw, check_memory, listed, shorten, size, source_file
 
-MOST_HEADER_BYTES = 16 * 1024**2  # of names and shapes; about 100,000 arrays
 METADATA = "__metadata__"
 TYPES = {
     "BOOL": "|b1",
@@ -102,18 +101,14 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _header_text(path: Path, file_bytes: int) -> tuple[bytes, int]:
-    """The header, and where the values begin."""
+    """The header, and where the values begin. It is below 16 MiB, else `source_file` would not
+    have taken the file for one of tensors."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if 8 + length > file_bytes:
             raise _Wrong(
                 f"claims a header of {length:,} bytes but holds {file_bytes:,} in all: it is cut "
                 "off or no safetensors file"
-            )
-        if length > MOST_HEADER_BYTES:
-            raise _Wrong(
-                f"has a header of {size(length)}, more than the {size(MOST_HEADER_BYTES)} that "
-                "names and shapes may take"
             )
         return file.read(length), 8 + length
 
