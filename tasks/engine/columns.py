@@ -1,17 +1,21 @@
-"""Turns Arrow columns, as CSV and Parquet are read into, into a matrix of numbers and a target.
-What is not a number, a boolean or (for the target) text is refused, each column by its name and
-its first bad cell, all columns at once. No path through here imports pandas.
+"""Gathers the columns of a table block by block: numbers and codes into a spool, the target beside
+it, and what was seen of each column. What can't be learnt from is refused when all blocks have
+passed, each column by its name and its first bad cell, all columns at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import compute
 
+from tasks.engine.cells import CATEGORY, EMPTY, NUMBER, TEXT, Cells, cells_of, numbers, refused_type
 from tasks.engine.raw import MOST_SHOWN, DataError, Raw, shorten
+from tasks.engine.seen import MOST_CATEGORIES, Seen
+from tasks.engine.spool import Spool
+from tasks.engine.table import Table
 
 BROKEN = (
     pa.ArrowException,
@@ -26,120 +30,179 @@ BROKEN = (
 )
 
 
-def raw_rows(table: pa.Table, *, target: str, label: str, note: str) -> Raw:
-    """The table as a float64 matrix (n, columns) and a target (n,).
+@dataclass(frozen=True)
+class Block:
+    """Some columns of some rows, out of Arrow: (columns, rows) float64, and what they hold."""
 
-    Errors: DataError with one line for each column at fault, the first few of them.
-    """
-    names = [name for name in table.column_names if name != target]
-    if table.num_rows == 0:
-        raise DataError(f"data.path: {label} has no rows{note}; write some")
-    try:
-        problems = wrong_types(table.schema, target, label)
-        problems = problems or _unusable(table, target=target, label=label, note=note)
+    matrix: np.ndarray
+    cells: tuple[Cells, ...]
+    least: np.ndarray  # (columns,); NaN where some are missing
+    most: np.ndarray
+    target: Cells | None
+
+
+def block_of(features: Sequence[pa.Array], target: pa.Array | None, rows: int) -> Block:
+    """Takes columns out of Arrow; for threads: it leaves Python's lock most of the time."""
+    matrix = np.empty((len(features), rows))
+    cells = tuple(cells_of(array, row) for array, row in zip(features, matrix, strict=True))
+    for row, of in zip(matrix, cells, strict=True):
+        if of.kind in (TEXT, CATEGORY):
+            row[:] = 0  # its codes are known when the blocks before it are
+    least = matrix.min(axis=1, initial=np.inf)
+    most = matrix.max(axis=1, initial=-np.inf)
+    return Block(matrix, cells, least, most, None if target is None else _target(target))
+
+
+def _target(array: pa.Array) -> Cells:
+    cells = cells_of(array)
+    if cells.kind != NUMBER:
+        return cells
+    return Cells(NUMBER, numbers(array), whole=cells.whole)  # large integers stay exact
+
+
+class Gathering:
+    """Holds what has passed of a table."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        target: str,
+        *,
+        spool: Spool,
+        label: str,
+        note: str,
+        missing: str,
+    ) -> None:
+        self.names, self.spool = tuple(names), spool
+        self._seen = [Seen(name) for name in names]
+        self._target_seen = Seen(target)
+        self._targets: list[np.ndarray] = []
+        self._label, self._note, self._missing = label, note, missing
+
+    def append(self, block: Block) -> None:
+        """All columns of the next rows."""
+        start = self.spool.rows
+        for column in range(len(self.names)):
+            self._see(block, column, column, start)
+        self._add_target(block.target, start)
+        self.spool.append(block.matrix)
+
+    def put(self, block: Block, columns: Sequence[int], start: int) -> None:
+        """Some columns of rows from `start` on, for which the spool has room."""
+        for place, column in enumerate(columns):
+            self._see(block, place, column, start)
+            self.spool.put(column, start, block.matrix[place])
+        self._add_target(block.target, start)
+
+    def mixed(self) -> list[str]:
+        """The columns that were numbers in some blocks and text in others: once more, as text."""
+        found = [seen for seen in (*self._seen, self._target_seen) if seen.kind() == "mixed"]
+        for seen in found:
+            seen.__init__(seen.name)  # type: ignore[misc]
+            if seen is self._target_seen:
+                self._targets = []
+        return [seen.name for seen in found]
+
+    def raw(self) -> Raw:
+        """The whole table. Raises DataError with a line for each column at fault."""
+        if not self.spool.rows:
+            raise DataError(f"data.path: {self._label} has no rows{self._note}; write some")
+        found = [
+            seen.problem(
+                target=self._target_seen.name,
+                label=self._label,
+                note=self._note,
+                missing=self._missing,
+            )
+            for seen in self._seen
+        ]
+        problems = [*self._target_problems(), *(line for line in found if line)]
         if problems:
-            raise DataError("\n".join(problems[:MOST_SHOWN] + _rest(problems)))
-        features = np.empty((table.num_rows, len(names)), dtype=np.float64)
-        columns = dict(zip(table.column_names, table.columns, strict=True))
-        for i, name in enumerate(names):
-            features[:, i] = _numbers(columns[name].cast(pa.float64(), safe=False))
-        return Raw(
-            features=features,
-            target=_target(columns[target]),
-            feature_names=tuple(names),
-            target_name=target,
-            label=label,
-            row_note=note,
+            more = len(problems) - MOST_SHOWN
+            rest = [f"data.path: and {more} more columns like these"] if more > 0 else []
+            raise DataError("\n".join(problems[:MOST_SHOWN] + rest))
+        table = Table(
+            names=self.names,
+            words=tuple(tuple(s.words) if s.kind() == CATEGORY else None for s in self._seen),
+            whole=tuple(s.kind() == NUMBER and s.whole for s in self._seen),
+            holes=tuple(s.holes for s in self._seen),
+            largest=tuple(s.largest for s in self._seen),
+            spool=self.spool,
+            missing=self._missing,
         )
-    except DataError:
-        raise
-    except BROKEN as error:
-        raise DataError(
-            f"data.path: {label} cannot be turned into numbers ({shorten(str(error), 160)}); "
-            "write it anew"
-        ) from None
+        return self._raw(table)
 
+    def _raw(self, table: Table) -> Raw:
+        notes: tuple[str, ...] = ()
+        kept, target = None, self._target()
+        if self._missing == "drop" and any(table.holes):
+            kept = table.whole_rows()
+            if not kept.any():
+                raise DataError(
+                    f"data.missing: drop would leave no row of {self._label}: each of its "
+                    f"{len(kept):,} has a missing value; set it to mean, or leave columns out by "
+                    "data.drop"
+                )
+            left_out = int((~kept).sum())
+            notes = (f"{left_out:,} of {len(kept):,} rows with missing values were left out",)
+            table, target = table.only(kept), target[kept]
+        return Raw(
+            features=table,
+            target=target,
+            feature_names=self.names,
+            target_name=self._target_seen.name,
+            label=self._label,
+            row_note=self._note,
+            notes=notes,
+            kept=kept,
+        )
 
-def _rest(problems: Sequence[str]) -> list[str]:
-    more = len(problems) - MOST_SHOWN
-    return [f"data.path: and {more} more columns like these"] if more > 0 else []
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        return _is_text(kind.value_type)
-    return (
-        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    )
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-
-
-def wrong_types(fields: Sequence[pa.Field], target: str, label: str) -> list[str]:
-    """A line for each column of a type that is of no use, such as dates, lists and decimals."""
-    problems = []
-    for field in fields:
-        name, kind = shorten(field.name), field.type
-        if _is_number(kind) or _is_text(kind) or pa.types.is_null(kind):
-            continue
-        if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-            remedy = "holds bytes that are not UTF-8 text; save it as UTF-8"
-        elif field.name == target:
-            remedy = f"is of type {kind}; a target must be numbers, booleans or text"
+    def _see(self, block: Block, place: int, column: int, start: int) -> None:
+        cells, seen = block.cells[place], self._seen[column]
+        if cells.kind in (TEXT, CATEGORY):
+            block.matrix[place] = seen.text(cells, start, most=MOST_CATEGORIES)
+        elif cells.kind == NUMBER:
+            least, most = float(block.least[place]), float(block.most[place])
+            seen.numbers(cells, start, least=least, most=most)
         else:
-            remedy = f"is of type {shorten(str(kind))}; turn it into numbers or drop it"
-        problems.append(f"data.path: {label} column {name} {remedy}")
-    return problems
+            seen.nothing(cells, start)
 
+    def _add_target(self, cells: Cells | None, start: int) -> None:
+        if cells is None:
+            return
+        seen = self._target_seen
+        if cells.kind in (TEXT, CATEGORY):
+            codes = seen.text(cells, start, most=None)
+            self._targets.append(np.where(np.isnan(codes), -1, codes).astype(np.int32))
+        elif cells.kind == NUMBER:
+            holes = np.nan if cells.values.dtype.kind == "f" and cells.missing.any() else 0.0
+            seen.numbers(cells, start, least=holes, most=holes)
+            self._targets.append(np.array(cells.values))
+        else:
+            seen.nothing(cells, start)
 
-def _unusable(table: pa.Table, *, target: str, label: str, note: str) -> list[str]:
-    """A line for each column with missing cells, and each feature that is text."""
-    problems = []
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        setting = "data.target" if name == target else "data.path"
-        where = f"{setting}: {label} column {shorten(name)}"
-        if column.null_count == table.num_rows:
-            problems.append(f"{where}: holds no value in any row; drop the column")
-        elif column.null_count:
-            row = compute.index(column.is_null(), True).as_py()
-            problems.append(
-                f"{setting}: {label} row {row + 1}{note}, column {shorten(name)}: is missing "
-                f"(as in {column.null_count} rows); fill it in or drop the rows"
-            )
-        elif name != target and _is_text(column.type):
-            row, cell = _first_text(column)
-            problems.append(
-                f"data.path: {label} row {row + 1}{note}, column {shorten(name)}: must be a number "
-                f"(got {shorten(cell)}); turn the column into numbers or drop it"
-            )
-    return problems
+    def _target_problems(self) -> list[str]:
+        seen, label = self._target_seen, self._label
+        if seen.kind() not in (NUMBER, CATEGORY, EMPTY):
+            return [refused_type(seen.name, seen.kind(), target=seen.name, label=label)]
+        if seen.holes == seen.rows:
+            return [
+                f"data.target: {label} column {shorten(seen.name)}: holds no value in any row; "
+                "choose another target"
+            ]
+        if seen.holes:
+            return [
+                f"data.target: {label} row {seen.first_hole + 1}{self._note}, column "
+                f"{shorten(seen.name)}: is missing (as in {seen.holes:,} rows); fill it in or drop "
+                "the rows"
+            ]
+        return []
 
-
-def _first_text(column: pa.ChunkedArray) -> tuple[int, str]:
-    first = ""
-    for row, cell in enumerate(cell for chunk in column.chunks for cell in chunk.to_pylist()):
-        first = first or cell
-        try:
-            float(cell)
-        except ValueError:
-            return row, cell
-    return 0, first
-
-
-def _numbers(column: pa.ChunkedArray) -> np.ndarray:
-    # DLPack, since Arrow's own to_numpy imports pandas.
-    parts = [np.from_dlpack(chunk) for chunk in column.chunks if len(chunk)]
-    return np.concatenate(parts)
-
-
-def _target(column: pa.ChunkedArray) -> np.ndarray:
-    """The labels: numbers of their own type, booleans, or an object array of stripped text."""
-    if _is_text(column.type):
-        labels = np.empty(len(column), dtype=object)
-        labels[:] = [text.strip() for text in column.to_pylist()]
-        return labels
-    if pa.types.is_boolean(column.type):
-        return _numbers(column.cast(pa.uint8())).astype(bool)
-    return _numbers(column)
+    def _target(self) -> np.ndarray:
+        whole = np.concatenate(self._targets)
+        self._targets = []
+        if self._target_seen.kind() == NUMBER:
+            return whole
+        words = np.empty(len(self._target_seen.words), dtype=object)
+        words[:] = list(self._target_seen.words)
+        return words[whole]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ import numpy as np
 
 from tasks.engine import rows, store, windows
 from tasks.engine.data_config import TOKEN_SOURCES, DataConfig
-from tasks.engine.facts import DataFacts
+from tasks.engine.facts import Column, DataFacts
 from tasks.engine.origins import Origin, origin_of, refuse_changed
-from tasks.engine.raw import DataError, check_memory
+from tasks.engine.raw import DataError, Raw, cache_folder, check_memory
+from tasks.engine.section import is_import
 from tasks.engine.sources import SOURCES, files, origin, synthetic_bytes
 from tasks.engine.tokens import Tokens, default_text
 
@@ -50,7 +50,10 @@ class Arrays:
 
 def check(data: DataConfig) -> None:
     """Raises DataError for data that cannot be prepared, as far as its head and size tell."""
-    cache = _cache(data)
+    cache = cache_folder(data)
+    if is_import(data.source):  # what it gives is known when it was called
+        store.check_room(cache, 0)
+        return
     SOURCES[data.source].check(data)
     needed_bytes = 0
     if data.source == "synthetic" and not _folder(data, _origin(data)).is_dir():
@@ -60,18 +63,26 @@ def check(data: DataConfig) -> None:
     store.check_room(cache, needed_bytes)
 
 
-def prepare(data: DataConfig) -> DataFacts:
+def prepare(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> DataFacts:
     """The facts of the prepared data, which is taken from the cache where it is there and whole.
 
     A changed file has another checksum and so another folder: what a run has mapped stays as it
-    is. Errors: DataError.
+    is. batch_size, seed: of the training, for a source of the user's own; what is known of loaders
+    is told, and nothing prepared. Errors: DataError.
     """
-    SOURCES[data.source].check(data)
-    found = _origin(data)
+    read: Raw | Tokens | None = None
+    if is_import(data.source):
+        given = _given(data, batch_size, seed)
+        if isinstance(given, DataFacts):
+            return given
+        read, found = given
+    else:
+        SOURCES[data.source].check(data)
+        found = _origin(data)
     folder = _folder(data, found)
     manifest, reused = store.manifest_of(folder), True
     if manifest is None:
-        manifest, reused = _prepared(data, found, folder)
+        manifest, reused = _prepared(data, found, folder, read)
     facts = _facts(data, folder, manifest, reused=reused)
     log.info(
         "data %s: %s training and %s validation rows of %s, %s, fingerprint %s%s",
@@ -102,10 +113,14 @@ def load(facts: DataFacts) -> Arrays:
     return Arrays(*parts)
 
 
-def _cache(data: DataConfig) -> Path:
-    if not data.cache.strip():
-        raise DataError(f"data.cache: must name a folder (got {data.cache!r}); name one")
-    return Path(os.path.abspath(os.path.expanduser(data.cache)))
+def _given(data: DataConfig, batch_size: int, seed: int) -> tuple[Raw, Origin] | DataFacts:
+    # Here, since these import torch, and data is checked at a desk before that is.
+    from tasks.engine import own_arrays, own_data, own_facts
+
+    given = own_data.made(data, own_data.Feeding(batch_size, seed))
+    if isinstance(given, Raw):
+        return given, Origin(sha256=own_arrays.sha256(given))
+    return own_facts.facts_of(data, given)
 
 
 def _origin(data: DataConfig) -> Origin:
@@ -120,7 +135,7 @@ def _origin(data: DataConfig) -> Origin:
 
 def _settings(data: DataConfig) -> dict[str, Any]:
     """What decides the prepared content, beside the content of the file."""
-    unused = {"path", "cache"}
+    unused = {"path", "cache", "memory_mib"}
     if data.source != "synthetic":
         unused |= {"rows", "features", "classes"}
     if data.source in TOKEN_SOURCES:
@@ -133,11 +148,16 @@ def _settings(data: DataConfig) -> dict[str, Any]:
 def _folder(data: DataConfig, found: Origin) -> Path:
     said = json.dumps([store.FORMAT, _settings(data), found.sha256], sort_keys=True)
     key = hashlib.sha256(said.encode()).hexdigest()[:16]
-    return _cache(data) / f"{data.source}-{key}"
+    source = "own" if is_import(data.source) else data.source
+    return cache_folder(data) / f"{source}-{key}"
 
 
-def _prepared(data: DataConfig, found: Origin, folder: Path) -> tuple[dict[str, Any], bool]:
-    read = SOURCES[data.source].read(data)
+def _prepared(
+    data: DataConfig, found: Origin, folder: Path, read: Raw | Tokens | None
+) -> tuple[dict[str, Any], bool]:
+    """read: what is there already; else the source is read."""
+    if read is None:
+        read = SOURCES[data.source].read(data)
     draft = windows.draft(read, data) if isinstance(read, Tokens) else rows.draft(read, data)
     store.check_room(folder.parent, draft.needed_bytes)
 
@@ -167,8 +187,18 @@ def _facts(data: DataConfig, folder: Path, manifest: dict[str, Any], *, reused: 
         bytes=sum(entry["bytes"] for entry in files.values()),
         fingerprint=manifest["fingerprint"],
         reused=reused,
+        columns=_columns(meaning),
         class_rows=_class_rows(meaning),
+        missing=data.missing,
+        notes=tuple(meaning.get("notes", ())),
     )
+
+
+def _columns(meaning: dict[str, Any]) -> tuple[Column, ...] | None:
+    found = meaning.get("columns")
+    if found is None:
+        return None
+    return tuple(Column(**{**column, "values": tuple(column["values"])}) for column in found)
 
 
 def _class_rows(meaning: dict[str, Any]) -> tuple[int, ...] | None:

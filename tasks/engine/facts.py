@@ -47,7 +47,8 @@ class Column:
     name: str
     kind: str  # number, or category: one input for each of its values
     values: tuple[str, ...] = ()  # of a category, in the order of its inputs
-    fill: float | str | None = None  # what stands for a missing value; None: none was allowed
+    fill: float | str | None = None  # what stands for a missing value; None: nothing does
+    whole: bool = False  # numbers that were all integers or booleans
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class DataFacts:
     reused: bool
     columns: tuple[Column, ...] | None = None  # of a table, before it became inputs
     class_rows: tuple[int, ...] | None = None  # training rows of each class
+    missing: str = "fail"  # what was done with rows that miss a feature: fail, drop or mean
+    notes: tuple[str, ...] = ()  # what else was done to the data, for a person
     batch: Any | None = None  # of a loader: what its batches hold, as tree.described tells it
     batch_rows: int | None = None  # of a loader: rows of its batches
 

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -50,11 +51,13 @@ class Raw:
     """Rows as they were read, features finite or not, in their own units.
 
     features: (n, columns), or (n, channels, height, width) for images; numbers or booleans,
-    possibly mapped from the file. target: (n,) numbers, booleans, or `str` in an object array; or
-    (n, k) numbers. validation: (n,) booleans where the source brought a split of its own.
+    possibly mapped from the file; or a table.Table, which holds text and missing values too.
+    target: (n,) numbers, booleans, or `str` in an object array; or (n, k) numbers.
+    validation: (n,) booleans where the source brought a split of its own.
+    kept: which rows of the file these are, (rows of the file,) booleans; None: all.
     """
 
-    features: np.ndarray
+    features: Any
     target: np.ndarray
     feature_names: tuple[str, ...] | None
     target_name: str
@@ -62,10 +65,16 @@ class Raw:
     row_note: str = ""  # how rows are counted, always from 1: " below the header" for a CSV
     notes: tuple[str, ...] = ()
     validation: np.ndarray | None = None
+    kept: np.ndarray | None = None
+
+    def row(self, row: int) -> str:
+        """The words for a row, from 0, as it is counted in the file."""
+        in_file = row if self.kept is None else int(np.flatnonzero(self.kept)[row])
+        return f"{self.label} row {in_file + 1}{self.row_note}"
 
     def cell(self, row: int, index: Sequence[int]) -> str:
         """The words by which a person finds a value again; row and index from 0."""
-        where = f"{self.label} row {row + 1}{self.row_note}"
+        where = self.row(row)
         if self.feature_names is not None:
             return f"{where}, column {self.feature_names[index[0]]!r}"
         if len(index) == 1:
@@ -74,7 +83,7 @@ class Raw:
 
     def label_at(self, row: int) -> str:
         """The same for the target of a row."""
-        return f"{self.label} row {row + 1}{self.row_note}, target {self.target_name!r}"
+        return f"{self.row(row)}, target {self.target_name!r}"
 
 
 def shorten(value: object, most: int = 60) -> str:
@@ -99,12 +108,39 @@ def source_file(data: DataConfig) -> Path:
 
     Errors: DataError, also where the first bytes belong to another format.
     """
-    path = Path(os.path.abspath(os.path.expanduser(data.path or "")))
+    return regular_file(source_path(data), data.source)
+
+
+def source_files(data: DataConfig) -> tuple[Path, ...]:
+    """The file at data.path, or all *.parquet in the folder there, by name; each as source_file."""
+    path = source_path(data)
+    if data.source != "parquet" or not path.is_dir():
+        return (source_file(data),)
+    shown = shorten(str(path), 300)
+    try:
+        names = sorted(name for name in os.listdir(path) if name.endswith(".parquet"))
+    except OSError as error:
+        raise DataError(
+            f"data.path: {shown} cannot be read ({error.strerror}); mend that or name another "
+            "folder"
+        ) from None
+    if not names:
+        raise DataError(f"data.path: the folder {shown} holds no *.parquet file; name another")
+    return tuple(regular_file(path / name, data.source) for name in names)
+
+
+def source_path(data: DataConfig) -> Path:
+    """data.path as an absolute path, whether it is there or not."""
+    return Path(os.path.abspath(os.path.expanduser(data.path or "")))
+
+
+def regular_file(path: Path, source: str) -> Path:
+    """The path itself, of a file of the kind `source` that can be read. Errors: DataError."""
     shown = shorten(str(path), 300)
     try:
         found = os.stat(path)
         if stat.S_ISDIR(found.st_mode):
-            raise DataError(f"data.path: {shown} is a folder; name the {data.source} file in it")
+            raise DataError(f"data.path: {shown} is a folder; name the {source} file in it")
         if not stat.S_ISREG(found.st_mode):
             raise DataError(f"data.path: {shown} is not a regular file; copy its content to one")
         if found.st_size == 0:
@@ -120,20 +156,20 @@ def source_file(data: DataConfig) -> Path:
         raise DataError(
             f"data.path: {shown} cannot be read ({error.strerror}); mend that or name another file"
         ) from None
-    if data.source not in TOKEN_SOURCES:  # any bytes may be a text or the first of tokens
-        _right_kind(data.source, head, shown)
+    if source not in TOKEN_SOURCES:  # any bytes may be a text or the first of tokens
+        _right_kind(source, head, shown)
     return path
 
 
 def _right_kind(source: str, head: bytes, shown: str) -> None:
-    # Looked for first: its first bytes are a length, which may look like anything.
+    # Looked for first: its first bytes are a length, below 16 MiB, and may look like anything.
     tensors = head[3:] == b"\0\0\0\0\0{"
     for magic, words in FOREIGN.items():
         if head.startswith(magic) and not tensors:
             raise DataError(f"data.path: {shown} {words}")
     kind = next((k for magic, k in MAGIC.items() if head.startswith(magic)), "csv")
     kind = "safetensors" if tensors else kind
-    if kind == source:
+    if kind == source or (kind, source) == ("csv", "tsv"):
         return
     if kind == "csv":
         raise DataError(
@@ -181,6 +217,20 @@ def pick_target(names: Sequence[str], wanted: str | None, label: str) -> str:
         f"data.target: {label} has no column named target, label, class or y; "
         f"set data.target to one of {listed(names, 12)}"
     )
+
+
+def cache_folder(data: DataConfig) -> Path:
+    """data.cache as an absolute path, which may not be there yet. Errors: DataError."""
+    if not data.cache.strip():
+        raise DataError(f"data.cache: must name a folder (got {data.cache!r}); name one")
+    return Path(os.path.abspath(os.path.expanduser(data.cache)))
+
+
+def allowed_bytes(data: DataConfig) -> int:
+    """What preparing may take of the host's memory: data.memory_mib, else what is free."""
+    if data.memory_mib is not None:
+        return int(data.memory_mib * 1024**2)
+    return psutil.virtual_memory().available
 
 
 def check_memory(needed_bytes: int, what: str, remedy: str) -> None:

@@ -5,7 +5,9 @@ features scaled, written in blocks. What cannot be learnt from is refused by `la
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,12 @@ import numpy as np
 
 from tasks.engine import store
 from tasks.engine.data_config import DataConfig
+from tasks.engine.encoding import fit
+from tasks.engine.facts import Column
 from tasks.engine.labels import Labels, encode, validation_rows
 from tasks.engine.raw import Raw
 from tasks.engine.scaling import Scaling, measure, scaled
+from tasks.engine.table import Table
 
 PARTS = ("train_x.npy", "train_y.npy", "val_x.npy", "val_y.npy")
 
@@ -30,51 +35,76 @@ def draft(raw: Raw, data: DataConfig) -> store.Draft:
     validation = validation_rows(
         raw, labels, fraction=data.validation_fraction, seed=data.split_seed
     )
-    needed_bytes = 4 * raw.features.size + labels.values.nbytes
+    table = raw.features if isinstance(raw.features, Table) else None
+    inputs = raw.features.size if table is None else len(table) * table.inputs
     write = partial(_written, raw=raw, labels=labels, validation=validation, scale=data.scale)
-    return store.Draft(needed_bytes, write)
+    return store.Draft(4 * inputs + labels.values.nbytes, write)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The features on their way to the model."""
+
+    shape: tuple[int, ...]  # of a row
+    names: tuple[str, ...] | None
+    scaling: Scaling
+    columns: tuple[Column, ...] | None
+    notes: tuple[str, ...]
+    blocks: Iterator[tuple[slice, np.ndarray]]  # scaled, float32
+
+
+def _inputs(raw: Raw, *, for_training: np.ndarray, scale: bool) -> _Inputs:
+    if isinstance(raw.features, Table):
+        made = fit(raw, for_training=for_training, scale=scale)
+        shape = (len(made.scaling.offset),)
+        return _Inputs(shape, made.names, made.scaling, made.columns, made.notes, made.blocks())
+    scaling = measure(raw, for_training=for_training, scale=scale)
+    shape = raw.features.shape[1:]
+    return _Inputs(shape, raw.feature_names, scaling, None, (), scaled(raw, scaling))
 
 
 def _written(
     folder: Path, *, raw: Raw, labels: Labels, validation: np.ndarray, scale: bool
 ) -> dict[str, Any]:
     """Writes the four arrays; the manifest of what they are."""
-    scaling = measure(raw, for_training=~validation, scale=scale)
-    files = _write_parts(folder, raw=raw, labels=labels, validation=validation, scaling=scaling)
+    inputs = _inputs(raw, for_training=~validation, scale=scale)
+    files = _write_parts(folder, inputs=inputs, labels=labels, validation=validation)
+    columns = None if inputs.columns is None else [asdict(column) for column in inputs.columns]
     meaning = {
         "task": labels.task,
         "target": raw.target_name,
-        "input_shape": list(raw.features.shape[1:]),
+        "input_shape": list(inputs.shape),
         "outputs": labels.outputs,
         "class_names": labels.class_names,
-        "feature_names": raw.feature_names,
-        "offset": scaling.offset.tolist(),
-        "scale": scaling.scale.tolist(),
+        "feature_names": inputs.names,
+        "offset": inputs.scaling.offset.tolist(),
+        "scale": inputs.scaling.scale.tolist(),
         "rows": {"train": int((~validation).sum()), "val": int(validation.sum())},
         "class_rows": _class_rows(labels, validation),
-        "notes": list(raw.notes + labels.notes),
+        "columns": columns,
+        "notes": list(raw.notes + inputs.notes + labels.notes),
     }
     return store.manifest_for(meaning, files)
 
 
 def _write_parts(
-    folder: Path, *, raw: Raw, labels: Labels, validation: np.ndarray, scaling: Scaling
+    folder: Path, *, inputs: _Inputs, labels: Labels, validation: np.ndarray
 ) -> dict[str, Any]:
     rows = {"train": ~validation, "val": validation}
+    values = labels.values
     with ExitStack() as stack:
         parts = {}
         for name, chosen in rows.items():
             count = int(chosen.sum())
-            for axis, values, dtype in (
-                ("x", raw.features, "<f4"),
-                ("y", labels.values, labels.values.dtype.str),
+            for axis, shape, dtype in (
+                ("x", inputs.shape, "<f4"),
+                ("y", values.shape[1:], values.dtype.str),
             ):
                 file = f"{name}_{axis}.npy"
-                shape = (count, *values.shape[1:])
-                writer = store.PartWriter(folder / file, shape=shape, dtype=dtype)
+                writer = store.PartWriter(folder / file, shape=(count, *shape), dtype=dtype)
                 parts[file] = stack.enter_context(writer)
-            parts[f"{name}_y.npy"].append(labels.values[chosen])
-        for part, x in scaled(raw, scaling):
+            parts[f"{name}_y.npy"].append(values[chosen])
+        for part, x in inputs.blocks:
             for name, chosen in rows.items():
                 parts[f"{name}_x.npy"].append(x[chosen[part]])
         return {file: writer.finish() for file, writer in parts.items()}

@@ -17,7 +17,7 @@ import numpy as np
 from tasks.engine import archives, arrays, tokens
 from tasks.engine.data_config import DataConfig
 from tasks.engine.image_folders import image_folder
-from tasks.engine.raw import DataError, Raw, refuse_target, source_file
+from tasks.engine.raw import DataError, Raw, refuse_target, source_files, source_path
 
 DIGITS_VALUES = 1797 * 65
 SYNTHETIC_SEED = 20_240_607  # its own: another split must not make other rows
@@ -38,13 +38,15 @@ def origin(data: DataConfig) -> Path | None:
         return _digits_file()
     if data.source == "images":
         return image_folder(data).path
-    return None if data.path is None else source_file(data)
+    return None if data.path is None else source_path(data)
 
 
 def files(data: DataConfig) -> Sequence[Path]:
     """The files of which `origin` consists, in the order of their rows."""
     if data.source == "images":
         return list(image_folder(data).paths())
+    if data.path is not None:
+        return source_files(data)
     path = origin(data)
     return [] if path is None else [path]
 
@@ -132,16 +134,16 @@ def _read_synthetic(data: DataConfig) -> Raw:
     )
 
 
-def _check_csv(data: DataConfig) -> None:
+def _check_text_table(data: DataConfig) -> None:
     from tasks.engine import tables  # 0.1 s for pyarrow, and most runs read no table
 
-    tables.check_csv(data)
+    tables.check_text(data)
 
 
-def _read_csv(data: DataConfig) -> Raw:
+def _read_text_table(data: DataConfig) -> Raw:
     from tasks.engine import tables
 
-    return tables.read_csv(data)
+    return tables.read_text(data)
 
 
 def _check_parquet(data: DataConfig) -> None:
@@ -180,7 +182,8 @@ def _read_images(data: DataConfig) -> Raw:
 
 SOURCES = {
     "digits": Source(_check_digits, _read_digits),
-    "csv": Source(_check_csv, _read_csv),
+    "csv": Source(_check_text_table, _read_text_table),
+    "tsv": Source(_check_text_table, _read_text_table),
     "parquet": Source(_check_parquet, _read_parquet),
     "npz": Source(archives.check_npz, archives.read_npz),
     "npy": Source(arrays.check_npy, arrays.read_npy),

@@ -1,124 +1,105 @@
-"""Reads CSV and Parquet files into rows of numbers and a target. It never guesses: a column that
-is text, a date, nested or decimal, a missing value, a short or long row, and two columns of one
-name are refused by name, all of them at once. Importing this costs pyarrow's 0.1 s, so it is
-imported only where such a file is read; pandas (0.3 s more) is never touched.
+"""Reads CSV, TSV and Parquet into the columns of a table: from the first line or the schema it
+tells early what can't be learnt from, and it reads in blocks, so that a table may be larger than
+memory. Importing this costs pyarrow's 0.1 s, so it is imported only where such a file is read;
+pandas (0.3 s more) is never touched.
 """
 
 from __future__ import annotations
 
-import codecs
 import csv
 import io
-from collections import Counter
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-from pyarrow import csv as pa_csv
-from pyarrow import parquet as pa_parquet
-
-from tasks.engine.columns import BROKEN, raw_rows, wrong_types
+from tasks.engine import parquet_parts
+from tasks.engine.columns import Gathering
+from tasks.engine.csv_blocks import BELOW, LONGEST_BYTES, TextTable, blocks, not_utf8
 from tasks.engine.data_config import DataConfig
+from tasks.engine.in_order import usable_threads
 from tasks.engine.raw import (
-    MOST_SHOWN,
     DataError,
     Raw,
-    check_memory,
-    listed,
-    pick_target,
+    allowed_bytes,
+    cache_folder,
     shorten,
     source_file,
+    source_files,
 )
+from tasks.engine.spool import Spool
+from tasks.engine.table_memory import Budget, budget, check_rows
+from tasks.engine.table_names import Chosen, choose
 
-HEAD_BYTES = 16 * 1024**2  # the longest header, and the longest row
-BELOW = " below the header"
+MARKS = {"csv": (",", "commas"), "tsv": ("\t", "tabs")}
 
 
-def check_csv(data: DataConfig) -> None:
-    """Raises DataError for a CSV whose first line cannot be that of a table with this target."""
+def check_text(data: DataConfig) -> None:
+    """Raises DataError for a CSV or TSV whose first line cannot be that of a table with this
+    target."""
     path = source_file(data)
-    _target_of(_csv_header(path), data.target, path.name)
+    choose(_header(path, data.source)[0], data, path.name)
 
 
-def read_csv(data: DataConfig) -> Raw:
-    """The rows of a comma-separated UTF-8 file whose first line names the columns.
+def read_text(data: DataConfig) -> Raw:
+    """The rows of a UTF-8 file of cells separated by commas (csv) or tabs (tsv), whose first line
+    names the columns.
 
     Errors: DataError. Rows are counted from 1 below the header, blank lines left out.
     """
     path = source_file(data)
-    names = _csv_header(path)
-    target = _target_of(names, data.target, path.name)
-    check_memory(4 * path.stat().st_size, f"data.path: {path.name}", "write it as npy")
-    _check_utf8(path)
-    table, bad = _parsed(path, threads=True)
-    if bad:
-        table, bad = _parsed(path, threads=False)  # only then are rows numbered
-        raise DataError(_ragged(path.name, bad))
-    if [name.strip() for name in table.column_names] != names:
-        raise DataError(f"data.path: {path.name} has a header with unbalanced quotes; mend line 1")
-    table = table.rename_columns(names)
-    return raw_rows(table, target=target, label=path.name, note=BELOW)
+    names, start = _header(path, data.source)
+    chosen = choose(names, data, path.name)
+    allowed = budget(allowed_bytes(data), columns=len(chosen.features))
+    table = TextTable(
+        path,
+        MARKS[data.source][0],
+        start,
+        width=len(names),
+        block_bytes=allowed.block_bytes,
+        threads=allowed.threads or usable_threads(),
+    )
+    gathering = _gathering(data, chosen, allowed, label=path.name, note=BELOW)
+    for block in blocks(table, chosen.features, chosen.target):
+        gathering.append(block)
+        check_rows(gathering.spool.rows, data, path.name)
+    _once_more(gathering, table, chosen)
+    raw = gathering.raw()
+    return replace(raw, notes=chosen.notes + raw.notes)
 
 
-def _check_utf8(path: Path) -> None:
-    """Raises DataError at the first byte that is not UTF-8; pyarrow would print a traceback."""
-    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
-    with open(path, "rb") as file:
-        while True:
-            block = file.read(HEAD_BYTES)
-            try:
-                decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                line += error.object[: error.start].count(b"\n")
-                raise DataError(_not_utf8(path.name, line, error)) from None
-            if not block:
-                return
-            line += block.count(b"\n")
+def _once_more(gathering: Gathering, table: TextTable, chosen: Chosen) -> None:
+    """Columns that looked like numbers in some blocks are read as text in all of them."""
+    mixed = gathering.mixed()
+    if not mixed:
+        return
+    target = chosen.target if chosen.target_name in mixed else None
+    places = [i for i, name in enumerate(chosen.feature_names) if name in mixed]
+    features = [chosen.features[i] for i in places]
+    for block, start in zip(
+        blocks(table, features, target, as_text=True), gathering.spool.starts, strict=False
+    ):
+        gathering.put(block, places, start)
 
 
-def _not_utf8(label: str, line: int, error: UnicodeDecodeError) -> str:
-    return (
-        f"data.path: {label} line {line} is not UTF-8 "
-        f"(at {error.object[max(0, error.start - 8) : error.start + 8]!r}); save it as UTF-8 "
-        "(iconv -f LATIN1 -t UTF-8)"
+def _gathering(
+    data: DataConfig, chosen: Chosen, allowed: Budget, *, label: str, note: str
+) -> Gathering:
+    folder, kept = cache_folder(data), allowed.kept_bytes
+    spool = Spool(len(chosen.features), folder=folder, kept_bytes=kept)
+    return Gathering(
+        chosen.feature_names,
+        chosen.target_name,
+        spool=spool,
+        label=label,
+        note=note,
+        missing=data.missing,
     )
 
 
-def _parsed(path: Path, *, threads: bool) -> tuple[pa.Table, list[Any]]:
-    bad: list[Any] = []
-
-    def keep(row: Any) -> str:
-        if len(bad) < MOST_SHOWN or row.number is None:
-            bad.append(row)
-        return "skip"
-
-    try:
-        with pa.OSFile(str(path)) as file:  # not the path: a name in .gz would be unpacked
-            table = pa_csv.read_csv(
-                file,
-                read_options=pa_csv.ReadOptions(use_threads=threads, block_size=HEAD_BYTES),
-                parse_options=pa_csv.ParseOptions(invalid_row_handler=keep),
-            )
-    except BROKEN as error:
-        raise DataError(
-            f"data.path: {path.name} cannot be read as comma-separated text "
-            f"({shorten(str(error), 160)}); mend it or write it anew"
-        ) from None
-    return table, bad
-
-
-def _ragged(label: str, bad: Sequence[Any]) -> str:
-    return "\n".join(
-        f"data.path: {label} row {row.number - 1}{BELOW}: has {row.actual_columns} cells where "
-        f"the header has {row.expected_columns} ({shorten(row.text)}); mend or drop the row"
-        for row in bad[:MOST_SHOWN]
-    )
-
-
-def _csv_header(path: Path) -> list[str]:
+def _header(path: Path, source: str) -> tuple[list[str], int]:
+    """The names in the first line, and where the rows begin, in bytes."""
     with open(path, "rb") as file:
-        head = file.read(HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip(b"\r\n")
+        whole = file.read(LONGEST_BYTES)
+    head = whole.removeprefix(b"\xef\xbb\xbf").lstrip(b"\r\n")
     line = head.split(b"\n", 1)[0].split(b"\r", 1)[0]
     if head[:4096].count(0) > len(head[:4096]) // 8:
         raise DataError(
@@ -126,115 +107,46 @@ def _csv_header(path: Path) -> list[str]:
             "save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
         )
     try:
-        cells = next(csv.reader(io.StringIO(line.decode("utf-8"))), [])
+        text = line.decode("utf-8")
+        cells = next(csv.reader(io.StringIO(text), delimiter=MARKS[source][0]), [])
     except UnicodeDecodeError as error:
-        raise DataError(_not_utf8(path.name, 1, error)) from None
+        raise DataError(not_utf8(path.name, 1, error)) from None
     except csv.Error as error:
         raise DataError(f"data.path: {path.name} line 1 is no header ({error}); mend it") from None
+    if text.count('"') % 2:
+        raise DataError(f"data.path: {path.name} has a header with unbalanced quotes; mend line 1")
     names = [cell.strip() for cell in cells]
-    _comma_separated(names, path.name)
-    return names
+    _refuse_other_marks(names, source, path.name)
+    return names, len(whole) - len(head) + len(line)
 
 
-def _comma_separated(names: list[str], label: str) -> None:
-    for mark, words in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
-        if len(names) == 1 and mark in names[0]:
+def _refuse_other_marks(names: list[str], source: str, label: str) -> None:
+    others = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+    mine, words = MARKS[source]
+    for mark, found in others.items():
+        if len(names) == 1 and mark != mine and mark in names[0]:
+            known = next((kind for kind, (other, _) in MARKS.items() if other == mark), None)
+            remedy = f"set data.source to {known}" if known else f"separate its cells by {words}"
             raise DataError(
-                f"data.path: {label} is separated by {words} ({shorten(names[0])}); "
-                "separate its cells by commas"
+                f"data.path: {label} is separated by {found} ({shorten(names[0])}); {remedy}"
             )
-
-
-def _target_of(names: Sequence[str], target: str | None, label: str) -> str:
-    """The target's column; raises DataError where names are missing or doubled."""
-    problems = []
-    double = sorted(name for name, times in Counter(names).items() if times > 1 and name)
-    if double:
-        problems.append(
-            f"data.path: {label} has columns of one name: {listed(double)}; rename or drop one"
-        )
-    if "" in names:
-        problems.append(
-            f"data.path: {label} column {list(names).index('') + 1} has no name; name it, or drop "
-            "it if it is a saved index (pandas: index=False)"
-        )
-    odd = [name for name in names if name and not name.isprintable()]
-    if odd:
-        problems.append(f"data.path: {label} has unprintable names: {listed(odd)}; rename them")
-    try:
-        chosen = pick_target(names, target, label)
-        if len(names) < 2:
-            problems.append(
-                f"data.path: {label} has no column beside {chosen!r} to learn from; add features"
-            )
-    except DataError as error:
-        problems.append(str(error))
-        if any(_is_numeral(name) for name in names):
-            problems.append(
-                f"data.path: {label} has numbers for names; put the columns' names in line 1"
-            )
-    if problems:
-        raise DataError("\n".join(problems))
-    return chosen
-
-
-def _is_numeral(name: str) -> bool:
-    try:
-        return float(name) == float(name)
-    except ValueError:
-        return False
 
 
 def check_parquet(data: DataConfig) -> None:
-    """Raises DataError for a Parquet file whose schema cannot be learnt from."""
-    path = source_file(data)
-    with _opened(path) as file:
-        _schema(file, data.target, path.name)
+    """Raises DataError for Parquet whose schema cannot be learnt from."""
+    parquet_parts.opened(source_files(data), data)
 
 
 def read_parquet(data: DataConfig) -> Raw:
-    """The rows of a Parquet file; page checksums are verified where the file has them."""
-    path = source_file(data)
-    with _opened(path) as file:
-        names, target = _schema(file, data.target, path.name)
-        groups = range(file.metadata.num_row_groups)
-        stored = sum(abs(file.metadata.row_group(i).total_byte_size) for i in groups)
-        needed = stored + 8 * file.metadata.num_rows * len(names)
-        check_memory(needed, f"data.path: {path.name}", "write it as npy")
-        try:
-            table = file.read(columns=names)
-            table.validate(full=True)
-        except BROKEN as error:
-            raise DataError(_damaged(path.name, error)) from None
-    return raw_rows(table, target=target, label=path.name, note="")
-
-
-def _opened(path: Path) -> pa_parquet.ParquetFile:
-    try:
-        return pa_parquet.ParquetFile(path, page_checksum_verification=True)
-    except BROKEN as error:
-        raise DataError(_damaged(path.name, error)) from None
-
-
-def _damaged(label: str, error: BaseException) -> str:
-    return (
-        f"data.path: {label} is damaged or no Parquet file "
-        f"({shorten(str(error), 160)}); copy or write it anew"
-    )
-
-
-def _schema(file: pa_parquet.ParquetFile, target: str | None, label: str) -> tuple[list[str], str]:
-    """The columns to read and the target among them."""
-    try:
-        schema, rows = file.schema_arrow, file.metadata.num_rows
-    except BROKEN as error:
-        raise DataError(_damaged(label, error)) from None
-    # What pandas keeps its index in is no column of the table, and reading with pandas hides it.
-    fields = [field for field in schema if not field.name.startswith("__index_level_")]
-    names = [field.name for field in fields]
-    chosen = _target_of(names, target, label)
-    problems = [f"data.path: {label} has no rows; write some"] if rows <= 0 else []
-    problems += wrong_types(fields, chosen, label)
-    if problems:
-        raise DataError("\n".join(problems))
-    return names, chosen
+    """The rows of a Parquet file, or of all in a folder, in the order of their names; page
+    checksums are verified where a file has them. Rows are counted from 1 over all files."""
+    parts = parquet_parts.opened(source_files(data), data)
+    chosen, label = parts.chosen, parts.label
+    check_rows(parts.rows, data, label)
+    allowed = budget(allowed_bytes(data), columns=len(chosen.features))
+    gathering = _gathering(data, chosen, allowed, label=label, note="")
+    gathering.spool.reserve(parts.rows, block_rows=allowed.block_rows)
+    for block, places, start in parts.blocks(allowed):
+        gathering.put(block, places, start)
+    raw = gathering.raw()
+    return replace(raw, notes=chosen.notes + raw.notes)

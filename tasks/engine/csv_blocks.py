@@ -1,0 +1,203 @@
+"""Reads text tables (CSV, TSV) in blocks of whole lines, parsed in a few threads: the memory that
+it takes depends on the blocks and not on the file. It refuses rows that are shorter or longer than
+the header and bytes that are not UTF-8, each by its row or line.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import csv as pa_csv
+
+from tasks.engine.columns import BROKEN, Block, block_of
+from tasks.engine.in_order import in_order
+from tasks.engine.raw import MOST_SHOWN, DataError, shorten, size
+
+LONGEST_BYTES = 16 * 1024**2  # of a header, and of a row
+BELOW = " below the header"
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A file of cells and how it is to be read."""
+
+    path: Path
+    mark: str  # between two cells
+    start: int  # where the rows begin, in bytes
+    width: int  # cells in a row
+    block_bytes: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """Lines that Arrow could not make a table of, and what it said."""
+
+    lines: bytes
+    reason: str
+
+
+def blocks(
+    table: TextTable, features: Sequence[int], target: int | None, *, as_text: bool = False
+) -> Iterator[Block]:
+    """The cells of these columns, in blocks of rows. as_text: whatever they look like.
+
+    Errors: DataError for rows of another width than the header, and for what is not UTF-8.
+    """
+    work = partial(_parsed, table, features, target, as_text)
+    row = 0
+    for block in in_order(work, _lines(table), threads=table.threads):
+        if isinstance(block, _Refused):
+            raise DataError(_reason(table, block, row))
+        if any("binary" in cells.kind for cells in (*block.cells, block.target) if cells):
+            check_utf8(table.path)
+        row += block.matrix.shape[1]
+        if block.matrix.shape[1]:
+            yield block
+
+
+def _parsed(
+    table: TextTable,
+    features: Sequence[int],
+    target: int | None,
+    as_text: bool,
+    lines: bytes,
+) -> Block | _Refused:
+    try:
+        wanted = [*features, *([] if target is None else [target])]
+        parsed = _arrow(table, lines, wanted, as_text=as_text)
+        columns = [_one(parsed.column(i)) for i in range(len(wanted))]
+        of_target = None if target is None else columns.pop()
+        return block_of(columns, of_target, parsed.num_rows)
+    except BROKEN as error:
+        return _Refused(lines, str(error))
+
+
+def _one(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+
+
+def _arrow(
+    table: TextTable,
+    lines: bytes,
+    wanted: Sequence[int],
+    *,
+    as_text: bool = False,
+    keep: Any = None,
+) -> pa.Table:
+    names = [str(i) for i in range(table.width)]  # the user's may be twice there
+    return pa_csv.read_csv(
+        pa.BufferReader(lines),
+        read_options=pa_csv.ReadOptions(
+            use_threads=False, block_size=len(lines) + 1, column_names=names
+        ),
+        parse_options=pa_csv.ParseOptions(
+            delimiter=table.mark, newlines_in_values=True, invalid_row_handler=keep
+        ),
+        convert_options=pa_csv.ConvertOptions(
+            include_columns=[str(i) for i in wanted],
+            column_types={str(i): pa.string() for i in wanted} if as_text else None,
+            strings_can_be_null=True,
+        ),
+    )
+
+
+def _lines(table: TextTable) -> Iterator[bytes]:
+    """The rows' bytes, cut where a line ends that is not within quotes."""
+    at, total = table.start, table.path.stat().st_size
+    with open(table.path, "rb", buffering=0) as file:
+        while at < total:
+            want = table.block_bytes
+            while True:
+                lines = os.pread(file.fileno(), want, at)
+                if at + len(lines) >= total or not lines:
+                    break
+                end = _line_end(lines)
+                if end:
+                    lines = lines[:end]
+                    break
+                if want > LONGEST_BYTES:
+                    raise DataError(
+                        f"data.path: {table.path.name} has a row of more than "
+                        f"{size(LONGEST_BYTES)}, or a quote that is never closed (from byte "
+                        f"{at:,} on); mend it"
+                    )
+                want *= 2
+            if not lines:
+                return  # the file became shorter, which is told when it is looked at again
+            at += len(lines)
+            yield lines
+
+
+def _line_end(lines: bytes) -> int:
+    """Where the last whole line ends; 0 where there is none. A line that ends within quotes goes
+    on."""
+    mark = b"\n" if b"\n" in lines else b"\r"
+    end = lines.rfind(mark) + 1
+    # A quote within a cell is written as two, so that whole rows hold an even number.
+    while end and lines.count(b'"', 0, end) % 2:
+        end = lines.rfind(mark, 0, end - 1) + 1
+    return end
+
+
+def _reason(table: TextTable, refused: _Refused, row: int) -> str:
+    """Why these lines, from `row` on, are no rows of this table."""
+    check_utf8(table.path)
+    bad: list[Any] = []
+
+    def keep(found: Any) -> str:
+        bad.append(found)
+        return "skip"
+
+    try:
+        _arrow(table, refused.lines, range(table.width), keep=keep)
+    except BROKEN as error:
+        return _unreadable(table, str(error))
+    if not bad:
+        return _unreadable(table, refused.reason)
+    return "\n".join(
+        f"data.path: {table.path.name} row {row + found.number}{BELOW}: has "
+        f"{found.actual_columns} cells where the header has {found.expected_columns} "
+        f"({shorten(found.text)}); mend or drop the row"
+        for found in bad[:MOST_SHOWN]
+    )
+
+
+def _unreadable(table: TextTable, reason: str) -> str:
+    kind = {",": "comma", "\t": "tab"}[table.mark]
+    return (
+        f"data.path: {table.path.name} cannot be read as {kind}-separated text "
+        f"({shorten(reason, 160)}); mend it or write it anew"
+    )
+
+
+def check_utf8(path: Path) -> None:
+    """Raises DataError at the first byte that is not UTF-8; pyarrow would print a traceback."""
+    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+    with open(path, "rb") as file:
+        while True:
+            block = file.read(LONGEST_BYTES)
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                line += error.object[: error.start].count(b"\n")
+                raise DataError(not_utf8(path.name, line, error)) from None
+            if not block:
+                return
+            line += block.count(b"\n")
+
+
+def not_utf8(label: str, line: int, error: UnicodeDecodeError) -> str:
+    """The sentence for a line that is not UTF-8."""
+    return (
+        f"data.path: {label} line {line} is not UTF-8 "
+        f"(at {error.object[max(0, error.start - 8) : error.start + 8]!r}); save it as UTF-8 "
+        "(iconv -f LATIN1 -t UTF-8)"
+    )
