@@ -33,6 +33,16 @@ log = logging.getLogger(__name__)
 MOST_ROWS = 4096  # that go through the model together
 MOST_BYTES = 16 * 1024**2  # of their inputs
 MOST_TOKENS = 1 << 14
+BROKEN_MODEL = (  # what reading files that were cut or changed raises
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    UnpicklingError,
+)
 
 
 class NoRoom(RuntimeError):
@@ -129,10 +139,10 @@ def _loaded(model: ModelFacts) -> predictor.Predictor | predictor.TokenPredictor
         return predictor.load(model.folder)
     except (ModelError, MemoryError):
         raise
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, UnpicklingError) as error:
+    except BROKEN_MODEL as error:
         if memory.is_oom(error):
             raise
-        said = shorten(str(error), 300)
+        said = shorten(str(error) or type(error).__name__, 300)
     raise ModelError(f"run: the model of {model.run_id} cannot be loaded ({said}); train it anew")
 
 
