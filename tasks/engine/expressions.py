@@ -17,14 +17,20 @@ from torch import Tensor, nn
 from tasks.engine.inventory import held_by
 
 
-def operands_of(
-    place: traceback.FrameSummary, seen: Mapping[str, Any], others: Mapping[str, Any]
+def tensors_at(
+    place: traceback.FrameSummary,
+    seen: Mapping[str, Any],
+    others: Mapping[str, Any],
+    *,
+    within: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """What meets in the expression that failed, as far as plain names lead to it.
 
-    seen: the variables of the function; others: those of its module.
+    seen: the variables of the function; others: those of its module. within: also what operands
+    are made of, as self.mask in self.mask[:3] == 0.
     """
-    for part in _parts(_failed(place)):
+    failed = _failed(place)
+    for part in ast.walk(failed) if within and failed is not None else _parts(failed):
         value = _value(part, seen, others)
         if isinstance(value, Tensor):
             yield ast.unparse(part), value

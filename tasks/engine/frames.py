@@ -14,13 +14,13 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tasks.engine.expressions import operands_of
+from tasks.engine.expressions import tensors_at
 
 TORCH = str(Path(torch.__file__).parent)
 OURS = tuple(str(Path(__file__).parents[2] / room) for room in ("tasks", "flows"))
@@ -39,6 +39,7 @@ class Call:
     name: str  # of the function, or of the layer's class
     layer: nn.Module | None
     given: dict[str, Any]  # by the names of the parameters
+    takes: tuple[str, ...] = ()  # the names of the parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,9 @@ class Trace:
     """What a traceback tells. It holds tensors: never keep it."""
 
     line: str | None  # file:line and source of the user's own code
+    is_backward: bool  # the gradients were being computed
     operands: dict[str, Tensor]  # that meet in the innermost line outside PyTorch
+    mentioned: dict[str, Tensor]  # in that line, also where something else is made of them
     layers: list[Call]  # the outermost first; the last is the one that raised
     function: Call | None  # the innermost of torch.nn.functional
 
@@ -59,11 +62,16 @@ def trace(error: BaseException) -> Trace:
     still = _running()
     done = [(frame, place) for frame, place in steps if id(frame) not in still]
     operands: dict[str, Tensor] = {}
+    mentioned: dict[str, Tensor] = {}
     for frame, place in done:
         if place is deepest:
-            operands = dict(operands_of(place, frame.f_locals, frame.f_globals))
+            seen, others = frame.f_locals, frame.f_globals
+            operands = dict(tensors_at(place, seen, others))
+            mentioned = dict(tensors_at(place, seen, others, within=True))
     line = own_line(error, deeper=True)
-    return Trace(line, operands, _layers(done), _function(done))
+    autograd = (str(Path(TORCH) / "autograd"),)
+    is_backward = any(_is_in(place.filename, autograd) for place in places)
+    return Trace(line, is_backward, operands, mentioned, _layers(done), _function(done))
 
 
 def own_line(error: BaseException, *, deeper: bool = False) -> str | None:
@@ -157,21 +165,25 @@ def _layers(steps: list[tuple[FrameType, traceback.FrameSummary]]) -> list[Call]
         layer = seen.get("self")
         if not isinstance(layer, nn.Module) or (found and found[-1].layer is layer):
             continue
-        names = _parameters(type(layer).forward) if is_call else code.co_varnames
-        given = {name: seen[name] for name in names[1 : code.co_argcount] if name in seen}
+        names = _parameters(_code_of(layer) if is_call else code)
+        given = {name: seen[name] for name in names[1:] if name in seen}
         if is_call:
             positional = {
                 names[at] if at < len(names) else f"args[{at - 1}]": value
                 for at, value in enumerate(seen["args"], start=1)
             }
             given = {**positional, **seen["kwargs"]}
-        found.append(Call(type(layer).__name__, layer, given))
+        found.append(Call(type(layer).__name__, layer, given, names[1:]))
     return found
 
 
-def _parameters(function: Any) -> tuple[str, ...]:
-    code = getattr(function, "__code__", None)
-    return code.co_varnames[: code.co_argcount] if code is not None else ()
+def _code_of(layer: nn.Module) -> CodeType:
+    """That of its forward; of the base class where it is not written in Python."""
+    return getattr(type(layer).forward, "__code__", None) or nn.Identity.forward.__code__
+
+
+def _parameters(code: CodeType) -> tuple[str, ...]:
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _function(steps: list[tuple[FrameType, traceback.FrameSummary]]) -> Call | None:
@@ -179,7 +191,6 @@ def _function(steps: list[tuple[FrameType, traceback.FrameSummary]]) -> Call | N
     for frame, _ in reversed(steps):
         code = frame.f_code
         if code.co_filename == functional and not code.co_name.startswith("_"):
-            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            seen = frame.f_locals
+            names, seen = _parameters(code), frame.f_locals
             return Call(code.co_name, None, {name: seen[name] for name in names if name in seen})
     return None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 DEEPEST = 4  # containers and objects within one another
 MOST = 1_000  # entries of a container that are looked at
-VISITED = 100_000  # things that are looked at in all: some 0.1 s
+VISITED = 20_000  # things that are looked at in all: some 0.1 s
 _SKIPPED = (type, str, int, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 SPANNED = 2**20  # values whose least and largest are looked up
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

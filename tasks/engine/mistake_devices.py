@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tasks.engine.inventory import BUFFER, ENTRY, LOOSE, PARAMETER, PLAIN, Seen
+from tasks.engine.inventory import BUFFER, ENTRY, LOOSE, PARAMETER, PLAIN, Inventory, Seen
 from tasks.engine.scene import Scene, listed, named
 
 MOST = 4  # further problems, a line each
@@ -18,11 +18,16 @@ def device_mistakes(scene: Scene) -> list[str]:
     usual = scene.around.usual("device")
     met = [one for one in scene.met if one.device]
     odd = [one for one in met if one.device != usual]
-    suspects = odd or _behind(scene, usual)[:1]
+    hidden = [one for one in scene.mentioned if one.device != usual]
+    suspects = odd or hidden or _behind(scene, usual)[:1]
     setting = scene.setting
     if suspects and all(one.kind == ENTRY for one in suspects):
         setting = "data.source"
-    who = _placed(scene, met) or _placed(scene, suspects) or "what met is not known by name"
+    who = (
+        _placed(scene, met if odd else [*met, *hidden])
+        or _placed(scene, suspects)
+        or "what met is not known by name"
+    )
     first = (
         f"{setting}: tensors on different devices met in {scene.place}: {who}; "
         f"{_remedy(scene, suspects, usual)} ({_everything(scene)}){scene.quoted}"
@@ -65,7 +70,7 @@ def _remedy(scene: Scene, suspects: Sequence[Seen], usual: str) -> str:
         )
     # The weight and the bias of a layer have one cure.
     firsts = {(one.kind, one.device, _parent(one)): one for one in reversed(suspects)}
-    cures = dict.fromkeys(_cure(one, usual) for one in reversed(firsts.values()))
+    cures = dict.fromkeys(_cure(one, usual, scene.around) for one in reversed(firsts.values()))
     return listed(list(cures), most=2)
 
 
@@ -73,11 +78,11 @@ def _parent(one: Seen) -> str:
     return one.known.rpartition(".")[0] if one.kind in (PARAMETER, BUFFER) else one.name
 
 
-def _cure(one: Seen, usual: str) -> str:
+def _cure(one: Seen, usual: str, around: Inventory) -> str:
     path = one.known
     if one.kind == PLAIN:
-        name = path.rsplit(".", 1)[-1]
-        whose = f"of layer {path.rsplit('.', 1)[0]} " if "." in path else ""
+        layer, name = _home(path, around)
+        whose = f"of layer {layer} " if layer else ""
         return (
             f"self.{name} {whose}is a plain tensor on {one.device}, which does not move with the "
             f"model: register it with {_registered(name)}"
@@ -103,9 +108,16 @@ def _cure(one: Seen, usual: str) -> str:
     )
 
 
+def _home(path: str, around: Inventory) -> tuple[str, str]:
+    """The layer that holds it, and the name it has there."""
+    layers = [at for at in around.layers.values() if at and path.startswith(f"{at}.")]
+    layer = max(layers, key=len, default="")
+    return layer, path[len(layer) + 1 :] if layer else path
+
+
 def _registered(name: str) -> str:
-    if "[" in name:  # one of several in a list or a dict
-        return "self.register_buffer, each under a name of its own"
+    if "[" in name or "." in name:  # one of several in a list or a dict, or of another object
+        return "self.register_buffer of a layer, under a name of its own"
     return f"self.register_buffer({name!r}, ...), or as nn.Parameter if it is learnt"
 
 
@@ -114,7 +126,7 @@ def _others(scene: Scene, usual: str, told: set[str]) -> list[str]:
     found: dict[str, str] = {}
     for one in _behind(scene, usual):
         if one.kind in (PLAIN, LOOSE) and _owner(one) not in told:
-            found.setdefault(_owner(one), f"model.name: {_cure(one, usual)}")
+            found.setdefault(_owner(one), f"model.name: {_cure(one, usual, scene.around)}")
     lines = list(found.values())
     if len(lines) > MOST:
         more = len(lines) - MOST

@@ -1,7 +1,7 @@
-"""A user's mistake with devices, dtypes and shapes, explained: which parameter, buffer or entry of
-the batch is at fault, by name, in which layer and line, and what to do about it. It reads what the
-error left behind and runs nothing again, since a device that failed may not be asked; it refuses to
-guess: an error of another kind is not explained.
+"""A user's mistake with devices, dtypes, shapes and arguments, explained: which parameter, buffer or
+entry of the batch is at fault, by name, in which layer and line, and what to do about it. It reads
+what the error left behind and runs nothing again, since a device that failed may not be asked; it
+refuses to guess: an error of another kind is not explained.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import nn
 
 from tasks.engine.frames import is_raised_by_user, own_line
 from tasks.engine.memory import chain, is_oom
+from tasks.engine.mistake_calls import call_mistakes
 from tasks.engine.mistake_devices import device_mistakes
 from tasks.engine.mistake_dtypes import dtype_mistakes
 from tasks.engine.mistake_shapes import shape_mistakes
@@ -45,7 +46,8 @@ _DTYPES = re.compile(
 _SHAPES = re.compile(
     r"shapes cannot be multiplied|size mismatch, got|inconsistent tensor size"
     r"|The size of tensor a|must match the existing size|expanded size of the tensor"
-    r"|to have \d+ channels|input to conv|greater than actual input size|output size is too small"
+    r"|to have \d+ channels|input to conv|greater than actual input size"
+    r"|Output size is too small|attn_mask is torch"
     r"|should contain \d+ elements not|expected \d+D( or \d+D)? input|more than 1 value per channel"
     r"|normalized_shape=|must be equal to input_size|[Ee]xpected input to be \d"
     r"|embedding dimension of \d|index out of range in self|Target \S+ is out of bounds"
@@ -60,11 +62,15 @@ _SHAPES = re.compile(
     r"|does not match weight size|values to unpack|same number of dimensions|[Ss]hape mismatch"
     r"|Number of dimensions of|Attempting to broadcast|same reduction dim"
 )
+_CALLS = re.compile(
+    r"forward\(\) (missing|got an unexpected|takes|got multiple)|must be Tensor, not \w+"
+)
 _LOADING = re.compile(r"loading state_dict")  # weights that do not fit: told where they are loaded
 _KINDS: tuple[tuple[re.Pattern[str], Callable[[Scene], list[str]]], ...] = (
     (_DEVICES, device_mistakes),
     (_DTYPES, dtype_mistakes),
     (_SHAPES, shape_mistakes),
+    (_CALLS, call_mistakes),
 )
 
 

@@ -36,6 +36,7 @@ class Layer:
     inputs: tuple[Seen, ...]
     weights: tuple[Seen, ...]
     sizes: dict[str, Any]  # in_features and the like
+    takes: tuple[str, ...]  # the parameters of its forward
 
     @property
     def words(self) -> str:
@@ -51,7 +52,9 @@ class Scene:
 
     text: str  # PyTorch's
     line: str | None
+    is_backward: bool
     operands: tuple[Seen, ...]  # what met in that line
+    mentioned: tuple[Seen, ...]  # and what its parts are made of
     layer: Layer | None
     in_model: bool  # whether a layer of the model was running, and not the loss
     function: str  # of torch.nn.functional, "" where none was running
@@ -69,7 +72,8 @@ class Scene:
     @property
     def setting(self) -> str:
         """The setting that named the code that failed."""
-        return "model.name" if self.in_model or self.line is None else "train.loss"
+        is_models = self.in_model or self.is_backward or self.line is None
+        return "model.name" if is_models else "train.loss"
 
     @property
     def met(self) -> tuple[Seen, ...]:
@@ -102,7 +106,9 @@ def scene(error: BaseException, model: nn.Module, batch: tuple[Any, Any]) -> Sce
     return Scene(
         text=quoted(error),
         line=seen.line,
-        operands=tuple(around.seen(name, value) for name, value in seen.operands.items()),
+        is_backward=seen.is_backward,
+        operands=_named(seen.operands, around),
+        mentioned=_named(seen.mentioned, around),
         layer=_layer(calls[-1], around) if calls else None,
         in_model=any(id(call.layer) in around.layers for call in calls),
         function=seen.function.name if seen.function is not None else "",
@@ -146,6 +152,7 @@ def _layer(call: Call, around: Inventory) -> Layer:
         is_known=id(layer) in around.layers,
         inputs=_named(call.given, around),
         weights=tuple(around.seen(name, tensor) for name, tensor in weights(layer)),
+        takes=call.takes,
         sizes=held if _is_torchs(layer) else {},
     )
 

@@ -104,6 +104,29 @@ def _double_first(self: Any, x: Tensor) -> Tensor:
     return self.fc(x * 2)
 
 
+def _hide_upper(self: Any, x: Tensor) -> Tensor:
+    scores = self.fc(x)
+    return scores.masked_fill(self.mask[:2] == 0, -1.0)
+
+
+class _Helper:
+    def __init__(self) -> None:
+        self.table = torch.ones(3)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.table
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient @ torch.zeros(7, 7)
+
+
 def _on_several_lines(self: Any, x: Tensor) -> Tensor:
     return torch.cat(
         [x, self.extra],
@@ -225,6 +248,32 @@ DEVICES = {
     ),
     "copied to numpy": _Case(
         lambda: _Does(lambda self, x: x.numpy()), (XM, YM), ["x (the batch's inputs) is on meta"]
+    ),
+}
+
+DEVICES |= {
+    "part of an operand": _Case(
+        lambda: _Does(
+            _hide_upper, other=torch.ones(3), mask=torch.ones(3, 3), fc=nn.Linear(3, 3)
+        ).to(META),
+        (XM, YM),
+        [
+            "scores is on meta, self.mask (plain tensor mask) is on cpu",
+            "; self.mask is a plain tensor on cpu",
+            "\nmodel.name: self.other is a plain tensor on cpu",
+        ],
+    ),
+    "an object's tensor": _Case(
+        lambda: _Does(
+            lambda self, x: self.helper(self.fc(x)), helper=_Helper(), fc=nn.Linear(3, 3)
+        ).to(META),
+        (XM, YM),
+        [
+            "`return x * self.table`",
+            "self.table (plain tensor helper.table) is on cpu",
+            "self.helper.table is a plain tensor on cpu",
+            "of a layer, under a name of its own",
+        ],
     ),
 }
 
@@ -433,8 +482,46 @@ SHAPES = {
         (X, Y),
         ["x (the batch's inputs) (2, 3)", "fewer dimensions", "expected 3, got 2"],
     ),
+    "pooled away": _Case(
+        lambda: _Does(lambda self, x: self.pool(x), pool=nn.MaxPool2d(9)),
+        (IMAGES, Y),
+        ["layer pool (MaxPool2d) was given input (the batch's inputs) (2, 1, 8, 8)"],
+    ),
+    "gradients of the user's own": _Case(
+        lambda: _Does(lambda self, x: _Doubled.apply(self.fc(x)), fc=nn.Linear(3, 3)),
+        (X, Y),
+        ["model.name: ", "`return gradient @ torch.zeros(7, 7)`", "gradient (2, 3)"],
+        loss=lambda out, y: out.sum().backward(),
+    ),
     "no such dimension": _Case(
         lambda: _Does(lambda self, x: x.sum(dim=2)), (X, Y), ["x (the batch's inputs) (2, 3)"]
+    ),
+}
+
+
+CALLS = {
+    "an argument is missing": _Case(
+        lambda: _Does(lambda self, x: self.pair(x), pair=nn.Bilinear(3, 3, 2)),
+        (X, Y),
+        [
+            "model.name: forward of layer pair (Bilinear) takes (input1, input2) and was given "
+            "input1 (the batch's inputs) (2, 3), in ",
+            "the batch: inputs (2, 3)",
+        ],
+    ),
+    "an argument is unknown": _Case(
+        lambda: _Does(lambda self, x: self.fc(**x), fc=nn.Linear(3, 2)),
+        ({"input": X, "mask": X}, Y),
+        ["forward of layer fc (Linear 3 -> 2) takes (input) and was given ", "inputs['mask'])"],
+    ),
+    "a dict for a tensor": _Case(
+        lambda: _Does(lambda self, x: self.fc(x), fc=nn.Linear(3, 2)),
+        ({"a": X, "b": X + 1}, Y),
+        [
+            "model.name: a tensor is needed in layer fc (Linear 3 -> 2), ",
+            "a dict (input['a'] (the batch's inputs['a']) (2, 3), ",
+            "x['name']",
+        ],
     ),
 }
 
@@ -451,13 +538,16 @@ def _raised(case: _Case) -> tuple[Exception, nn.Module]:
     raise AssertionError("PyTorch raised nothing")
 
 
+KINDS = {"device": DEVICES, "dtype": DTYPES, "shape": SHAPES, "call": CALLS}
+
+
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
 @pytest.mark.parametrize(
     "case",
     [
         pytest.param(case, id=f"{kind}: {name}")
-        for kind, cases in (("device", DEVICES), ("dtype", DTYPES), ("shape", SHAPES))
+        for kind, cases in KINDS.items()
         for name, case in cases.items()
     ],
 )
@@ -554,7 +644,7 @@ OTHERS: dict[str, Forward] = {
     "a list": lambda self, x: [x][3],
     "a key": lambda self, x: {"a": x}["shapes cannot be multiplied"],
     "a name": lambda self, x: self.fully_connected(x),
-    "a signature": lambda self, x: self.inner(x, x),
+    "a function's signature": lambda self, x: _make_inline(self),  # type: ignore[call-arg]
     "unpacking something else": lambda self, x: [0 for _, _ in [(1, 2, 3)]],
     "loading weights": lambda self, x: self.inner.load_state_dict(nn.Linear(4, 2).state_dict()),
     "gradients": lambda self, x: x.sum().backward(),

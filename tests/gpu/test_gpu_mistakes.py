@@ -1,0 +1,158 @@
+"""Mistakes with devices, dtypes and shapes on a real GPU, each in the words CUDA has for it."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tasks.engine.mistakes import explained, where
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device here", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+
+
+class _Does(nn.Module):
+    def __init__(self, does: Callable[[Any, Any], Any], **held: Any) -> None:
+        super().__init__()
+        self.does = does
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Any) -> Any:
+        return self.does(self, x)
+
+
+def _make_a_mask(self: Any, x: Tensor) -> Tensor:
+    mask = torch.zeros(2, 3)
+    return self.fc(x) + mask
+
+
+def _fc() -> nn.Linear:
+    return nn.Linear(3, 3)
+
+
+X, Y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
+CASES: dict[str, tuple[nn.Module, Any, Any, list[str]]] = {
+    "plain tensor": (
+        _Does(lambda self, x: self.fc(x) * self.scale, fc=_fc(), scale=torch.ones(3)),
+        X.cuda(),
+        Y.cuda(),
+        ["self.scale is a plain tensor on cpu", "on cuda:0: parameter fc.weight, fc.bias, inputs"],
+    ),
+    "product with a plain tensor": (
+        _Does(lambda self, x: x @ self.w, fc=_fc(), w=torch.ones(3, 3)),
+        X.cuda(),
+        Y.cuda(),
+        ["x (the batch's inputs) is on cuda:0, self.w (plain tensor w) is on cpu"],
+    ),
+    "layers in a list": (
+        _Does(lambda self, x: self.blocks[0](x), fc=_fc(), blocks=[_fc()]),
+        X.cuda(),
+        Y.cuda(),
+        ["layer blocks[0] (Linear 3 -> 3)", "its weight and bias on cpu", "nn.ModuleList"],
+    ),
+    "made in forward": (
+        _Does(_make_a_mask, fc=_fc()),
+        X.cuda(),
+        Y.cuda(),
+        ["`return self.fc(x) + mask`", "mask is on cpu", "device=x.device"],
+    ),
+    "batch": (
+        _Does(lambda self, x: self.fc(x["a"]), fc=_fc()),
+        {"a": X},
+        Y.cuda(),
+        ["data.source: ", "the batch's inputs['a']) is on cpu"],
+    ),
+    "convolution": (
+        nn.Sequential(nn.Conv2d(1, 2, 3)),
+        torch.zeros(2, 1, 8, 8),
+        Y.cuda(),
+        ["data.source: ", "layer 0 (Conv2d 1 -> 2)", "is on cpu"],
+    ),
+    "embedding": (
+        nn.Sequential(nn.Embedding(5, 3)),
+        Y,
+        Y.cuda(),
+        ["data.source: ", "layer 0 (Embedding of 5 rows)", "is on cpu"],
+    ),
+    "lstm": (nn.Sequential(nn.LSTM(3, 3)), X, Y.cuda(), ["layer 0 (LSTM 3 -> 3)", "is on cpu"]),
+    "norm": (nn.Sequential(nn.BatchNorm1d(3)), X, Y.cuda(), ["layer 0 (BatchNorm1d of 3)"]),
+    "index": (
+        _Does(lambda self, x: self.table[x], fc=_fc(), table=torch.ones(5, 3)),
+        Y.cuda(),
+        Y.cuda(),
+        ["self.table (plain tensor table) is on cpu"],
+    ),
+    "numpy": (_Does(lambda self, x: x.numpy(), fc=_fc()), X.cuda(), Y.cuda(), ["is on cuda:0"]),
+    "targets": (nn.Linear(3, 2), X.cuda(), Y, ["data.source: ", "(the batch's targets) is on cpu"]),
+    "float64": (
+        nn.Sequential(nn.Linear(3, 2)),
+        X.cuda().double(),
+        Y.cuda(),
+        ["data.source: dtypes do not fit in layer 0 (Linear 3 -> 2)", "give inputs as float32"],
+    ),
+    "half convolution": (
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3).half()),
+        torch.zeros(2, 1, 8, 8).cuda(),
+        Y.cuda(),
+        ["model.name: dtypes do not fit in layer 2", "without a dtype of its own"],
+    ),
+    "float labels": (
+        nn.Linear(3, 2),
+        X.cuda(),
+        Y.cuda().float(),
+        ["data.source: targets is float32 (2,), and cross_entropy takes class labels as int64"],
+    ),
+    "shape": (
+        nn.Sequential(nn.Linear(4, 2)),
+        X.cuda(),
+        Y.cuda(),
+        ["model.name: layer 0 (Linear 4 -> 2) takes (..., 4)", "(2, 3)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_mistake_on_cuda_is_told_by_the_names_of_its_tensors(
+    case: tuple[nn.Module, Any, Any, list[str]],
+) -> None:
+    model, x, y, said = case
+    model.cuda()
+    with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
+        functional.cross_entropy(model(x), y)
+    told = explained(caught.value, model, (x, y))
+    assert told is not None, str(caught.value)
+    for words in said:
+        assert words in told, told
+    assert "test_gpu_mistakes.py:" in (where(caught.value) or "")
+
+
+ASSERTED = """
+import torch
+from torch import nn
+from tasks.engine.mistakes import explained
+model = nn.Sequential(nn.Embedding(5, 3)).cuda()
+x, y = torch.full((2,), 7).cuda(), torch.zeros(2, dtype=torch.int64).cuda()
+try:
+    model(x).sum().item()
+except RuntimeError as error:
+    print(explained(error, model, (x, y)))
+"""
+
+
+def test_a_device_side_assert_is_explained_without_asking_the_device() -> None:
+    # In a process of its own, since the device is lost to the one that it happens in.
+    done = subprocess.run(
+        [sys.executable, "-c", ASSERTED], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert "model.name: an index or a label is out of range on the GPU" in done.stdout, done.stderr
+    assert len(done.stdout.splitlines()) == 1
