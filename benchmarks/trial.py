@@ -71,7 +71,7 @@ class Trial:
     @property
     def work(self) -> int:
         """Multiply-adds of the forward pass of one batch."""
-        return self.config.train.batch_size * training.check(self.config, self.data)
+        return self.config.train.batch_size * training.check(self.config, self.data).work
 
     def autocast(self) -> Callable[[], AbstractContextManager[object]]:
         return autocast(self.precision, self.target)

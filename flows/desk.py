@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from flows.commandline import parse
 from tasks import journal, prefect_server
+from tasks.engine.own_paths import check as check_imports
 from tasks.engine.settings import ConfigError
 from tasks.engine.settings_file import to_yaml
 from tasks.where import TrackingError, where
@@ -30,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
         asked = parse(argv)
         if asked.explain_device:
             return _explain_device(asked)
+        check_imports(asked.config)
         if asked.dry_run:
             return _dry_run(asked)
         if asked.forecast:

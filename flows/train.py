@@ -47,7 +47,12 @@ def train(
             precision=config.train.precision,
             limit_mib=config.memory.limit_mib,
         )
-        data = record.timed(prepare_data, config.data)
+        data = record.timed(
+            prepare_data,
+            config.data,
+            batch_size=config.train.batch_size,
+            seed=config.train.seed,
+        )
         check_fit(config, data)
         past = record.begin(device, data)
         try:

@@ -17,6 +17,7 @@ from tasks.engine.device import check_limit, detect, resolve_precision
 from tasks.engine.facts import DeviceFacts
 from tasks.engine.forecast import Forecast, forecast, largest_micro_batch
 from tasks.engine.limits import room_bytes
+from tasks.engine.own_paths import check as check_imports
 from tasks.engine.past import alike
 from tasks.past_runs import measured
 from tasks.where import where
@@ -67,11 +68,12 @@ class Foreseen:
 
 def foretell(config: RunConfig) -> Foreseen:
     """The memory of this training. Raises what a training with these settings is refused by."""
+    check_imports(config)
     check(config.data)
     device = detect(config.device.name, require=config.device.require)
     resolve_precision(config.train.precision, device)
     check_limit(device, config.memory.limit_mib)
-    data = prepare(config.data)
+    data = prepare(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
     training.check(config, data)
     free = device.free_bytes if device.kind == "cpu" else free_bytes(device)
     room = room_bytes(config, free)

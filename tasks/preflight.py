@@ -12,20 +12,24 @@ from tasks.engine.config import RunConfig
 from tasks.engine.data import check as check_data
 from tasks.engine.device import DeviceError
 from tasks.engine.facts import DataFacts
+from tasks.engine.forecast import Unforeseeable
 from tasks.engine.models import ModelError
+from tasks.engine.own_paths import check as check_imports
 from tasks.engine.raw import DataError
 from tasks.engine.settings import ConfigError, override
 from tasks.where import TrackingError
 
-BAD_INPUT = (ConfigError, DataError, ModelError, DeviceError, TrackingError)
+BAD_INPUT = (ConfigError, DataError, ModelError, DeviceError, TrackingError, Unforeseeable)
 
 
 def resolved(config: RunConfig, overrides: Mapping[str, Any] | None) -> RunConfig:
-    """The settings with `overrides` applied, and data whose head looks right.
+    """The settings with `overrides` applied, import paths that lead somewhere, and data whose head
+    looks right.
 
     Raises ConfigError or DataError.
     """
     config = override(config, overrides)
+    check_imports(config)
     check_data(config.data)
     return config
 

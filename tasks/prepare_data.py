@@ -7,12 +7,17 @@ from __future__ import annotations
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from tasks import forks
 from tasks.engine.data import prepare
 from tasks.engine.data_config import DataConfig
 from tasks.engine.facts import DataFacts
 
 
 @task(cache_policy=NO_CACHE)
-def prepare_data(data: DataConfig) -> DataFacts:
-    """The facts of the prepared data. Raises DataError where it cannot be used."""
-    return prepare(data)
+def prepare_data(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> DataFacts:
+    """The facts of the prepared data. Raises DataError where it cannot be used.
+
+    batch_size, seed: of the training, for a source of the user's own.
+    """
+    forks.let_them_end()
+    return prepare(data, batch_size=batch_size, seed=seed)

@@ -103,7 +103,7 @@ class Record:
         self._tags = {
             **_found(device),
             **self._flow_run,
-            "data.fingerprint": data.fingerprint,
+            **({"data.fingerprint": data.fingerprint} if data.fingerprint else {}),
             "alike": alike(self.config, device, data),
         }
         began = time.perf_counter()
@@ -115,7 +115,8 @@ class Record:
         checks = [asdict(check) for check in device.checks]
         facts = {k: v for k, v in asdict(device).items() if k != "checks"}
         (self.folder / "device.json").write_text(json.dumps({**facts, "checks": checks}, indent=1))
-        steps = self.config.train.epochs * -(-data.train_rows // self.config.train.batch_size)
+        batch_rows = data.batch_rows or self.config.train.batch_size
+        steps = self.config.train.epochs * -(-data.train_rows // batch_rows)
         self._progress = self._screen.enter_context(Progress(steps, self.config.train.epochs))
         return Past(measured)
 

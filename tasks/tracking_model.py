@@ -22,6 +22,8 @@ from mlflow.models import Model, ModelSignature
 from mlflow.models.utils import _save_example
 from mlflow.types import ColSpec, Schema, TensorSpec
 
+from tasks.engine.own_inputs import is_structured, wanted
+
 if TYPE_CHECKING:
     from tasks.tracking_run import State
 
@@ -29,7 +31,12 @@ if TYPE_CHECKING:
 CODE = (
     "__init__.py",
     "engine/__init__.py",
+    "engine/building.py",
+    "engine/calling.py",
+    "engine/forward.py",
+    "engine/imports.py",
     "engine/models.py",
+    "engine/own_inputs.py",
     "engine/predictor.py",
     "engine/transformer.py",
 )
@@ -67,16 +74,21 @@ def _write(path: Path, trained: Path, spec: dict[str, Any], *, run_id: str) -> N
         code="code",
         python_env="python_env.yaml",
     )
-    _save_example(model, _example(trained / "example.npy", spec), str(path))
+    _save_example(model, _example(trained, spec), str(path))
     requirements = [f"{name}=={version(name)}" for name in REQUIREMENTS]
+    requirements += spec.get("requirements", [])  # of the user's own code
     (path / "requirements.txt").write_text("\n".join(requirements) + "\n")
     python = f"python: {platform.python_version()}\n"
     (path / "python_env.yaml").write_text(python + "dependencies: [-r requirements.txt]\n")
     model.save(str(path / "MLmodel"))
 
 
-def _example(file: Path, spec: dict[str, Any]) -> Any:
-    rows, names = np.load(file), spec["feature_names"]
+def _example(trained: Path, spec: dict[str, Any]) -> Any:
+    several = trained / "example.npz"
+    if several.is_file():
+        with np.load(several, allow_pickle=False) as found:
+            return {name: found[name] for name in wanted(spec)}
+    rows, names = np.load(trained / "example.npy"), spec["feature_names"]
     if spec["task"] == "tokens" and spec["source"] == "text":
         # A row may begin or end within a character, or be no text at all.
         return pd.DataFrame({"text": [bytes(row).decode(errors="ignore") for row in rows]})
@@ -90,16 +102,42 @@ def signature(spec: dict[str, Any]) -> ModelSignature:
 
     Rows of tokens may be shorter than the context.
     """
-    if spec["task"] == "tokens":
+    if is_structured(spec):
+        inputs: list[Any] = _several(spec)
+    elif spec["task"] == "tokens":
         return _token_signature(spec["source"])
-    names = spec["feature_names"]
-    inputs: list[Any] = [TensorSpec(np.dtype("float32"), (-1, *spec["input_shape"]))]
-    if names:
-        inputs = [ColSpec("double", name) for name in names]
-    outputs: list[Any] = [ColSpec("double", "prediction")]
+    else:
+        names = spec["feature_names"]
+        inputs = [TensorSpec(np.dtype("float32"), (-1, *spec["input_shape"]))]
+        if names:
+            inputs = [ColSpec("double", name) for name in names]
+    return ModelSignature(inputs=Schema(inputs), outputs=Schema(_predictions(spec)))
+
+
+def _several(spec: dict[str, Any]) -> list[Any]:
+    """The inputs of a model of the user's own, each an array by its name. Lengths may differ."""
+    found = []
+    for name, need in wanted(spec).items():
+        kind = "float32" if "float" in need["dtype"] else need["dtype"]
+        sizes = [-1 if kind == "int64" else size for size in need["shape"]]
+        found.append(TensorSpec(np.dtype(kind), (-1, *sizes), name=name))
+    return (
+        found
+        if len(found) > 1 or found[0].name != "x"
+        else [TensorSpec(found[0].type, found[0].shape)]
+    )
+
+
+def _predictions(spec: dict[str, Any]) -> list[Any]:
     if spec["task"] == "classification":
-        outputs = [ColSpec("string", "prediction"), ColSpec("float", "probability")]
-    return ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs))
+        return [ColSpec("string", "prediction"), ColSpec("float", "probability")]
+    if spec["task"] == "tokens":
+        return [ColSpec("long", "prediction"), ColSpec("float", "probability")]
+    if spec["task"] == "multilabel":
+        return [ColSpec("float", name) for name in spec["class_names"]]
+    if spec["outputs"] == 1:
+        return [ColSpec("double", "prediction")]
+    return [ColSpec("double", f"prediction_{i}") for i in range(spec["outputs"])]
 
 
 def _token_signature(source: str) -> ModelSignature:

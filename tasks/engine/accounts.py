@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tasks.engine import tree
 from tasks.engine.allocators import NoAllocator, Space
 from tasks.engine.ledger import MIB, Ledger
 
@@ -37,9 +38,9 @@ class Accounts:
         self._owners: dict[str, int] = {}
 
     @contextmanager
-    def counting(self, batch: Iterable[Tensor]) -> Iterator[None]:
-        """What happens inside is one step on this batch."""
-        self._settle({**self._owned(), "batch": batch})
+    def counting(self, batch: Any) -> Iterator[None]:
+        """What happens inside is one step on this batch: tensors, or structures of them."""
+        self._settle({**self._owned(), "batch": tree.tensors(batch)})
         self.ledger.begin_step()
         try:
             with self.ledger.active():

@@ -19,8 +19,9 @@ from tasks.engine.device import DeviceError
 from tasks.engine.device_nvml import Nvml, holders, look_nvml
 from tasks.engine.device_seen import Holder
 from tasks.engine.facts import DataFacts, DeviceFacts
-from tasks.engine.forecast import Forecast, asked_micro_batch, forecast
+from tasks.engine.forecast import Forecast, Unforeseeable, asked_micro_batch, forecast
 from tasks.engine.limits import room_bytes
+from tasks.engine.section import is_import
 from tasks.engine.units import mebibytes, seconds
 
 MIB = 1024**2
@@ -61,6 +62,9 @@ def admit(
     if device.kind == "cpu" and config.memory.limit_mib is None:
         return Admission(None, "", rows, "a cpu without memory.limit_mib gives what it has")
     asked = _Asked(config, data, device, rows, past_peak_bytes)
+    untold = asked.untold()
+    if untold is not None:
+        return Admission(None, "", rows, untold)
     asked.refuse_hopeless_limit()
     until = now() + config.memory.wait_s
     is_told = False
@@ -107,6 +111,16 @@ class _Asked:
             told = forecast(self._config, self._data, self._device, micro_batch=rows)
             self._forecasts[rows] = told
         return self._forecasts[rows]
+
+    def untold(self) -> str | None:
+        """Why nothing can be foretold of a model of the user's own."""
+        if not is_import(self._config.model.name):
+            return None
+        try:
+            self.forecast(self._rows)
+        except Unforeseeable as error:
+            return str(error)
+        return None
 
     def refuse_hopeless_limit(self) -> None:
         """Raises DeviceError for a limit that not even the parameters fit in."""

@@ -6,39 +6,62 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tasks.engine import models, optim
+from tasks.engine import optim, own_model
 from tasks.engine.config import RunConfig
 from tasks.engine.facts import DataFacts
+from tasks.engine.forward import Forward, Plain, free
 from tasks.engine.loop import Plan
-from tasks.engine.losses import loss_of
+from tasks.engine.losses import gives_own_loss, loss_of
 from tasks.engine.oom import Fitting
 from tasks.engine.precision import autocast
+from tasks.engine.section import is_import
 from tasks.engine.step import Loss, Step
+
+
+def settled(config: RunConfig, data: DataFacts) -> RunConfig:
+    """The settings with what the data decides: a loader's batches are as large as they are."""
+    if data.batch_rows is None or data.batch_rows == config.train.batch_size:
+        return config
+    train = config.train.model_copy(
+        update={
+            "batch_size": data.batch_rows,
+            "accumulate": min(config.train.accumulate, data.batch_rows),
+        }
+    )
+    return config.model_copy(update={"train": train})
 
 
 def model_of(config: RunConfig, data: DataFacts, device: torch.device) -> nn.Module:
     """The model on its device, with the weights that the seed of now draws."""
     # Drawn on the CPU: the same seed then gives the same weights on every device.
-    model = models.build(
-        config.model.name,
-        input_shape=data.input_shape,
-        outputs=data.outputs,
-        args=config.model.args,
-    ).to(device)
-    if is_convolutional(model):
+    model = own_model.build(config, data).to(device)
+    if takes_channels_last(config, model):
         # 1.4 to 1.5 times as fast on a CPU (cnn, 3x32x32), and what tensor cores work on.
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
 
 
+def takes_channels_last(config: RunConfig, model: nn.Module) -> bool:
+    """Whether images are kept channels last for it. Not for a model of the user's own, where
+    view() may follow a convolution and would then fail."""
+    return not is_import(config.model.name) and is_convolutional(model)
+
+
 def is_convolutional(model: nn.Module) -> bool:
-    """Whether images are kept channels last for it."""
     return any(isinstance(module, nn.Conv2d) for module in model.modules())
+
+
+def forward_of(config: RunConfig) -> Callable[[nn.Module], Forward]:
+    """How a model of this name is called."""
+    if is_import(config.model.name):
+        return partial(free, takes_loss=gives_own_loss(config.train))
+    return Plain
 
 
 @dataclass(frozen=True)
@@ -50,6 +73,18 @@ class _Compute:
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         return self.loss(self.model(x), y)
+
+
+@dataclass(frozen=True)
+class _OwnCompute:
+    """The same of a model of the user's own, which may give its loss itself."""
+
+    forward: Forward
+    loss: Loss
+
+    def __call__(self, x: Any, y: Any) -> Tensor:
+        outputs, loss = self.forward(x)
+        return self.loss(outputs, y) if loss is None else loss
 
 
 def step_of(
@@ -64,9 +99,10 @@ def step_of(
     mark: Callable[[str], None],
 ) -> Step:
     """The plain step. precision: as resolved for the device; mark: told where a phase ends."""
-    loss = loss_of(config.train.loss, data.task)
+    loss = loss_of(config.train, data, device)
+    forward = forward_of(config)(model)
     return Step(
-        compute=_Compute(model, loss),
+        compute=_Compute(model, loss) if isinstance(forward, Plain) else _OwnCompute(forward, loss),
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
         autocast=autocast(precision, device),
@@ -107,16 +143,21 @@ def plan_of(config: RunConfig) -> Plan:
     )
 
 
-def spec_of(config: RunConfig, data: DataFacts) -> dict[str, Any]:
-    """What a predictor has to know beside the weights."""
+def spec_of(config: RunConfig, data: DataFacts, *, outputs: int) -> dict[str, Any]:
+    """What a predictor has to know beside the weights. outputs: as the model told."""
+    names = data.class_names
+    if names is None and data.task in ("classification", "multilabel"):
+        names = tuple(map(str, range(outputs)))
     return {
         "model": config.model.name,
         "args": config.model.args,
         "source": data.source,
         "task": data.task,
         "input_shape": data.input_shape,
-        "outputs": data.outputs,
-        "class_names": data.class_names,
+        "outputs": data.outputs or outputs,
+        "offered_outputs": data.outputs,
+        "inputs": None if data.batch is None else data.batch["of"][0],
+        "class_names": names,
         "feature_names": data.feature_names,
         "offset": data.offset,
         "scale": data.scale,

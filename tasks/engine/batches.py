@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -45,15 +45,13 @@ class Batches(Protocol):
     def steps(self, batch_size: int) -> int:
         """Batches of one epoch."""
 
-    def shuffled(
-        self, batch_size: int, order: Tensor, mark: Mark
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[tuple[Any, Any]]:
         """Batches in the given order of rows (int64, on the host); `mark` ends data_wait and h2d.
 
         A batch is whole until the next one is asked for, which may come in the same memory.
         """
 
-    def in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def in_order(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
         """Batches as the rows lie; each may be kept."""
 
     def tensors(self) -> tuple[Tensor, ...]:

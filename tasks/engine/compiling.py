@@ -12,13 +12,14 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from tasks.engine.graph import WARM_UP, GraphedStep, GraphError
 from tasks.engine.step import Outcome, Step, Steps, Watched
 from tasks.engine.threads import ThreadedStep
+from tasks.engine.tree import shape_of
 from tasks.engine.units import seconds
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class TunedStep:
         self._plain, self._mode, self._left = step, mode, steps
         self._wait, self._graphs, self._known = wait, graphs, known
         self._threads = threads
-        self._shape: torch.Size | None = None  # of whole batches: only these are tried and compiled
+        self._shape: Any = None  # of whole batches: only these are tried and compiled
         self._best: Steps = step
         self.verdict = {
             "off": Verdict("no", "train.compile is off"),
@@ -99,11 +100,11 @@ class TunedStep:
         self._script: Script | None = self._trials()
         self._next(None)
 
-    def __call__(self, x: Tensor, y: Tensor, *, norm: bool, watched: Watched) -> Outcome:
+    def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> Outcome:
         self._left -= 1
         if self._shape is None:
-            self._shape = x.shape
-        if x.shape != self._shape or watched is Watched.COUNTED:
+            self._shape = shape_of(x)
+        if shape_of(x) != self._shape or watched is Watched.COUNTED:
             return self._plain(x, y, norm=norm, watched=watched)
         if self._script is None:
             return self._best(x, y, norm=norm, watched=watched)
@@ -119,7 +120,7 @@ class TunedStep:
             if self.verdict.compiled != "no":
                 log.info("compiled: %s; %s", self.verdict.compiled, self.verdict.reason)
 
-    def _try(self, x: Tensor, y: Tensor, *, norm: bool, watched: Watched) -> Outcome:
+    def _try(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> Outcome:
         """One step of the trial; only these make the host wait."""
         self._wait()
         began = perf_counter()

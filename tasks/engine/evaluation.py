@@ -7,14 +7,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tasks.engine import tree
 from tasks.engine.batches import Batches
 from tasks.engine.facts import DataFacts
+from tasks.engine.forward import Forward, Plain
+from tasks.engine.losses import Metrics
 from tasks.engine.oom import Fitting
 from tasks.engine.phases import Phases
 from tasks.engine.step import Loss
@@ -26,7 +30,8 @@ EVAL_SHARE = 1 / 16  # of the room, for the inputs of one batch
 
 def eval_rows(data: DataFacts, batch_size: int, *, room_bytes: float) -> int:
     """Rows of a batch of the evaluation, where training has batch_size and the device this room."""
-    if data.task == "tokens":  # a row has as many outputs as tokens: its batch is large enough
+    # A row of tokens has as many outputs as tokens: large enough. A loader has its own batches.
+    if data.task == "tokens" or data.batch is not None:
         return batch_size
     row_bytes = max(1, data.bytes // (data.train_rows + data.val_rows))
     return max(batch_size, int(min(EVAL_ROWS, EVAL_SHARE * room_bytes / row_bytes)))
@@ -34,7 +39,7 @@ def eval_rows(data: DataFacts, batch_size: int, *, room_bytes: float) -> int:
 
 @dataclass(frozen=True)
 class Judge:
-    """How outputs are judged. task: classification, regression or tokens."""
+    """How outputs are judged. task: classification, multilabel, regression or tokens."""
 
     task: str
     loss: Loss
@@ -42,64 +47,90 @@ class Judge:
     rows: int  # of a batch
     micro: Fitting
     phases: Phases
+    forward: Callable[[nn.Module], Forward] = Plain
+    metrics: Metrics = field(default_factory=dict)  # the user's own, the mean over the rows each
 
 
 @dataclass(frozen=True)
 class _Sums:
     """Of one batch, on its device."""
 
-    loss: Tensor
-    hits: Tensor | None
+    values: dict[str, Tensor]
     pairs: list[tuple[Tensor, Tensor]]  # outputs and targets, for a regression
 
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, batches: Batches, judge: Judge) -> dict[str, float]:
-    """val/loss over all rows, with val/accuracy for a classification, val/r2 and val/mae for a
-    regression, val/perplexity = exp(val/loss) for tokens; waits for the device.
+    """val/loss over all rows, with val/accuracy for a classification, also val/f1 for several
+    labels, val/r2 and val/mae for a regression, val/perplexity = exp(val/loss) for tokens; waits
+    for the device.
 
     Raises oom.MemoryExhausted.
     """
     model.eval()
     found: list[_Sums] = []
+    forward = judge.forward(model)
     for x, y in batches.in_order(judge.rows):
         with judge.phases.counting_once("eval", (x, y)):
-            found.append(_judged(model, x, y, judge))
+            found.append(_judged(forward, x, y, judge))
     judge.phases.meter.phase("eval")
     rows = len(batches)
-    loss = torch.stack([one.loss for one in found]).sum().item() / rows
-    if judge.task == "classification":
-        hits = torch.stack([one.hits for one in found if one.hits is not None])
-        return {"val/loss": loss, "val/accuracy": hits.sum().item() / rows}
-    if judge.task == "tokens":
-        return {"val/loss": loss, "val/perplexity": math.exp(min(loss, MAX_LOG_PERPLEXITY))}
-    return {"val/loss": loss, **_errors([pair for one in found for pair in one.pairs])}
+    whole = _summed(found)
+    sums = {name: total.item() for name, total in whole.values.items()}
+    loss = sums["loss"] / rows
+    own = {f"val/{name}": sums[f"own/{name}"] / rows for name in judge.metrics}
+    return {"val/loss": loss, **_figures(judge.task, sums, rows, loss, whole.pairs), **own}
 
 
-def _judged(model: nn.Module, x: Tensor, y: Tensor, judge: Judge) -> _Sums:
-    return judge.micro.fit(partial(_in_parts, model, judge), (x, y))
+def _figures(
+    task: str, sums: dict[str, float], rows: int, loss: float, pairs: list[tuple[Tensor, Tensor]]
+) -> dict[str, float]:
+    if task == "classification":
+        return {"val/accuracy": sums["hits"] / rows}
+    if task == "multilabel":
+        told = 2 * sums["both"] + sums["either"]
+        return {
+            "val/accuracy": sums["hits"] / sums["labels"],
+            "val/f1": 2 * sums["both"] / told if told else 1.0,
+        }
+    if task == "tokens":
+        return {"val/perplexity": math.exp(min(loss, MAX_LOG_PERPLEXITY))}
+    return _errors(pairs)
 
 
-def _in_parts(model: nn.Module, judge: Judge, x: Tensor, y: Tensor, rows: int) -> _Sums:
-    parts = zip(x.split(rows), y.split(rows), strict=True)
-    return _summed([_part(model, *part, judge) for part in parts])
+def _judged(forward: Forward, x: Any, y: Any, judge: Judge) -> _Sums:
+    return judge.micro.fit(partial(_in_parts, forward, judge), (x, y))
 
 
-def _part(model: nn.Module, x: Tensor, y: Tensor, judge: Judge) -> _Sums:
+def _in_parts(forward: Forward, judge: Judge, x: Any, y: Any, rows: int) -> _Sums:
+    parts = tree.split((x, y), rows, whole=tree.rows_of(y))
+    return _summed([_part(forward, part_x, part_y, judge) for part_x, part_y in parts])
+
+
+def _part(forward: Forward, x: Any, y: Any, judge: Judge) -> _Sums:
+    rows = tree.rows_of(y)
     with judge.autocast():
-        outputs = model(x)
-        loss = judge.loss(outputs, y) * len(y)
-    hits = (outputs.argmax(1) == y).sum() if judge.task == "classification" else None
-    return _Sums(loss, hits, [(outputs, y)] if judge.task == "regression" else [])
+        outputs, loss = forward(x)
+        loss = (judge.loss(outputs, y) if loss is None else loss) * rows
+    values = {"loss": loss}
+    if judge.task == "classification":
+        values["hits"] = (outputs.argmax(1) == y).sum()
+    elif judge.task == "multilabel":
+        is_told, is_so = outputs > 0, y > 0.5
+        values["hits"] = (is_told == is_so).sum()
+        values["both"] = (is_told & is_so).sum()
+        values["either"] = (is_told ^ is_so).sum()
+        values["labels"] = torch.tensor(y.numel())
+    for name, metric in judge.metrics.items():
+        values[f"own/{name}"] = torch.as_tensor(metric(outputs, y)).float().reshape(()) * rows
+    return _Sums(values, [(outputs, y)] if judge.task == "regression" else [])
 
 
 def _summed(parts: list[_Sums]) -> _Sums:
     if len(parts) == 1:
         return parts[0]
-    hits = [part.hits for part in parts if part.hits is not None]
     return _Sums(
-        loss=torch.stack([part.loss for part in parts]).sum(),
-        hits=torch.stack(hits).sum() if hits else None,
+        values={n: torch.stack([part.values[n] for part in parts]).sum() for n in parts[0].values},
         pairs=[pair for part in parts for pair in part.pairs],
     )
 

@@ -9,21 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tasks.engine import assembly, models
-from tasks.engine import data as prepared
+from tasks.engine import assembly, models, own_model, tree
 from tasks.engine.config import RunConfig
 from tasks.engine.device import resolve_precision
 from tasks.engine.evaluation import eval_rows
 from tasks.engine.facts import DataFacts, DeviceFacts
-from tasks.engine.forecast_rows import Rows, fed
+from tasks.engine.forecast_rows import Loader, Rows, fed
+from tasks.engine.imports import told_of
 from tasks.engine.ledger import MIB, Ledger
 from tasks.engine.limits import BLOCK_BYTES, room_bytes
 from tasks.engine.losses import loss_of
 from tasks.engine.oom import Fixed
+from tasks.engine.section import is_import
 from tasks.engine.step import Step, Watched
 
 # cuBLAS's workspace by the major version of the GPU's architecture: pytorch#95668, pytorch#89027.
@@ -51,6 +53,10 @@ class Forecast:
         return max(most for phase, most in self.phases.items() if phase != EVALUATION)
 
 
+class Unforeseeable(ValueError):
+    """A model of the user's own that can't run without the bytes of its tensors."""
+
+
 def asked_micro_batch(config: RunConfig) -> int:
     """Rows that go through the model at once if nothing speaks against it."""
     return math.ceil(config.train.batch_size / config.train.accumulate)
@@ -66,9 +72,24 @@ def forecast(
     # Here, since entering it imports the compiler: 2 s, once in a process.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    config = assembly.settled(config, data)
     rows = micro_batch or asked_micro_batch(config)
-    with FakeTensorMode():
-        peaks, parameter_bytes = _dry_run(config, data, device, rows)
+    # Built outside, where its constructor may compute; a tensor that it keeps beside its parameters
+    # is a real one.
+    own = own_model.build(config, data) if is_import(config.model.name) else None
+    untold = None
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=own is not None):
+            peaks, parameter_bytes = _dry_run(config, data, device, rows, own)
+    except Exception as error:
+        if own is None:
+            raise
+        untold = told_of(error)
+    if untold is not None:
+        raise Unforeseeable(
+            f"model.name: what {config.model.name} will take cannot be told beforehand ({untold}); "
+            "its forward needs the values of its inputs"
+        )
     libraries_bytes = _libraries_bytes(device)
     phases = {phase: most + libraries_bytes for phase, most in peaks.phases.items()}
     phase = max(phases, key=lambda name: phases[name])
@@ -80,7 +101,7 @@ def largest_micro_batch(
     config: RunConfig, data: DataFacts, device: DeviceFacts, room_bytes: float
 ) -> int | None:
     """The largest of batch_size and its halves that fits; None where not even one row does."""
-    rows = config.train.batch_size
+    rows = assembly.settled(config, data).train.batch_size
     while forecast(config, data, device, micro_batch=rows).needed_bytes > room_bytes:
         if rows == 1:
             return None
@@ -111,22 +132,26 @@ class _Peaks:
 
 
 def _dry_run(
-    config: RunConfig, data: DataFacts, facts: DeviceFacts, micro_batch: int
+    config: RunConfig,
+    data: DataFacts,
+    facts: DeviceFacts,
+    micro_batch: int,
+    own: nn.Module | None,
 ) -> tuple[_Peaks, int]:
     device = _usable(torch.device(facts.name))
     peaks = _Peaks(Ledger(device, block_bytes=1 if facts.kind == "cpu" else BLOCK_BYTES))
     ledger = peaks.ledger
     with ledger:
-        model = _model(config, data, device)
+        model = _model(config, data, device) if own is None else _faked(own, device)
         ledger.own("parameters", model.parameters())
         ledger.own("buffers", model.buffers())
         parameter_bytes = ledger.allocated_bytes
         train, val = fed(
             config,
             facts,
-            prepared.load(data),
+            data,
             device=device,
-            channels_last=assembly.is_convolutional(model),
+            channels_last=assembly.takes_channels_last(config, model),
         )
         ledger.own("data", (*train.tensors(), *val.tensors()))
         # On a CPU the weights of the best epoch are kept where the others are.
@@ -169,27 +194,46 @@ def _model(config: RunConfig, data: DataFacts, device: torch.device) -> nn.Modul
             outputs=data.outputs,
             args=config.model.args,
         )
-    if assembly.is_convolutional(model):
+    if assembly.takes_channels_last(config, model):
         # Not by model.to(), which can't convert such tensors.
         for weight in (p for p in model.parameters() if p.dim() == 4):
             weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     return model
 
 
+def _faked(model: nn.Module, device: torch.device) -> nn.Module:
+    """The same model on the device, with tensors that have no bytes; tied ones stay tied."""
+    made: dict[int, Tensor] = {}
+
+    def faked(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty_like(tensor, device=device)
+            is_weight = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for kept in (module._parameters, module._buffers):
+            for name, tensor in kept.items():
+                if tensor is not None:
+                    kept[name] = faked(tensor)  # type: ignore[assignment]
+    return model
+
+
 def _train(
-    model: nn.Module, step: Step, rows: Rows, batch_size: int, peaks: _Peaks
-) -> tuple[Tensor, Tensor]:
+    model: nn.Module, step: Step, rows: Rows | Loader, batch_size: int, peaks: _Peaks
+) -> tuple[Any, Any]:
     """Two steps: the second has the first one's gradients and optimizer state. The last batch."""
     model.train()
     for _ in range(2):
         # Gathered while the loop still holds the one before.
         following = rows.gathered(batch_size)
-        peaks.ledger.own("batch", following)
+        peaks.ledger.own("batch", tree.tensors(following))
         peaks.mark("data_wait")
         batch = following
         del following
         # The second micro-batch finds gradients there; those after it find nothing new.
-        x, y = (part[: 2 * step.micro.rows] for part in batch)
+        x, y = tree.head(batch, min(2 * step.micro.rows, batch_size))
         step(x, y, norm=True, watched=Watched.NOT)
         peaks.ledger.own("gradients", (p.grad for p in model.parameters() if p.grad is not None))
         peaks.ledger.own("optimizer_state", step.optimizer.state_tensors())
@@ -203,7 +247,7 @@ def _evaluate(
     data: DataFacts,
     model: nn.Module,
     step: Step,
-    rows: Rows,
+    rows: Rows | Loader,
     peaks: _Peaks,
     most: int,
 ) -> None:
@@ -214,8 +258,9 @@ def _evaluate(
     if data.task == "regression":
         kept = [y.new_empty(data.val_rows - most, data.outputs)]
     with step.autocast():
-        outputs = model(x)
-        loss_of(config.train.loss, data.task)(outputs, y)
+        outputs, loss = assembly.forward_of(config)(model)(x)
+        if loss is None:
+            loss_of(config.train, data, outputs.device)(outputs, y)
     if data.task == "classification":
         _ = outputs.argmax(1) == y
     elif data.task == "regression":

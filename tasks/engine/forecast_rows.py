@@ -6,15 +6,17 @@ of the prepared arrays and none of their rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tasks.engine import tree
 from tasks.engine.batches import BLOCK_BYTES, RESIDENT_SHARE, TRAIN_SHARE, VAL_SHARE
 from tasks.engine.config import RunConfig
-from tasks.engine.data import Arrays
-from tasks.engine.facts import DeviceFacts
+from tasks.engine.data import load
+from tasks.engine.facts import DataFacts, DeviceFacts
 from tasks.engine.layout import laid_out
 from tasks.engine.limits import room_bytes
 from tasks.engine.staging import PINNING, dtype_of
@@ -104,15 +106,34 @@ class Rows:
         return whole
 
 
+class Loader:
+    """Batches of a loader of the user's own: each is made anew, and may be any structure."""
+
+    def __init__(self, description: Any, device: torch.device) -> None:
+        self._description, self._device = description, device
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+    def gathered(self, rows: int) -> tuple[Any, Any]:
+        x, y = tree.made(self._description, rows, device=self._device)
+        return x, y
+
+    in_order = gathered
+
+
 def fed(
     config: RunConfig,
     facts: DeviceFacts,
-    arrays: Arrays,
+    data: DataFacts,
     *,
     device: torch.device,
     channels_last: bool,
-) -> tuple[Rows, Rows]:
+) -> tuple[Rows, Rows] | tuple[Loader, Loader]:
     """The rows to train on and those to validate on, with the room that a training gives each."""
+    if data.batch is not None:
+        return Loader(data.batch, device), Loader(data.batch, device)
+    arrays = load(data)
     room = room_bytes(config, facts.free_bytes or 0)
 
     def rows(x: np.ndarray, y: np.ndarray, *, share: float, is_shuffled: bool) -> Rows:

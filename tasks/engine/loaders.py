@@ -5,18 +5,25 @@ much it gives, and a batch that is not a pair of inputs and targets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tasks.engine import tree
+from tasks.engine.forward import LABELS
+from tasks.engine.imports import told_of
+from tasks.engine.memory import is_oom
 from tasks.engine.raw import DataError
 from tasks.engine.staging import PINNING, Mark
 
+Look = Callable[[Any, int], Any]  # the targets of a batch and its number: what losses take
+
 
 class Loaded:
-    """Batches of a loader, each (inputs, targets): tensors, or tuples, lists and dicts of them.
+    """Batches of a loader, each (inputs, targets): tensors, or tuples, lists and dicts of them; or
+    one dict with an entry labels, which are its targets.
 
     Rows of one epoch are those that the loader announces until a whole epoch was counted.
     """
@@ -24,8 +31,11 @@ class Loaded:
     residency = "loader"
     copy_s = None  # copies run in the stream that computes, where the h2d phase shows them
 
-    def __init__(self, loader: Any, device: torch.device) -> None:
-        self._loader, self._device = loader, device
+    def __init__(
+        self, loader: Any, device: torch.device, *, look: Look = lambda targets, batch: targets
+    ) -> None:
+        """look: at the targets of each batch, on the host."""
+        self._loader, self._device, self._look = loader, device, look
         self._batches = _length(loader)
         self.batch_size = _batch_size(loader)
         self._rows = _announced_rows(loader, self._batches, self.batch_size)
@@ -64,11 +74,12 @@ class Loaded:
 
     def _read(self, mark: Mark) -> Iterator[tuple[Any, Any]]:
         # Held by this frame alone: worker processes end with the iterator.
-        found = iter(self._loader)
+        found = _told(iter(self._loader))
         rows = 0
-        for batch in found:
+        for number, batch in enumerate(found, start=1):
             mark("data_wait")
             inputs, targets = _pair(batch)
+            targets = self._look(targets, number)
             if self._device.type != "cpu":
                 inputs, targets = self._moved(inputs), self._moved(targets)
                 mark("h2d")
@@ -79,14 +90,24 @@ class Loaded:
         self._rows = rows
 
     def _moved(self, part: Any) -> Any:
-        if isinstance(part, Tensor):
-            return part.to(self._device, non_blocking=self._pinned)
-        if isinstance(part, Mapping):
-            return {key: self._moved(value) for key, value in part.items()}
-        if isinstance(part, (tuple, list)):
-            make = getattr(type(part), "_make", type(part))  # a named tuple's own way
-            return make(map(self._moved, part))
-        return part
+        return tree.mapped(part, lambda tensor: tensor.to(self._device, non_blocking=self._pinned))
+
+
+def _told(batches: Iterator[Any]) -> Iterator[Any]:
+    """The same batches; what the user's code raises is told in one sentence."""
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except Exception as error:
+            if is_oom(error):
+                raise
+            told = told_of(error)
+        else:
+            yield batch
+            continue
+        raise DataError(f"data.source: the loader raised: {told}")
 
 
 def _length(loader: Any) -> int:
@@ -128,24 +149,31 @@ def _announced_rows(loader: Any, batches: int, batch_size: int) -> int:
 def _pair(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
+    if isinstance(batch, Mapping):
+        labels = next((name for name in LABELS if name in batch), None)
+        if labels is not None:
+            return batch, batch[labels]
     got = type(batch).__name__
     if isinstance(batch, (tuple, list)):
         got += f" of {len(batch)}"
     raise DataError(
-        f"data.source: a batch of the loader must be a pair of inputs and targets (got a {got}); "
-        "return (inputs, targets) from its data set or collate_fn"
+        "data.source: a batch of the loader must be a pair of inputs and targets, or a dict with "
+        f"labels (got a {got}); return (inputs, targets) from its data set or collate_fn"
     )
 
 
 def _rows(targets: Any) -> int:
     """Rows of the first tensor found in the targets."""
-    while not isinstance(targets, Tensor):
-        if isinstance(targets, Mapping):
-            targets = tuple(targets.values())
-        if not isinstance(targets, (tuple, list)) or not targets:
-            raise DataError(
-                "data.source: the targets of a batch must be a tensor, or hold one "
-                f"(got {type(targets).__name__}); return tensors from the data set or collate_fn"
-            )
+    first = next(tree.tensors(targets), None)
+    if first is None:
+        raise DataError(
+            "data.source: the targets of a batch must be a tensor, or hold one "
+            f"(got {_kind(targets)}); return tensors from the data set or collate_fn"
+        )
+    return len(first) if first.dim() else 1
+
+
+def _kind(targets: Any) -> str:
+    while isinstance(targets, (tuple, list)) and targets:
         targets = targets[0]
-    return len(targets)
+    return type(targets).__name__

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from tasks.engine.phases import Phases
 from tasks.engine.readings import Log, Readings
 from tasks.engine.step import Steps
 from tasks.engine.timing import Stopwatch, wait
+from tasks.engine.tree import rows_of
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
             step += 1
             with t.phases.counting((x, y)):
                 outcome = t.step(x, y, norm=is_log_point(step), watched=t.phases.watched)
-            readings.add(outcome, rows=len(y))
+            readings.add(outcome, rows=rows_of(y))
             if step == 1:
                 wait(t.device)
                 t.phases.restart()
@@ -105,6 +107,18 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
             break
     stopped_early = epoch + 1 < plan.epochs
     return Fitted(step, epoch + 1, stopped_early, best.restored(model, metrics))
+
+
+def batch_of(error: BaseException) -> tuple[Any, Any]:
+    """The batch that was trained or judged on when it was raised; nothing where there was none."""
+    trace, found = error.__traceback__, (None, None)
+    while trace is not None:
+        # The name of one of ours: what a user calls x and y is no batch.
+        if trace.tb_frame.f_globals.get("__name__") in (__name__, evaluate.__module__):
+            here = trace.tb_frame.f_locals
+            found = (here["x"], here["y"]) if {"x", "y"} <= here.keys() else found
+        trace = trace.tb_next
+    return found
 
 
 class _Best:

@@ -170,7 +170,7 @@ def check(
     rows = torch.zeros(2, *sent, dtype=torch.int64 if task == "tokens" else torch.float32)
     try:
         model = build(name, input_shape=input_shape, outputs=outputs, args=args)
-        with torch.inference_mode(), _multiply_adds(model) as work:
+        with torch.inference_mode(), multiply_adds(model) as work:
             got = tuple(model(rows).shape)
     except (RuntimeError, MemoryError) as error:
         if not is_oom(error):
@@ -201,20 +201,28 @@ def _refuse_other_task(name: str, task: str) -> None:
 
 
 @contextmanager
-def _multiply_adds(model: nn.Module) -> Iterator[list[int]]:
+def multiply_adds(model: nn.Module) -> Iterator[list[int]]:
     """Counts the work of the linear and convolution layers, as they are called."""
     work: list[int] = []
 
     def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         weight = module.weight
         assert isinstance(weight, Tensor)
-        work.append(output.numel() // weight.shape[0] * weight.numel())
+        # One row of the weights for each output channel; of Hugging Face's Conv1D one column.
+        channels = weight.shape[1 if type(module).__name__ == "Conv1D" else 0]
+        work.append(output.numel() // channels * weight.numel())
 
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    layers = [m for m in model.modules() if _is_counted(m)]
     hooks = [layer.register_forward_hook(count) for layer in layers]
     yield work
     for hook in hooks:
         hook.remove()
+
+
+def _is_counted(module: nn.Module) -> bool:
+    kinds = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+    theirs = (type(module).__module__, type(module).__name__)
+    return isinstance(module, kinds) or theirs == ("transformers.pytorch_utils", "Conv1D")
 
 
 def _positive(name: str, values: Any, *, most: int = 2**20) -> list[int]:

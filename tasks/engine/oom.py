@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from tasks.engine import tree
 from tasks.engine.accounts import Accounts
 from tasks.engine.allocators import drop_cache
 from tasks.engine.memory import clear_frames, is_oom
@@ -64,7 +65,7 @@ class Fitting(Protocol):
     rows: int  # of a micro-batch
     recovered: int  # times that memory ran out and training went on
 
-    def fit(self, attempt: Callable[..., T], batch: Sequence[Tensor]) -> T:
+    def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
         """What `attempt(*batch, rows)` returns, for the largest number of rows that fits.
 
         attempt must not be a closure: the frame of one that failed keeps its cells in Python 3.11,
@@ -86,7 +87,7 @@ class Fixed:
     def __init__(self, rows: int) -> None:
         self.rows = rows
 
-    def fit(self, attempt: Callable[..., T], batch: Sequence[Tensor]) -> T:
+    def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
         return attempt(*batch, self.rows)
 
     def again(self, attempt: Callable[[], T]) -> T:
@@ -125,7 +126,7 @@ class MicroBatches:
         self._patience = GROW_AFTER
         self._batches = 0
 
-    def fit(self, attempt: Callable[..., T], batch: Sequence[Tensor]) -> T:
+    def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
         """What `attempt(*batch, rows)` returns, for the largest number of rows that fits.
 
         attempt must give the same whatever it did before, and whatever number it is called with.
@@ -179,7 +180,7 @@ class MicroBatches:
             self.recovered -= 1  # nothing was lost
 
     def _watched(
-        self, attempt: Callable[[], T], text: str, *, phase: str, batch: Sequence[Tensor]
+        self, attempt: Callable[[], T], text: str, *, phase: str, batch: Sequence[Any]
     ) -> T:
         """Once more, and counted: either it fits now, or we know who holds the memory."""
         self._witness.start()
@@ -198,7 +199,7 @@ class MicroBatches:
             self.recovered += 1
             return done
         drop_cache(self._device)
-        shape = tuple(batch[0].shape) if batch else ()
+        shape = tuple(next((t.shape for t in tree.tensors(batch)), ()))
         tried = tuple(self.tried)
         failure = Failure(text, phase, self._batches, shape, tried, self.fitted, allocator)
         raise MemoryExhausted(failure)

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-
-from torch import Tensor
+from typing import Any
 
 from tasks.engine.accounts import Accounts
 from tasks.engine.memory import Meter
@@ -51,13 +50,13 @@ class Phases:
         if self.watched is not Watched.COUNTED:  # counting takes time of its own
             self.clock.begin(sample=self.watched is Watched.TIMED)
 
-    def counting(self, batch: Sequence[Tensor]) -> AbstractContextManager[None]:
+    def counting(self, batch: Sequence[Any]) -> AbstractContextManager[None]:
         """Around what is counted of this step, if it is to be counted."""
         if self.watched is Watched.COUNTED:
             return self.accounts.counting(batch)
         return nullcontext()
 
-    def counting_once(self, phase: str, batch: Sequence[Tensor]) -> AbstractContextManager[None]:
+    def counting_once(self, phase: str, batch: Sequence[Any]) -> AbstractContextManager[None]:
         """Around something beside the steps: counted the first time, as a phase of its own."""
         if phase in self._once:
             return nullcontext()
@@ -65,7 +64,7 @@ class Phases:
         return self._counted_phase(phase, batch)
 
     @contextmanager
-    def _counted_phase(self, phase: str, batch: Sequence[Tensor]) -> Iterator[None]:
+    def _counted_phase(self, phase: str, batch: Sequence[Any]) -> Iterator[None]:
         self.meter.phase("between")
         with self.accounts.counting(batch):
             yield

@@ -1,6 +1,7 @@
-"""A trained model on disk, and rows in, predictions out. The folder holds spec.json and weights.pt;
-it is read with `weights_only=True`, so that nothing in it is ever executed. MLflow calls
-`_load_pyfunc`; this file, `models.py` and `transformer.py` travel with every logged model.
+"""A trained model on disk, and rows in, predictions out. The folder holds spec.json and
+weights.pt; weights are read with `weights_only=True`, so that none is ever executed; a model of
+the user's own brings its code, which is. MLflow calls `_load_pyfunc`; this file and all that it
+imports travel with every logged model.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from tasks.engine.building import again as build_again
 from tasks.engine.models import Standardize, build
+from tasks.engine.own_inputs import batches, checked, is_structured
 from tasks.engine.transformer import Transformer
 
 ROWS = 4096  # rows predicted at once
@@ -46,25 +49,13 @@ class Predictor:
 
     def predict(self, rows: Any, params: dict[str, Any] | None = None) -> Any:
         """A DataFrame with a row for each one given: `prediction`, and for a classification its
-        `probability`.
+        `probability`; of several labels the probability of each, under its name; of several values
+        `prediction_0` and so on.
 
         rows: a DataFrame with the feature columns, or an array of shape (rows, *input_shape).
         Raises ValueError where columns are missing or shapes do not fit.
         """
-        import pandas as pd  # only MLflow's users need it
-
-        outputs = torch.from_numpy(self.outputs(rows))
-        if self.spec["task"] == "regression":
-            return pd.DataFrame({"prediction": outputs[:, 0].numpy()})
-        chances = outputs.softmax(1)
-        best = chances.argmax(1)
-        names = self.spec["class_names"]
-        return pd.DataFrame(
-            {
-                "prediction": [names[i] for i in best.tolist()],
-                "probability": chances.gather(1, best[:, None])[:, 0].numpy(),
-            }
-        )
+        return _table(self.spec, torch.from_numpy(self.outputs(rows)))
 
     def _array(self, rows: Any) -> np.ndarray:
         names = self.spec["feature_names"]
@@ -81,6 +72,53 @@ class Predictor:
             sizes = ", ".join(map(str, shape))
             raise ValueError(f"rows: must have the shape (rows, {sizes}) (got {x.shape})")
         return x
+
+
+def _table(spec: dict[str, Any], outputs: torch.Tensor) -> Any:
+    import pandas as pd  # only MLflow's users need it
+
+    names = spec["class_names"]
+    if spec["task"] == "multilabel":
+        return pd.DataFrame(outputs.sigmoid().numpy(), columns=list(names))
+    if spec["task"] == "regression":
+        values = outputs.flatten(1).numpy()
+        alone = values.shape[1] == 1
+        columns = ["prediction"] if alone else [f"prediction_{i}" for i in range(values.shape[1])]
+        return pd.DataFrame(values, columns=columns)
+    chances = outputs.softmax(1)
+    best = chances.argmax(1)
+    return pd.DataFrame(
+        {
+            "prediction": best.numpy() if names is None else [names[i] for i in best.tolist()],
+            "probability": chances.gather(1, best[:, None])[:, 0].numpy(),
+        }
+    )
+
+
+class OwnPredictor(Predictor):
+    """The same with a model whose inputs are not one array of floating-point numbers.
+
+    Rows are a dict of arrays by the names of the inputs, or the array where there is only one. Of
+    a model of tokens the outputs are those at the last position.
+    """
+
+    @torch.inference_mode()
+    def outputs(self, rows: Any) -> np.ndarray:
+        found = checked(rows, self.spec)
+        parts = [
+            self.model(_on(x, self.device)).float().cpu() for x in batches(found, self.spec, ROWS)
+        ]
+        if self.spec["task"] == "tokens":
+            parts = [part[:, -1] for part in parts]
+        return torch.cat(parts).numpy() if parts else np.empty((0, self.spec["outputs"]))
+
+
+def _on(x: Any, device: torch.device) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.to(device)
+    if isinstance(x, dict):
+        return {name: part.to(device) for name, part in x.items()}
+    return tuple(part.to(device) for part in x)
 
 
 class TokenPredictor:
@@ -163,6 +201,32 @@ class TokenPredictor:
         return list(tokens.astype(np.int64))
 
 
+class Causal(nn.Module):
+    """A model of the user's own, with what a Transformer is asked for."""
+
+    def __init__(self, model: nn.Module, context: int) -> None:
+        super().__init__()
+        self.model, self.context = model, context
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.model(tokens)
+        return outputs
+
+
+class OwnTokenPredictor(TokenPredictor):
+    """The same with a model of the user's own, which may look at later positions too: rows of one
+    length go through it together, and nothing is filled up."""
+
+    def _after(self, sequences: Sequence[np.ndarray]) -> torch.Tensor:
+        found: dict[int, torch.Tensor] = {}
+        for length in {len(sequence) for sequence in sequences}:
+            alike = [i for i, sequence in enumerate(sequences) if len(sequence) == length]
+            x = torch.from_numpy(np.stack([sequences[i] for i in alike])).to(self.device)
+            last = self.model.logits(x)[:, -1].float().cpu()
+            found |= dict(zip(alike, last, strict=True))
+        return torch.stack([found[i] for i in range(len(sequences))])
+
+
 def save(model: nn.Module, spec: dict[str, Any], folder: Path) -> None:
     """Write spec.json and weights.pt, from which `load` makes the same model again."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -175,14 +239,28 @@ def load(folder: str | Path) -> Predictor | TokenPredictor:
     """The model of `folder` on the CPU."""
     folder = Path(folder)
     spec = json.loads((folder / "spec.json").read_text())
+    weights = torch.load(folder / "weights.pt", weights_only=True, map_location="cpu")
+    if ":" in spec["model"]:
+        return _own(spec, weights, folder)
     model = build(
         spec["model"], input_shape=spec["input_shape"], outputs=spec["outputs"], args=spec["args"]
     )
-    weights = torch.load(folder / "weights.pt", weights_only=True, map_location="cpu")
     model.load_state_dict(weights)
     if isinstance(model, Transformer):
         return TokenPredictor(spec, model)
     return Predictor(spec, nn.Sequential(Standardize(spec["offset"], spec["scale"]), model))
+
+
+def _own(spec: dict[str, Any], weights: dict[str, Any], folder: Path) -> Predictor | TokenPredictor:
+    again = build_again(spec, folder)
+    again.model.load_state_dict(weights)
+    inputs = spec["inputs"]
+    if spec["task"] == "tokens" and (inputs is None or inputs["kind"] == "rows"):
+        causal = Causal(again, spec["input_shape"][0])
+        return OwnTokenPredictor(spec, causal)  # type: ignore[arg-type]
+    if is_structured(spec):
+        return OwnPredictor(spec, again)
+    return Predictor(spec, nn.Sequential(Standardize(spec["offset"], spec["scale"]), again))
 
 
 def _load_pyfunc(path: str) -> Predictor | TokenPredictor:

@@ -8,15 +8,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from tasks.engine import tree
 from tasks.engine.oom import Fitting, Fixed
 from tasks.engine.optim import Optimizer
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # the mean over the rows, a scalar
+Loss = Callable[[Any, Any], Tensor]  # the mean over the rows, a scalar
 
 
 class Watched(Enum):
@@ -37,8 +38,9 @@ class Outcome(NamedTuple):
 class Steps(Protocol):
     """Something that takes optimizer steps."""
 
-    def __call__(self, x: Tensor, y: Tensor, *, norm: bool, watched: Watched) -> Outcome:
-        """Train on one batch. norm: also give the norm of the gradients."""
+    def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> Outcome:
+        """Train on one batch: tensors, or structures of them (see tree.py). norm: also give the
+        norm of the gradients."""
 
 
 @dataclass
@@ -53,24 +55,25 @@ class Step:
     micro: Fitting  # how many rows go through the model at once
     mark: Callable[[str], None]  # a phase ends
 
-    def __call__(self, x: Tensor, y: Tensor, *, norm: bool, watched: Watched) -> Outcome:
+    def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> Outcome:
         loss = self.micro.fit(self.gradients, (x, y))
         grad_norm = self._grad_norm(norm)
         self.micro.again(self._update)
         self.mark("optimizer")
         return Outcome(loss, grad_norm)
 
-    def gradients(self, x: Tensor, y: Tensor, rows: int) -> Tensor:
+    def gradients(self, x: Any, y: Any, rows: int) -> Tensor:
         """The loss of the batch; its gradients lie at the parameters, whatever was there before."""
         self.optimizer.zero_grad()
         losses = []
-        whole = rows >= len(y)
-        parts = [(x, y)] if whole else zip(x.split(rows), y.split(rows), strict=True)
+        count = tree.rows_of(y)
+        whole = rows >= count
+        parts = [(x, y)] if whole else tree.split((x, y), rows, whole=count)
         for part_x, part_y in parts:
             with self.autocast():
                 loss = self.compute(part_x, part_y)
             if not whole:
-                loss = loss * (len(part_y) / len(y))
+                loss = loss * (tree.rows_of(part_y) / count)
             self.mark("forward")
             self.scaler.scale(loss).backward()
             self.mark("backward")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from tasks.engine.step import Outcome, Steps, Watched
 
@@ -43,7 +43,7 @@ class ThreadedStep:
     def __init__(self, step: Steps, threads: int) -> None:
         self._step, self.threads = step, threads
 
-    def __call__(self, x: Tensor, y: Tensor, *, norm: bool, watched: Watched) -> Outcome:
+    def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> Outcome:
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
         return self._step(x, y, norm=norm, watched=watched)

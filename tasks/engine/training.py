@@ -5,32 +5,23 @@ measures. Everything that holds device memory lives and dies inside `train`, als
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import nn
 
-from tasks.engine import data as prepared
-from tasks.engine import memory, models, predictor
+from tasks.engine import memory, mistakes, models, own_model
 from tasks.engine.admission import Admission, admit
-from tasks.engine.assembly import (
-    is_convolutional,
-    model_of,
-    plan_of,
-    rate_of,
-    spec_of,
-)
-from tasks.engine.batches import TRAIN_SHARE, VAL_SHARE, Batches, feed
+from tasks.engine.assembly import model_of, plan_of, rate_of, settled, spec_of
 from tasks.engine.config import RunConfig
 from tasks.engine.device import resolve_precision
 from tasks.engine.facts import DataFacts, DeviceFacts, TrainFacts
-from tasks.engine.limits import limited, room_bytes
-from tasks.engine.loop import Tools, fit
-from tasks.engine.losses import loss_of
+from tasks.engine.feeding import example, fed
+from tasks.engine.keeping import keep, keep_example
+from tasks.engine.limits import limited
+from tasks.engine.loop import Tools, batch_of, fit
 from tasks.engine.oom import MemoryExhausted
 from tasks.engine.oom_files import OutOfMemory, draw, told, unwatched
+from tasks.engine.own_model import Checked
 from tasks.engine.past import Past
 from tasks.engine.peaks import Peak
 from tasks.engine.precision import matmul_mode
@@ -44,25 +35,19 @@ from tasks.engine.timing import Stopwatch
 from tasks.engine.workbench import workbench
 
 
-def check(config: RunConfig, data: DataFacts) -> int:
-    """Refuse what can't be trained before a device is touched; the multiply-adds of one row.
+def check(config: RunConfig, data: DataFacts) -> Checked:
+    """Refuse what can't be trained before a device is touched; what two rows have shown.
 
     Raises models.ModelError for the model and ConfigError for a setting that contradicts the data.
     """
-    work = models.check(
-        config.model.name,
-        input_shape=data.input_shape,
-        outputs=data.outputs,
-        args=config.model.args,
-        task=data.task,
-    )
-    loss_of(config.train.loss, data.task)
+    config = settled(config, data)
+    checked = own_model.check(config, data)
     if config.train.batch_size > data.train_rows:
         raise ConfigError(
             f"train.batch_size: must be at most the {data.train_rows} training rows "
             f"(got {config.train.batch_size})"
         )
-    return work
+    return checked
 
 
 def train(
@@ -104,8 +89,10 @@ def _train(
     log: Log,
 ) -> TrainFacts:
     watch = Stopwatch()
+    config = settled(config, data)
     device = torch.device(facts.name)
-    work = check(config, data)
+    checked = check(config, data)
+    work = checked.work
     precision = resolve_precision(config.train.precision, facts)
     with ExitStack() as stack:
         stack.enter_context(seeded(config.train.seed, deterministic=config.train.deterministic))
@@ -125,10 +112,9 @@ def _train(
             past_micro_batch=past.micro_batch(),
         )
         counted = stack.enter_context(limited(facts, config.memory.limit_mib))
-        arrays = prepared.load(data)
         model = model_of(config, data, device)
         recorder = stack.enter_context(recording(device, folder=folder, on=config.memory.snapshot))
-        rows, val = _fed(config, facts, arrays, model)
+        rows, val = fed(config, facts, data, model)
         stack.callback(rows.close)
         stack.callback(val.close)
         bench = workbench(
@@ -156,11 +142,17 @@ def _train(
             speeds=rates(data, work=work, peak_flops_per_s=peak.flops_per_s if peak else None),
             log=log,
         )
-        exhausted = None
+        exhausted = mistake = None
         try:
             fitted = fit(model, rows, val, plan=plan_of(config), tools=tools)
         except MemoryExhausted as error:
             exhausted = error.failure
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            mistake = mistakes.explained(error, model, batch_of(error))
+            if mistake is None:
+                raise
+        if mistake is not None:
+            raise models.ModelError(mistake)
         if exhausted is not None:  # told apart from the error, which keeps what it came through
             raise OutOfMemory(
                 told(
@@ -180,8 +172,8 @@ def _train(
             title = f"Memory of a training step on {facts.name}"
             draw(bench.phases.accounts.ledger, folder, title=title, lines=[])
         watch.lap("log")
-        predictor.save(model, spec_of(config, data), folder / "model")
-        np.save(folder / "model" / "example.npy", _raw(arrays.val_x[:2], data))
+        keep(model, spec_of(config, data, outputs=checked.outputs), folder / "model")
+        keep_example(example(data, val), folder / "model")
         watch.lap("checkpoint")
     return TrainFacts(
         metrics={**fitted.metrics, **timings(tools, fitted, rows=rows), **measured},
@@ -203,16 +195,6 @@ def _train(
     )
 
 
-def _fed(
-    config: RunConfig, facts: DeviceFacts, arrays: prepared.Arrays, model: nn.Module
-) -> tuple[Batches, Batches]:
-    """The rows to train on and those to validate on, where they are fastest to reach."""
-    room = room_bytes(config, facts.free_bytes or 0)
-    send = partial(feed, device=torch.device(facts.name), channels_last=is_convolutional(model))
-    rows = send(arrays.train_x, arrays.train_y, room_bytes=TRAIN_SHARE * room)
-    return rows, send(arrays.val_x, arrays.val_y, room_bytes=VAL_SHARE * room)
-
-
 def _predicted(admission: Admission, past: Past, limit_mib: float | None) -> dict[str, float]:
     predicted_bytes = admission.predicted_bytes or past.peak_bytes()
     if predicted_bytes is None:
@@ -229,10 +211,3 @@ def _peak_tags(peak: Peak | None) -> dict[str, str]:
         "device.peak_tflops": f"{peak.flops_per_s / 1e12:.4g}",
         "device.peak_source": peak.source,
     }
-
-
-def _raw(rows: np.ndarray, data: DataFacts) -> np.ndarray:
-    """The rows as their user has them: the scaling undone."""
-    if data.task == "tokens":
-        return np.asarray(rows)
-    return (rows * np.array(data.scale) + np.array(data.offset)).astype(np.float32)

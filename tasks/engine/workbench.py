@@ -13,7 +13,7 @@ from torch import nn
 from tasks.engine import memory
 from tasks.engine.accounts import Accounts, Owned
 from tasks.engine.allocators import Allocator
-from tasks.engine.assembly import optimizer_of, step_of
+from tasks.engine.assembly import forward_of, optimizer_of, step_of
 from tasks.engine.batches import Batches
 from tasks.engine.compiling import Known, TunedStep
 from tasks.engine.config import RunConfig
@@ -21,10 +21,11 @@ from tasks.engine.evaluation import Judge, eval_rows
 from tasks.engine.facts import DataFacts, DeviceFacts
 from tasks.engine.ledger import Ledger
 from tasks.engine.limits import room_bytes
-from tasks.engine.losses import loss_of
+from tasks.engine.losses import loss_of, metrics_of
 from tasks.engine.oom import MicroBatches
 from tasks.engine.optim import Optimizer
 from tasks.engine.phases import COUNT_EVERY, Phases
+from tasks.engine.section import is_import
 from tasks.engine.snapshot import Recorder
 from tasks.engine.timing import phase_clock, wait
 
@@ -130,19 +131,22 @@ def workbench(
         mode=config.train.compile,
         steps=steps,
         wait=partial(wait, device),
-        # A scaler decides on the host whether to step; what it decided must not be replayed.
-        graphs=device.type == "cuda" and precision != "fp16",
+        # A scaler decides on the host whether to step, and a forward of the user's own may decide
+        # anything there; what was decided must not be replayed.
+        graphs=device.type == "cuda" and precision != "fp16" and not is_import(config.model.name),
         threads=threads,
         known=known,
     )
     most = eval_rows(data, batch_size, room_bytes=room_bytes(config, facts.free_bytes or 0))
     judge = Judge(
         task=data.task,
-        loss=loss_of(config.train.loss, data.task),
+        loss=loss_of(config.train, data, device),
         autocast=step.autocast,
         rows=most,
         micro=fitting(most, whole=most, what="eval"),
         phases=phases,
+        forward=forward_of(config),
+        metrics=metrics_of(config.train),
     )
     return Workbench(optimizer, phases, micro, tuned, judge, steps)
 
