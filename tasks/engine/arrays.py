@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -15,6 +16,9 @@ import numpy as np
 
 from tasks.engine.data_config import DataConfig
 from tasks.engine.raw import DataError, Raw, shorten, size, source_file
+
+MOST_VALUES = 2**62
+LONGEST_TYPE = 64  # as text; what numpy.save writes takes less than 20
 
 
 @dataclass(frozen=True)
@@ -49,17 +53,22 @@ def parse_header(file: IO[bytes], what: str) -> Header:
     try:
         said = ast.literal_eval(text.decode("latin-1").strip())
         descr, fortran, shape = said["descr"], said["fortran_order"], said["shape"]
-        sound = isinstance(shape, tuple) and all(type(n) is int and 0 <= n < 2**62 for n in shape)
-        if not sound or type(fortran) is not bool or len(shape) > 32:
+        sound = isinstance(shape, tuple) and all(
+            type(n) is int and 0 <= n < MOST_VALUES for n in shape
+        )
+        if not sound or type(fortran) is not bool or too_many(shape):
             raise ValueError("shape or order")
-        dtype = np.dtype(descr) if isinstance(descr, str) else np.dtype(object)
+        plain = isinstance(descr, str) and "," not in descr and "(" not in descr
+        if isinstance(descr, str) and len(descr) > LONGEST_TYPE:
+            raise ValueError("no type")
+        dtype = np.dtype(descr) if plain else np.dtype(object)
         if dtype.itemsize == 0:
             raise ValueError("values of no size")
     except (ValueError, TypeError, SyntaxError, KeyError, RecursionError, MemoryError):
         raise DataError(
             f"data.path: {what} has a damaged header ({shorten(text)}); write it anew"
         ) from None
-    if not isinstance(descr, str):
+    if not plain:
         raise DataError(f"data.path: {what} is an array of records; save plain numbers")
     if dtype.hasobject:
         raise DataError(
@@ -67,6 +76,11 @@ def parse_header(file: IO[bytes], what: str) -> Header:
             "save it as numbers or text, e.g. with .astype(str)"
         )
     return Header(dtype, shape, fortran, len(magic) + len(length_bytes) + length)
+
+
+def too_many(shape: Sequence[int]) -> bool:
+    """Whether a shape is beyond what numpy can hold: its axes, or the count of its values."""
+    return len(shape) > 32 or math.prod(shape) > MOST_VALUES
 
 
 def check_size(header: Header, there_bytes: int, what: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from tasks.engine.archives import channels_first, chosen
-from tasks.engine.arrays import Header, booleans
+from tasks.engine.arrays import MOST_VALUES, Header, booleans, too_many
 from tasks.engine.data_config import DataConfig
 from tasks.engine.raw import DataError, Raw, check_memory, listed, shorten, size, source_file
 
@@ -141,7 +141,7 @@ def _tensor(name: str, said: Any, start: int) -> Tensor:
     try:
         kind, shape, (begin, end) = said["dtype"], said["shape"], said["data_offsets"]
         counts = (*shape, begin, end)
-        if not all(type(n) is int and 0 <= n < 2**62 for n in counts) or len(shape) > 32:
+        if not all(type(n) is int and 0 <= n < MOST_VALUES for n in counts) or too_many(shape):
             raise ValueError("no counts")
     except (ValueError, TypeError, KeyError):
         raise _Wrong(f"{what} has a damaged entry ({shorten(said)}) in the header") from None

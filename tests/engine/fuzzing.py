@@ -6,6 +6,7 @@ address space; else the program says which case it was and ends with 1, or by wh
 import faulthandler
 import io
 import json
+import os
 import random
 import resource
 import struct
@@ -15,21 +16,18 @@ import warnings
 import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from tasks.engine import rows, scaling, windows
 from tasks.engine.config import RunConfig
 from tasks.engine.data import load, prepare
-from tasks.engine.data_config import DataConfig
+from tasks.engine.data_config import TABLE_FILES, DataConfig
 from tasks.engine.raw import DataError
 from tasks.engine.settings import ConfigError, resolve
-from tasks.engine.sources import SOURCES
-from tasks.engine.tokens import Tokens
 
 LONGEST_S = 5
 MOST_BYTES = 1 << 30  # of address space beyond what reading the whole files took
-PREPARED = 50  # one case in so many goes through the cache as well
 NUMBERS = np.random.default_rng(1).normal(size=(24, 3))
 LABELS = np.arange(24) % 3
 HUGE = [0, 1, 127, 128, 255, 256, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**64 - 1]
@@ -53,7 +51,10 @@ def seeds(kind: str) -> list[tuple[str, bytes]]:
     """Whole files of a kind, each with its name."""
     return {
         "csv": _csv,
-        "tsv": lambda: [(n.replace("csv", "tsv"), c.replace(b",", b"\t")) for n, c in _csv()],
+        "tsv": lambda: [
+            (name.replace("csv", "tsv"), content.replace(b",", b"\t"))
+            for name, content in _csv()[::2]
+        ],
         "parquet": _parquet,
         "npz": _npz,
         "npy": lambda: [("a.npy", _npy(np.column_stack([NUMBERS, LABELS])))],
@@ -66,12 +67,13 @@ def seeds(kind: str) -> list[tuple[str, bytes]]:
 
 
 def _csv() -> list[tuple[str, bytes]]:
-    lines = [f"{a:.4f},{b:.3e},{int(c > 0)}" for a, b, c in NUMBERS]
-    plain = "a,b,flag,label\n" + "".join(
-        f"{x},{'xyz'[y]}\n" for x, y in zip(lines, LABELS, strict=True)
-    )
+    lines = [f"{a:.4f},{b:.3e},{c > 0}" for a, b, c in NUMBERS]
+    rows = [f"{line},{'xyz'[y]}" for line, y in zip(lines, LABELS, strict=True)]
+    plain = "\n".join(["a,b,flag,label", *rows, ""])
     quoted = '\ufeff"a","b, c",y\r\n' + "".join(f'"{i}",-{i}.5,{i % 2}\r\n' for i in range(20))
-    return [("a.csv", plain.encode()), ("b.csv", quoted.encode())]
+    colours = [f"{'' if i % 5 else i},{('red', 'green', '')[i % 3]},{i / 7}" for i in range(24)]
+    holes = "\n".join(["a,b,target", *colours, ""])
+    return [("a.csv", plain.encode()), ("b.csv", quoted.encode()), ("c.csv", holes.encode())]
 
 
 def _parquet() -> list[tuple[str, bytes]]:
@@ -79,10 +81,11 @@ def _parquet() -> list[tuple[str, bytes]]:
     from pyarrow import parquet
 
     columns = {
-        "a": NUMBERS[:, 0],
+        "a": pa.array(NUMBERS[:, 0], mask=NUMBERS[:, 0] < -1),
         "b": NUMBERS[:, 1].astype(np.float32),
         "n": LABELS.astype(np.int16),
         "flag": NUMBERS[:, 2] > 0,
+        "colour": ["red", "green", "blue"] * 8,
         "y": pa.array([["x", "y", "z"][i] for i in LABELS]).dictionary_encode(),
     }
     files = []
@@ -265,42 +268,39 @@ def _within_npz(content: bytes, chance: random.Random) -> bytes:
     return file.getvalue()
 
 
-def place(kind: str, name: str, content: bytes, folder: Path) -> DataConfig:
-    """Writes the file where its source looks for it."""
-    more: dict[str, int] = {"context": 8} if kind in ("text", "tokens") else {}
+def place(
+    kind: str, name: str, content: bytes, folder: Path, chance: random.Random | None = None
+) -> DataConfig:
+    """Writes the file where its source looks for it, which takes it with some settings or other."""
+    more: dict[str, Any] = {"context": 8} if kind in ("text", "tokens") else {}
     path = folder / name
     if kind == "images":
-        path = folder / "images"
-        more = {"image_size": 8}
-        for other in ("a", "b"):
-            (path / other).mkdir(parents=True, exist_ok=True)
-            for plain in ("0.png", "1.png"):
-                if not (path / other / plain).exists():
-                    (path / other / plain).write_bytes(_images()[0][1])
+        more, path = {"image_size": 8}, folder / "images"
+        for plain in ("a/0.png", "a/1.png", "b/0.png", "b/1.png"):
+            if not (path / plain).exists():
+                (path / plain).parent.mkdir(parents=True, exist_ok=True)
+                (path / plain).write_bytes(_images()[0][1])
         for left in (path / "a").glob("x.*"):
             left.unlink()
         (path / "a" / f"x.{name.split('.')[1]}").write_bytes(content)
+    elif kind == "parquet" and chance and chance.random() < 0.2:
+        path = folder / f"parts {name}"
+        path.mkdir(exist_ok=True)
+        (path / "1.parquet").write_bytes(content)
+        (path / "2.parquet").write_bytes(dict(seeds(kind))[name])
     else:
         path.write_bytes(content)
+    if kind in TABLE_FILES and chance:
+        more["missing"] = chance.choice(("fail", "drop", "mean"))
+        more["drop"] = chance.choice(([], [], ["b"]))
     return DataConfig(source=kind, path=str(path), cache=str(folder / "cache"), **more)
 
 
-def read(data: DataConfig, *, whole: bool) -> None:
-    """Reads and judges all rows; `whole` by way of the cache."""
-    if whole:
-        arrays = load(prepare(data))
-        assert np.isfinite(arrays.train_x).all() and np.isfinite(arrays.val_x).all()
-        return
-    source = SOURCES[data.source]
-    source.check(data)
-    found = source.read(data)
-    if isinstance(found, Tokens):
-        windows.draft(found, data)
-        return
-    rows.draft(found, data)
-    measured = scaling.measure(found, for_training=np.ones(len(found.features), bool), scale=True)
-    for _, x in scaling.scaled(found, measured):
-        assert np.isfinite(x).all()
+def read(data: DataConfig) -> None:
+    """Prepares and loads all rows."""
+    arrays = load(prepare(data))
+    assert len(arrays.train_x) and len(arrays.val_x)
+    assert np.isfinite(arrays.train_x).all() and np.isfinite(arrays.val_x).all()
 
 
 def check_words(text: str, start: str) -> None:
@@ -320,7 +320,7 @@ def one(kind: str, case: int, folder: Path, files: list[tuple[str, bytes]]) -> b
             (folder / name).write_bytes(content)
             assert isinstance(resolve(str(folder / name), {}), RunConfig)
         else:
-            read(place(kind, name, content, folder), whole=case % PREPARED == 0)
+            read(place(kind, name, content, folder, chance))
     except DataError as error:
         check_words(str(error), "data.")
         return False
@@ -338,10 +338,12 @@ def address_space() -> int:
 
 def main(kind: str, count: int, folder: Path, first: int = 0) -> int:
     warnings.simplefilter("error")
+    os.fsync = lambda _: None  # type: ignore[assignment]  # most of the time otherwise
     files = seeds(kind)
     if kind != "settings":
         for name, content in files:
-            read(place(kind, name, content, folder), whole=True)
+            data = place(kind, name, content, folder)
+            read(data.model_copy(update={"missing": "mean"}))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (address_space() + MOST_BYTES,) * 2)
     good = 0
