@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -114,9 +115,10 @@ def _registered(client: MlflowClient, uri: str) -> LoggedModel:
         if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             raise
         raise TrackingError(f"run: MLflow has no model {uri}; register it, or name a run") from None
-    if not version.model_id:
+    named = str(version.source).removeprefix("models:/")  # its model_id is absent in databases
+    if not re.fullmatch("m-[0-9a-f]{32}", named):
         raise TrackingError(f"run: {uri} is no logged model of a run; name the run itself")
-    return client.get_logged_model(version.model_id)
+    return client.get_logged_model(named)
 
 
 def _files(model: LoggedModel, where: Where, folder: str) -> Path:
