@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from tasks.engine import rows, store, windows
-from tasks.engine.data_config import TOKEN_SOURCES, DataConfig
+from tasks.engine.data_config import TABLE_FILES, TOKEN_SOURCES, DataConfig
 from tasks.engine.facts import Column, DataFacts
-from tasks.engine.origins import Origin, origin_of, refuse_changed
+from tasks.engine.origins import Hashing, Origin, origin_of, refuse_changed
 from tasks.engine.raw import DataError, Raw, cache_folder, check_memory
 from tasks.engine.section import is_import
 from tasks.engine.sources import SOURCES, files, origin, synthetic_bytes
@@ -78,7 +78,7 @@ def prepare(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> DataFac
         read, found = given
     else:
         SOURCES[data.source].check(data)
-        found = _origin(data)
+        read, found = _table(data) if _is_new(data) else (None, _origin(data))
     folder = _folder(data, found)
     manifest, reused = store.manifest_of(folder), True
     if manifest is None:
@@ -131,6 +131,23 @@ def _origin(data: DataConfig) -> Origin:
     if path is None:
         return Origin()
     return origin_of(path, files(data))
+
+
+def _table(data: DataConfig) -> tuple[Raw | Tokens, Origin]:
+    """A table that was not prepared before is read while it is hashed."""
+    there = origin(data)
+    assert there is not None
+    hashing = Hashing(there, files(data))
+    return SOURCES[data.source].read(data), hashing.result()
+
+
+def _is_new(data: DataConfig) -> bool:
+    """Whether nothing prepared with these settings comes from this path: if so, only the content
+    could tell that it is there all the same, which is rare."""
+    if data.source not in TABLE_FILES:
+        return False
+    wanted = (str(origin(data)), _settings(data))
+    return wanted not in store.prepared_from(cache_folder(data), data.source)
 
 
 def _settings(data: DataConfig) -> dict[str, Any]:

@@ -56,9 +56,10 @@ def encode(raw: Raw, task: str) -> Labels:
             f"row in {raw.label}, target {raw.target_name!r}); set data.task to classification"
         )
     whole = target.dtype.kind in "biu" or bool((target == np.round(target)).all())
+    few = None
     if task == "auto":
-        few = whole and _distinct(target, most=MOST_AUTO_CLASSES) is not None
-        task = "classification" if few else "regression"
+        few = _distinct(target, most=MOST_AUTO_CLASSES) if whole else None
+        task = "regression" if few is None else "classification"
     if task == "regression":
         return Labels("regression", target.astype(np.float32).reshape(-1, 1), None)
     if not whole:
@@ -67,7 +68,7 @@ def encode(raw: Raw, task: str) -> Labels:
             f"data.target: {raw.label_at(row)}: a class must be text, a boolean or a whole number "
             f"(got {target[row].item()!r}); set data.task to regression, or mend the labels"
         )
-    return _numbered(raw)
+    return _numbered(raw, few)
 
 
 def _wide(raw: Raw, task: str) -> Labels:
@@ -125,8 +126,8 @@ def _distinct(target: np.ndarray, most: int | None = None) -> np.ndarray | None:
     return found
 
 
-def _numbered(raw: Raw) -> Labels:
-    classes = _distinct(raw.target)
+def _numbered(raw: Raw, known: np.ndarray | None) -> Labels:
+    classes = _distinct(raw.target) if known is None else known
     assert classes is not None
     values = np.searchsorted(classes, raw.target)  # int64
     if classes.dtype.kind == "f":
@@ -197,7 +198,10 @@ def validation_rows(raw: Raw, labels: Labels, *, fraction: float, seed: int) -> 
     below = np.argsort(-(quota - taken), kind="stable")
     below = below[taken[below] < counts[below] - 1]
     taken[below[: max(0, round(rows * fraction) - int(taken.sum()))]] += 1
-    order = np.lexsort((np.random.default_rng(seed).random(rows), group))
+    order = np.argsort(np.random.default_rng(seed).random(rows), kind="stable")
+    if len(counts) > 1:  # then by class; of 16 bits numpy sorts in linear time
+        group = group.astype(np.uint16) if len(counts) <= 1 << 16 else group
+        order = order[np.argsort(group[order], kind="stable")]
     chosen = np.zeros(rows, dtype=bool)
     for first, some in zip(np.cumsum(counts) - counts, taken, strict=True):
         chosen[order[first : first + some]] = True

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
 from tasks.engine import store
 from tasks.engine.raw import DataError
@@ -45,6 +47,33 @@ def origin_of(path: Path, files: Sequence[Path]) -> Origin:
     return Origin(str(path), size_bytes, mtime_ns, total.hexdigest())
 
 
+class Hashing:
+    """Hashes in a thread what is read meanwhile."""
+
+    def __init__(self, path: Path, files: Sequence[Path]) -> None:
+        self._path, self._before = path, _state(files)
+        self._found: Future[Origin] = Future()
+        # A daemon: where the reading fails nobody waits for the checksum of a large file.
+        Thread(target=self._hash, args=(files,), daemon=True).start()
+
+    def result(self) -> Origin:
+        """What `origin_of` gives. Raises DataError, also where a file was written since."""
+        found = self._found.result()
+        if (found.bytes, found.mtime_ns) != self._before:
+            raise DataError(_changed(self._path))
+        return found
+
+    def _hash(self, files: Sequence[Path]) -> None:
+        try:
+            self._found.set_result(origin_of(self._path, files))
+        except BaseException as error:
+            self._found.set_exception(error)
+
+
+def _changed(path: object) -> str:
+    return f"data.path: {path} was changed while it was read; start again when it is whole"
+
+
 def refuse_changed(found: Origin, files: Callable[[], Sequence[Path]]) -> None:
     """Raises DataError where one of the files was written, added or removed since `found`."""
     if found.path is None:
@@ -54,9 +83,7 @@ def refuse_changed(found: Origin, files: Callable[[], Sequence[Path]]) -> None:
     except (OSError, DataError):
         same = False
     if not same:
-        raise DataError(
-            f"data.path: {found.path} was changed while it was read; start again when it is whole"
-        )
+        raise DataError(_changed(found.path))
 
 
 def _state(files: Sequence[Path]) -> tuple[int, int]:

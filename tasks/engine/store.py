@@ -127,6 +127,16 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
     return manifest
 
 
+def prepared_from(cache: Path, source: str) -> list[tuple[str, dict[str, Any]]]:
+    """The path and the settings of each folder of a source that seems whole."""
+    found = []
+    for manifest in cache.glob(f"{source}-*/{MANIFEST}"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            said = json.loads(manifest.read_text(encoding="utf-8"))
+            found.append((said["source"]["path"], said["settings"]))
+    return found
+
+
 def _verify(path: Path, entry: Mapping[str, Any], *, hashed: bool) -> None:
     if path.stat().st_size != entry["bytes"]:
         raise ValueError(f"{path.name} has another size than it was written with")

@@ -13,7 +13,7 @@ MIB = 1024**2
 # Of each row, whatever its columns: target, label, a random number, its place in the split.
 ROW_BYTES = 40
 WORK_BYTES = 24 * MIB  # blocks under way
-BLOCK_BYTES = 4 * MIB  # of text; larger ones leave the processor's cache
+BLOCK_BYTES = 2 * MIB  # of text; larger ones leave the processor's cache
 SMALLEST_BYTES = 1 * MIB
 PAGE_BYTES = 4 * MIB  # of each Parquet column that is being read: pages of 1 MiB, packed and not
 
