@@ -6,6 +6,7 @@ left alone, since looking at them would keep them.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 import sys
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -179,7 +180,8 @@ def _layers(steps: list[tuple[FrameType, traceback.FrameSummary]]) -> list[Call]
 
 def _code_of(layer: nn.Module) -> CodeType:
     """That of its forward; of the base class where it is not written in Python."""
-    return getattr(type(layer).forward, "__code__", None) or nn.Identity.forward.__code__
+    forward = inspect.getattr_static(type(layer), "forward", None)
+    return forward.__code__ if isinstance(forward, FunctionType) else nn.Identity.forward.__code__
 
 
 def _parameters(code: CodeType) -> tuple[str, ...]:

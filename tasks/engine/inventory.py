@@ -83,8 +83,9 @@ class Inventory:
 
 def inventory(model: nn.Module, batch: tuple[Any, Any]) -> Inventory:
     """What a model and a batch of (inputs, targets) hold."""
-    layers = dict(_layers(model, ""))
-    tensors = list(_tensors(model, layers))
+    modules = _modules(model, "")
+    layers = {id(module): path for path, module in modules}
+    tensors = list(_tensors(modules, layers))
     inputs, targets = batch
     entries = [*tensors_in("inputs", inputs), *tensors_in("targets", targets)]
     paths = {id(tensor): (kind, path) for path, kind, tensor in tensors}
@@ -126,30 +127,13 @@ def weights(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
-def _layers(module: nn.Module, path: str) -> Iterator[tuple[int, str]]:
-    """Registered layers and, after all of them, those in plain lists and attributes."""
-    registered: dict[int, tuple[str, nn.Module]] = {}
-    waiting = [(path, module)]
-    while waiting:
-        at, one = waiting.pop(0)
-        if id(one) in registered:
-            continue
-        registered[id(one)] = (at, one)
-        for name, inner in vars(one).get("_modules", {}).items():
-            if isinstance(inner, nn.Module):
-                # A compiled model wraps the one that its user knows.
-                waiting.append((at if name == "_orig_mod" else _joined(at, name), inner))
-    for key, (at, _) in registered.items():
-        yield key, at
-
-
-def _tensors(model: nn.Module, layers: dict[int, str]) -> Iterator[tuple[str, str, Tensor]]:
+def _tensors(
+    modules: list[tuple[str, nn.Module]], layers: dict[int, str]
+) -> Iterator[tuple[str, str, Tensor]]:
     """Path, kind and tensor: first what is registered, then what is not. Adds to `layers` those
     that are not registered."""
     seen: set[int] = set()
-    modules = list(_modules(model))
-    for module in modules:
-        at = layers[id(module)]
+    for at, module in modules:
         for table, kind in (("_parameters", PARAMETER), ("_buffers", BUFFER)):
             for name, tensor in vars(module).get(table, {}).items():
                 if isinstance(tensor, Tensor) and id(tensor) not in seen:
@@ -157,24 +141,28 @@ def _tensors(model: nn.Module, layers: dict[int, str]) -> Iterator[tuple[str, st
                     yield _joined(at, name), kind, tensor
     own = ("_parameters", "_buffers", "_modules")
     rest = [
-        (_joined(layers[id(module)], name), value, DEEPEST)
-        for module in modules
+        (_joined(at, name), value, DEEPEST)
+        for at, module in modules
         for name, value in vars(module).items()
         if name not in own
     ]
     yield from _loose(rest, seen, layers)
 
 
-def _modules(model: nn.Module) -> Iterator[nn.Module]:
-    seen: set[int] = set()
-    waiting = [model]
+def _modules(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """The registered layers with their paths, each once, the outer ones first."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    waiting = deque([(path, model)])
     while waiting:
-        one = waiting.pop(0)
-        if id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            inner = vars(one).get("_modules", {}).values()
-            waiting += [layer for layer in inner if isinstance(layer, nn.Module)]
+        at, one = waiting.popleft()
+        if id(one) in found:
+            continue
+        found[id(one)] = (at, one)
+        for name, inner in vars(one).get("_modules", {}).items():
+            if isinstance(inner, nn.Module):
+                # A compiled model wraps the one that its user knows.
+                waiting.append((at if name == "_orig_mod" else _joined(at, name), inner))
+    return list(found.values())
 
 
 def _loose(
@@ -192,8 +180,8 @@ def _loose(
             seen.add(id(value))
             yield path, PLAIN, value
         elif isinstance(value, nn.Module):
-            layers.update({k: at for k, at in _layers(value, path) if k not in layers})
-            for module in _modules(value):
+            for at, module in _modules(value, path):
+                layers.setdefault(id(module), at)
                 for name, tensor in weights(module):
                     if id(tensor) not in seen:
                         seen.add(id(tensor))
@@ -239,7 +227,11 @@ def _span(tensor: Tensor) -> tuple[int, int] | None:
     is_here = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.dtype in WHOLE
     if not is_here or not 0 < tensor.numel() <= SPANNED:
         return None
-    return int(tensor.min()), int(tensor.max())
+    try:
+        values = tensor.numpy()
+    except (RuntimeError, AssertionError):  # a mode of fake tensors, or of functorch, refuses
+        return None
+    return int(values.min()), int(values.max())
 
 
 def _storage(tensor: Tensor) -> int:

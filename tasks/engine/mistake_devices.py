@@ -21,7 +21,8 @@ def device_mistakes(scene: Scene) -> list[str]:
     hidden = [one for one in scene.mentioned if one.device != usual]
     suspects = odd or hidden or _behind(scene, usual)[:1]
     setting = scene.setting
-    if suspects and all(one.kind == ENTRY for one in suspects):
+    is_batchs = bool(suspects) and all(one.kind == ENTRY for one in suspects)
+    if is_batchs and not _is_apart(scene, usual):
         setting = "data.source"
     who = (
         _placed(scene, met if odd else [*met, *hidden])
@@ -39,6 +40,12 @@ def device_mistakes(scene: Scene) -> list[str]:
 def _behind(scene: Scene, usual: str) -> list[Seen]:
     """What of the model is not where its parameters are."""
     return [one for one in scene.around.held if one.device != usual]
+
+
+def _is_apart(scene: Scene, usual: str) -> bool:
+    """Whether the whole batch is together, where the model is not."""
+    devices = {one.device for one in scene.around.entries}
+    return len(devices) == 1 and usual not in devices
 
 
 def _placed(scene: Scene, tensors: Sequence[Seen]) -> str:
@@ -63,6 +70,13 @@ def _remedy(scene: Scene, suspects: Sequence[Seen], usual: str) -> str:
     layer = scene.layer
     if layer is not None and not layer.is_known and layer.is_torchs:
         return "make the layer in __init__: in forward it is neither moved nor trained"
+    if "to numpy" in scene.text:
+        return "compute with PyTorch in forward: numpy leaves the device and the gradients"
+    if _is_apart(scene, usual) and all(one.kind == ENTRY for one in suspects):
+        return (
+            f"the model is on {usual} and the whole batch is not: make the model without device=, "
+            ".to() or .cuda(), since the run moves it"
+        )
     if not suspects:
         return (
             "a tensor that is made or moved in forward belongs where the others are: give it "

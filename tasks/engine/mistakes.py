@@ -1,7 +1,7 @@
-"""A user's mistake with devices, dtypes, shapes and arguments, explained: which parameter, buffer or
-entry of the batch is at fault, by name, in which layer and line, and what to do about it. It reads
-what the error left behind and runs nothing again, since a device that failed may not be asked; it
-refuses to guess: an error of another kind is not explained.
+"""A user's mistake with devices, dtypes, shapes and arguments, explained: which parameter, buffer
+or entry of the batch is at fault, by name, in which layer and line, and what to do about it. It
+reads what the error left behind and runs nothing again, since a device that failed may not be
+asked; it refuses to guess: an error of another kind is not explained.
 """
 
 from __future__ import annotations

@@ -94,7 +94,8 @@ class Scene:
 
     def batch(self, of: str) -> str:
         """The batch, each entry with its shape, dtype or device."""
-        return listed([f"{one.name} {getattr(one, of)}" for one in self.around.entries])
+        words = [f"{one.name} {getattr(one, of)}" for one in self.around.entries]
+        return listed(words) or "no tensors"
 
 
 def scene(error: BaseException, model: nn.Module, batch: tuple[Any, Any]) -> Scene:

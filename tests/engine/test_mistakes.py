@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from tasks.engine.memory import clear_frames
@@ -233,7 +234,7 @@ DEVICES = {
     ),
     "lstm": _Case(
         lambda: nn.Sequential(nn.LSTM(3, 4)),
-        (XM, YM),
+        (XM, Y),
         ["data.source: ", "layer 0 (LSTM 3 -> 4)", "input (the batch's inputs) is on meta"],
     ),
     "joined": _Case(
@@ -247,11 +248,21 @@ DEVICES = {
         ["layer 2 (LayerNorm of (3,))", "its weight and bias on cpu"],
     ),
     "copied to numpy": _Case(
-        lambda: _Does(lambda self, x: x.numpy()), (XM, YM), ["x (the batch's inputs) is on meta"]
+        lambda: _Does(lambda self, x: x.numpy()), (XM, YM), ["inputs) is on meta", "numpy leaves"]
     ),
 }
 
 DEVICES |= {
+    "a model that was moved by its maker": _Case(
+        lambda: nn.Sequential(nn.Linear(3, 2)).to(META),
+        (X, Y),
+        [
+            "model.name: ",
+            "input (the batch's inputs) is on cpu, its weight and bias on meta",
+            "the model is on meta and the whole batch is not",
+            "since the run moves it",
+        ],
+    ),
     "part of an operand": _Case(
         lambda: _Does(
             _hide_upper, other=torch.ones(3), mask=torch.ones(3, 3), fc=nn.Linear(3, 3)
@@ -584,8 +595,6 @@ RECORDED = {
     "metal": "Placeholder storage has not been allocated on MPS device!",
     "metal, input": "Passed CPU tensor to MPS op",
     "random numbers": "Expected a 'cuda' device type for generator but found 'cpu'",
-    "numpy": "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the "
-    "tensor to host memory first.",
 }
 
 
@@ -796,3 +805,25 @@ def test_many_tensors_that_stay_behind_are_counted() -> None:
     lines = (explained(caught.value, model, (XM, YM)) or "").splitlines()
     assert len(lines) == 6
     assert lines[-1] == "model.name: and 4 more that stay on another device"
+
+
+def test_a_scripted_model_and_a_batch_of_no_tensors_are_told_without_a_traceback() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    with pytest.warns(DeprecationWarning, match="script"):
+        scripted = torch.jit.script(model)
+    with pytest.raises(RuntimeError) as caught:
+        scripted(X)
+    told = explained(caught.value, scripted, (None, None)) or ""
+    assert told.startswith("model.name: shapes do not fit in the model (RecursiveScriptModule), ")
+    assert "the batch: no tensors" in told
+
+
+@pytest.mark.filterwarnings("ignore:.*FakeTensor")
+def test_a_batch_beside_fake_tensors_is_not_read() -> None:
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(4, 2))
+        ids = torch.zeros(2, 3, dtype=torch.int64)
+        with pytest.raises(RuntimeError) as caught:
+            model(ids)
+        told = explained(caught.value, model, (ids, Y)) or ""
+    assert "layer 1 (Linear 4 -> 2) takes (..., 4) and was given input (2, 3, 2)" in told
