@@ -26,7 +26,7 @@ from tasks.engine.predict_order import Order
 from tasks.engine.prediction_files import opened
 from tasks.engine.raw import DataError, shorten
 from tasks.engine.row_batches import Batch, Needs, count, cut, needs_of
-from tasks.engine.row_files import batches, check_rows
+from tasks.engine.row_files import amount, batches, check_rows
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,11 @@ def check(order: Order, model: ModelFacts) -> None:
     check_rows(order, needs_of(spec_of(model)))
 
 
+def total(order: Order, model: ModelFacts) -> int:
+    """How much there is to do, in the units that `told` hears of."""
+    return amount(order, needs_of(spec_of(model)))
+
+
 def predict(order: Order, device: DeviceFacts, model: ModelFacts, *, told: Told) -> PredictFacts:
     """Predict every row of the input into the output. The frames of an exception hold no tensor.
 
@@ -129,7 +134,7 @@ def _predict(order: Order, facts: DeviceFacts, model: ModelFacts, *, told: Told)
 
 def rows_at_once(needs: Needs) -> int:
     """Rows to begin with: enough to keep a device busy, and few enough for small ones."""
-    if needs.task == "tokens":
+    if needs.task == "tokens" or needs.is_own:
         return max(1, MOST_TOKENS // needs.width)
     return max(1, min(MOST_ROWS, MOST_BYTES // (4 * needs.width)))
 

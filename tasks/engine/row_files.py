@@ -9,15 +9,8 @@ from pathlib import Path
 
 from tasks.engine.predict_order import TABLES, Order
 from tasks.engine.raw import DataError
-from tasks.engine.row_batches import (
-    Batch,
-    Needs,
-    npy_header,
-    npz_header,
-    read_npy,
-    read_npz,
-    read_txt,
-)
+from tasks.engine.row_arrays import npy_header, npz_headers, read_npy, read_npz
+from tasks.engine.row_batches import Batch, Needs, read_txt
 
 TABLES_WORDS = "a csv, tsv or parquet file"
 
@@ -33,7 +26,7 @@ def check_rows(order: Order, needs: Needs) -> None:
         _check_shape(order, needs)
 
 
-def amount(order: Order) -> int:
+def amount(order: Order, needs: Needs) -> int:
     """How much there is to do, in the units of Batch.done: bytes of text, or rows."""
     if order.reads == "parquet":
         from tasks.engine import row_tables
@@ -42,7 +35,9 @@ def amount(order: Order) -> int:
     path = Path(order.input)
     if order.reads == "npy":
         return npy_header(path).shape[0]
-    return npz_header(path)[1].shape[0] if order.reads == "npz" else path.stat().st_size
+    if order.reads == "npz":
+        return next(iter(npz_headers(path, needs).values())).shape[0]
+    return path.stat().st_size
 
 
 def batches(order: Order, needs: Needs) -> Iterator[Batch]:
@@ -54,7 +49,9 @@ def batches(order: Order, needs: Needs) -> Iterator[Batch]:
         is_parquet = order.reads == "parquet"
         read = row_tables.read_parquet if is_parquet else row_tables.read_csv
         return read(order, needs)
-    return {"npy": read_npy, "npz": read_npz, "txt": read_txt}[order.reads](order)
+    if order.reads == "npz":
+        return read_npz(order, needs)
+    return read_npy(order) if order.reads == "npy" else read_txt(order)
 
 
 def _check_kind(order: Order, needs: Needs) -> None:
@@ -70,6 +67,16 @@ def _check_kind(order: Order, needs: Needs) -> None:
             f"input: the model takes {_in_words(needs)}, not a text a line (got txt); give "
             f"{TABLES_WORDS}" + ("" if kinds - {"number"} else ", or an npy or npz file")
         )
+    if needs.is_own and not is_array:
+        raise DataError(
+            f"input: the model takes arrays (got {order.reads}); give an npz file with "
+            f"{', '.join(needs.inputs) or 'x'}"
+        )
+    if order.reads == "npy" and needs.inputs:
+        raise DataError(
+            f"input: the model takes {', '.join(needs.inputs)}, and an npy file holds one array; "
+            "give an npz file with them"
+        )
     if is_array and kinds - {"number"}:
         names = ", ".join(repr(name) for name, kind in needs.columns or () if kind != "number")
         raise DataError(
@@ -80,7 +87,10 @@ def _check_kind(order: Order, needs: Needs) -> None:
 
 def _check_shape(order: Order, needs: Needs) -> None:
     path = Path(order.input)
-    header = npy_header(path) if order.reads == "npy" else npz_header(path)[1]
+    headers = {"": npy_header(path)} if order.reads == "npy" else npz_headers(path, needs)
+    if needs.is_own:
+        return
+    (header,) = headers.values()
     shape, sizes = header.shape, ", ".join(map(str, needs.input_shape))
     if needs.task == "tokens":
         fits = len(shape) == 2 and 1 <= shape[1] <= needs.width and header.dtype.kind in "iu"

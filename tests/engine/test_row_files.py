@@ -9,17 +9,17 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from tasks.engine import row_batches, row_tables
+from tasks.engine import row_arrays, row_batches, row_tables
 from tasks.engine.predict_order import Order
 from tasks.engine.raw import DataError
 from tasks.engine.row_batches import Batch, Needs, needs_of
 from tasks.engine.row_files import amount, batches, check_rows
 
-AB = Needs("classification", "csv", (2,), (("a", "number"), ("b", "number")))
+AB = Needs("classification", "csv", (2,), (("a", "number"), ("b", "number")), width=2)
 COLOURED = Needs("classification", "csv", (3,), (("a", "number"), ("colour", "category")))
-PLAIN = Needs("classification", "digits", (1, 2, 2), None)
+PLAIN = Needs("classification", "digits", (1, 2, 2), None, width=4)
 TEXT = Needs("tokens", "text", (8,), (("text", "text"),))
-TOKENS = Needs("tokens", "tokens", (8,), None)
+TOKENS = Needs("tokens", "tokens", (8,), None, width=8)
 
 
 def _order(path: Path, *keep: str) -> Order:
@@ -31,7 +31,7 @@ def _read(path: Path, needs: Needs, *keep: str) -> list[Batch]:
     order = _order(path, *keep)
     found = list(batches(order, needs))
     total = sum(len(batch.rows) for batch in found)
-    assert found[-1].done == amount(order) or not total
+    assert found[-1].done == amount(order, needs) or not total
     return found
 
 
@@ -188,7 +188,7 @@ def test_a_damaged_part_is_told_by_its_name(tmp_path: Path) -> None:
 def test_arrays_are_read_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, order: str
 ) -> None:
-    monkeypatch.setattr(row_batches, "BATCH_BYTES", 4 * 8 * 3)
+    monkeypatch.setattr(row_arrays, "BATCH_BYTES", 4 * 8 * 3)
     x = np.asarray(np.arange(40.0).reshape(10, 1, 2, 2), order=order)
     save = np.save if name == "x.npy" else np.savez_compressed
     save(tmp_path / name, x)
@@ -225,6 +225,43 @@ def test_arrays_that_do_not_fit_are_refused(
         np.save(tmp_path / name, arrays)
     told = _refused(tmp_path / name, needs)
     assert told.startswith("input: ") and said in told
+
+
+MASKED = {
+    "kind": "dict",
+    "of": {
+        "ids": {"kind": "rows", "shape": [4], "dtype": "int64"},
+        "mask": {"kind": "rows", "shape": [4], "dtype": "int64"},
+        "labels": {"kind": "rows", "shape": [], "dtype": "int64"},
+    },
+}
+
+
+def test_a_model_of_several_inputs_takes_arrays_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_arrays, "BATCH_BYTES", 8 * 4 * 2)
+    spec = {"task": "classification", "input_shape": [], "feature_names": None, "inputs": MASKED}
+    needs = needs_of({**spec, "source": "own:load"})
+    assert (needs.inputs, needs.width) == (("ids", "mask"), 8)
+    ids, mask = np.arange(20).reshape(5, 4), np.ones((5, 4), np.int8)
+    np.savez(tmp_path / "x.npz", mask=mask, ids=ids, more=ids)
+    found = list(batches(_order(tmp_path / "x.npz"), needs))
+    assert [len(batch.rows["ids"]) for batch in found] == [2, 2, 1]
+    np.testing.assert_array_equal(np.concatenate([batch.rows["ids"] for batch in found]), ids)
+    np.savez(tmp_path / "x.npz", mask=mask[:4], ids=ids)
+    assert "must have as many rows (got {'ids': 5, 'mask': 4})" in _refused(
+        tmp_path / "x.npz", needs
+    )
+    np.savez(tmp_path / "x.npz", ids=ids)
+    assert "x.npz has no array 'mask' (got 'ids'); the model takes ids, mask" in _refused(
+        tmp_path / "x.npz", needs
+    )
+    np.save(tmp_path / "x.npy", ids)
+    assert "takes ids, mask, and an npy file holds one array" in _refused(tmp_path / "x.npy", needs)
+    assert "the model takes arrays (got csv); give an npz file with ids, mask" in _refused(
+        _write(tmp_path, "a,b\n1,2\n"), needs
+    )
 
 
 def test_an_array_of_objects_is_never_unpickled(tmp_path: Path) -> None:
