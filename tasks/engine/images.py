@@ -9,18 +9,18 @@ import os
 import tempfile
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from tasks.engine import store
 from tasks.engine.data_config import DataConfig
 from tasks.engine.image_folders import ImageFolder, image_folder, refusal
 from tasks.engine.pixels import BROKEN, Seen, broken, look, square
-from tasks.engine.raw import DataError, Raw, shorten, size
+from tasks.engine.raw import DataError, Raw, allowed_bytes, cache_folder, shorten, size
 
 WORKERS = 2
 SLACK_BYTES = 32 * 1024**2  # of the budget, for what comes after reading: blocks, labels, split
@@ -84,10 +84,10 @@ def _each(
 
 def _decoded(
     folder: ImageFolder, seen: list[Seen], *, data: DataConfig, shape: tuple[int, ...]
-) -> np.ndarray:
+) -> np.ndarray | StoredRows:
     """All images, uint8 of `shape`, decoded by as many at once as the memory allows."""
     row_bytes = int(np.prod(shape[1:]))
-    budget = _budget(data)
+    budget = allowed_bytes(data)
     room = budget - max(SLACK_BYTES, 32 * row_bytes)
     largest = max(range(len(seen)), key=lambda i: seen[i].needed_bytes)
     needed = seen[largest].needed_bytes
@@ -103,29 +103,48 @@ def _decoded(
         pixels = np.empty(shape, dtype=np.uint8)
         _decode_into(pixels.__setitem__, folder, workers=workers, shape=shape[1:])
         return pixels
-    cache = Path(os.path.abspath(os.path.expanduser(data.cache)))
-    store.check_room(cache, len(seen) * row_bytes)
-    there = next(p for p in (cache, *cache.parents) if p.exists())
-    with store.refusals(cache), tempfile.TemporaryFile(dir=there) as file:
-
-        def keep(row: int, image: np.ndarray) -> None:
-            _write_at(file.fileno(), image.tobytes(), row * row_bytes)
-
-        _decode_into(keep, folder, workers=workers, shape=shape[1:])
-        return np.memmap(file, np.uint8, mode="r", shape=shape)
+    store.check_room(cache_folder(data), len(seen) * row_bytes)
+    rows = StoredRows(cache_folder(data), shape)
+    _decode_into(rows.put, folder, workers=workers, shape=shape[1:])
+    return rows
 
 
-def _budget(data: DataConfig) -> int:
-    free_bytes = int(psutil.virtual_memory().available)
-    if data.memory_mib is None:
-        return free_bytes
-    return min(free_bytes, int(data.memory_mib * 1024**2))
+class StoredRows:
+    """Images in a file that has no name, so that nothing is left of it whatever ends the process.
+    Read by slices of rows, as an array is, but not mapped: what was read need not stay in memory.
+    """
 
+    def __init__(self, cache: Path, shape: tuple[int, ...]) -> None:
+        self.shape, self.ndim, self.size = shape, len(shape), int(np.prod(shape))
+        self._row_bytes, self._cache = self.size // shape[0], cache
+        there = next(p for p in (cache, *cache.parents) if p.exists())
+        with store.refusals(cache):
+            self._file, name = tempfile.mkstemp(prefix=".images.", suffix=".tmp", dir=there)
+            os.unlink(name)
+        weakref.finalize(self, os.close, self._file)
 
-def _write_at(handle: int, content: bytes, at: int) -> None:
-    while content:
-        written = os.pwrite(handle, content, at)
-        content, at = content[written:], at + written
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def put(self, row: int, image: np.ndarray) -> None:
+        """Keeps one image; from any thread."""
+        view, at = memoryview(image.tobytes()), row * self._row_bytes
+        with store.refusals(self._cache):
+            while len(view):
+                written = os.pwrite(self._file, view, at)
+                view, at = view[written:], at + written
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        first, last, _ = part.indices(len(self))
+        values = np.empty((max(0, last - first), *self.shape[1:]), dtype=np.uint8)
+        view, at = values.reshape(-1).data, first * self._row_bytes
+        with store.refusals(self._cache):
+            while len(view):
+                got = os.preadv(self._file, [view], at)
+                if not got:
+                    raise OSError("it ended early")
+                view, at = view[got:], at + got
+        return values
 
 
 def _decode_into(

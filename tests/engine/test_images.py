@@ -234,7 +234,9 @@ def test_rows_that_do_not_fit_the_memory_lie_in_a_file_without_a_name(
     inside = _read(_config(pets)).features
     monkeypatch.setattr(images, "SLACK_BYTES", (64 << 20) - 20 * 12 * 16 - 500)
     raw = _read(_config(pets, memory_mib=64))
-    assert isinstance(raw.features, np.memmap) and (raw.features == inside).all()
+    assert isinstance(raw.features, images.StoredRows) and raw.features.size == inside.size
+    assert (raw.features[:] == inside).all() and (raw.features[1:3] == inside[1:3]).all()
+    assert raw.features[9:12].shape == (0, 3, 8, 8)
     assert sorted(path.name for path in pets.parent.iterdir()) == ["pets"]
 
 
