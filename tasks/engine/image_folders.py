@@ -5,7 +5,6 @@ all: loose files, folders in folders, classes of fewer than two images, links th
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -143,21 +142,6 @@ def _wrong(entry: os.DirEntry[str], root: Path) -> str:
     if not entry.name.lower().endswith(ENDINGS):
         return f"is no image that can be read ({', '.join(ENDINGS)}); convert or remove it"
     return ""
-
-
-def file_states(folder: ImageFolder) -> list[tuple[int, int]]:
-    """Size in bytes and time of change of each file. Raises OSError."""
-    return [(found.st_size, found.st_mtime_ns) for found in map(os.stat, folder.paths())]
-
-
-def content_sha256(folder: ImageFolder) -> str:
-    """A SHA-256 of all names and bytes, in the order of the rows. Raises OSError."""
-    total = hashlib.sha256()
-    for (kind, name), path in zip(folder.files, folder.paths(), strict=True):
-        with open(path, "rb", buffering=0) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        total.update(f"{kind}/{name}\0{digest}\n".encode())
-    return total.hexdigest()
 
 
 def refusal(problems: Sequence[str]) -> DataError:
