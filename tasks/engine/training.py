@@ -111,7 +111,8 @@ def _train(
             past_peak_bytes=past.peak_bytes(),
             past_micro_batch=past.micro_batch(),
         )
-        counted = stack.enter_context(limited(facts, config.memory.limit_mib))
+        ledger, source = stack.enter_context(limited(facts, config.memory.limit_mib))
+        meter = memory.Meter(device, source)  # before the model and the rows: they count too
         model = model_of(config, data, device)
         recorder = stack.enter_context(recording(device, folder=folder, on=config.memory.snapshot))
         rows, val = fed(config, facts, data, model)
@@ -124,7 +125,8 @@ def _train(
             (rows, val),
             facts=facts,
             precision=precision,
-            counted=counted,
+            ledger=ledger,
+            meter=meter,
             recorder=recorder,
             known=past.compiling(),
             micro_rows=admission.micro_batch,

@@ -12,7 +12,6 @@ from torch import nn
 
 from tasks.engine import memory
 from tasks.engine.accounts import Accounts, Owned
-from tasks.engine.allocators import Allocator
 from tasks.engine.assembly import forward_of, optimizer_of, step_of
 from tasks.engine.batches import Batches
 from tasks.engine.compiling import Known, TunedStep
@@ -85,7 +84,8 @@ def workbench(
     *,
     facts: DeviceFacts,
     precision: str,
-    counted: tuple[Ledger, Allocator],
+    ledger: Ledger,
+    meter: memory.Meter,
     recorder: Recorder,
     known: Known | None,
     micro_rows: int,
@@ -93,17 +93,17 @@ def workbench(
 ) -> Workbench:
     """Everything for one training of `model` on the rows of `fed`, those to validate on last.
 
-    precision: as resolved for the device; counted: as limits.limited() yields it; recorder: of the
+    precision: as resolved for the device; ledger: as limits.limited() yields it; recorder: of the
     device's history; known: what runs alike measured of compiling; micro_rows: of a micro-batch to
     start with; threads: to try beside those of now.
     """
-    device, (ledger, source) = torch.device(facts.name), counted
+    device = torch.device(facts.name)
     batch_size = config.train.batch_size
     optimizer = optimizer_of(config, model)
 
     phases = Phases(
         phase_clock(device),
-        memory.Meter(device, source),
+        meter,
         Accounts(ledger, partial(_owned, fed, model, optimizer)),
         count_every=COUNT_EVERY if device.type == "cpu" else None,
     )

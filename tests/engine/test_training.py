@@ -127,6 +127,17 @@ def test_memory_by_owner_is_what_the_model_has(tmp_path: Path) -> None:
     assert facts.held_bytes > 3 * mib * 2**20
 
 
+def test_the_peak_of_a_run_may_lie_before_its_first_step(tmp_path: Path) -> None:
+    # The meter opened after the rows had been sent, which hold most where a model is small.
+    wide = {"source": "synthetic", "rows": 1000, "features": 784}
+    sections = {"data": wide, "model": {"name": "linear"}, "train": {**FEW, "batch_size": 16}}
+    facts, data, _ = _train(tmp_path, memory={"limit_mib": 500}, **sections)
+    rows_mib = data.train_rows * 784 * 4 / 2**20
+    told = facts.metrics["memory/predicted_peak_mib"]
+    assert facts.metrics["memory/run_peak_allocated_mib"] == pytest.approx(told, rel=0.01)
+    assert told > 2 * rows_mib, "a block of rows is there twice while it is sent"
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_training_gives_back_what_it_took(tmp_path: Path, fails: bool) -> None:
     gc.collect()
