@@ -49,7 +49,7 @@ class DataConfig(Section):
     where the target is text, boolean or whole numbers with at most 100 different values, multilabel
     where it has several columns of 0 and 1, else regression."""
     image_size: Annotated[Int, Field(ge=4, le=4096)] = 64
-    """Pixels of a side to which the source images resizes."""
+    """Pixels of a side to which the source images resizes the square in the middle of each."""
     memory_mib: Annotated[Float, Field(ge=64, le=2**30)] | None = None
     """Host memory that preparing the data may take, in MiB. Default: what is free."""
     validation_fraction: Annotated[Float, Field(gt=0, lt=1)] = 0.2
