@@ -55,6 +55,26 @@ def prefect_api() -> Iterator[str]:
 
 
 @pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Writes modules of a user's own into the working directory, an empty folder; call it with a
+    name and the source. They are forgotten again afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+
+    def write(name: str, source: str) -> None:
+        file = tmp_path / f"{name.replace('.', '/')}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source)
+
+    yield write
+    for name in set(sys.modules) - before:
+        found = getattr(sys.modules[name], "__file__", None) or ""
+        if found.startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder with this project's mlflow.yaml, as the working directory."""
     shutil.copy(ROOT / "mlflow.yaml", tmp_path)

@@ -57,14 +57,13 @@ def spec_of(module: str) -> ModuleSpec | None:
     importlib.invalidate_caches()  # a file may be younger than what was listed before
     places: list[str] | None = [os.getcwd(), *sys.path]
     spec = None
-    name = ""
-    for part in module.split("."):
-        name = f"{name}.{part}" if name else part
+    for depth, part in enumerate(module.split(".")):
         if places is None:
             return None
-        spec = PathFinder.find_spec(name, places)
-        if spec is None:
-            spec = _by_other_finders(name)
+        # By its own name: with the names of its parents these would have to be imported.
+        spec = PathFinder.find_spec(part, places)
+        if spec is None and depth == 0:
+            spec = _by_other_finders(part)
         if spec is None:
             return None
         inside = spec.submodule_search_locations
@@ -74,8 +73,6 @@ def spec_of(module: str) -> ModuleSpec | None:
 
 def _by_other_finders(name: str) -> ModuleSpec | None:
     """Of packages installed to be edited, which have finders of their own; top level only."""
-    if "." in name:
-        return None
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):

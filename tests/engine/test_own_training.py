@@ -1,0 +1,289 @@
+"""Training on structures: micro-batches, memory that runs out, evaluation and figures are the same
+for tuples and dicts of tensors as for one tensor."""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tasks.engine import predictor, training, tree
+from tasks.engine.admission import Admission
+from tasks.engine.assembly import settled
+from tasks.engine.config import RunConfig
+from tasks.engine.data import prepare
+from tasks.engine.device import detect
+from tasks.engine.evaluation import Judge, evaluate
+from tasks.engine.facts import TrainFacts
+from tasks.engine.forecast import Unforeseeable, forecast
+from tasks.engine.losses import loss_of
+from tasks.engine.models import ModelError
+from tasks.engine.oom import Fixed
+from tasks.engine.optim import make
+from tasks.engine.step import Step, Watched
+
+Own = Callable[[str, str], None]
+CPU = torch.device("cpu")
+MINE = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+class Pairs(Dataset):
+    classes = ["odd", "even", "none"]
+    def __len__(self): return 60
+    def __getitem__(self, i):
+        g = torch.Generator().manual_seed(i)
+        x = torch.randn(4, generator=g)
+        return {"a": x, "b": [x + 1, torch.tensor(2.0)]}, int(x[0] > 0)
+
+class Net(nn.Module):
+    def __init__(self, outputs, flawed=False):
+        super().__init__()
+        self.left, self.right = nn.Linear(4, outputs), nn.Linear(4, outputs)
+        self.flawed, self.calls = flawed, 0
+    def forward(self, a, b):
+        self.calls += 1
+        if self.flawed and self.calls > 3:
+            a = a[:, :3]
+        return self.left(a), self.right(b[0]) * b[1].mean()
+
+class Several(Net):
+    def forward(self, a, b):
+        return (self.left(a) + self.right(b),)
+
+class Peeking(Net):
+    def forward(self, a, b):
+        return self.left(a) if a.sum().item() > -1e9 else None
+
+def pairs(): return Pairs()
+def tuples():
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    return [(((p, p), int(p[0] > 0))) for p in x] and Tuples(x)
+class Tuples(Dataset):
+    classes = ["no", "yes"]
+    def __init__(self, x): self.x = x
+    def __len__(self): return 60
+    def __getitem__(self, i): return (self.x[i], self.x[i]), int(self.x[i][0] > 0)
+def mean_of(outputs, targets): return outputs.mean()
+"""
+
+
+def _trained(own: Own, tmp_path: Path, *, model: str, source: str, **train: Any) -> TrainFacts:
+    own("mine", MINE)
+    config = RunConfig.model_validate(
+        {
+            "model": {"name": model, "args": train.pop("args", {})},
+            "data": {"source": source},
+            "train": {"epochs": 2, "batch_size": 16, **train.pop("train", {})},
+            **train,
+        }
+    )
+    data = prepare(config.data, batch_size=16)
+    device = detect("cpu", require="any")
+    return training.train(config, device, data, folder=tmp_path / "run", log=lambda m, s: None)
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "keys"),
+    [("mine:Net", "mine:pairs", {"a"}), ("mine:Several", "mine:tuples", {"0", "1"})],
+)
+def test_dicts_and_tuples_train_and_predict(
+    own: Own, tmp_path: Path, model: str, source: str, keys: set[str]
+) -> None:
+    facts = _trained(own, tmp_path, model=model, source=source)
+    assert facts.tags["data.residency"] == "loader" and facts.steps == 6
+    assert math.isfinite(facts.metrics["val/loss"]) and "val/accuracy" in facts.metrics
+    found = predictor.load(facts.model_folder)
+    with np.load(Path(facts.model_folder) / "example.npz") as example:
+        assert keys <= set(example)
+        if source == "mine:tuples":
+            told = found.predict({name: example[name] for name in example})
+            assert list(told.columns) == ["prediction", "probability"] and len(told) == 2
+            assert set(told["prediction"]) <= {"no", "yes"}
+
+
+def test_memory_that_runs_out_halves_a_dict_too(
+    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own("mine", MINE)
+    asked = {"model": {"name": "mine:Net"}, "data": {"source": "mine:pairs"}}
+    config = RunConfig.model_validate({**asked, "train": {"batch_size": 16}})
+    data, device = prepare(config.data, batch_size=16), detect("cpu", require="any")
+    most, least = (
+        forecast(config, data, device, micro_batch=rows).needed_bytes for rows in (16, 2)
+    )
+    limit = {"limit_mib": (most + least) / 2 / 1024**2}
+    started = Admission(None, "", 16, "as if nobody had foretold it")
+    monkeypatch.setattr(training, "admit", lambda *a, **k: started)
+    limited = _trained(own, tmp_path, model="mine:Net", source="mine:pairs", memory=limit)
+    assert limited.metrics["memory/ooms_recovered"] >= 1
+    assert int(limited.tags["micro_batch"]) < 16
+    whole = _trained(own, tmp_path / "whole", model="mine:Net", source="mine:pairs")
+    assert limited.metrics["val/loss"] == pytest.approx(whole.metrics["val/loss"], rel=1e-4)
+
+
+def test_a_mistake_in_the_middle_is_told_by_name_and_line(own: Own, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"mine.py:2\d") as got:
+        _trained(own, tmp_path, model="mine:Net", source="mine:pairs", args={"flawed": True})
+    assert "left" in str(got.value)
+
+
+def test_a_model_that_reads_values_is_trained_though_nothing_can_be_foretold(
+    own: Own, tmp_path: Path
+) -> None:
+    facts = _trained(
+        own,
+        tmp_path,
+        model="mine:Peeking",
+        source="mine:tuples",
+        memory={"limit_mib": 100},
+    )
+    assert "cannot be told beforehand" in facts.tags["memory.admission"]
+    config = RunConfig.model_validate(
+        {"model": {"name": "mine:Peeking"}, "data": {"source": "mine:tuples"}}
+    )
+    with pytest.raises(Unforeseeable, match="^model.name: what mine:Peeking will take cannot be"):
+        forecast(config, prepare(config.data), detect("cpu", require="any"))
+
+
+def test_a_loaders_own_batches_are_as_large_as_they_are(own: Own) -> None:
+    own("mine", MINE + "def own_loader(): return DataLoader(Pairs(), batch_size=7)\n")
+    config = RunConfig.model_validate(
+        {"data": {"source": "mine:own_loader"}, "train": {"batch_size": 32, "accumulate": 9}}
+    )
+    data = prepare(config.data, batch_size=32)
+    assert (data.batch_rows, data.train_rows) == (7, 48)
+    assert settled(config, data).train.batch_size == 7
+    assert settled(config, data).train.accumulate == 7
+
+
+def test_a_builtin_model_takes_loaders_of_one_tensor_that_tell_their_classes(
+    own: Own, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match="^model.name: linear takes one float32 tensor, .* a dict"):
+        _trained(own, tmp_path, model="linear", source="mine:pairs")
+    plain = "\nx = torch.randn(40, 4)\ny = torch.arange(40) % 2\n"
+    for kind, words in (
+        ("TensorDataset(x, y)", "give its data set an attribute `classes`"),
+        ("TensorDataset(x.double(), y)", "hold float64; convert it there"),
+    ):
+        own("other", MINE + plain + f"def f(): return {kind}\n")
+        config = RunConfig.model_validate(
+            {"model": {"name": "linear"}, "data": {"source": "other:f"}}
+        )
+        with pytest.raises(ModelError, match=words):
+            training.check(config, prepare(config.data))
+        __import__("sys").modules.pop("other")
+
+
+class _Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+
+def _loss(x: dict[str, Any], y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(x["model"](x["in"]) + x["bias"], y)
+
+
+def test_micro_batches_of_a_dict_give_the_gradients_of_the_whole() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    x = {"in": torch.randn(7, 3), "bias": torch.randn(2), "model": model}
+    y = torch.arange(7) % 2
+    grads = []
+    for rows in (7, 2):
+        optimizer = make(
+            "sgd", model.parameters(), lr=0.0, weight_decay=0.0, momentum=0.0, beta2=0.9
+        )
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        step = Step(_loss, optimizer, scaler, nullcontext, None, Fixed(rows), lambda phase: None)
+        outcome = step(x, y, norm=True, watched=Watched.NOT)
+        grads.append((outcome.loss.item(), model.weight.grad.clone()))
+    assert grads[0][0] == pytest.approx(grads[1][0])
+    torch.testing.assert_close(grads[0][1], grads[1][1])
+
+
+def test_a_structure_is_split_by_its_rows_and_described_in_plain_values() -> None:
+    part = {"a": torch.arange(10).reshape(5, 2), "b": (torch.ones(3), "text"), "n": None}
+    first, second, third = tree.split(part, 2, whole=5)
+    assert first["a"].tolist() == [[0, 1], [2, 3]] and third["a"].tolist() == [[8, 9]]
+    assert second["b"][0] is part["b"][0] and second["b"][1] == "text"
+    assert tree.split(part, 5, whole=5)[0] is part
+    again = tree.made(tree.described(part, 5), 2, device=CPU)
+    assert again["a"].shape == (2, 2) and again["a"].dtype == torch.int64
+    assert again["b"][0].shape == (3,) and again["b"][1] == "text" and again["n"] is None
+    assert [name for name, _ in tree.named(part, "inputs")] == ["inputs['a']", "inputs['b'][0]"]
+
+
+class _Kept:
+    """Batches as they are."""
+
+    def __init__(self, *batches: Any) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return sum(tree.rows_of(y) for _, y in self._batches)
+
+    def in_order(self, batch_size: int):
+        return iter(self._batches)
+
+
+class _Unwatched:
+    def __init__(self) -> None:
+        self.meter = self
+
+    def phase(self, name: str) -> None: ...
+
+    def counting_once(self, phase: str, batch: Any) -> Any:
+        return nullcontext()
+
+
+def _judged(task: str, loss: Any, *batches: Any, metrics: Any = None, rows: int = 100) -> dict:
+    judge = Judge(task, loss, nullcontext, 100, Fixed(rows), _Unwatched(), metrics=metrics or {})
+    return evaluate(nn.Identity(), _Kept(*batches), judge)
+
+
+@pytest.mark.parametrize("rows", [100, 1])
+def test_figures_of_several_labels_are_counted_over_all_of_them(rows: int) -> None:
+    outputs = torch.tensor([[3.0, -1.0], [2.0, 2.0], [-4.0, -0.1]])
+    labels = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    loss = functional.binary_cross_entropy_with_logits
+    got = _judged("multilabel", loss, (outputs[:2], labels[:2]), (outputs[2:], labels[2:]))
+    assert got["val/accuracy"] == pytest.approx(4 / 6)
+    assert got["val/f1"] == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
+    assert got["val/loss"] == pytest.approx(loss(outputs, labels).item())
+
+
+@pytest.mark.parametrize("rows", [100, 2])
+def test_a_users_metric_is_averaged_over_the_rows(rows: int) -> None:
+    x = torch.arange(12.0).reshape(6, 2)
+    batches = ((x[:4], x[:4]), (x[4:], x[4:]))
+    mean = {"mean": lambda outputs, targets: outputs.mean(), "one": lambda *_: 1}
+    got = _judged("regression", functional.mse_loss, *batches, metrics=mean, rows=rows)
+    assert got["val/mean"] == pytest.approx(5.5) and got["val/one"] == 1 and got["val/r2"] == 1
+
+
+def test_balanced_classes_weigh_as_scikit_learn_weighs_them() -> None:
+    from sklearn.utils.class_weight import compute_class_weight
+
+    from tests.engine.test_own_model import ROWS
+
+    train = RunConfig.model_validate({"train": {"class_weights": "balanced"}}).train
+    loss = loss_of(train, ROWS, CPU)
+    y = np.repeat([0, 1, 2], [20, 15, 5])
+    expected = compute_class_weight("balanced", classes=np.arange(3), y=y)
+    np.testing.assert_allclose(loss.weights, expected, rtol=1e-6)
+    logits, classes = torch.randn(8, 3), torch.arange(8) % 3
+    rowwise = functional.cross_entropy(logits, classes, reduction="none")
+    by_hand = (rowwise * loss.weights[classes]).mean()
+    torch.testing.assert_close(loss(logits, classes), by_hand)
+    parts = [loss(logits[:3], classes[:3]) * 3 / 8, loss(logits[3:], classes[3:]) * 5 / 8]
+    torch.testing.assert_close(sum(parts), by_hand)
