@@ -107,7 +107,7 @@ def square(path: Path, *, side: int, grey: bool) -> np.ndarray:
             raise ValueError("it was changed while it was read")
         opened.draft(opened.mode, (2 * side, 2 * side))
         opened.load()
-        upright = UPRIGHT.get(opened.getexif().get(ORIENTATION, 1))
+        upright = _upright(opened)
         image = _eight_bit(opened)
         edge = min(image.size)
         left, top = ((length - edge) / 2 for length in image.size)
@@ -120,6 +120,15 @@ def square(path: Path, *, side: int, grey: bool) -> np.ndarray:
         image = Image.alpha_composite(white, image.convert("RGBA"))
     values = np.asarray(image.convert("L" if grey else "RGB"))
     return values[np.newaxis] if grey else np.moveaxis(values, 2, 0)
+
+
+def _upright(image: Image.Image) -> Image.Transpose | None:
+    """How to turn a photo. Cameras and editors write many a broken EXIF, which turns nothing."""
+    try:
+        orientation = image.getexif().get(ORIENTATION)
+    except BROKEN:
+        return None
+    return UPRIGHT.get(orientation) if isinstance(orientation, int) else None
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:

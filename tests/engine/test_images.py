@@ -293,23 +293,47 @@ def test_a_jpeg_that_ends_early_is_named(pets: Path) -> None:
     )
 
 
-def _png_that_claims(width: int, height: int) -> bytes:
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        crc = zlib.crc32(kind + content).to_bytes(4, "big")
-        return len(content).to_bytes(4, "big") + kind + content + crc
-
+def _png(width: int, height: int, more: bytes = b"") -> bytes:
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    values = zlib.compress(bytes(1 << 20))
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", values) + chunk(b"IEND", b"")
-    )
+    values = zlib.compress(bytes(height * (3 * width + 1) if height < 99 else 1 << 20))
+    chunks = _chunk(b"IHDR", header) + more + _chunk(b"IDAT", values) + _chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
+
+
+def _chunk(kind: bytes, content: bytes) -> bytes:
+    crc = zlib.crc32(kind + content).to_bytes(4, "big")
+    return len(content).to_bytes(4, "big") + kind + content + crc
 
 
 @pytest.mark.parametrize("side", [8193, 10_000, 20_000, 2**31 - 1])
 def test_a_bomb_is_refused_by_what_it_claims(pets: Path, side: int) -> None:
-    (pets / "cat" / "bomb.png").write_bytes(_png_that_claims(side, side))
+    (pets / "cat" / "bomb.png").write_bytes(_png(side, side))
     said = _refused(pets)
     assert said.startswith("data.path: 'cat/bomb.png' claims ") and f"{MOST_PIXELS:,}" in said
+
+
+@pytest.mark.parametrize("kind", ["zTXt", "iTXt", "iCCP"])
+def test_a_text_that_unpacks_to_much_is_not_unpacked(pets: Path, kind: str) -> None:
+    bomb = zlib.compress(bytes(1 << 26), 9)
+    text = b"k\0\1\0\0\0" if kind == "iTXt" else b"k\0\0"
+    (pets / "cat" / "c.png").write_bytes(_png(8, 8, _chunk(kind.encode(), text + bomb)))
+    assert "'cat/c.png' is damaged or no image ('Decompressed data too large" in _refused(pets)
+
+
+def test_a_canvas_is_judged_before_it_is_laid_out(pets: Path) -> None:
+    frames = [Image.new("RGB", (16, 16), (i, 2, 3)) for i in (1, 200)]
+    path = pets / "cat" / "c.webp"
+    frames[0].save(path, save_all=True, append_images=frames[1:])
+    content = bytearray(path.read_bytes())
+    assert content[12:16] == b"VP8X" and len(_read(_config(pets)).features) == 5
+    content[24:30] = (9999).to_bytes(3, "little") * 2
+    path.write_bytes(content)
+    assert "'cat/c.webp' claims 10,000 x 10,000 pixels" in _refused(pets)
+
+
+def test_a_broken_exif_turns_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(_png(8, 8, _chunk(b"eXIf", b"no TIFF at all")))
+    assert (square(tmp_path / "a.png", side=8, grey=False) == 0).all()
 
 
 def test_other_kinds_of_images_are_refused_by_name(pets: Path) -> None:
