@@ -104,6 +104,7 @@ class Record:
             **_found(device),
             **self._flow_run,
             **({"data.fingerprint": data.fingerprint} if data.fingerprint else {}),
+            **({"data.notes": "; ".join(data.notes)} if data.notes else {}),
             "alike": alike(self.config, device, data),
         }
         began = time.perf_counter()

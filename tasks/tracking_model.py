@@ -21,8 +21,10 @@ from mlflow.entities import LoggedModelOutput
 from mlflow.models import Model, ModelSignature
 from mlflow.models.utils import _save_example
 from mlflow.types import ColSpec, Schema, TensorSpec
+from mlflow.types.schema import AnyType
 
 from tasks.engine.own_inputs import is_structured, wanted
+from tasks.engine.raw_rows import raw_of
 
 if TYPE_CHECKING:
     from tasks.tracking_run import State
@@ -38,6 +40,7 @@ CODE = (
     "engine/models.py",
     "engine/own_inputs.py",
     "engine/predictor.py",
+    "engine/raw_rows.py",
     "engine/transformer.py",
 )
 REQUIREMENTS = ("torch", "numpy", "pandas")
@@ -94,6 +97,8 @@ def _example(trained: Path, spec: dict[str, Any]) -> Any:
         return pd.DataFrame({"text": [bytes(row).decode(errors="ignore") for row in rows]})
     if spec["task"] == "tokens":
         return rows.astype("int64")
+    if spec.get("columns"):
+        return pd.DataFrame(raw_of(rows, spec["columns"]))
     return rows if names is None else pd.DataFrame(rows.astype("float64"), columns=names)
 
 
@@ -109,9 +114,23 @@ def signature(spec: dict[str, Any]) -> ModelSignature:
     else:
         names = spec["feature_names"]
         inputs = [TensorSpec(np.dtype("float32"), (-1, *spec["input_shape"]))]
-        if names:
+        if spec.get("columns"):
+            inputs = _columns(spec)
+        elif names:
             inputs = [ColSpec("double", name) for name in names]
     return ModelSignature(inputs=Schema(inputs), outputs=Schema(_predictions(spec)))
+
+
+def _columns(spec: dict[str, Any]) -> list[ColSpec]:
+    """The raw columns of a table. Whole numbers may come as any: MLflow refuses int64, which is
+    what pandas reads them as, where a double is asked for."""
+    required = spec.get("missing", "fail") == "fail"
+    found = []
+    for column in spec["columns"]:
+        number = AnyType() if column.get("whole") else "double"
+        kind = number if column["kind"] == "number" else "string"
+        found.append(ColSpec(kind, column["name"], required=required))
+    return found
 
 
 def _several(spec: dict[str, Any]) -> list[Any]:

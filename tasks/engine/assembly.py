@@ -5,7 +5,7 @@ training, a forecast and a benchmark. It refuses nothing: what does not fit was 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -161,4 +161,6 @@ def spec_of(config: RunConfig, data: DataFacts, *, outputs: int) -> dict[str, An
         "feature_names": data.feature_names,
         "offset": data.offset,
         "scale": data.scale,
+        "columns": None if data.columns is None else [asdict(c) for c in data.columns],
+        "missing": data.missing,
     }

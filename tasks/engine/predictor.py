@@ -18,6 +18,7 @@ from torch import nn
 from tasks.engine.building import again as build_again
 from tasks.engine.models import Standardize, build
 from tasks.engine.own_inputs import batches, checked, is_structured
+from tasks.engine.raw_rows import inputs_of
 from tasks.engine.transformer import Transformer
 
 ROWS = 4096  # rows predicted at once
@@ -39,8 +40,17 @@ class Predictor:
 
     @torch.inference_mode()
     def outputs(self, rows: Any) -> np.ndarray:
-        """What the network returns, float32 (rows, outputs): logits, or regressed values."""
-        x = self._array(rows)
+        """What the network returns, float32 (rows, outputs): logits, or regressed values; NaN for
+        a row that misses what nothing stands for."""
+        if self.spec.get("columns"):
+            missing = self.spec.get("missing", "fail")
+            given = inputs_of(rows, self.spec["columns"], missing=missing)
+            found = self._outputs(given.x)
+            found[~given.whole] = np.nan
+            return found
+        return self._outputs(self._array(rows))
+
+    def _outputs(self, x: np.ndarray) -> np.ndarray:
         parts = [
             self.model(torch.from_numpy(x[i : i + ROWS]).to(self.device)).cpu()
             for i in range(0, len(x), ROWS)
@@ -50,10 +60,11 @@ class Predictor:
     def predict(self, rows: Any, params: dict[str, Any] | None = None) -> Any:
         """A DataFrame with a row for each one given: `prediction`, and for a classification its
         `probability`; of several labels the probability of each, under its name; of several values
-        `prediction_0` and so on.
+        `prediction_0` and so on. Nothing is predicted for a row that misses what nothing stands
+        for: None, or NaN.
 
-        rows: a DataFrame with the feature columns, or an array of shape (rows, *input_shape).
-        Raises ValueError where columns are missing or shapes do not fit.
+        rows: a DataFrame with the raw feature columns among others, or an array of shape
+        (rows, *input_shape). Raises ValueError where columns are missing or shapes do not fit.
         """
         return _table(self.spec, torch.from_numpy(self.outputs(rows)))
 
@@ -87,9 +98,13 @@ def _table(spec: dict[str, Any], outputs: torch.Tensor) -> Any:
         return pd.DataFrame(values, columns=columns)
     chances = outputs.softmax(1)
     best = chances.argmax(1)
+    known = (~outputs.isnan().any(1)).tolist()
+    named = best.tolist() if names is None else [names[i] for i in best.tolist()]
+    if not all(known):
+        named = [name if there else None for name, there in zip(named, known, strict=True)]
     return pd.DataFrame(
         {
-            "prediction": best.numpy() if names is None else [names[i] for i in best.tolist()],
+            "prediction": named,
             "probability": chances.gather(1, best[:, None])[:, 0].numpy(),
         }
     )
