@@ -65,7 +65,6 @@ _SHAPES = re.compile(
 _CALLS = re.compile(
     r"forward\(\) (missing|got an unexpected|takes|got multiple)|must be Tensor, not \w+"
 )
-_LOADING = re.compile(r"loading state_dict")  # weights that do not fit: told where they are loaded
 _KINDS: tuple[tuple[re.Pattern[str], Callable[[Scene], list[str]]], ...] = (
     (_DEVICES, device_mistakes),
     (_DTYPES, dtype_mistakes),
@@ -86,9 +85,7 @@ def explained(error: BaseException, model: nn.Module, batch: tuple[Any, Any]) ->
     for one in chain(error):
         text = str(one)
         is_pytorchs = isinstance(one, (RuntimeError, ValueError, IndexError, TypeError))
-        if not (is_pytorchs or isinstance(one, AssertionError)) or _LOADING.search(text):
-            continue
-        if is_raised_by_user(one):
+        if not (is_pytorchs or isinstance(one, AssertionError)) or is_raised_by_user(one):
             continue
         if _ASSERT.search(text):
             return _asserted()

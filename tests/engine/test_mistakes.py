@@ -637,6 +637,13 @@ def test_a_device_that_failed_for_good_is_not_asked_and_names_the_way_to_the_lin
     assert "\n" not in told
 
 
+def _run_out(x: Tensor) -> Tensor:
+    try:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    except torch.OutOfMemoryError:
+        return x @ x  # which does not fit either
+
+
 def _raise_own(self: Any, x: Tensor) -> Tensor:
     raise ValueError("mine: The size of tensor a must match the size of tensor b")
 
@@ -648,6 +655,7 @@ def _assert_own(self: Any, x: Tensor) -> Tensor:
 
 OTHERS: dict[str, Forward] = {
     "memory": lambda self, x: _saying("CUDA out of memory. Tried to allocate 2.00 GiB")(self, x),
+    "memory, in a mistake's words": lambda self, x: _run_out(x),
     "the user's own words": _raise_own,
     "the user's own check": _assert_own,
     "a list": lambda self, x: [x][3],
