@@ -30,6 +30,7 @@ FEATURE_NAMES = ("x", "data", "features", "images")
 LABEL_NAMES = {"labels": "label", "targets": "target"}
 CHANNELS = (1, 3, 4)
 BOMB_BYTES, BOMB_RATIO = 64 * 1024**2, 200  # real measurements hardly shrink 10 times
+MOST_ARRAYS = 1000
 LAST_CHARACTER = 0x10FFFF
 BROKEN = (
     zipfile.BadZipFile,
@@ -81,6 +82,7 @@ def _headers(path: Path) -> dict[str, Header]:
     headers: dict[str, Header] = {}
     try:
         with zipfile.ZipFile(path) as archive:
+            check_count(len(archive.infolist()), path.name)
             for member in archive.infolist():
                 name = member.filename.removesuffix(".npy")
                 what = f"{path.name} array {shorten(name)}"
@@ -101,6 +103,15 @@ def _headers(path: Path) -> dict[str, Header]:
     except BROKEN as error:
         raise DataError(_damaged(path, error)) from None
     return headers
+
+
+def check_count(arrays: int, label: str) -> None:
+    """Raises DataError where looking at each array would take long."""
+    if arrays > MOST_ARRAYS:
+        raise DataError(
+            f"data.path: {label} holds {arrays:,} arrays, and at most {MOST_ARRAYS:,} are looked "
+            "at; save the features as one array and the labels as another"
+        )
 
 
 def _damaged(path: Path, error: BaseException) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from tasks.engine.archives import channels_first, chosen
+from tasks.engine.archives import channels_first, check_count, chosen
 from tasks.engine.arrays import MOST_VALUES, Header, booleans, too_many
 from tasks.engine.data_config import DataConfig
 from tasks.engine.raw import DataError, Raw, check_memory, listed, shorten, size, source_file
@@ -86,6 +86,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     try:
         text, start = _header_text(path, file_bytes)
         said = _parsed(text)
+        check_count(len(said), path.name)
         tensors = {name: _tensor(name, entry, start) for name, entry in said.items()}
         _check_places(tensors, start, file_bytes)
         with safe_open(path, framework="numpy"):  # the format's own library has the last word

@@ -242,6 +242,17 @@ def test_an_archive_that_unpacks_to_a_thousand_times_its_size_is_not_unpacked(
     assert time.monotonic() - started < 0.5 and not (tmp_path / "cache").exists()
 
 
+def test_thousands_of_arrays_are_not_looked_at_one_by_one(tmp_path: Path) -> None:
+    # 60,000 of them took 6 seconds before anything was said.
+    content = _npz(**{f"a{i}": _npy(X) for i in range(1001)})
+    with pytest.raises(DataError, match="^data.path: given.npz holds 1,001 arrays, and at most"):
+        check(_config(tmp_path, "npz", content))
+    header = ",".join(f'"a{i}": {{}}' for i in range(1001))
+    content = (len(header) + 2).to_bytes(8, "little") + f"{{{header}}}".encode()
+    with pytest.raises(DataError, match="^data.path: given.safetensors holds 1,001 arrays, and"):
+        check(_config(tmp_path, "safetensors", content))
+
+
 def test_an_array_that_claims_terabytes_is_refused_by_the_bytes_that_are_there(
     tmp_path: Path,
 ) -> None:
