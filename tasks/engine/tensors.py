@@ -91,6 +91,8 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         _check_places(tensors, start, file_bytes)
         with safe_open(path, framework="numpy"):  # the format's own library has the last word
             pass
+    except DataError:
+        raise
     except _Wrong as wrong:
         raise DataError(f"data.path: {path.name} {wrong}; write it anew") from None
     except (SafetensorError, OSError, ValueError) as error:
