@@ -149,7 +149,7 @@ def _train(
             fitted = fit(model, rows, val, plan=plan_of(config), tools=tools)
         except MemoryExhausted as error:
             exhausted = error.failure
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             mistake = mistakes.explained(error, model, batch_of(error))
             if mistake is None:
                 raise
