@@ -1,0 +1,152 @@
+"""A logged model is found by every name that MLflow gives it, and nothing else is taken for one."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlflow
+import numpy as np
+import pytest
+from mlflow import MlflowClient
+
+from tasks import model_store, tracking_model, tracking_models, tracking_store
+from tasks.engine import models, predictor
+from tasks.tracking_run import State
+from tasks.where import TrackingError, Where
+from tests.tasks.test_tracking_model import SPECS
+
+ROOT = Path(__file__).parent.parent.parent
+SPEC = {**SPECS["rows"], "feature_names": None}
+
+
+@dataclass(frozen=True)
+class Store:
+    """Runs by name: old and new are FINISHED with a model, deleted was too; bare has none."""
+
+    where: Where
+    client: MlflowClient
+    runs: dict[str, str]
+    models: dict[str, str]
+
+    def found(self, run: str) -> dict[str, str]:
+        return tracking_models.found(self.client, self.where, run, "unused")
+
+    def refused(self, run: str, where: Where | None = None) -> str:
+        with pytest.raises(TrackingError) as caught:
+            tracking_models.found(self.client, where or self.where, run, "unused")
+        return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    folder = tmp_path_factory.mktemp("store")
+    where = Where(
+        tracking_uri=f"sqlite:///{folder}/mlflow.db", artifacts=f"{folder}/a rt", experiment="mine"
+    )
+    spec = SPEC
+    model = models.build(
+        spec["model"], input_shape=spec["input_shape"], outputs=spec["outputs"], args=spec["args"]
+    )
+    predictor.save(model, spec, folder / "model")
+    np.save(folder / "model" / "example.npy", np.zeros((2, 2), np.float32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", where.tracking_uri)
+        client, experiment_id = tracking_store.open_experiment(where)
+        runs, ids = {}, {}
+        for name in ("old", "new", "deleted", "failed", "bare"):
+            runs[name] = client.create_run(experiment_id).info.run_id
+            if name != "bare":
+                tracking_model.log(client, State(runs[name], experiment_id), folder)
+                run = client.get_run(runs[name])
+                ids[name] = run.outputs.model_outputs[0].model_id
+            client.set_terminated(runs[name], "FAILED" if name == "failed" else "FINISHED")
+        client.delete_run(runs["deleted"])
+        yield Store(where, client, runs, ids)
+
+
+def test_latest_is_the_newest_finished_run_that_has_a_model(store: Store) -> None:
+    found = store.found("latest")
+    assert found["run_id"] == store.runs["new"] and found["model_id"] == store.models["new"]
+    assert json.loads((Path(found["folder"]) / "spec.json").read_text()) == SPEC
+
+
+def test_a_run_and_a_model_are_found_by_their_ids(store: Store) -> None:
+    assert store.found(store.runs["old"])["model_id"] == store.models["old"]
+    assert store.found(f"models:/{store.models['old']}")["run_id"] == store.runs["old"]
+
+
+def test_a_registered_model_is_found_by_alias_and_version(store: Store) -> None:
+    for name in ("new", "old"):
+        mlflow.register_model(f"models:/{store.models[name]}", "my churn")
+    store.client.set_registered_model_alias("my churn", "best", "1")
+    assert store.found("models:/my churn@best")["run_id"] == store.runs["new"]
+    assert store.found("models:/my churn/2")["run_id"] == store.runs["old"]
+    assert store.refused("models:/my churn/3").startswith("run: MLflow has no model models:/my")
+    assert store.refused("models:/my churn@x").startswith("run: MLflow has no model models:/my")
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ("0" * 32, f"run: MLflow has no run {'0' * 32}; name another"),
+        ("models:/none@x", "run: MLflow has no model models:/none@x; register it"),
+        ("models:/none/1", "run: MLflow has no model models:/none/1; register it"),
+        (f"models:/m-{'0' * 32}", "run: MLflow has no model models:/m-0000"),
+    ],
+)
+def test_what_is_not_there_is_one_sentence(store: Store, run: str, said: str) -> None:
+    assert store.refused(run).startswith(said)
+
+
+def test_a_run_without_a_model_says_how_it_ended(store: Store) -> None:
+    run_id = store.runs["bare"]
+    assert store.refused(run_id).startswith(f"run: {run_id} (FINISHED) has no model; a run has")
+
+
+def test_an_experiment_without_a_model_is_named(store: Store) -> None:
+    other = store.where.model_copy(update={"experiment": "other"})
+    assert "run of the experiment 'other' has a model; train one" in store.refused("latest", other)
+    store.client.create_experiment("other")
+    assert "run of the experiment 'other' has a model; train one" in store.refused("latest", other)
+
+
+def test_somebody_elses_model_is_not_loaded(store: Store, tmp_path: Path) -> None:
+    """Its files may be pickles, which would run when loaded."""
+    experiment = store.client.get_experiment_by_name("mine").experiment_id
+    foreign = store.client.create_logged_model(experiment, name="foreign")
+    (tmp_path / "model.pkl").write_bytes(b"x")
+    store.client.log_model_artifacts(foreign.model_id, str(tmp_path))
+    store.client.finalize_logged_model(foreign.model_id, "READY")
+    said = store.refused(f"models:/{foreign.model_id}")
+    assert "was not logged by `python -m flows.train`, or its files are gone" in said
+
+
+def test_the_answer_comes_from_a_process_of_its_own(store: Store, tmp_path: Path) -> None:
+    model_store.warm_up()
+    found = model_store.model_of(store.runs["old"], store.where, folder=tmp_path)
+    assert found.model_id == store.models["old"]
+    with pytest.raises(TrackingError, match="^run: MLflow has no run 0000"):
+        model_store.model_of("0" * 32, store.where, folder=tmp_path)
+
+
+def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    where = Where(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    with pytest.raises(TrackingError, match="^run: nothing was trained yet: there is no .*mlflow"):
+        model_store.model_of("latest", where, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_process_that_answers_ends_with_the_one_that_asks() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tasks.tracking_models"],
+        stdin=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(timeout=60) == 0
