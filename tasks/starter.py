@@ -175,7 +175,7 @@ def commands(name: str) -> list[str]:
     is_this = is_found and os.path.samefile(shutil.which("python") or "", sys.executable)
     python = "python" if is_this else shlex.quote(sys.executable)
     return [
-        f"cd {shlex.quote(name)}",
+        f"cd {shlex.quote(f'./{name}' if name.startswith('-') else name)}",
         f"{python} -m flows.train --config config.yaml",
         f"{python} -m flows.predict --input rows.csv --output predictions.csv",
         f"{python} -m pytest",
