@@ -102,9 +102,10 @@ class TunedStep:
 
     def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> Outcome:
         self._left -= 1
+        shape = shape_of(x)
         if self._shape is None:
-            self._shape = shape_of(x)
-        if shape_of(x) != self._shape or watched is Watched.COUNTED:
+            self._shape = shape
+        if shape != self._shape or watched is Watched.COUNTED:
             return self._plain(x, y, norm=norm, watched=watched)
         if self._script is None:
             return self._best(x, y, norm=norm, watched=watched)
