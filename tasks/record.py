@@ -198,7 +198,9 @@ class Record:
         uri = self._where.tracking_uri
         if uri.startswith("http"):
             return uri.rstrip("/") + path
-        return f"make ui   # then http://127.0.0.1:5000{path}"
+        here = Path("Makefile").is_file() and Path("tasks/serve.py").is_file()
+        command = "make ui" if here else "python -m tasks.serve ui"
+        return f"{command}   # then http://127.0.0.1:5000{path}"
 
 
 def _found(device: DeviceFacts) -> dict[str, str]:

@@ -39,7 +39,7 @@ def test_one_command_trains_and_tells_where_to_look(desk: Desk, place: Path) -> 
     process = desk("--run.experiment", "mine")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert "FINISHED" in out and "make ui" in out and "Traceback" not in err
+    assert "FINISHED" in out and "python -m tasks.serve ui" in out and "Traceback" not in err
     ((status, experiment),) = _ask(
         place,
         "SELECT r.status, e.name FROM runs r JOIN experiments e USING (experiment_id)",
