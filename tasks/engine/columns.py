@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from tasks.engine.cells import CATEGORY, EMPTY, NUMBER, TEXT, Cells, cells_of, numbers, refused_type
+from tasks.engine.growing import Growing
 from tasks.engine.raw import MOST_SHOWN, DataError, Raw, shorten
 from tasks.engine.seen import MOST_CATEGORIES, Seen
 from tasks.engine.spool import Spool
@@ -76,7 +77,7 @@ class Gathering:
         self.names, self.spool = tuple(names), spool
         self._seen = [Seen(name) for name in names]
         self._target_seen = Seen(target)
-        self._targets: list[np.ndarray] = []
+        self._targets = Growing()
         self._label, self._note, self._missing = label, note, missing
 
     def append(self, block: Block) -> None:
@@ -100,7 +101,7 @@ class Gathering:
         for seen in found:
             seen.__init__(seen.name)  # type: ignore[misc]
             if seen is self._target_seen:
-                self._targets = []
+                self._targets = Growing()
         return [seen.name for seen in found]
 
     def raw(self) -> Raw:
@@ -173,11 +174,11 @@ class Gathering:
         seen = self._target_seen
         if cells.kind in (TEXT, CATEGORY):
             codes = seen.text(cells, start, most=None)
-            self._targets.append(np.where(np.isnan(codes), -1, codes).astype(np.int32))
+            self._targets.add(np.where(np.isnan(codes), -1, codes).astype(np.int64))
         elif cells.kind == NUMBER:
             holes = np.nan if cells.values.dtype.kind == "f" and cells.missing.any() else 0.0
             seen.numbers(cells, start, least=holes, most=holes)
-            self._targets.append(np.array(cells.values))
+            self._targets.add(cells.values)
         else:
             seen.nothing(cells, start)
 
@@ -199,10 +200,16 @@ class Gathering:
         return []
 
     def _target(self) -> np.ndarray:
-        whole = np.concatenate(self._targets)
-        self._targets = []
+        whole = self._targets.array()
         if self._target_seen.kind() == NUMBER:
             return whole
         words = np.empty(len(self._target_seen.words), dtype=object)
         words[:] = list(self._target_seen.words)
         return words[whole]
+
+    @property
+    def row_bytes(self) -> int:
+        """What each row takes of memory beside its features, from its reading to the split: the
+        target, its label, three masks, and text as an array of objects."""
+        is_text = self._target_seen.kind() == CATEGORY
+        return 2 * self._targets.value_bytes + 4 + (8 if is_text else 0)

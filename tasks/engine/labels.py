@@ -5,16 +5,17 @@ both parts, fractions as classes, and -100, which losses skip, among labels that
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from tasks.engine.raw import MOST_SHOWN, DataError, Raw, listed, shorten
+from tasks.engine.split import BLOCK_ROWS, drawn
 
 MOST_AUTO_CLASSES = 100
 LARGEST_TARGET = 1e15  # its square still fits float32, as the loss needs
 IGNORED = -100  # the label that PyTorch's losses skip by default
-BLOCK_ROWS = 1 << 16
 MISSING = {"", "nan", "null", "n/a", "#n/a", "na", "none"}  # what spreadsheets and pandas write
 
 
@@ -22,8 +23,9 @@ MISSING = {"", "nan", "null", "n/a", "#n/a", "na", "none"}  # what spreadsheets 
 class Labels:
     """Targets ready to be learnt.
 
-    values: (n,) int64 classes, (n, k) float32 of 0 and 1 for several labels, or (n, k) float32 in
-    the target's own units, which are not scaled: metrics are read in them.
+    values: (n,) classes in the smallest whole numbers; (n, k) float32 of 0 and 1 for several
+    labels; or (n, k) float32 in the target's own units, which are not scaled: metrics are read in
+    them.
     """
 
     task: str
@@ -55,7 +57,9 @@ def encode(raw: Raw, task: str) -> Labels:
             f"data.task: multilabel needs a target of several columns of 0 and 1 (got one value a "
             f"row in {raw.label}, target {raw.target_name!r}); set data.task to classification"
         )
-    whole = target.dtype.kind in "biu" or bool((target == np.round(target)).all())
+    whole = target.dtype.kind in "biu" or all(
+        (target[part] == np.round(target[part])).all() for part in blocks_of(len(target))
+    )
     few = None
     if task == "auto":
         few = _distinct(target, most=MOST_AUTO_CLASSES) if whole else None
@@ -95,23 +99,28 @@ def _wide(raw: Raw, task: str) -> Labels:
 
 
 def _text(raw: Raw, task: str) -> Labels:
-    texts: list[str] = raw.target.tolist()
-    names = sorted(set(texts))
+    found: set[str] = set()
+    for part in blocks_of(len(raw.target)):
+        found.update(raw.target[part].tolist())
+    names = sorted(found)
     for name in names:
         missing = name.strip().lower() in MISSING
         if missing or any(ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in name):
             rule = "stands for a missing label" if missing else "is not printable text"
+            row = raw.target.tolist().index(name)
             raise DataError(
-                f"data.target: {raw.label_at(texts.index(name))}: {shorten(name)} {rule}; mend or "
-                "drop the row, or give the class another name"
+                f"data.target: {raw.label_at(row)}: {shorten(name)} {rule}; mend or drop the row, "
+                "or give the class another name"
             )
     if task != "auto" and task != "classification":
         raise DataError(
-            f"data.target: {raw.label_at(0)}: a {task} needs numbers (got {shorten(texts[0])}"
+            f"data.target: {raw.label_at(0)}: a {task} needs numbers (got {shorten(raw.target[0])}"
             "); set data.task to classification, or choose another target"
         )
     index = {name: i for i, name in enumerate(names)}
-    values = np.fromiter((index[text] for text in texts), dtype=np.int64, count=len(texts))
+    values = np.empty(len(raw.target), dtype=np.min_scalar_type(len(names)))
+    for part in blocks_of(len(values)):
+        values[part] = [index[text] for text in raw.target[part].tolist()]
     return _several(raw, Labels("classification", values, tuple(names)))
 
 
@@ -119,8 +128,8 @@ def _distinct(target: np.ndarray, most: int | None = None) -> np.ndarray | None:
     """The different values, sorted, in blocks: to sort all rows at once takes five times their
     memory. None once there are more than `most`."""
     found = target[:0]
-    for start in range(0, len(target), BLOCK_ROWS):
-        found = np.union1d(found, target[start : start + BLOCK_ROWS])
+    for part in blocks_of(len(target)):
+        found = np.union1d(found, target[part])
         if most is not None and len(found) > most:
             return None
     return found
@@ -129,7 +138,9 @@ def _distinct(target: np.ndarray, most: int | None = None) -> np.ndarray | None:
 def _numbered(raw: Raw, known: np.ndarray | None) -> Labels:
     classes = _distinct(raw.target) if known is None else known
     assert classes is not None
-    values = np.searchsorted(classes, raw.target)  # int64
+    values = np.empty(len(raw.target), dtype=np.min_scalar_type(len(classes)))
+    for part in blocks_of(len(values)):
+        values[part] = np.searchsorted(classes, raw.target[part])
     if classes.dtype.kind == "f":
         classes = classes.astype(np.int64)
     plain = classes.tolist()
@@ -141,7 +152,7 @@ def _numbered(raw: Raw, known: np.ndarray | None) -> Labels:
         )
     notes = () if plain == list(range(len(plain))) else ("labels were mapped to 0..K-1 in order",)
     names = tuple(str(c) for c in plain)
-    return _several(raw, Labels("classification", values.astype(np.int64), names, notes))
+    return _several(raw, Labels("classification", values, names, notes))
 
 
 def _several(raw: Raw, labels: Labels) -> Labels:
@@ -155,17 +166,22 @@ def _several(raw: Raw, labels: Labels) -> Labels:
 
 
 def _check_finite(raw: Raw) -> None:
-    if raw.target.dtype.kind != "f" and raw.target.dtype.kind not in "iu":
+    if raw.target.dtype.kind not in "fiu":
         return
-    # As float64, since -abs() of the smallest integer is itself negative.
-    size = np.abs(raw.target.astype(np.float64))
-    bad = np.argwhere(~(size <= LARGEST_TARGET))
-    if len(bad):
-        place = tuple(bad[0].tolist())
-        row, more = place[0], f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+    bad, first = 0, None
+    for part in blocks_of(len(raw.target)):
+        # As float64, since -abs() of the smallest integer is itself negative.
+        wrong = ~(np.abs(raw.target[part].astype(np.float64)) <= LARGEST_TARGET)
+        bad += int(wrong.sum())
+        if bad and first is None:
+            first = np.argwhere(wrong)[0] + [part.start, 0][: wrong.ndim]
+    if first is not None:
+        place = tuple(first.tolist())
+        more = f" (and {bad - 1} more)" if bad > 1 else ""
         raise DataError(
-            f"data.target: {raw.label_at(row)}: must be a number of at most {LARGEST_TARGET:g} in "
-            f"size (got {raw.target[place].item()!r}){more}; mend or drop such rows"
+            f"data.target: {raw.label_at(place[0])}: must be a number of at most "
+            f"{LARGEST_TARGET:g} in size (got {raw.target[place].item()!r}){more}; mend or drop "
+            "such rows"
         )
 
 
@@ -181,11 +197,11 @@ def validation_rows(raw: Raw, labels: Labels, *, fraction: float, seed: int) -> 
     if raw.validation is not None:
         return _given(raw, rows)
     if labels.task != "classification":
-        group, counts = np.zeros(rows, dtype=np.int64), np.array([rows])
+        group, counts = None, np.array([rows])
     else:
         assert labels.class_names is not None
         group = labels.values
-        counts = np.bincount(group, minlength=len(labels.class_names))
+        counts = class_counts(labels)
         lonely = [labels.class_names[i] for i in np.flatnonzero(counts < 2)]
         if lonely:
             raise DataError(
@@ -198,14 +214,23 @@ def validation_rows(raw: Raw, labels: Labels, *, fraction: float, seed: int) -> 
     below = np.argsort(-(quota - taken), kind="stable")
     below = below[taken[below] < counts[below] - 1]
     taken[below[: max(0, round(rows * fraction) - int(taken.sum()))]] += 1
-    order = np.argsort(np.random.default_rng(seed).random(rows), kind="stable")
-    if len(counts) > 1:  # then by class; of 16 bits numpy sorts in linear time
-        group = group.astype(np.uint16) if len(counts) <= 1 << 16 else group
-        order = order[np.argsort(group[order], kind="stable")]
-    chosen = np.zeros(rows, dtype=bool)
-    for first, some in zip(np.cumsum(counts) - counts, taken, strict=True):
-        chosen[order[first : first + some]] = True
-    return chosen
+    return drawn(group, counts, taken, seed=seed)
+
+
+def class_counts(labels: Labels, chosen: np.ndarray | None = None) -> np.ndarray:
+    """How many rows each class has; among the chosen ones, (rows,) booleans, if so asked."""
+    assert labels.class_names is not None
+    counts = np.zeros(len(labels.class_names), dtype=np.int64)
+    for part in blocks_of(len(labels.values)):
+        some = labels.values[part] if chosen is None else labels.values[part][chosen[part]]
+        counts += np.bincount(some, minlength=len(counts))
+    return counts
+
+
+def blocks_of(rows: int) -> Iterator[slice]:
+    """Rows in blocks: what is computed of all at once takes many times their memory."""
+    for start in range(0, rows, BLOCK_ROWS):
+        yield slice(start, min(rows, start + BLOCK_ROWS))
 
 
 def _given(raw: Raw, rows: int) -> np.ndarray:

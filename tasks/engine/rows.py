@@ -18,7 +18,7 @@ from tasks.engine import store
 from tasks.engine.data_config import DataConfig
 from tasks.engine.encoding import fit
 from tasks.engine.facts import Column
-from tasks.engine.labels import Labels, encode, validation_rows
+from tasks.engine.labels import Labels, blocks_of, class_counts, encode, validation_rows
 from tasks.engine.raw import Raw
 from tasks.engine.scaling import Scaling, measure, scaled
 from tasks.engine.table import Table
@@ -38,7 +38,7 @@ def draft(raw: Raw, data: DataConfig) -> store.Draft:
     table = raw.features if isinstance(raw.features, Table) else None
     inputs = raw.features.size if table is None else len(table) * table.inputs
     write = partial(_written, raw=raw, labels=labels, validation=validation, scale=data.scale)
-    return store.Draft(4 * inputs + labels.values.nbytes, write)
+    return store.Draft(4 * inputs + 8 * len(labels.values) * labels.values[:1].size, write)
 
 
 @dataclass(frozen=True)
@@ -92,18 +92,20 @@ def _write_parts(
 ) -> dict[str, Any]:
     rows = {"train": ~validation, "val": validation}
     values = labels.values
+    kind = "<i8" if labels.task == "classification" else "<f4"
     with ExitStack() as stack:
         parts = {}
         for name, chosen in rows.items():
             count = int(chosen.sum())
             for axis, shape, dtype in (
                 ("x", inputs.shape, "<f4"),
-                ("y", values.shape[1:], values.dtype.str),
+                ("y", values.shape[1:], kind),
             ):
                 file = f"{name}_{axis}.npy"
                 writer = store.PartWriter(folder / file, shape=(count, *shape), dtype=dtype)
                 parts[file] = stack.enter_context(writer)
-            parts[f"{name}_y.npy"].append(values[chosen])
+            for part in blocks_of(len(values)):
+                parts[f"{name}_y.npy"].append(values[part][chosen[part]].astype(kind))
         for part, x in inputs.blocks:
             for name, chosen in rows.items():
                 parts[f"{name}_x.npy"].append(x[chosen[part]])
@@ -114,7 +116,4 @@ def _class_rows(labels: Labels, validation: np.ndarray) -> dict[str, list[int]] 
     if labels.task != "classification":
         return None
     parts = {"train": ~validation, "val": validation}
-    return {
-        name: np.bincount(labels.values[rows], minlength=labels.outputs).tolist()
-        for name, rows in parts.items()
-    }
+    return {name: class_counts(labels, rows).tolist() for name, rows in parts.items()}

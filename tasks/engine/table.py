@@ -5,6 +5,7 @@ row by row where a person or a test asks for them. It holds no rows itself.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -50,8 +51,9 @@ class Table:
         """Where the blocks begin among the rows that count, and the number of these."""
         if self.kept is None:
             return list(self.spool.starts)
-        before = np.concatenate([[0], np.cumsum(self.kept)])
-        return [int(before[start]) for start in self.spool.starts]
+        bounds = self.spool.starts
+        counts = [int(self.kept[a:b].sum()) for a, b in pairwise(bounds)]
+        return [0, *accumulate(counts)]
 
     def block(self, index: int) -> np.ndarray:
         """The rows that count of a block, (columns, rows) float64; not to be written to."""

@@ -10,8 +10,7 @@ from tasks.engine.data_config import DataConfig
 from tasks.engine.raw import DataError, allowed_bytes, size
 
 MIB = 1024**2
-# Of each row, whatever its columns: target, label, a random number, its place in the split.
-ROW_BYTES = 40
+SMALLEST_ROW_BYTES = 6  # a target of one byte, its label, three masks
 WORK_BYTES = 24 * MIB  # blocks under way
 BLOCK_BYTES = 2 * MIB  # of text; larger ones leave the processor's cache
 SMALLEST_BYTES = 1 * MIB
@@ -41,9 +40,9 @@ def budget(allowed: int, *, columns: int) -> Budget:
     )
 
 
-def check_rows(rows: int, data: DataConfig, label: str) -> None:
+def check_rows(rows: int, data: DataConfig, label: str, *, row_bytes: int) -> None:
     """Raises DataError where the labels and the split alone take more than there is."""
-    needed, allowed = ROW_BYTES * rows + WORK_BYTES, allowed_bytes(data)
+    needed, allowed = row_bytes * rows + WORK_BYTES, allowed_bytes(data)
     if needed <= allowed:
         return
     setting = "data.path" if data.memory_mib is None else "data.memory_mib"

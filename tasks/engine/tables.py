@@ -26,7 +26,7 @@ from tasks.engine.raw import (
     source_files,
 )
 from tasks.engine.spool import Spool
-from tasks.engine.table_memory import Budget, budget, check_rows
+from tasks.engine.table_memory import SMALLEST_ROW_BYTES, Budget, budget, check_rows
 from tasks.engine.table_names import Chosen, choose
 
 MARKS = {"csv": (",", "commas"), "tsv": ("\t", "tabs")}
@@ -60,7 +60,7 @@ def read_text(data: DataConfig) -> Raw:
     gathering = _gathering(data, chosen, allowed, label=path.name, note=BELOW)
     for block in blocks(table, chosen.features, chosen.target):
         gathering.append(block)
-        check_rows(gathering.spool.rows, data, path.name)
+        check_rows(gathering.spool.rows, data, path.name, row_bytes=gathering.row_bytes)
     _once_more(gathering, table, chosen)
     raw = gathering.raw()
     return replace(raw, notes=chosen.notes + raw.notes)
@@ -142,11 +142,12 @@ def read_parquet(data: DataConfig) -> Raw:
     checksums are verified where a file has them. Rows are counted from 1 over all files."""
     parts = parquet_parts.opened(source_files(data), data)
     chosen, label = parts.chosen, parts.label
-    check_rows(parts.rows, data, label)
+    check_rows(parts.rows, data, label, row_bytes=SMALLEST_ROW_BYTES)
     allowed = budget(allowed_bytes(data), columns=len(chosen.features))
     gathering = _gathering(data, chosen, allowed, label=label, note="")
     gathering.spool.reserve(parts.rows, block_rows=allowed.block_rows)
     for block, places, start in parts.blocks(allowed):
         gathering.put(block, places, start)
+        check_rows(parts.rows, data, label, row_bytes=gathering.row_bytes)
     raw = gathering.raw()
     return replace(raw, notes=chosen.notes + raw.notes)
