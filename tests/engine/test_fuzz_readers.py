@@ -236,10 +236,10 @@ def test_an_archive_that_unpacks_to_a_thousand_times_its_size_is_not_unpacked(
     content = file.getvalue()
     assert len(content) < 400_000
     config = _config(tmp_path, "npz", content)
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(DataError, match="array 'x' unpacks .* to 320 MiB, more than 200 times"):
         prepare(config)
-    assert time.monotonic() - started < 0.5 and not (tmp_path / "cache").exists()
+    assert time.process_time() - started < 0.5 and not (tmp_path / "cache").exists()
 
 
 def test_thousands_of_arrays_are_not_looked_at_one_by_one(tmp_path: Path) -> None:
