@@ -25,7 +25,7 @@ from tasks.engine.models import ModelError
 from tasks.engine.predict_order import Order
 from tasks.engine.prediction_files import opened
 from tasks.engine.raw import DataError, shorten
-from tasks.engine.row_batches import Batch, Needs, count, cut, needs_of
+from tasks.engine.row_batches import Batch, Needs, count, cut, first_hole, needs_of
 from tasks.engine.row_files import amount, batches, check_rows
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def _predict(order: Order, facts: DeviceFacts, model: ModelFacts, *, told: Told)
     needs = needs_of(spec)
     rows = 0
     with limited(facts, order.limit_mib):
-        through = Through(_loaded(model).to(device), device, rows=rows_at_once(needs))
+        through = Through(_loaded(model).to(device), device, needs)
         width = max(map(len, spec.get("class_names") or [""]))
         began = time.perf_counter()
         with opened(order, text_width=width) as output:
@@ -154,14 +154,21 @@ def _loaded(model: ModelFacts) -> predictor.Predictor | predictor.TokenPredictor
 class Through:
     """Rows through a model, as many together as memory allows."""
 
-    def __init__(self, model: Model, device: torch.device, *, rows: int) -> None:
+    def __init__(self, model: Model, device: torch.device, needs: Needs) -> None:
         self._model, self._device = model, device
-        self.rows = rows
+        self._has_columns = needs.columns is not None  # and knows what to do about holes in them
+        self.rows = rows_at_once(needs)
         self.recovered = 0
 
     def predicted(self, batch: Batch) -> Iterator[tuple[int, Any]]:
         """Where each part of the batch begins, and its predictions; one even of no rows."""
         begin, total = 0, count(batch.rows)
+        hole = None if self._has_columns else first_hole(batch.rows)
+        if hole is not None:
+            raise DataError(
+                f"input: {batch.at(hole)}: holds a missing or infinite number, of which the model "
+                "knows nothing; fill it in, or drop the row"
+            )
         while begin < total or begin == 0:
             predictions = self._fitted(batch, begin)
             yield begin, predictions

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tasks.engine.own_inputs import is_structured, wanted
 from tasks.engine.predict_order import Order
 from tasks.engine.raw import DataError
@@ -87,6 +89,15 @@ def cut(rows: Any, begin: int, end: int) -> Any:
 def count(rows: Any) -> int:
     """How many rows there are."""
     return len(next(iter(rows.values()))) if isinstance(rows, Mapping) else len(rows)
+
+
+def first_hole(rows: Any) -> int | None:
+    """The first row with a number that is missing or infinite; None where there is none."""
+    parts = rows.values() if isinstance(rows, Mapping) else [rows]
+    for part in map(np.asarray, parts):
+        if part.dtype.kind == "f" and not np.isfinite(part).all():
+            return int((~np.isfinite(part)).reshape(len(part), -1).any(axis=1).argmax())
+    return None
 
 
 def read_txt(order: Order) -> Iterator[Batch]:

@@ -170,6 +170,19 @@ def test_the_row_that_the_model_refuses_is_found_and_nothing_is_left(
     assert not (tmp_path / "out.csv").exists()
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_number_that_is_missing_is_no_guess(
+    tmp_path: Path, cpu: DeviceFacts, value: float
+) -> None:
+    """Story: NaN went through the network, and argmax of NaN is a class like any other."""
+    model = _model(tmp_path, IMAGES)
+    x = np.zeros((5000, 1, 8, 8), np.float32)
+    x[4321, 0, 3, 3] = value
+    np.save(tmp_path / "x.npy", x)
+    with pytest.raises(DataError, match=r"^input: x\.npy row 4322: holds a missing or infinite"):
+        _predict(_order(tmp_path / "x.npy"), model, cpu)
+
+
 def test_a_kept_column_must_not_hide_a_prediction(tmp_path: Path, cpu: DeviceFacts) -> None:
     model = _model(tmp_path, SPEC)
     _rows(3).assign(prediction=1).to_csv(tmp_path / "rows.csv", index=False)

@@ -1,0 +1,82 @@
+"""A prediction on a GPU: the CPU's predictions, memory that runs out, and all of it given back."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tasks.engine import models, predicting, predictor
+from tasks.engine.device import detect
+from tasks.engine.facts import ModelFacts, PredictFacts
+from tasks.engine.leaks import baseline, release
+from tasks.engine.predict_order import order
+from tasks.engine.predicting import NoRoom
+
+pytestmark = pytest.mark.gpu
+SPEC: dict[str, Any] = {
+    "model": "cnn",
+    "args": {"width": 32},
+    "task": "classification",
+    "source": "npy",
+    "input_shape": [3, 64, 64],
+    "outputs": 10,
+    "class_names": [str(i) for i in range(10)],
+    "feature_names": None,
+    "offset": [0.0],
+    "scale": [1.0],
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelFacts:
+    torch.manual_seed(0)
+    net = models.build("cnn", input_shape=[3, 64, 64], outputs=10, args=SPEC["args"])
+    predictor.save(net, SPEC, tmp_path / "model")
+    x = np.random.default_rng(0).normal(size=(2000, 3, 64, 64)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    return ModelFacts(str(tmp_path / "model"), "0" * 32, "m-" + "0" * 32)
+
+
+def _predict(model: ModelFacts, device: str, limit_mib: float | None = None) -> PredictFacts:
+    folder = Path(model.folder).parent
+    wanted = order(
+        input=str(folder / "x.npy"), output=str(folder / f"{device}.npy"), limit_mib=limit_mib
+    )
+    return predicting.predict(wanted, detect(device), model, told=lambda rows, done: None)
+
+
+def test_a_gpu_predicts_what_the_cpu_does_and_gives_all_back(model: ModelFacts) -> None:
+    before = baseline("cuda:0")
+    done = _predict(model, "cuda")
+    facts = release("cuda:0", baseline_bytes=before.bytes, held_bytes=done.held_bytes)
+    assert done.held_bytes > 0 and facts.ok and facts.leaked_bytes == 0
+    _predict(model, "cpu")
+    folder = Path(model.folder).parent
+    on_gpu, on_cpu = np.load(folder / "cuda.npy"), np.load(folder / "cpu.npy")
+    assert (on_gpu["prediction"] == on_cpu["prediction"]).mean() > 0.999
+    np.testing.assert_allclose(on_gpu["probability"], on_cpu["probability"], atol=2e-3)
+
+
+def test_a_gpu_without_room_halves_the_rows_and_goes_on(
+    model: ModelFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predicting, "MOST_BYTES", 2**30)
+    whole = _predict(model, "cuda:0")
+    torch.cuda.empty_cache()
+    done = _predict(model, "cuda", limit_mib=400.0)
+    assert whole.recovered == 0 and done.recovered >= 1 and done.rows == 2000
+    folder = Path(model.folder).parent
+    first, second = np.load(folder / "cuda:0.npy"), np.load(folder / "cuda.npy")
+    assert (first["prediction"] == second["prediction"]).mean() > 0.999
+
+
+def test_a_gpu_without_room_for_a_row_is_one_sentence_and_all_is_given_back(
+    model: ModelFacts,
+) -> None:
+    before = baseline("cuda:0")
+    with pytest.raises(NoRoom, match=r"^memory: cuda:0 has no room within the limit of 2 MiB for"):
+        _predict(model, "cuda", limit_mib=2)
+    assert not (Path(model.folder).parent / "cuda.npy").exists()
+    assert release("cuda:0", baseline_bytes=before.bytes).leaked_bytes == 0
