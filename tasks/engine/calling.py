@@ -6,6 +6,7 @@ that a wrong one is told by its name and not by a traceback. It travels with log
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
@@ -15,6 +16,7 @@ from typing import Any
 from tasks.engine.imports import is_ours, told_of
 
 MOST_SHOWN = 12
+_NO_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory", re.IGNORECASE)
 
 
 def arguments(
@@ -77,7 +79,7 @@ def called(
     except MemoryError:
         raise
     except (Exception, SystemExit) as error:
-        if is_ours(error) or "memory" in str(error).lower():
+        if is_ours(error) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
             raise
         told = f"{setting}: {path} raised: {told_of(error)}"
     raise refusal(told)

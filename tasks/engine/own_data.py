@@ -56,7 +56,15 @@ def made(data: DataConfig, feeding: Feeding, *, pins: bool = False) -> Raw | Fee
     factory = found(data.source, setting="data.source", refusal=DataError)
     offered = {"batch_size": feeding.batch_size, "seed": feeding.seed}
     given = arguments(factory, data.args, offered, setting="data.args", refusal=DataError)
-    result = called(factory, given, setting="data.source", path=data.source, refusal=DataError)
+    try:
+        result = called(factory, given, setting="data.source", path=data.source, refusal=DataError)
+    except (MemoryError, RuntimeError):
+        result = NotImplemented
+    if result is NotImplemented:  # said here, where what the error's frames held is gone
+        raise DataError(
+            f"data.source: {data.source} needs more memory than this host has; return a Dataset "
+            "that reads its rows as they are asked for"
+        )
     kind = f"({data.source})"
     if _is_pair(result) and all(map(is_array, result)):
         return _arrays(data, [tuple(result)], feeding, pins)

@@ -163,6 +163,8 @@ def test_workers_of_a_users_loader_end_with_the_preparation(own: Own) -> None:
         ("(x, y, y)", r"must return .* \(got a tuple of 3: ndarray, ndarray, ndarray\)"),
         ("{'x': x, 'y': y}", r"must return .* \(got a dict\)"),
         ("1 / 0", "mine:f raised: mine.py:16: ZeroDivisionError"),
+        ("np.empty(2**55)", "mine:f needs more memory than this host has; return a Dataset"),
+        ("int('memory')", "mine:f raised: mine.py:16: ValueError: .*'memory'"),
         ("exit(2)", "mine:f raised: mine.py:16: it exits with 2"),
         ("(x[:0], y[:0])", "gives no training rows; give some"),
         ("(x[:, :0], y)", r"gives no training rows; give some \(got x of shape \(20, 0\)\)"),
