@@ -31,7 +31,7 @@ class Growing:
         if self._dtype is not None and wider != self._dtype:
             self._bytes = bytearray(np.frombuffer(self._bytes, self._dtype).astype(wider))
         self._dtype = wider
-        self._bytes += memoryview(np.ascontiguousarray(values, dtype=wider)).cast("B")
+        self._bytes += np.ascontiguousarray(values, dtype=wider).data.cast("B")
 
     def array(self) -> np.ndarray:
         """All that has arrived; nothing may be added after."""

@@ -142,7 +142,7 @@ def _categories(given: Any, column: Mapping[str, Any]) -> tuple[np.ndarray, np.n
             ) from None
         if answer is None:
             answer = _category(value, column, places)
-            if len(known) < 1 << 16 and value == value:
+            if len(known) < 1 << 16 and isinstance(value, str | int):
                 known[key] = answer
         found.append(answer)
     both = np.array(found, dtype=np.int64).reshape(-1, 2)
@@ -150,12 +150,13 @@ def _categories(given: Any, column: Mapping[str, Any]) -> tuple[np.ndarray, np.n
 
 
 def _category(value: Any, column: Mapping[str, Any], places: dict[str, int]) -> tuple[int, bool]:
+    nothing = places.get(column["fill"], -1), column["fill"] is None
+    if not isinstance(value, str) and _is_nothing(value):
+        return nothing
     text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-    if text.strip() in places:
+    if text.strip() in places:  # also where it reads like nothing, as the code of Namibia
         return places[text.strip()], False
-    if not _is_nothing(value):
-        return -1, False
-    return places.get(column["fill"], -1), column["fill"] is None
+    return nothing if _is_nothing(value) else (-1, False)
 
 
 def _best(part: np.ndarray) -> list[tuple[int, list[float]]]:

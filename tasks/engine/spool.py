@@ -74,7 +74,7 @@ class Spool:
         if self._file is None:
             return self._memory[index]
         values = np.empty((self.columns, self.starts[index + 1] - self.starts[index]))
-        view, at = memoryview(values).cast("B"), self._bytes(self.starts[index])
+        view, at = values.data.cast("B"), self._bytes(self.starts[index])
         with store.refusals(self._folder):
             while len(view):
                 got = os.preadv(self._file, [view], at)
@@ -97,7 +97,7 @@ class Spool:
 
     def _write(self, block: int, value: int, values: np.ndarray) -> None:
         assert self._file is not None
-        view = memoryview(np.ascontiguousarray(values)).cast("B")
+        view = np.ascontiguousarray(values).data.cast("B")
         at = self._bytes(self.starts[block]) + value * VALUE_BYTES
         with store.refusals(self._folder):
             while len(view):

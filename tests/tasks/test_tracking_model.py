@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,9 +40,29 @@ SPECS = {
         "scale": [1.0],
     },
 }
+SPECS["table"] = {
+    **SPECS["rows"],
+    "input_shape": [5],
+    "feature_names": ["age", "size", "city=Bern", "city=Genf", "city=missing"],
+    "offset": [1.0, 2.0, 0.0, 0.0, 0.0],
+    "scale": [3.0, 4.0, 1.0, 1.0, 1.0],
+    "columns": [
+        {"name": "age", "kind": "number", "values": [], "fill": 30.5, "whole": True},
+        {"name": "size", "kind": "number", "values": [], "fill": 2.5, "whole": False},
+        {
+            "name": "city",
+            "kind": "category",
+            "values": ["Bern", "Genf", "missing"],
+            "fill": "missing",
+            "whole": False,
+        },
+    ],
+    "missing": "mean",
+}
 SPECS["text"] = {**SPECS["tokens"], "source": "text", "outputs": 256}
 EXAMPLES = {
     "rows": np.array([[1.0, 2.0], [3.0, 4.0]], dtype=np.float32),
+    "table": np.array([[31, 2.5, 0, 1, 0], [40, 3, 0, 0, 1]], dtype=np.float32),
     "tokens": np.array([[1, 2, 3, 4, 599], [5, 6, 7, 8, 9]], dtype=np.uint16),
     # The second row begins within a character.
     "text": np.frombuffer(
@@ -82,6 +103,12 @@ def _written(path: Path, name: str) -> predictor.Predictor | predictor.TokenPred
     return predictor.load(trained)
 
 
+def _as_given(name: str, example: list) -> Any:
+    if name == "text":
+        return example
+    return np.array(example, dtype=object if name == "table" else None)
+
+
 @pytest.mark.filterwarnings("ignore:Operation with range")  # mlflow's own, with pandas 3
 def test_every_kind_of_model_loads_and_predicts_from_its_folder_alone(tmp_path: Path) -> None:
     own, folders = {}, {}
@@ -98,11 +125,12 @@ def test_every_kind_of_model_loads_and_predicts_from_its_folder_alone(tmp_path: 
     assert done.returncode == 0, done.stderr
     told = {name: json.loads(done.stdout)[folder] for name, folder in folders.items()}
     assert told["text"]["example"] == [["Hello"], ["ber!"]]
+    assert str(told["table"]["example"]) == "[[31.0, 2.5, 'Genf'], [40.0, 3.0, nan]]"
     assert told["tokens"]["example"] == EXAMPLES["tokens"].tolist()
     for name, folder in folders.items():
         assert told[name]["code"].startswith(folder)
         given = told[name]["example"]
-        expected = own[name].predict(given if name == "text" else np.array(given))
+        expected = own[name].predict(_as_given(name, given))
         assert told[name]["predicted"] == expected["prediction"].tolist()
         np.testing.assert_allclose(told[name]["probability"], expected["probability"], rtol=1e-5)
     assert told["tokens"]["columns"][0] == ["prediction", "int64"]
@@ -112,6 +140,11 @@ def test_every_kind_of_model_loads_and_predicts_from_its_folder_alone(tmp_path: 
     ("name", "inputs", "outputs"),
     [
         ("rows", "['a': double (required), 'b': double (required)]", "string"),
+        (
+            "table",
+            "['age': Any (optional), 'size': double (optional), 'city': string (optional)]",
+            "string",
+        ),
         ("tokens", "[Tensor('int64', (-1, -1))]", "long"),
         ("text", "['text': string (required)]", "string"),
     ],
@@ -124,6 +157,37 @@ def test_the_signature_tells_what_goes_in_and_comes_out(
     assert repr(signature.outputs) == (
         f"['prediction': {outputs} (required), 'probability': float (required)]"
     )
+
+
+RAW = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import mlflow.pyfunc, pandas as pd
+model = mlflow.pyfunc.load_model(sys.argv[1])
+rows = pd.DataFrame(
+    {"note": ["n"] * 3, "city": ["Genf", None, "Rom"], "size": [1.5, None, 2], "age": [31, 40, 50]}
+)
+print(model.predict(rows)["probability"].round(5).tolist())
+rows = rows.drop(columns="size").astype({"age": float})
+rows.loc[0, "age"] = None
+print(model.predict(rows)["probability"].round(5).tolist())
+"""
+
+
+@pytest.mark.filterwarnings("ignore:Operation with range")
+def test_a_logged_model_predicts_on_the_raw_rows_of_a_table(tmp_path: Path) -> None:
+    """Story: MLflow refuses int64, which pandas reads whole numbers as, for a double."""
+    own = _written(tmp_path, "table")
+    command = [sys.executable, "-P", "-c", RAW, str(tmp_path / "logged")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    inputs = [
+        [[31, 1.5, 0, 1, 0], [40, 2.5, 0, 0, 1], [50, 2, 0, 0, 0]],
+        [[30.5, 2.5, 0, 1, 0], [40, 2.5, 0, 0, 1], [50, 2.5, 0, 0, 0]],
+    ]
+    for told, x in zip(done.stdout.splitlines(), inputs, strict=True):
+        expected = own.predict(np.array(x))["probability"]
+        np.testing.assert_allclose(json.loads(told), expected, atol=2e-5)
 
 
 def test_what_travels_with_a_model_imports_nothing_that_stays_behind() -> None:
