@@ -18,9 +18,10 @@ from pyarrow import parquet as pa_parquet
 from tasks.engine.columns import BROKEN
 from tasks.engine.predict_order import Order, parts
 from tasks.engine.raw import DataError, listed, shorten
-from tasks.engine.row_batches import BATCH_BYTES, Batch, Needs
+from tasks.engine.row_batches import Batch, Needs
 
 BELOW = " below the header"
+BLOCK_BYTES = 2 * 1024**2  # the longest row; Arrow reads up to 32 blocks ahead
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 PARQUET_ROWS = 65_536
 Chosen = list[tuple[str, str]]  # names and kinds of the model's columns, in its order
@@ -114,7 +115,7 @@ def _reader(
     """
     return pa_csv.open_csv(
         file,
-        read_options=pa_csv.ReadOptions(block_size=BATCH_BYTES, use_threads=on_ragged is None),
+        read_options=pa_csv.ReadOptions(block_size=BLOCK_BYTES, use_threads=on_ragged is None),
         parse_options=pa_csv.ParseOptions(
             delimiter=DELIMITERS[order.reads], invalid_row_handler=on_ragged
         ),
@@ -230,6 +231,10 @@ def _found_in_csv(order: Order, types: dict[str, pa.DataType] | None, error: Bas
         return (
             f"input: {path.name} row {row.number - 1}{BELOW}: has {row.actual_columns} cells where "
             f"the header has {row.expected_columns} ({shorten(row.text)}); mend or drop the row"
+        )
+    if "straddling" in str(error):
+        return (
+            f"input: {path.name} has a row of more than {BLOCK_BYTES:,} bytes; write it as parquet"
         )
     return f"input: {path.name} cannot be read as text ({shorten(str(error), 160)}); mend it"
 
