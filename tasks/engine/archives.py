@@ -64,7 +64,8 @@ def read_npz(data: DataConfig) -> Raw:
     headers = _headers(path)
     x_name, y_name = chosen(headers, data.target, path.name)
     needed = sum(headers[name].value_bytes for name in (x_name, y_name))
-    check_memory(2 * needed, f"data.path: {path.name}", "write it as npy, which is mapped")
+    what, remedy = f"data.path: {path.name}", "write it as npy, which is mapped"
+    check_memory(2 * needed, what, remedy, data=data)
     features, target = (_values(path, name, headers[name]) for name in (x_name, y_name))
     if target.dtype.kind == "U":
         target = _text(target, f"data.target: {path.name} array {y_name!r}")

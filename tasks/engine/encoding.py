@@ -8,47 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from tasks.engine.facts import Column
-from tasks.engine.in_order import in_order, usable_threads
+from tasks.engine.in_order import in_order
+from tasks.engine.moments import Moments, measured, standard
 from tasks.engine.raw import DataError, Raw, listed, shorten
 from tasks.engine.scaling import LARGEST_SCALED, Scaling
 from tasks.engine.seen import MISSING_CATEGORY
 from tasks.engine.table import Table
 
 BLOCK_VALUES = 1 << 20  # inputs encoded at once: 4 MiB of float32
-
-
-@dataclass(frozen=True)
-class Moments:
-    """What rows say of each of some columns: (columns,) each."""
-
-    count: np.ndarray
-    mean: np.ndarray
-    squares: np.ndarray  # the sum of the squares of the differences from the mean
-
-    def plus(self, other: Moments) -> Moments:
-        """Of both together (Chan, Golub, LeVeque 1983): no small deviation is lost beside a large
-        mean."""
-        count = self.count + other.count
-        share = other.count / np.maximum(count, 1)
-        apart = other.mean - self.mean
-        return Moments(
-            count,
-            self.mean + apart * share,
-            self.squares + other.squares + apart**2 * self.count * share,
-        )
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """A block's share of what is measured."""
-
-    moments: Moments  # of its training rows
-    words: tuple[np.ndarray, ...]  # of all its rows: how often each code is there, by category
 
 
 @dataclass(frozen=True)
@@ -105,7 +76,7 @@ class Encoding:
         """values: (columns, rows)."""
         table: Table = self.raw.features
         inputs = np.zeros((values.shape[1], len(self.scaling.offset)), dtype=np.float32)
-        numeric = _numeric(table)
+        numeric = table.numeric
         numbers = values if numeric.all() else values[numeric]
         if table.missing == "mean" and any(table.holes):
             numbers = np.where(np.isnan(numbers), self._fills[:, None], numbers)
@@ -132,7 +103,7 @@ class Encoding:
             return
         column, row = np.argwhere(~(np.abs(scaled) <= LARGEST_SCALED))[0].tolist()
         table: Table = self.raw.features
-        name = [np.flatnonzero(_numeric(table))[column]]
+        name = [np.flatnonzero(table.numeric)[column]]
         raise DataError(
             f"data.path: {self.raw.cell(start + row, name)}: lies more than {LARGEST_SCALED:g} "
             "deviations from the training rows; mend or drop the row, or leave the column out by "
@@ -147,10 +118,10 @@ def fit(raw: Raw, *, for_training: np.ndarray, scale: bool) -> Encoding:
     the training rows by whose mean its missing ones could be filled.
     """
     table: Table = raw.features
-    counted = _measured(table, for_training)
+    counted = measured(table, for_training)
     moments, words = counted.moments, counted.words
     training = int(for_training.sum())
-    numeric = _numeric(table)
+    numeric = table.numeric
     names = np.array(table.names, dtype=object)
     holes = np.array(table.holes)
     fills_in = (table.missing == "mean") & (holes > 0)
@@ -169,7 +140,7 @@ def fit(raw: Raw, *, for_training: np.ndarray, scale: bool) -> Encoding:
     problems += [_constant(raw, column) for column, _ in categories if len(column.values) < 2]
     if problems:
         raise DataError("\n".join(problems))
-    offset, deviation = _standard(moments, training)
+    offset, deviation = standard(moments, training)
     if not scale:
         offset, deviation = np.zeros_like(offset), np.ones_like(deviation)
     return _encoding(raw, moments.mean, categories, offset, deviation)
@@ -208,63 +179,6 @@ def _encoding(
         _first=tuple(first),
         _codes=tuple(codes for _, codes in categories),
     )
-
-
-def _numeric(table: Table) -> np.ndarray:
-    return np.array([words is None for words in table.words], dtype=bool)
-
-
-def _measured(table: Table, for_training: np.ndarray) -> _Counted:
-    items = zip(range(len(table.spool)), table.starts(), strict=False)
-    work = partial(_counted, table, for_training)
-    blocks = in_order(work, items, threads=usable_threads())
-    total = next(blocks)
-    for block in blocks:
-        words = tuple(a + b for a, b in zip(total.words, block.words, strict=True))
-        total = _Counted(total.moments.plus(block.moments), words)
-    return total
-
-
-def _counted(table: Table, for_training: np.ndarray, block: tuple[int, int]) -> _Counted:
-    index, start = block
-    values = table.block(index)
-    numeric = _numeric(table)
-    chosen = for_training[start : start + values.shape[1]].astype(np.float64)
-    numbers = values if numeric.all() else values[numeric]
-    holes = [h > 0 for h, is_number in zip(table.holes, numeric, strict=True) if is_number]
-    words = [w for w in table.words if w is not None]
-    counts = tuple(
-        np.bincount(codes[~np.isnan(codes)].astype(np.int64), minlength=len(known))
-        for codes, known in zip(values[~numeric], words, strict=True)
-    )
-    return _Counted(_moments(numbers, chosen, holes=any(holes) and table.kept is None), counts)
-
-
-def _moments(values: np.ndarray, chosen: np.ndarray, *, holes: bool) -> Moments:
-    """values: (columns, rows); chosen: (rows,) 1 where a row counts, else 0."""
-    if not holes:
-        count = np.full(len(values), chosen.sum())
-        mean = values @ chosen / np.maximum(count, 1)
-        apart = values - mean[:, None]
-        apart *= chosen
-        left = apart.sum(axis=1)
-    else:
-        there = ~np.isnan(values) * chosen
-        count = there.sum(axis=1)
-        values = np.where(there > 0, values, 0)
-        mean = values.sum(axis=1) / np.maximum(count, 1)
-        apart = (values - mean[:, None]) * there
-        left = apart.sum(axis=1)
-    squares = np.einsum("ij,ij->i", apart, apart)
-    most = np.maximum(count, 1)
-    return Moments(count, mean + left / most, np.maximum(squares - left**2 / most, 0))
-
-
-def _standard(moments: Moments, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and deviation, where what is missing counts as the mean; constants get deviation 1."""
-    deviation = np.sqrt(moments.squares / rows)
-    rounding = 8 * np.finfo(np.float64).eps * np.abs(moments.mean)
-    return moments.mean, np.where(deviation > rounding, deviation, 1.0)
 
 
 def _category(

@@ -41,9 +41,7 @@ def origin_of(path: Path, files: Sequence[Path]) -> Origin:
             name = file.relative_to(path).as_posix()
             total.update(f"{store.file_sha256(file)} {name}\n".encode())
     except OSError as error:
-        raise DataError(
-            f"data.path: {error.filename or path} cannot be read ({error.strerror}); mend that"
-        ) from None
+        raise DataError(_unreadable(path, error)) from None
     return Origin(str(path), size_bytes, mtime_ns, total.hexdigest())
 
 
@@ -51,7 +49,10 @@ class Hashing:
     """Hashes in a thread what is read meanwhile."""
 
     def __init__(self, path: Path, files: Sequence[Path]) -> None:
-        self._path, self._before = path, _state(files)
+        try:
+            self._path, self._before = path, _state(files)
+        except OSError as error:
+            raise DataError(_unreadable(path, error)) from None
         self._found: Future[Origin] = Future()
         # A daemon: where the reading fails nobody waits for the checksum of a large file.
         Thread(target=self._hash, args=(files,), daemon=True).start()
@@ -68,6 +69,10 @@ class Hashing:
             self._found.set_result(origin_of(self._path, files))
         except BaseException as error:
             self._found.set_exception(error)
+
+
+def _unreadable(path: Path, error: OSError) -> str:
+    return f"data.path: {error.filename or path} cannot be read ({error.strerror}); mend that"
 
 
 def _changed(path: object) -> str:

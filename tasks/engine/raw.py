@@ -233,8 +233,16 @@ def allowed_bytes(data: DataConfig) -> int:
     return psutil.virtual_memory().available
 
 
-def check_memory(needed_bytes: int, what: str, remedy: str) -> None:
-    """Raises DataError where reading would take more than the host's free memory."""
+def check_memory(
+    needed_bytes: int, what: str, remedy: str, *, data: DataConfig | None = None
+) -> None:
+    """Raises DataError where reading would take more than the host's free memory, or than
+    data.memory_mib where data is given."""
+    if data is not None and data.memory_mib is not None and needed_bytes > allowed_bytes(data):
+        raise DataError(
+            f"data.memory_mib: {what.removeprefix('data.path: ')} needs about {size(needed_bytes)} "
+            f"of memory to read (got {data.memory_mib:g}); raise it, or {remedy}"
+        )
     free_bytes = psutil.virtual_memory().available
     if needed_bytes > free_bytes:
         raise DataError(

@@ -35,6 +35,11 @@ class Table:
         """About how many inputs the columns become."""
         return sum(1 if words is None else len(words) + 1 for words in self.words)
 
+    @property
+    def numeric(self) -> np.ndarray:
+        """Which columns hold numbers, (columns,) booleans."""
+        return np.array([words is None for words in self.words], dtype=bool)
+
     def __len__(self) -> int:
         return self.shape[0]
 

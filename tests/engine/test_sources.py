@@ -366,6 +366,13 @@ def test_a_flipped_bit_in_an_npz_is_seen(tmp_path):
         _read(_config(tmp_path, "npz", bytes(content)))
 
 
+def test_an_npz_that_takes_more_than_data_memory_mib_is_refused_by_it(tmp_path):
+    content = _npz(x=np.zeros((5000, 1000)), y=np.arange(5000) % 2)
+    words = "^data.memory_mib: given.npz needs about 76.* MiB of memory to read .got 64.; raise it"
+    with pytest.raises(DataError, match=words):
+        _read(_config(tmp_path, "npz", content, memory_mib=64.0))
+
+
 def test_text_labels_of_an_npz_are_read_as_text(tmp_path):
     raw = _read(_config(tmp_path, "npz", _npz(x=X, target=np.array(["b ", "a"] * 10)[:, None])))
     assert raw.target.tolist() == ["b", "a"] * 10
