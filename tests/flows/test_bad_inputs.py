@@ -7,7 +7,7 @@ import json
 import struct
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -377,16 +377,21 @@ def _check(words: list[str]) -> None:
     check_fit(config, prepare(config.data))
 
 
+@pytest.fixture
+def own_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each row's own module `mine` is found, and forgotten again."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("mine", None)
+
+
 def test_no_row_of_the_table_was_lost() -> None:
     assert (len(DATA), len(MODEL)) == (50, 35)
 
 
 @pytest.mark.parametrize("row", [*DATA, *MODEL], ids=lambda row: row.name)
-def test_a_mistake_is_told_and_leaves_nothing(
-    row: Row, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))  # where each row's own module is looked for
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
+@pytest.mark.usefixtures("own_module")
+def test_a_mistake_is_told_and_leaves_nothing(row: Row, place: Path) -> None:
     if row.make is not None:
         row.make(place)
     with pytest.raises(BAD_INPUT) as caught:
