@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from tasks.engine import heap
+
 # Of the allocator's history: some steps of a large model; each entry holds its Python frames.
 HISTORY_ENTRIES = 20_000
 
@@ -171,12 +173,15 @@ def history(device: torch.device) -> History:
 
 
 def give_back(device: torch.device) -> None:
-    """Return to the driver what allocators and libraries keep for later; nothing on a CPU.
+    """Return to the driver, on a CPU to the system, what allocators and libraries keep for later.
 
     Waits for the device. Raises what the device raises once an error has poisoned the process.
     """
     backend: Any = torch.get_device_module(device)
-    if device.type == "cpu" or (device.type != "mps" and not backend.is_initialized()):
+    if device.type == "cpu":
+        heap.give_back()
+        return
+    if device.type != "mps" and not backend.is_initialized():
         return
     # 8 MiB (32 on Hopper) of cuBLAS workspace a handle and stream: pytorch#95668. A private name.
     if device.type == "cuda" and hasattr(torch._C, "_cuda_clearCublasWorkspaces"):

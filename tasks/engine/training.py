@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tasks.engine import memory, mistakes, models, own_model
+from tasks.engine import heap, memory, mistakes, models, own_model
 from tasks.engine.admission import Admission, admit
 from tasks.engine.assembly import model_of, plan_of, rate_of, settled, spec_of
 from tasks.engine.config import RunConfig
@@ -95,6 +95,7 @@ def _train(
     work = checked.work
     precision = resolve_precision(config.train.precision, facts)
     with ExitStack() as stack:
+        stack.enter_context(heap.kept(device))
         stack.enter_context(seeded(config.train.seed, deterministic=config.train.deterministic))
         stack.enter_context(matmul_mode(precision))
         batch_work = config.train.batch_size * work
