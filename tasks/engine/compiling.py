@@ -25,7 +25,8 @@ from tasks.engine.units import seconds
 log = logging.getLogger(__name__)
 
 TIMED = 10  # steps of each measurement; its median counts
-FASTER = 0.9  # of the time on few threads is what makes more of them worth it
+FASTER = 0.95  # of the time on few threads is what makes more of them worth it
+TURNS = 3  # in which few and many threads are timed: others come and go
 # What a first compilation took here: 24 s on 2 CPU cores (an mlp of three layers, nothing cached).
 ASSUMED_COST_S = 25.0
 # A gain that nobody has measured is tried where trying costs at most this share of what is left.
@@ -157,10 +158,11 @@ class TunedStep:
             ThreadedStep(self._plain, threads)
             for threads in sorted((torch.get_num_threads(), self._threads))
         )
-        few_s = yield from _warmed(few)
-        many_s = yield from _warmed(many)
-        assert few_s is not None and many_s is not None, "a plain step can be taken"
-        best = many if many_s < FASTER * few_s else few
+        few_s, many_s = [(yield from _warmed(few))], [(yield from _warmed(many))]
+        for _ in range(TURNS - 1):
+            few_s.append((yield from _timed(few)))
+            many_s.append((yield from _timed(many)))
+        best = many if _median(many_s) < FASTER * _median(few_s) else few
         torch.set_num_threads(best.threads)
         self._best = self._plain
 
@@ -253,6 +255,10 @@ def _timed(step: Steps) -> Generator[Steps, float | None, float | None]:
             return None
         taken.append(took_s)
     return median(taken)
+
+
+def _median(taken: list[float | None]) -> float:
+    return median(s for s in taken if s is not None)  # a plain step can always be taken
 
 
 def _warmed(step: Steps) -> Generator[Steps, float | None, float | None]:

