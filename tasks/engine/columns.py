@@ -40,6 +40,13 @@ class Block:
     least: np.ndarray  # (columns,); NaN where some are missing
     most: np.ndarray
     target: Cells | None
+    types: tuple[pa.DataType, ...]  # of the columns and the target
+
+    @property
+    def has_holes(self) -> bool:
+        """Whether a number is missing."""
+        in_target = self.target is not None and self.target.missing.any()
+        return bool(in_target or np.isnan(self.least).any())
 
 
 def block_of(features: Sequence[pa.Array], target: pa.Array | None, rows: int) -> Block:
@@ -51,7 +58,8 @@ def block_of(features: Sequence[pa.Array], target: pa.Array | None, rows: int) -
             row[:] = 0  # its codes are known when the blocks before it are
     least = matrix.min(axis=1, initial=np.inf)
     most = matrix.max(axis=1, initial=-np.inf)
-    return Block(matrix, cells, least, most, None if target is None else _target(target))
+    types = tuple(array.type for array in (*features, *([] if target is None else [target])))
+    return Block(matrix, cells, least, most, None if target is None else _target(target), types)
 
 
 def _target(array: pa.Array) -> Cells:

@@ -168,6 +168,25 @@ def test_a_column_that_becomes_text_in_a_later_block_is_judged_as_a_whole(tmp_pa
         data.prepare(_config(tmp_path, broken))
 
 
+def test_words_for_missing_are_known_among_numbers_that_had_none_so_far(tmp_path, monkeypatch):
+    """Story: where the first block holds only numbers, cells are no longer compared with them."""
+    monkeypatch.setattr(table_memory, "SMALLEST_BYTES", 64)
+    monkeypatch.setattr(table_memory, "BLOCK_BYTES", 64)
+    lines = [f"{i}.5,{i % 7},{i % 2}\n" for i in range(60)]
+    words = csv.ConvertOptions().null_values
+    assert {"", "NA", "NaN", "-1.#IND"} <= set(words)
+    for word in words:
+        holes = [*lines[:40], f"{word},1,0\n", f"3.5,{word},1\n", *lines[42:]]
+        facts = data.prepare(_config(tmp_path, "a,b,y\n" + "".join(holes), missing="mean"))
+        assert [note.split()[:5] for note in facts.notes[:2]] == [
+            ["1", "missing", "values", "of", f"'{name}'"] for name in "ab"
+        ]
+        assert [column.whole for column in facts.columns] == [False, True]
+    broken = "a,b,y\n" + "".join([*lines[:40], "1.5,2,NA\n", *lines[41:]])
+    with pytest.raises(DataError, match="row 41 below the header, column 'y': is missing .as in 1"):
+        data.prepare(_config(tmp_path, broken))
+
+
 def test_a_target_that_becomes_text_in_a_later_block_keeps_its_spelling(tmp_path, monkeypatch):
     monkeypatch.setattr(table_memory, "SMALLEST_BYTES", 64)
     monkeypatch.setattr(table_memory, "BLOCK_BYTES", 64)
