@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from tasks.engine.layout import Layout, laid_out
-from tasks.engine.staging import PINNING, Lane, Mark, Rows, dtype_of, read
+from tasks.engine.staging import PINNING, Array, Lane, Mark, Rows, dtype_of, read
 from tasks.engine.units import mebibytes
+from tasks.engine.unmapped import Unmapped
 
 TRAIN_SHARE, VAL_SHARE = 2 / 3, 1 / 3  # of the room: both parts may then live there
 RESIDENT_SHARE = 0.5  # of the room; the rest is for the model, its gradients and activations
@@ -143,10 +144,13 @@ class Streamed:
         device: torch.device,
         residency: str,
         reason: str,
+        is_spare: bool,
     ) -> None:
+        """is_spare: rows are read and not mapped, so that the files take no memory."""
         self.residency, self.reason = residency, reason
         self.copy_s: float | None = None
-        self._arrays, self._layout, self._device = arrays, layout, device
+        self._layout, self._device = layout, device
+        self._arrays: tuple[Array, ...] = tuple(map(Unmapped, arrays)) if is_spare else arrays
         self._idle: Lane | None = None  # of the last iteration, for the next
 
     def __len__(self) -> int:
@@ -199,11 +203,12 @@ def feed(
     device: torch.device,
     room_bytes: float,
     channels_last: bool = False,
+    is_spare: bool = False,
 ) -> Resident | Streamed:
     """Rows of x with their targets y, where they are fastest to reach.
 
     They move to the device whole if they take at most half of `room_bytes`. channels_last: images
-    come in that memory format, if x holds images.
+    come in that memory format, if x holds images. is_spare: rows on disk take no memory there.
     """
     arrays, layout = laid_out(x, y, channels_last=channels_last)
     need_bytes = sum(array.nbytes for array in arrays)
@@ -216,7 +221,9 @@ def feed(
     how = "through pinned memory" if pins else "from disk"
     reason = f"{need} of rows are over half of the {room} of room on {device}: streamed {how}"
     residency = "pinned" if pins else "host"
-    return Streamed(arrays, layout, device=device, residency=residency, reason=reason)
+    return Streamed(
+        arrays, layout, device=device, residency=residency, reason=reason, is_spare=is_spare
+    )
 
 
 def row_order(rows: int, *, seed: int, epoch: int) -> Tensor:

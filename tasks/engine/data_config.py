@@ -51,7 +51,8 @@ class DataConfig(Section):
     image_size: Annotated[Int, Field(ge=4, le=4096)] = 64
     """Pixels of a side to which the source images resizes the square in the middle of each."""
     memory_mib: Annotated[Float, Field(ge=64, le=2**30)] | None = None
-    """Host memory that preparing the data may take, in MiB. Default: what is free."""
+    """Host memory that the data may take, in MiB, while it is prepared and on a CPU while it is
+    trained on, where rows beyond half of it are read from disk. Default: what is free."""
     validation_fraction: Annotated[Float, Field(gt=0, lt=1)] = 0.2
     """Share of the rows kept for validation; stratified by class. Of tokens: the last ones."""
     split_seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0

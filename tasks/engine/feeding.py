@@ -18,7 +18,7 @@ from tasks.engine.assembly import takes_channels_last
 from tasks.engine.batches import TRAIN_SHARE, VAL_SHARE, Batches, feed
 from tasks.engine.config import RunConfig
 from tasks.engine.facts import DataFacts, DeviceFacts
-from tasks.engine.limits import room_bytes
+from tasks.engine.limits import rows_room_bytes
 
 
 def fed(
@@ -29,8 +29,13 @@ def fed(
     if data.batch is not None:
         return own_facts.loaded(config, data, device)
     arrays = prepared.load(data)
-    room = room_bytes(config, facts.free_bytes or 0)
-    send = partial(feed, device=device, channels_last=takes_channels_last(config, model))
+    room = rows_room_bytes(config, facts)
+    send = partial(
+        feed,
+        device=device,
+        channels_last=takes_channels_last(config, model),
+        is_spare=config.data.memory_mib is not None,
+    )
     rows = send(arrays.train_x, arrays.train_y, room_bytes=TRAIN_SHARE * room)
     return rows, send(arrays.val_x, arrays.val_y, room_bytes=VAL_SHARE * room)
 

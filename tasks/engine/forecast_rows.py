@@ -18,7 +18,7 @@ from tasks.engine.config import RunConfig
 from tasks.engine.data import load
 from tasks.engine.facts import DataFacts, DeviceFacts
 from tasks.engine.layout import laid_out
-from tasks.engine.limits import room_bytes
+from tasks.engine.limits import rows_room_bytes
 from tasks.engine.staging import PINNING, dtype_of
 
 
@@ -134,7 +134,7 @@ def fed(
     if data.batch is not None:
         return Loader(data.batch, device), Loader(data.batch, device)
     arrays = load(data)
-    room = room_bytes(config, facts.free_bytes or 0)
+    room = rows_room_bytes(config, facts)
 
     def rows(x: np.ndarray, y: np.ndarray, *, share: float, is_shuffled: bool) -> Rows:
         return Rows(

@@ -50,3 +50,13 @@ def room_bytes(config: RunConfig, free_bytes: float | None) -> float:
     limit_mib = config.memory.limit_mib
     limit_bytes = math.inf if limit_mib is None else limit_mib * MIB
     return min(limit_bytes, math.inf if free_bytes is None else free_bytes)
+
+
+def rows_room_bytes(config: RunConfig, device: DeviceFacts) -> float:
+    """What the rows of a run and all else may take of its device; 0 where nobody tells.
+
+    On a CPU, where rows take the memory that they are prepared in, at most data.memory_mib.
+    """
+    room = room_bytes(config, device.free_bytes or 0)
+    most_mib = config.data.memory_mib if device.kind == "cpu" else None
+    return room if most_mib is None else min(room, most_mib * MIB)

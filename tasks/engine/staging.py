@@ -18,6 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tasks.engine.unmapped import Unmapped
+
+Array = np.ndarray | Unmapped
 Rows = np.ndarray | slice  # sorted row numbers, or a range of rows
 Mark = Callable[[str], None]
 PINNING = ("cuda", "xpu")  # whose copies run beside the host, from pinned memory only
@@ -46,7 +49,7 @@ def ahead(work: Iterable[Callable[[], T]]) -> Generator[T, None, None]:
         thread.shutdown(wait=True, cancel_futures=True)
 
 
-def gather(arrays: Sequence[np.ndarray], rows: Rows, out: Sequence[Tensor]) -> list[Tensor]:
+def gather(arrays: Sequence[Array], rows: Rows, out: Sequence[Tensor]) -> list[Tensor]:
     """The rows of each array, written to the first rows of its tensor in `out`; views of these."""
     parts = []
     for array, whole in zip(arrays, out, strict=True):
@@ -62,7 +65,7 @@ def gather(arrays: Sequence[np.ndarray], rows: Rows, out: Sequence[Tensor]) -> l
     return parts
 
 
-def pinned_room(arrays: Sequence[np.ndarray], rows: int) -> list[Tensor]:
+def pinned_room(arrays: Sequence[Array], rows: int) -> list[Tensor]:
     """Uninitialized pinned memory for that many rows of each array."""
     return [
         torch.empty((rows, *array.shape[1:]), dtype=dtype_of(array), pin_memory=True)
@@ -70,12 +73,12 @@ def pinned_room(arrays: Sequence[np.ndarray], rows: int) -> list[Tensor]:
     ]
 
 
-def dtype_of(array: np.ndarray) -> torch.dtype:
+def dtype_of(array: Array) -> torch.dtype:
     return torch.from_numpy(np.empty(0, array.dtype)).dtype
 
 
 def read(
-    arrays: Sequence[np.ndarray], batches: Iterable[Rows], *, device: torch.device, mark: Mark
+    arrays: Sequence[Array], batches: Iterable[Rows], *, device: torch.device, mark: Mark
 ) -> Generator[list[Tensor], None, None]:
     """Batches gathered into fresh memory, which the loop may keep, and copied where the device is
     not the CPU itself.
@@ -94,7 +97,7 @@ def read(
             yield parts
 
 
-def _read_one(arrays: Sequence[np.ndarray], rows: Rows) -> list[Tensor]:
+def _read_one(arrays: Sequence[Array], rows: Rows) -> list[Tensor]:
     # Memory that numpy asks for: 0.1 ms for 128 rows of 784, where torch.empty made it 0.19.
     if isinstance(rows, slice):
         return [torch.from_numpy(array[rows].copy()) for array in arrays]
@@ -124,7 +127,7 @@ class Lane:
     that trains: others have their own current device, and may not interrupt a graph's capture.
     """
 
-    def __init__(self, arrays: Sequence[np.ndarray], rows: int, *, device: torch.device) -> None:
+    def __init__(self, arrays: Sequence[Array], rows: int, *, device: torch.device) -> None:
         self.rows = rows
         self._arrays, self._device = arrays, device
         self._backend: Any = torch.get_device_module(device)  # torch.cuda (ROCm too) or torch.xpu

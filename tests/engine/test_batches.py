@@ -362,7 +362,7 @@ def backend(monkeypatch):
 
 def pinned(x: np.ndarray, y: np.ndarray) -> Streamed:
     arrays, layout = laid_out(x, y, channels_last=False)
-    return Streamed(arrays, layout, device=CPU, residency="pinned", reason="")
+    return Streamed(arrays, layout, device=CPU, residency="pinned", reason="", is_spare=False)
 
 
 def compute_on(backend: FakeBackend, batch, seen: list) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import resource
 import subprocess
 import sys
@@ -428,18 +429,29 @@ def test_rows_for_whose_labels_alone_there_is_no_room_are_refused(tmp_path, monk
 
 PEAK = """
 import sys
+from pathlib import Path
 from tasks.engine import data
 from tasks.engine.data_config import DataConfig
-limit = float(sys.argv[3]) or None
-facts = data.prepare(DataConfig(path=sys.argv[1], cache=sys.argv[2], memory_mib=limit))
+config = DataConfig(path=sys.argv[1], cache=sys.argv[2], memory_mib=float(sys.argv[3]) or None)
+facts = data.prepare(config)
+if sys.argv[4]:
+    from tasks.engine import device, training
+    from tasks.engine.config import RunConfig
+    plan = {"epochs": 2, "batch_size": int(sys.argv[4]), "compile": "off"}
+    asked = RunConfig.model_validate({"data": config.model_dump(), "train": plan})
+    folder = Path(sys.argv[2])
+    trained = training.train(
+        asked, device.detect("cpu"), facts, folder=folder, log=lambda metrics, step: None
+    )
+    assert trained.tags["data.residency"] == ("host" if config.memory_mib else "device")
 # Not getrusage, which remembers what the process was before it became this one.
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(facts.train_rows + facts.val_rows, peak.split()[1])
 """
 
 
-def _peak(path: Path, cache: Path, limit_mib: float = 0) -> tuple[int, float]:
-    command = [sys.executable, "-c", PEAK, str(path), str(cache), str(limit_mib)]
+def _peak(path: Path, cache: Path, limit_mib: float = 0, batch: str = "") -> tuple[int, float]:
+    command = [sys.executable, "-c", PEAK, str(path), str(cache), str(limit_mib), batch]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows, kib = done.stdout.split()
@@ -471,4 +483,23 @@ def test_five_times_the_allowed_memory_is_prepared_within_it(tmp_path, source):
         csv.write_csv(table.slice(0, 100), tiny)
     _, alone = _peak(tiny, tmp_path / "cache")
     read, peak = _peak(folder, tmp_path / "cache", limit_mib)
+    assert read == parts * rows and peak - alone < limit_mib
+
+
+def test_five_times_the_allowed_memory_is_trained_on_within_it(tmp_path):
+    # Mapped rows stayed in the process's memory until all of the file was there.
+    rows, columns, limit_mib = 80_000, 100, 64
+    folder = tmp_path / "rows.parquet"
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    names = [f"c{i}" for i in range(columns)]
+    x = random.normal(size=(rows, columns)).astype(np.float32)
+    table = pa.table({**dict(zip(names, x.T, strict=True)), "y": random.integers(0, 3, rows)})
+    parts = math.ceil(5 * limit_mib / (x.nbytes / 1024**2))
+    for i in range(parts):
+        parquet.write_table(table, folder / f"{i}.parquet", compression="none")
+    tiny = tmp_path / "tiny.parquet"
+    parquet.write_table(table.slice(0, 2000), tiny)
+    _, alone = _peak(tiny, tmp_path / "cache", batch="512")
+    read, peak = _peak(folder, tmp_path / "cache", limit_mib, batch="512")
     assert read == parts * rows and peak - alone < limit_mib
