@@ -109,7 +109,10 @@ def _judged(forward: Forward, x: Any, y: Any, judge: Judge) -> _Sums:
 
 def _in_parts(forward: Forward, judge: Judge, x: Any, y: Any, rows: int) -> _Sums:
     parts = tree.split((x, y), rows, whole=tree.rows_of(y))
-    return _summed([_part(forward, part_x, part_y, judge) for part_x, part_y in parts])
+    found = []
+    for part_x, part_y in parts:  # no comprehension, which is a closure: see oom.Fitting.fit
+        found.append(_part(forward, part_x, part_y, judge))
+    return _summed(found)
 
 
 def _part(forward: Forward, x: Any, y: Any, judge: Judge) -> _Sums:

@@ -227,3 +227,13 @@ def clear_frames(error: BaseException) -> None:
                 # Whoever looked at f_locals left a copy in the frame, which clear() forgets.
                 # Looking again brings the copy up to date, which is empty now.
                 _ = frame.f_locals
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of the frames themselves, of an error that ends a run from outside.
+
+    In Python 3.11 a cleared frame keeps its function, and so what this encloses. Where in the
+    libraries an interrupt arrived is of no use to anybody, and the compiler's closures hold models.
+    """
+    for one in chain(error):
+        one.__traceback__ = None

@@ -70,6 +70,9 @@ def train(
     except BaseException as error:
         # Prefect keeps the exception of a failed task, and with it every tensor of its frames.
         memory.clear_frames(error)
+        if not isinstance(error, Exception):
+            memory.forget_frames(error)
+            raise
         if isinstance(error, OutOfMemory) or not memory.is_oom(error):
             raise
         failure = unwatched(error)
