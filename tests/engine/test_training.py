@@ -163,7 +163,6 @@ def admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.usefixtures("admitted")
 def test_an_interrupt_keeps_nothing_that_a_closure_encloses(tmp_path: Path, monkeypatch) -> None:
     # One that arrived in the compiler kept the model: Python 3.11 keeps a cleared frame's function.
     def fit(model: torch.nn.Module, *rows: Any, **more: Any) -> None:
@@ -182,6 +181,7 @@ def test_an_interrupt_keeps_nothing_that_a_closure_encloses(tmp_path: Path, monk
     assert kept.value.__cause__ is None
 
 
+@pytest.mark.usefixtures("admitted")
 def test_a_hundred_trainings_half_of_them_failing_leave_the_baseline(tmp_path: Path) -> None:
     small = {"source": "synthetic", "rows": 200, "features": 8}
     quick = {"epochs": 1, "batch_size": 32}
