@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from tasks.engine.holders import Holders
 from tasks.engine.live import GRADIENT, SAVED, Live, live_tensors
 
 MOST_OWNERS = 10
+COLLECTIONS, PAUSE_S = 3, 0.05
 NO_HOLDER = "nothing that Python can tell: a function running in another thread, or C++ code"
 
 # The last baseline of each device in this process. Identities cannot cross a task border, where
@@ -76,7 +78,7 @@ def release(
     if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it costs 2 s
         sys.modules["torch._dynamo"].reset()
     if not is_clean:  # garbage is seen by a look too; without any there is nothing to collect
-        gc.collect()
+        _collect(device, before)
     give_back(device)
     seen = is_clean and device.type == "cpu"  # which has no caches: the first look was the proof
     lives = [] if seen else live_tensors(device)
@@ -96,6 +98,16 @@ def release(
         ok=leaked_bytes == 0,
         owners=_owners(leaks) if leaked_bytes else (),
     )
+
+
+def _collect(device: torch.device, before: dict[int, int]) -> None:
+    """Collect garbage; again where something is left, since a collection does nothing while one of
+    another thread is under way (CPython, `gcstate->collecting`)."""
+    for _ in range(COLLECTIONS):
+        gc.collect()
+        if _first_look(device, before)[1]:
+            return
+        time.sleep(PAUSE_S)
 
 
 def _first_look(device: torch.device, before: dict[int, int]) -> tuple[int, bool]:
