@@ -137,13 +137,9 @@ class StoredRows:
     def __getitem__(self, part: slice) -> np.ndarray:
         first, last, _ = part.indices(len(self))
         values = np.empty((max(0, last - first), *self.shape[1:]), dtype=np.uint8)
-        view, at = values.reshape(-1).data, first * self._row_bytes
         with store.refusals(self._cache):
-            while len(view):
-                got = os.preadv(self._file, [view], at)
-                if not got:
-                    raise OSError("it ended early")
-                view, at = view[got:], at + got
+            if not store.filled(values, self._file, first * self._row_bytes):
+                raise OSError("it ended early")
         return values
 
 

@@ -74,13 +74,9 @@ class Spool:
         if self._file is None:
             return self._memory[index]
         values = np.empty((self.columns, self.starts[index + 1] - self.starts[index]))
-        view, at = values.data.cast("B"), self._bytes(self.starts[index])
         with store.refusals(self._folder):
-            while len(view):
-                got = os.preadv(self._file, [view], at)
-                if not got:
-                    raise OSError("it ended early")
-                view, at = view[got:], at + got
+            if not store.filled(values, self._file, self._bytes(self.starts[index])):
+                raise OSError("it ended early")
         return values
 
     def _bytes(self, rows: int) -> int:

@@ -226,6 +226,17 @@ def _rename(temporary: Path, folder: Path) -> dict[str, Any] | None:
     return None
 
 
+def filled(values: np.ndarray, file: int, at: int) -> bool:
+    """Fills a contiguous array with the file's bytes from there on; False where it ends early."""
+    view = values.reshape(-1).view(np.uint8).data
+    while len(view):
+        got = os.preadv(file, [view], at)
+        if not got:
+            return False
+        view, at = view[got:], at + got
+    return True
+
+
 def _write_synced(path: Path, content: bytes) -> None:
     with open(path, "wb") as file:
         file.write(content)

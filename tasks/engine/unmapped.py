@@ -10,6 +10,8 @@ import weakref
 
 import numpy as np
 
+from tasks.engine import store
+
 
 class Unmapped:
     """The rows of a memory-mapped array, C-contiguous, with as much of an array as readers use."""
@@ -45,9 +47,5 @@ class Unmapped:
         return found
 
     def _read(self, into: np.ndarray, first_row: int) -> None:
-        view, at = into.reshape(-1).view(np.uint8).data, first_row * self._row_bytes
-        while len(view):
-            got = os.preadv(self._file, [view], self._begin + at)
-            if not got:
-                raise EOFError("data.cache: prepared rows ended early; start again")
-            view, at = view[got:], at + got
+        if not store.filled(into, self._file, self._begin + first_row * self._row_bytes):
+            raise EOFError("data.cache: prepared rows ended early; start again")
