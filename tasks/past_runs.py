@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from tasks.where import Where
 
@@ -20,8 +19,7 @@ ANSWER_S = 60.0  # longer than MLflow's import on a busy machine; a past is not 
 def measured(where: Where, alike: str, wanted: Sequence[str]) -> dict[str, float]:
     """The newest values of the wanted metrics among finished runs with the tag `alike`; none where
     MLflow does not answer."""
-    address = urlsplit(where.tracking_uri)
-    if address.scheme.startswith("sqlite") and not Path(address.path.removeprefix("/")).is_file():
+    if where.database is not None and not where.database.is_file():
         return {}
     order = {"where": where.model_dump(), "alike": alike, "wanted": list(wanted)}
     try:

@@ -109,8 +109,7 @@ def ui() -> int:
         return 0
     port = port_from(*MLFLOW_PORT)
     require_free(port, MLFLOW_PORT[0])
-    database = chosen.tracking_uri.partition(":///")[2]
-    if chosen.tracking_uri.startswith("sqlite") and not Path(database).exists():
+    if chosen.database is not None and not chosen.database.exists():
         from tasks.tracking_store import open_experiment
 
         open_experiment(chosen)  # MLflow's own first use of a new database breaks if a run is first

@@ -135,9 +135,8 @@ def _files(model: LoggedModel, where: Where, folder: str) -> Path:
 def _answer(question: dict[str, Any]) -> dict[str, str]:
     where = Where(**question["where"])
     try:
-        address = urlsplit(where.tracking_uri)
-        path = Path(address.path.removeprefix("/"))
-        if address.scheme.startswith("sqlite") and not path.is_file():
+        path = where.database
+        if path is not None and not path.is_file():
             raise TrackingError(f"run: nothing was trained yet: there is no {path}; train first")
         client = MlflowClient(where.tracking_uri)
         return found(client, where, question["run"], question["folder"])

@@ -28,9 +28,8 @@ def open_experiment(where: Where) -> tuple[MlflowClient, str]:
 
     Raises TrackingError where the database, the server or the experiment can't be used.
     """
-    is_sqlite = where.tracking_uri.startswith("sqlite")
-    if is_sqlite:
-        _provide_database(Path(where.tracking_uri.partition("///")[2].partition("?")[0]), where)
+    if where.database is not None:
+        _provide_database(where.database, where)
     client = MlflowClient(where.tracking_uri)
     found = client.get_experiment_by_name(where.experiment)
     if found is None:

@@ -30,6 +30,13 @@ class Where(BaseModel):
     give_up_s: float = Field(60, gt=0, le=3600)
     keep_runs: int = Field(200, ge=0)
 
+    @property
+    def database(self) -> Path | None:
+        """The SQLite file that the runs are kept in, if they are."""
+        if not self.tracking_uri.startswith("sqlite"):
+            return None
+        return Path(self.tracking_uri.partition(":///")[2].partition("?")[0])
+
 
 def where() -> Where:
     """mlflow.yaml of the working directory, else the one beside `tasks`, else the defaults.
