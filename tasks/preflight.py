@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tasks import room
 from tasks.engine import training
 from tasks.engine.config import RunConfig
 from tasks.engine.data import check as check_data
@@ -17,7 +18,7 @@ from tasks.engine.models import ModelError
 from tasks.engine.own_paths import check as check_imports
 from tasks.engine.raw import DataError
 from tasks.engine.settings import ConfigError, override
-from tasks.where import TrackingError
+from tasks.where import TrackingError, where
 
 BAD_INPUT = (ConfigError, DataError, ModelError, DeviceError, TrackingError, Unforeseeable)
 
@@ -35,5 +36,12 @@ def resolved(config: RunConfig, overrides: Mapping[str, Any] | None) -> RunConfi
 
 
 def check_fit(config: RunConfig, data: DataFacts) -> None:
-    """Refuse a model or a setting that this data can't have. Raises ModelError or ConfigError."""
-    training.check(config, data)
+    """Refuse a model or a setting that this data can't have, and a record that finds no room.
+
+    Raises ModelError, ConfigError or TrackingError.
+    """
+    weights_bytes = training.check(config, data).weights_bytes
+    log_points = training.steps_of(config, data) // config.train.log_every
+    if config.train.patience:  # as many epochs as it will take at least
+        log_points = min(log_points, log_points * config.train.patience // config.train.epochs)
+    room.check(where(), weights_bytes=weights_bytes, log_points=log_points)

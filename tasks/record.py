@@ -27,6 +27,7 @@ from tasks.engine.oom_files import OutOfMemory
 from tasks.engine.past import WANTED, Past, alike
 from tasks.engine.settings_file import to_yaml
 from tasks.engine.timing import Stopwatch
+from tasks.engine.training import steps_of
 from tasks.journal import Journal
 from tasks.progress import Progress
 from tasks.release_memory import LeakError
@@ -116,8 +117,7 @@ class Record:
         checks = [asdict(check) for check in device.checks]
         facts = {k: v for k, v in asdict(device).items() if k != "checks"}
         (self.folder / "device.json").write_text(json.dumps({**facts, "checks": checks}, indent=1))
-        batch_rows = data.batch_rows or self.config.train.batch_size
-        steps = self.config.train.epochs * -(-data.train_rows // batch_rows)
+        steps = steps_of(self.config, data)
         self._progress = self._screen.enter_context(Progress(steps, self.config.train.epochs))
         return Past(measured)
 

@@ -100,7 +100,7 @@ def status() -> int:
 def ui() -> int:
     """Become MLflow's server on the runs; or say where they are, where a server has them."""
     chosen = where()
-    if chosen.tracking_uri.startswith(("http", "databricks")):
+    if not chosen.keeps_files:
         print(f"The runs are on a tracking server: {redacted(chosen.tracking_uri)}")
         return 0
     found = next((c for c in remembered(FOLDER) if c.name == "mlflow" and c.process()), None)

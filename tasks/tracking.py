@@ -27,8 +27,9 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  #
 from tasks import tracking_store  # noqa: E402
 from tasks.engine import report  # noqa: E402
 from tasks.surroundings import code_version  # noqa: E402
+from tasks.tracking_left import close_the_dead, resend, send_the_unsent  # noqa: E402
 from tasks.tracking_past import recall  # noqa: E402
-from tasks.tracking_run import Sender, State, close_the_dead, create, resend  # noqa: E402
+from tasks.tracking_run import Sender, State, create  # noqa: E402
 from tasks.where import TrackingError, Where, redacted, where  # noqa: E402
 
 SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell
@@ -122,6 +123,8 @@ class Session:
         if self.sender is not None and not self.sender.state.closed:
             resend(self.sender)
         if self.where is not None:
+            if self.client is not None and self.sender is not None:  # MLflow answers, as it seems
+                send_the_unsent(self.client, self.where)
             tracking_store.sweep_journals(Path(self.where.runs), keep=self.where.keep_runs)
 
 
@@ -154,7 +157,9 @@ def send_folder(folder: Path) -> int:
     try:
         state = State(**json.loads((folder / "sent.json").read_text()))
         client = MlflowClient(where().tracking_uri)
-        resend(Sender(client, where(), folder, state))
+        if not resend(Sender(client, where(), folder, state)):
+            print(f"{folder}: not sent: another process is sending it", file=sys.stderr)
+            return 1
     except (OSError, TrackingError, MlflowException) as error:
         print(f"{folder}: not sent: {redacted(str(error))}", file=sys.stderr)
         return 1

@@ -46,17 +46,24 @@ CODE = (
 REQUIREMENTS = ("torch", "numpy", "pandas")
 
 
-def log(client: MlflowClient, state: State, folder: Path) -> None:
-    """Log `folder`/model as the model named `model` of the run."""
-    spec = json.loads((folder / "model" / "spec.json").read_text())
+def create(client: MlflowClient, state: State, folder: Path) -> str:
+    """A model named `model` of the run, without files yet; its id."""
+    model_type = json.loads((folder / "model" / "spec.json").read_text())["model"]
     logged = client.create_logged_model(
-        state.experiment_id, name="model", source_run_id=state.run_id, model_type=spec["model"]
+        state.experiment_id, name="model", source_run_id=state.run_id, model_type=model_type
     )
+    model_id: str = logged.model_id
+    return model_id
+
+
+def fill(client: MlflowClient, state: State, folder: Path) -> None:
+    """Send `folder`/model as the files of the model that was created."""
+    spec = json.loads((folder / "model" / "spec.json").read_text())
     with tempfile.TemporaryDirectory() as scratch:
         _write(Path(scratch), folder / "model", spec, run_id=state.run_id)
-        client.log_model_artifacts(logged.model_id, scratch)
-    client.finalize_logged_model(logged.model_id, "READY")
-    client.log_outputs(state.run_id, models=[LoggedModelOutput(logged.model_id, step=0)])
+        client.log_model_artifacts(state.model_id, scratch)
+    client.finalize_logged_model(state.model_id, "READY")
+    client.log_outputs(state.run_id, models=[LoggedModelOutput(state.model_id, step=0)])
 
 
 def _write(path: Path, trained: Path, spec: dict[str, Any], *, run_id: str) -> None:

@@ -7,19 +7,18 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import orjson
-import psutil
 from mlflow import MlflowClient
-from mlflow.entities import Param, RunTag, ViewType
+from mlflow.entities import Param, RunTag
 
 from tasks import tracking_metrics, tracking_model
 from tasks.engine import report
@@ -31,7 +30,8 @@ from tasks.where import Where, redacted
 BATCH = 10_000  # metrics between two savings of how far we are; other runs wait 0.1 s for one
 PARAMS = 100
 TAG_LIMIT = 7900  # characters; over 8,000 MLflow cuts, or refuses
-DEAD = "its process was gone"
+LOCK = "sending.lock"
+OURS = ("sent.json", "run.json", LOCK, "model")  # of a run's folder, what is no artifact
 
 
 @dataclass
@@ -42,6 +42,8 @@ class State:
     experiment_id: str
     offset: int = 0  # bytes of metrics.jsonl
     closed: bool = False
+    model_id: str = ""  # of the model logged, once it exists
+    has_model: bool = False  # whether all of it is there
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Sender:
     step: int = 0  # of the newest metric sent
     retry_at: float = 0.0
     wait_s: float = 1.0
+    held: TextIO | None = None  # the lock of the folder, while this process sends it
 
     def flush(self) -> None:
         """Send the metrics that are new. Raises what MLflow raises; nothing is lost then."""
@@ -116,11 +119,21 @@ class Sender:
         note = report.markdown(run, open_command=command)
         self.client.set_tag(run_id, "mlflow.note.content", note)
         (self.folder / "environment.txt").write_text(environment())
-        if run["status"] == "FINISHED" and (self.folder / "model").is_dir():
-            tracking_model.log(self.client, self.state, self.folder)
+        has_model = (self.folder / "model" / "spec.json").is_file()
+        if run["status"] == "FINISHED" and has_model and not self.state.has_model:
+            self._send_model()
         for name in sorted(os.listdir(self.folder)):
-            if name not in ("sent.json", "run.json", "model"):
+            if name not in OURS:
                 self._artifact(self.folder / name)
+
+    def _send_model(self) -> None:
+        """Once, however often the rest is sent."""
+        if not self.state.model_id:
+            self.state.model_id = tracking_model.create(self.client, self.state, self.folder)
+            self._keep()
+        tracking_model.fill(self.client, self.state, self.folder)
+        self.state.has_model = True
+        self._keep()
 
     def _artifact(self, path: Path) -> None:
         if path.is_dir():
@@ -195,54 +208,20 @@ def create(
     entries = [Param(k, v[:5900]) for k, v in params.items()]
     for i in range(0, len(entries), PARAMS):
         client.log_batch(run.info.run_id, params=entries[i : i + PARAMS])
-    sender = Sender(client, chosen, folder, State(run.info.run_id, experiment_id))
+    state = State(run.info.run_id, experiment_id)
+    sender = Sender(client, chosen, folder, state, held=lock(folder))
     if tags.get("device.kind") == "cuda":
         sender.telemetry = Telemetry(tags.get("device.uuid"))
     sender._keep()
     return sender
 
 
-def close_the_dead(client: MlflowClient, chosen: Where, experiment_id: str) -> None:
-    """End the runs of this host that say RUNNING though their process is gone."""
-    host = socket.gethostname().replace("'", "")
-    query = f"attributes.status = 'RUNNING' and tags.host = '{host}'"
-    for run in client.search_runs([experiment_id], query, ViewType.ALL, max_results=100):
-        tags = run.data.tags
-        if is_alive(tags.get("pid", ""), tags.get("process.started_at", "")):
-            continue
-        name = tags.get("journal", "")  # anybody's text: only a folder of ours is opened
-        folder = Path(chosen.runs) / name if name in _folders(chosen) else Path()
-        resend(Sender(client, chosen, folder, State(run.info.run_id, experiment_id)))
-
-
-def _folders(chosen: Where) -> set[str]:
-    return {file.parent.name for file in Path(chosen.runs).glob("*/sent.json")}
-
-
-def is_alive(pid: str, started_at: str) -> bool:
-    """Whether that very process is there; a pid alone may be another process by now."""
+def lock(folder: Path) -> TextIO | None:
+    """The folder's lock, kept until the file or the process ends; None where another has it."""
+    file = open(folder / LOCK, "a")  # noqa: SIM115
     try:
-        return abs(psutil.Process(int(pid)).create_time() - float(started_at)) < 1
-    except (psutil.NoSuchProcess, ValueError):
-        return False
-
-
-def resend(sender: Sender) -> None:
-    """Send what the folder holds, and end the run as its process ended it, or as KILLED."""
-    with suppress(OSError, ValueError, TypeError):
-        sender.state = State(**json.loads((sender.folder / "sent.json").read_text()))
-    if sender.state.closed:
-        return
-    try:
-        run = json.loads((sender.folder / "run.json").read_text())
-    except (OSError, ValueError):
-        run = {"status": "KILLED", "error": DEAD, "tags": {"end.reason": DEAD}}
-    if not sender.folder.is_dir() or sender.folder == Path():
-        sender.client.set_tag(sender.state.run_id, "end.reason", DEAD)
-        sender.client.set_terminated(sender.state.run_id, run["status"])
-        return
-    stored = sender.client.get_run(sender.state.run_id)
-    run = {"params": stored.data.params, "metrics": stored.data.metrics, **run}
-    run["tags"] = {**stored.data.tags, **run.get("tags", {})}
-    run["tags"] = {k: v for k, v in run["tags"].items() if not k.startswith("mlflow.")}
-    sender.close({"name": stored.info.run_name, **run})
+        flock(file, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file

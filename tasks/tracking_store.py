@@ -33,8 +33,7 @@ def open_experiment(where: Where) -> tuple[MlflowClient, str]:
     client = MlflowClient(where.tracking_uri)
     found = client.get_experiment_by_name(where.experiment)
     if found is None:
-        is_served = where.tracking_uri.startswith(("http", "databricks"))
-        location = None if is_served else Path(where.artifacts).as_uri()
+        location = Path(where.artifacts).as_uri() if where.keeps_files else None
         try:
             made = client.create_experiment(where.experiment, location, tags=EXPERIMENT_TAGS)
             return client, made

@@ -37,6 +37,11 @@ class Where(BaseModel):
             return None
         return Path(self.tracking_uri.partition(":///")[2].partition("?")[0])
 
+    @property
+    def keeps_files(self) -> bool:
+        """Whether the artifacts are files here: a tracking server has its own place."""
+        return not self.tracking_uri.startswith(("http", "databricks"))
+
 
 def where() -> Where:
     """mlflow.yaml of the working directory, else the one beside `tasks`, else the defaults.

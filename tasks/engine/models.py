@@ -154,8 +154,9 @@ def check(
     outputs: int,
     args: Mapping[str, Any],
     task: str,
-) -> int:
-    """Build the model on the host, send two rows through it, and return the multiply-adds of a row.
+) -> tuple[int, int]:
+    """Build the model on the host, send two rows through it, and return the multiply-adds of a row
+    and the bytes of the weights.
 
     On the host and not on the meta device, whose first use costs more seconds than the model. Of
     rows of tokens only the first few are sent: at each the layers do the same work.
@@ -182,9 +183,16 @@ def check(
     expected = (2, *sent, outputs) if task == "tokens" else (2, outputs)
     if got != expected:
         raise ModelError(f"model.name: {name} must return {expected} for two rows (got {got})")
+    weights_bytes = bytes_of(model)
     if isinstance(model, Transformer):
-        return sum(work) * input_shape[0] // rows.numel() + model.products(input_shape[0])
-    return sum(work) // 2
+        products = model.products(input_shape[0])
+        return sum(work) * input_shape[0] // rows.numel() + products, weights_bytes
+    return sum(work) // 2, weights_bytes
+
+
+def bytes_of(model: nn.Module) -> int:
+    """Bytes of the weights and buffers, as they are kept."""
+    return sum(value.nbytes for value in model.state_dict().values())
 
 
 def _refuse_other_task(name: str, task: str) -> None:

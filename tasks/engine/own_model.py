@@ -35,6 +35,7 @@ class Checked:
     """What two rows have shown. work: multiply-adds of a row."""
 
     work: int
+    weights_bytes: int
     outputs: int  # classes, values or different tokens that the model tells apart
 
 
@@ -91,7 +92,7 @@ def _checked_builtin(config: RunConfig, data: DataFacts) -> Checked:
     name = config.model.name
     if data.batch is not None:
         _refuse_batches(data, name)
-    work = models.check(
+    work, weights_bytes = models.check(
         name,
         input_shape=data.input_shape,
         outputs=data.outputs,
@@ -104,7 +105,7 @@ def _checked_builtin(config: RunConfig, data: DataFacts) -> Checked:
         with torch.no_grad():
             outputs = build(config, data)(x)
         check_loss(config.train, loss, outputs, y)
-    return Checked(work, data.outputs)
+    return Checked(work, weights_bytes, data.outputs)
 
 
 def _refuse_batches(data: DataFacts, name: str) -> None:
@@ -150,7 +151,7 @@ def _checked(factory: Callable[..., Any], key: str, of: _Unhashed) -> Checked:
         outputs = _forward(model, x, y, name, takes_loss=gives_own_loss(config.train))
     wide = _refuse_misshapen(outputs, y, data, name)
     check_loss(config.train, loss_of(config.train, data, CPU), outputs, y)
-    return Checked(sum(work) // 2, wide)
+    return Checked(sum(work) // 2, models.bytes_of(model), wide)
 
 
 def _forward(model: nn.Module, x: Any, y: Any, name: str, *, takes_loss: bool = False) -> Tensor:

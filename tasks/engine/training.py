@@ -4,6 +4,7 @@ measures. Everything that holds device memory lives and dies inside `train`, als
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tasks.engine.config import RunConfig
 from tasks.engine.device import resolve_precision
 from tasks.engine.facts import DataFacts, DeviceFacts, TrainFacts
 from tasks.engine.feeding import example, fed
-from tasks.engine.keeping import keep, keep_example
+from tasks.engine.keeping import keep
 from tasks.engine.limits import limited
 from tasks.engine.loop import Tools, batch_of, fit
 from tasks.engine.oom import MemoryExhausted
@@ -48,6 +49,12 @@ def check(config: RunConfig, data: DataFacts) -> Checked:
             f"(got {config.train.batch_size})"
         )
     return checked
+
+
+def steps_of(config: RunConfig, data: DataFacts) -> int:
+    """Optimizer steps of all epochs; patience may end it earlier."""
+    batch_rows = data.batch_rows or config.train.batch_size
+    return config.train.epochs * math.ceil(data.train_rows / batch_rows)
 
 
 def train(
@@ -178,8 +185,8 @@ def _train(
             title = f"Memory of a training step on {facts.name}"
             draw(bench.phases.accounts.ledger, folder, title=title, lines=[])
         watch.lap("log")
-        keep(model, spec_of(config, data, outputs=checked.outputs), folder / "model")
-        keep_example(example(data, val), folder / "model")
+        spec = spec_of(config, data, outputs=checked.outputs)
+        keep(model, spec, example(data, val), folder / "model")
         watch.lap("checkpoint")
     return TrainFacts(
         metrics={**fitted.metrics, **timings(tools, fitted, rows=rows), **measured},

@@ -71,7 +71,7 @@ def test_outputs_come_as_a_tensor_a_tuple_or_an_object(own: Own, forward: str) -
 
 def test_work_is_counted_for_the_layers_that_do_it(own: Own) -> None:
     own("mine", PLAIN)
-    assert _check() == own_model.Checked(work=18, outputs=3)
+    assert _check() == own_model.Checked(work=18, weights_bytes=84, outputs=3)
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,8 @@ def test_checking_counts_layers_head_and_attention_of_every_token(
     context: int, positions: str
 ) -> None:
     args = {"layers": 3, "heads": 2, "width": 16, "positions": positions}
-    work = models.check("transformer", input_shape=(context,), outputs=11, args=args, task="tokens")
+    shape = {"input_shape": (context,), "outputs": 11}
+    work, _ = models.check("transformer", **shape, args=args, task="tokens")
     layers = 3 * 12 * 16 * 16
     attention = 3 * 2 * context * 16  # scores and values, PaLM's appendix B
     assert work == context * (layers + 11 * 16 + attention)

@@ -60,7 +60,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         for name in ("old", "new", "deleted", "failed", "bare"):
             runs[name] = client.create_run(experiment_id).info.run_id
             if name != "bare":
-                tracking_model.log(client, State(runs[name], experiment_id), folder)
+                state = State(runs[name], experiment_id)
+                state.model_id = tracking_model.create(client, state, folder)
+                tracking_model.fill(client, state, folder)
                 run = client.get_run(runs[name])
                 ids[name] = run.outputs.model_outputs[0].model_id
             client.set_terminated(runs[name], "FAILED" if name == "failed" else "FINISHED")
