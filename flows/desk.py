@@ -12,7 +12,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
@@ -63,63 +63,74 @@ def _train(asked: Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     journal.warm_up(where())
-    return at_server(partial(_play, asked))
+    return at_server(partial(_play, asked), debug=asked.debug)
 
 
-def at_server(play: Callable[[str | None], int]) -> int:
-    """What `play` returns, called with the address of a Prefect API, or None where one is set.
+def at_server(play: Callable[[], int], *, debug: bool) -> int:
+    """The exit code of a flow that `play` runs: what it returns, or what the error says that ends
+    it, which is printed; with `debug` it is raised again. A Prefect server is there, and Prefect
+    not yet imported.
 
     Signals end the process as an exit does, with everything left in order.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
-    server: AbstractContextManager[str | None] = nullcontext()
+    home, api_url = prefect_server.home(), None
+    with ExitStack() as server:
+        try:
+            if prefect_server.is_needed():
+                api_url = server.enter_context(prefect_server.shared(home))
+        except OSError as error:
+            print(f"PREFECT_HOME: {home}: {error.strerror}", file=sys.stderr)
+            return 2
+        _set_up_prefect(api_url, debug=debug)
+        return _played(play, debug=debug)
+
+
+def _played(play: Callable[[], int], *, debug: bool) -> int:
     try:
-        if prefect_server.is_needed():
-            server = prefect_server.shared(prefect_server.home())
-        with server as api_url:
-            return play(api_url)
-    except OSError as error:
-        print(f"PREFECT_HOME: {prefect_server.home()}: {error.strerror}", file=sys.stderr)
-        return 2
+        from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
-
-def _play(asked: Namespace, api_url: str | None) -> int:
-    set_up_prefect(api_url, debug=asked.debug)
-    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-    from rich.console import Console
-
-    from flows.train import train
-    from tasks.engine import report
-    from tasks.preflight import BAD_INPUT
-    from tasks.record import last_ended
-
-    try:
         # A heartbeat tells a distant server that a run is alive; here it costs 0.9 s at the exit.
         with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-            run = train(asked.config)
-    except BAD_INPUT as error:
-        print(error, file=sys.stderr)
-        return 2
+            return play()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except SystemExit as error:
         return int(error.code or 0)
     except Exception as error:
-        if asked.debug:
+        from tasks.preflight import BAD_INPUT
+
+        if isinstance(error, BAD_INPUT):
+            print(error, file=sys.stderr)
+            return 2
+        if debug:
             raise
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+
+
+def _play(asked: Namespace) -> int:
+    from rich.console import Console
+
+    from flows.train import train
+    from tasks.engine import report
+    from tasks.record import last_ended
+
+    try:
+        run = train(asked.config)
+    except Exception as error:
         ended = last_ended()
-        if ended is None or ended["status"] != "FINISHED":
-            print(f"failed: {error}", file=sys.stderr)
-            return 1
+        if asked.debug or ended is None or ended["status"] != "FINISHED":
+            raise
         print(f"trained, but Prefect could not record its end: {error}", file=sys.stderr)
         run = ended
     Console(file=sys.stdout).print(report.terminal(run, open_command=run["open_command"]))
     return 0
 
 
-def set_up_prefect(api_url: str | None, *, debug: bool) -> None:
+def _set_up_prefect(api_url: str | None, *, debug: bool) -> None:
     """Settings that Prefect reads when it is imported."""
     if api_url is not None:
         os.environ["PREFECT_API_URL"] = api_url

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from flows.desk import at_server, set_up_prefect
+from flows.desk import at_server
 from tasks import model_store
 from tasks.engine.predict_order import order
 from tasks.engine.settings import ConfigError
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         order(**asked)
         where()
         model_store.warm_up()
-        return at_server(partial(_play, asked, debug))
+        return at_server(partial(_play, asked), debug=debug)
     except (ConfigError, TrackingError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -114,31 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _play(asked: dict[str, Any], debug: bool, api_url: str | None) -> int:
-    set_up_prefect(api_url, debug=debug)
-    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-
+def _play(asked: dict[str, Any]) -> int:
     from flows.predict import predict
     from tasks.engine.units import number, seconds
-    from tasks.preflight import BAD_INPUT
 
-    try:
-        # A heartbeat tells a distant server that a run is alive; here it costs 0.9 s at the exit.
-        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-            done = predict(**asked)
-    except BAD_INPUT as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except SystemExit as error:
-        return int(error.code or 0)
-    except Exception as error:
-        if debug:
-            raise
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
+    done = predict(**asked)
     speed = number(done["rows"] / done["predict_s"])
     print(
         f"{done['rows']:,} rows predicted in {seconds(done['predict_s'])} ({speed} rows/s) on "

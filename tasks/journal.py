@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import queue
 import subprocess
@@ -98,9 +97,8 @@ class Journal:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep metrics of a step. Costs one short write; sent later, by the other process."""
         assert self._metrics is not None, "log() before create()"
-        line = {"step": step, "t": int(time.time() * 1000), "metrics": metrics}
         try:
-            _append(self._metrics, _encoded(line, metrics))
+            _append(self._metrics, _line(metrics, step, unix_ms=int(time.time() * 1000)))
         except OSError as error:
             place = f"{self.folder} can't be written"
             raise TrackingError(f"runs: {place} ({error.strerror}); make room there") from None
@@ -149,11 +147,12 @@ def _append(file: FileIO, line: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _encoded(line: dict[str, Any], metrics: Mapping[str, float]) -> bytes:
+def _line(metrics: Mapping[str, float], step: int, *, unix_ms: int) -> bytes:
     """The line as JSON, by json.dumps() only where it takes its words for what is no number."""
-    if all(map(math.isfinite, metrics.values())):
-        return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
-    return json.dumps(line).encode() + b"\n"
+    values = orjson.dumps(metrics)
+    if b"null" in values:
+        values = json.dumps(metrics).encode()
+    return b'{"step":%d,"t":%d,"metrics":%b}\n' % (step, unix_ms, values)
 
 
 def _spawn(where: Where) -> subprocess.Popen[str]:
