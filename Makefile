@@ -49,6 +49,8 @@ bench: .venv/.bench
 	$(BIN)/python -m benchmarks.throughput
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.costs
+	$(BIN)/python -m benchmarks.prepare
 
 # What the benchmarks compare with; nothing else needs it.
 .venv/.bench: .venv/.ready

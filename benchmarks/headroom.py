@@ -38,12 +38,12 @@ NO_TRACKER = Tracker(lambda metrics, step: None, lambda: None)
 
 
 @contextmanager
-def tracking(uri: str | None, scratch: Path) -> Iterator[Tracker]:
+def tracking(uri: str | None, scratch: Path, *, flush_s: float = FLUSH_S) -> Iterator[Tracker]:
     """One MLflow run, kept open for all trainings of a benchmark; nothing where there is no uri."""
     if uri is None:
         yield NO_TRACKER
         return
-    with Journal(where_to(uri, scratch, flush_s=FLUSH_S), scratch / "runs" / "one") as journal:
+    with Journal(where_to(uri, scratch, flush_s=flush_s), scratch / "runs" / "one") as journal:
         journal.open("throughput")
         journal.create(name="throughput", params={}, tags={})
         yield Tracker(journal.log, partial(_settle, journal.folder))
@@ -69,7 +69,7 @@ def _settle(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Timed:
-    """A training, and the mean seconds of its epochs that were timed, validation left out."""
+    """A training, and the seconds of its last epoch, validation left out."""
 
     epoch_s: float
     facts: TrainFacts
@@ -78,26 +78,22 @@ class Timed:
 def timed(trial: Trial, tracker: Tracker, folder: Path) -> Timed:
     """One training, its tracking and its accounting of time and memory included.
 
-    An epoch after the first is timed from the log point after the validation before it, when the
-    device has nothing left to do, to that of its own last step, which is read when it is done. It
-    is not timed where its last step is no log point; that of the training always is.
+    Timed from the log point after the validation of the last epoch but one, when the device has
+    nothing left to do, to that of the last step, which is read when it is done.
     """
-    began: dict[int, float] = {}  # by the step that each follows
-    ended: dict[int, float] = {}
+    epochs, at = trial.config.train.epochs, []
 
     def log(metrics: dict[str, float], step: int) -> None:
         now = perf_counter()
-        if "train/epoch" in metrics:
-            began[step] = now
-        elif step % trial.steps == 0 and "train/loss" in metrics:
-            ended[step] = now
+        is_begin = metrics.get("train/epoch") == epochs - 1
+        if is_begin or (step == epochs * trial.steps and "train/loss" in metrics):
+            at.append(now)
         tracker.log(metrics, step)
 
     facts = training.train(trial.config, trial.device, trial.data, folder=folder, log=log)
     tracker.settle()
-    ends = {step: step + trial.steps for step in began}
-    spans = [ended[end] - began[step] for step, end in ends.items() if end in ended]
-    return Timed(sum(spans) / len(spans), facts)
+    began, ended = at
+    return Timed(ended - began, facts)
 
 
 def headroom(trial: Trial, tracker: Tracker, folder: Path) -> Reading:

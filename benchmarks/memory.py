@@ -1,6 +1,6 @@
-"""What this project's memory accounting costs, how well it foretells a training's peak, and what
-running out of memory costs a training that recovers from it. Measured with the very trainings its
-flow runs; on a CPU the limit is one that is counted.
+"""How well this project foretells a training's peak of memory, and what running out of it costs a
+training that recovers. Measured with the very trainings its flow runs; on a CPU the limit is one
+that is counted.
 
 `python -m benchmarks.memory [ROUNDS]` prints the tables and keeps them in benchmarks/results.
 """
@@ -20,10 +20,7 @@ from typing import Any
 
 from benchmarks import workloads
 from benchmarks.conditions import publish
-from benchmarks.headroom import NO_TRACKER, headroom
-from benchmarks.trial import Reading, Trial, ready
-from benchmarks.turns import in_turns, median_ratio, spread
-from benchmarks.unaccounted import unaccounted
+from benchmarks.turns import in_turns, spread
 from tasks.engine import training
 from tasks.engine.config import RunConfig
 from tasks.engine.data import prepare
@@ -33,7 +30,6 @@ from tasks.engine.forecast import forecast
 from tasks.engine.ledger import MIB
 from tasks.engine.settings import override
 
-ACCOUNTING_BARS = {"cpu": 0.98, "cuda": 0.99}
 FORECAST_BARS_PCT = {"cpu": 10.0, "cuda": 15.0}
 BATCHES = (16, 64, 256)
 PEAK = "memory/run_peak_allocated_mib"
@@ -59,30 +55,8 @@ def main(rounds: int) -> None:
 
 def _report(rounds: int, scratch: Path) -> Iterator[str]:
     device = detect()
-    yield from _accounting(device, rounds, scratch)
     yield from _forecasts(device, scratch)
     yield from _recovery(device, rounds, scratch)
-
-
-def _accounting(device: DeviceFacts, rounds: int, scratch: Path) -> Iterator[str]:
-    bar = ACCOUNTING_BARS["cpu" if device.kind == "cpu" else "cuda"]
-    yield from ("", f"## The accounting of time and memory: {rounds} turns", "")
-    yield "| | ms a step | least to most | without / with it (median of turns) | bar |"
-    yield "|:--|--:|--:|--:|--:|"
-    for workload in workloads.cpu() if device.kind == "cpu" else workloads.gpu():
-        if workload.shows_own_costs:
-            trial = ready(workload, device, scratch=scratch, tracking_uri=None)
-            with_it = partial(headroom, trial, NO_TRACKER, scratch / "model")
-            without = partial(_without, trial, scratch)
-            found = in_turns({"with": with_it, "without": without}, rounds)
-            ms = {name: [1000 * run.step_s for run in runs] for name, runs in found.items()}
-            ratio = median_ratio(ms["without"], ms["with"])
-            yield f"| {workload.name} | {spread(ms['with'], digits=3)} | {ratio:.3f} | {bar} |"
-
-
-def _without(trial: Trial, scratch: Path) -> Reading:
-    with unaccounted():
-        return headroom(trial, NO_TRACKER, scratch / "model")
 
 
 def _forecasts(device: DeviceFacts, scratch: Path) -> Iterator[str]:

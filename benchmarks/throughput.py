@@ -1,6 +1,5 @@
 """The step of this project's training against the loops that a user would pick instead, each with
-the same model, rows, optimizer and precision, in one process and in turns; and what its tracking
-and its accounting cost it.
+the same model, rows, optimizer and precision, in one process and in turns.
 
 `python -m benchmarks.throughput [ROUNDS] [--results FOLDER]` prints the tables and keeps them.
 """
@@ -27,21 +26,14 @@ from benchmarks.headroom import NO_TRACKER, Tracker, headroom, tracking
 from benchmarks.peers import loops
 from benchmarks.trial import Reading, Trial, ready
 from benchmarks.turns import in_turns, median_ratio, spread
-from benchmarks.unaccounted import unaccounted
 from benchmarks.workloads import Workload
 from tasks.engine.device import detect
 from tasks.engine.peaks import peak
-from tasks.engine.settings import override
 
 Run = Callable[[], Reading]
 FRAMEWORKS = ("lightning", "accelerate")
 GRAPH = "tuned, cuda graph"
 ONE_THREAD = ", one thread"
-# An epoch is too short for a difference of one in a hundred.
-OWN_EPOCHS = 8
-# Of a run without its tracking, or without its accounting, to one with it.
-TRACKING_BAR = 0.99
-ACCOUNTING_BAR_CPU, ACCOUNTING_BAR_GPU = 0.98, 0.99
 NOTES = """
 - The time of a step is that of a whole epoch after a warm-up, validation left out, over its steps.
 - ratio: its step over that of the first row, the median of the ratios turn by turn; above 1 the
@@ -67,10 +59,6 @@ class Bench:
     def ours(self, trial: Trial, *, tracked: bool = True) -> Reading:
         tracker = self.tracker if tracked else NO_TRACKER
         return headroom(trial, tracker, self.scratch / "model")
-
-    def unaccounted(self, trial: Trial) -> Reading:
-        with unaccounted():
-            return self.ours(trial)
 
 
 def main(rounds: int, results: Path) -> None:
@@ -105,8 +93,6 @@ def _report(rounds: int, scratch: Path) -> Iterator[str]:
                 # Imports, and what PyTorch sets up at its first use; each run warms up besides.
                 in_turns(_contenders(workload, trial, bench), 0)
             yield from _against_others(workload, trial, bench, min(rounds, workload.rounds))
-            if workload.shows_own_costs:
-                yield from _own_costs(workload, trial, bench, rounds)
     yield ""
     yield f"Load at the end: {os.getloadavg()[0]:.1f}"
 
@@ -121,31 +107,6 @@ def _against_others(workload: Workload, trial: Trial, bench: Bench, rounds: int)
         yield ""
         yield f"headroom: MFU {mfu:.2f} of {top.flops_per_s / 1e12:.4g} TFLOPS ({top.source}); "
         yield f"bar >= {workload.mfu_bar}."
-
-
-def _own_costs(workload: Workload, trial: Trial, bench: Bench, rounds: int) -> Iterator[str]:
-    # An epoch has to end at a log point.
-    log_every = max(n for n in range(1, 11) if trial.steps % n == 0)
-    more = {"train.epochs": OWN_EPOCHS, "train.log_every": log_every}
-    trial = replace(trial, config=override(trial.config, more))
-    often = replace(trial, config=override(trial.config, {"train.log_every": 1}))
-    runs: dict[str, Run] = {
-        "a log point each step, tracked": partial(bench.ours, often),
-        "the same, not tracked": partial(bench.ours, often, tracked=False),
-    }
-    bars = {"the same, not tracked": TRACKING_BAR}
-    yield from _table(
-        f"Tracking: {workload.name}", trial, in_turns(runs, rounds, warm_up=False), bars
-    )
-    runs = {
-        "accounting": partial(bench.ours, trial),
-        "no accounting": partial(bench.unaccounted, trial),
-    }
-    is_cpu = trial.target.type == "cpu"
-    bars = {"no accounting": ACCOUNTING_BAR_CPU if is_cpu else ACCOUNTING_BAR_GPU}
-    yield from _table(
-        f"Accounting: {workload.name}", trial, in_turns(runs, rounds, warm_up=False), bars
-    )
 
 
 def _contenders(workload: Workload, trial: Trial, bench: Bench) -> dict[str, Run]:
