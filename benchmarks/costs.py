@@ -23,18 +23,17 @@ import psutil
 
 from benchmarks import workloads
 from benchmarks.conditions import publish
-from benchmarks.headroom import tracking
+from benchmarks.headroom import Tracker, tracking
 from benchmarks.trial import Trial, ready
 from tasks.engine import training
 from tasks.engine.device import detect
 from tasks.engine.memory import Meter
 from tasks.engine.phases import Phases
-from tasks.engine.readings import Log
 from tasks.engine.settings import override
 from tasks.engine.step import Watched
 
 PAIRS = 25
-# Seconds of a turn: what counts, and before it what does not: older news are still being sent.
+# Seconds of a turn: what counts, and before it what does not: it has to come to the first sending.
 COUNTED_S, BEFORE_S = 2.0, 1.0
 FLUSH_S = 0.8  # between two sendings: 2 in a run, too long for a turn here
 # Bars of a step without it over one with it.
@@ -42,7 +41,8 @@ TRACKING_BAR = 0.99
 ACCOUNTING_BARS = {"cpu": 0.98, "cuda": 0.99}
 NOTES = """
 - A turn is some epochs of one training, in which it is on or off, validation left out. Of tracking
-  the first second of a turn does not count: what was logged before is sent in it.
+  the first second of a turn does not count, which has nothing to send yet, and what is still to
+  be sent at the end of one is sent before the next.
 - tracking: a log point at each step. accounting: time and memory of every phase.
 - ratio: a step without it over one with it, the median over all neighbouring turns.
 """
@@ -97,7 +97,7 @@ def _report(pairs: int, scratch: Path) -> Iterator[str]:
 def _tracked(trial: Trial, uri: str, pairs: int, scratch: Path) -> tuple[list[float], str]:
     """Seconds of a step in each turn, and what the sending process took."""
     with tracking(uri, scratch / str(trial.steps), flush_s=FLUSH_S) as tracker:
-        logged = Switched(tracker.log)
+        logged = Switched(tracker)
         first = _turns(trial, logged, 1, Turns(2, 2), scratch, log_every=1)
         tracker.settle()  # its process is at its usual work from here on
         epoch_s = min(first) * trial.steps
@@ -118,8 +118,8 @@ def _tracked(trial: Trial, uri: str, pairs: int, scratch: Path) -> tuple[list[fl
 class Switched:
     """A log that can be switched off."""
 
-    def __init__(self, log: Log) -> None:
-        self._log = log
+    def __init__(self, tracker: Tracker) -> None:
+        self._log, self._settle = tracker.log, tracker.settle
         self._is_on = True
         self.metrics = 0  # logged so far
 
@@ -130,6 +130,7 @@ class Switched:
 
     def switch(self, on: bool) -> None:
         self._is_on = on
+        self._settle()  # between two turns: what is sent late belongs to none
 
     def around(self) -> AbstractContextManager[None]:
         return nullcontext()

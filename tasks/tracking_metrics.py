@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 
-Sample = tuple[str, float, int, int]  # name, value, unix ms, step
+from tasks.journal_lines import Sample
 
 API_BATCH = 1000  # metrics in one request: MLflow's limit
 LOCKED_S = 20.0  # to wait while another run writes; MLflow's own

@@ -9,25 +9,24 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any, TextIO
 
-import orjson
 from mlflow import MlflowClient
 from mlflow.entities import Param, RunTag
 
 from tasks import tracking_metrics, tracking_model
 from tasks.engine import report
 from tasks.engine.telemetry import Telemetry
+from tasks.journal_lines import Sample, batches, series
+from tasks.pace import Pace
 from tasks.surroundings import environment
-from tasks.tracking_metrics import Sample
 from tasks.where import Where, redacted
 
-BATCH = 10_000  # metrics between two savings of how far we are; other runs wait 0.1 s for one
+PIECE_BYTES = 2**16  # of the journal, where the training needs all cores: some 10 ms of one
 PARAMS = 100
 TAG_LIMIT = 7900  # characters; over 8,000 MLflow cuts, or refuses
 LOCK = "sending.lock"
@@ -59,15 +58,17 @@ class Sender:
     step: int = 0  # of the newest metric sent
     retry_at: float = 0.0
     wait_s: float = 1.0
+    pace: Pace = field(default_factory=Pace)
     held: TextIO | None = None  # the lock of the folder, while this process sends it
 
-    def flush(self) -> None:
-        """Send the metrics that are new. Raises what MLflow raises; nothing is lost then."""
+    def flush(self, *, most_bytes: float = math.inf) -> None:
+        """Send the metrics that are new, of so many bytes of the journal. Raises what MLflow
+        raises; nothing is lost then."""
         with suppress(FileNotFoundError), open(self.folder / "metrics.jsonl", "rb") as journal:
-            journal.seek(self.state.offset)
-            for batch, offset in _batches(journal.read(), self.state.offset):
-                self.step = batch[-1][-1]
-                self._send(batch)
+            for batch, offset in batches(journal, self.state.offset, most_bytes=most_bytes):
+                if batch:
+                    self.step = batch[-1][-1]
+                    self._send(batch)
                 self.state.offset = offset
                 self._keep()
         now_ms = int(time.time() * 1000)
@@ -83,11 +84,13 @@ class Sender:
         tracking_metrics.send(self.client, self.where.database, self.state.run_id, samples)
 
     def flush_patiently(self) -> None:
-        """Send, or try again later: the training must not notice that MLflow is away."""
-        if time.monotonic() < self.retry_at:
+        """Send, or try again later: the training must not notice that MLflow is away, nor that it
+        takes time."""
+        if time.monotonic() < self.retry_at or not self.pace.may_work():
             return
+        began = time.process_time()
         try:
-            self.flush()
+            self.flush(most_bytes=math.inf if self.pace.has_spare else PIECE_BYTES)
             self.wait_s = 1.0
         except Exception as error:  # of any store: sqlite's, the network's, the server's
             print(
@@ -95,6 +98,7 @@ class Sender:
             )
             self.retry_at = time.monotonic() + self.wait_s
             self.wait_s = min(30.0, 2 * self.wait_s)
+        self.pace.worked(time.process_time() - began)
 
     def close(self, run: dict[str, Any]) -> None:
         """Send all that is left and end the run. Raises what MLflow raises."""
@@ -150,46 +154,6 @@ class Sender:
         half = self.folder / "sent.json.new"
         half.write_text(json.dumps(vars(self.state)))
         half.rename(self.folder / "sent.json")
-
-
-def _batches(lines: bytes, offset: int) -> Iterator[tuple[list[Sample], int]]:
-    """Whole lines as batches, each with the offset behind it; half a line waits for its end."""
-    batch: list[Sample] = []
-    for line in lines.splitlines(keepends=True):
-        if not line.endswith(b"\n"):
-            break
-        entry = _decoded(line)
-        unix_ms, step = entry["t"], entry["step"]
-        if len(batch) >= BATCH:
-            yield batch, offset
-            batch = []
-        # MLflow would store an infinity as 1.797e308, a number that nobody measured.
-        batch += [(k, v, unix_ms, step) for k, v in entry["metrics"].items() if not math.isinf(v)]
-        offset += len(line)
-    if batch:
-        yield batch, offset
-
-
-def _decoded(line: bytes) -> dict[str, Any]:
-    """A line of the journal, by json.loads() only where it holds what is no number in JSON."""
-    try:
-        entry: dict[str, Any] = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        entry = json.loads(line)
-    return entry
-
-
-def series(journal: Path) -> dict[str, list[list[float]]]:
-    """What was logged, by name: [step, value, unix ms], in order."""
-    found: dict[str, list[list[float]]] = {}
-    with suppress(FileNotFoundError), open(journal, "rb") as lines:
-        for line in lines:
-            if not line.endswith(b"\n"):
-                break
-            entry = _decoded(line)
-            for key, value in entry["metrics"].items():
-                found.setdefault(key, []).append([entry["step"], value, entry["t"]])
-    return found
 
 
 def create(

@@ -1,0 +1,51 @@
+"""The sender of one run, in this process, on a real SQLite MLflow."""
+
+from pathlib import Path
+
+from mlflow import MlflowClient
+
+from tasks import tracking_run
+from tasks.journal import _line
+from tasks.pace import Pace
+from tasks.tracking_store import open_experiment
+from tasks.where import Where
+
+END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
+
+
+def test_a_training_that_needs_all_cores_is_sent_in_pieces_and_whole_at_its_end(
+    tmp_path: Path,
+) -> None:
+    where = Where(
+        tracking_uri=f"sqlite:///{tmp_path}/mlflow.db",
+        artifacts=str(tmp_path / "artifacts"),
+        runs=str(tmp_path / "runs"),
+    )
+    client, experiment_id = open_experiment(where)
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    sender = tracking_run.create(
+        client, where, experiment_id=experiment_id, folder=folder, name="n", params={}, tags={}
+    )
+    clock = [0.0]
+    sender.pace = Pace(now_s=lambda: clock[0], idle_s=lambda: 0.0)
+    lines = [_line({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 3001)]
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+
+    def sent() -> int:
+        return len(MlflowClient(where.tracking_uri).get_metric_history(run_id, "train/loss"))
+
+    run_id = sender.state.run_id
+    clock[0] = 1.0
+    sender.flush_patiently()
+    first = sent()
+    assert 0 < first < 3000 and sender.state.offset < tracking_run.PIECE_BYTES + 100
+    sender.flush_patiently()  # it rests
+    assert sent() == first
+    clock[0] = 1000.0
+    sender.flush_patiently()
+    assert first < sent() < 3000
+    sender.close(END)
+    assert sent() == 3000
+    assert sender.held is not None
+    sender.held.close()
