@@ -32,7 +32,7 @@ from tasks.engine.phases import Phases
 from tasks.engine.settings import override
 from tasks.engine.step import Watched
 
-PAIRS = 80
+PAIRS = 50
 # Seconds of a turn: what counts, and before it what does not: it has to come to the first sending.
 COUNTED_S, BEFORE_S = 0.5, 0.25
 FLUSH_S = 0.2  # between two sendings: 2 in a run, too long for a turn here

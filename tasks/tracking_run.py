@@ -26,7 +26,7 @@ from tasks.pace import Pace
 from tasks.surroundings import environment
 from tasks.where import Where, redacted
 
-PIECE_BYTES = 2**16  # of the journal, where the training needs all cores: some 10 ms of one
+PIECE_BYTES = 2**15  # of the journal, where the training needs all cores: some 5 ms of one
 PARAMS = 100
 TAG_LIMIT = 7900  # characters; over 8,000 MLflow cuts, or refuses
 LOCK = "sending.lock"
