@@ -24,6 +24,7 @@ import orjson
 from tasks.where import TrackingError, Where, redacted
 
 OPEN_S = 180.0  # the first use of a new database on a busy machine, with room to spare
+CLOSE_S = 120.0  # without a sign of it, beside the time for a store that is away
 
 _spare: list[subprocess.Popen[str]] = []
 
@@ -111,7 +112,8 @@ class Journal:
         with suppress(OSError):  # a full disk; it is for sending later, and also goes by the pipe
             (self.folder / "run.json").write_text(json.dumps(run, indent=1))
         self._tell({"do": "close", "run": dict(run)})
-        self._answer(self.where.give_up_s + 120)
+        while "sending" in self._answer(self.where.give_up_s + CLOSE_S):
+            pass  # there is much of it, and it goes on
 
     def _tell(self, what: dict[str, Any]) -> None:
         assert self._sender is not None and self._sender.stdin is not None, "not entered"

@@ -12,7 +12,9 @@ import os
 import select
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -51,7 +53,8 @@ class Redacting:
 class Session:
     """Instructions in, answers out, for one training process."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: Callable[[dict[str, Any]], None]) -> None:
+        self.answer = answer
         self.client: MlflowClient | None = None
         self.where: Where | None = None
         self.experiment_id = ""
@@ -106,6 +109,7 @@ class Session:
     def close(self, run: dict[str, Any]) -> None:
         """End the run, trying again until `give_up_s` have passed."""
         assert self.sender is not None and self.where is not None
+        self.sender.told_progress = partial(self.answer, {"sending": True})
         if self.system is not None:
             self.system.finish()
         until = time.monotonic() + self.where.give_up_s
@@ -130,8 +134,14 @@ class Session:
 
 def main() -> None:
     """Obey the training process until it closes its end of the pipe."""
-    answers, session, pending = os.fdopen(os.dup(1), "w", buffering=1), Session(), b""
+    answers, pending = os.fdopen(os.dup(1), "w", buffering=1), b""
     os.dup2(2, 1)  # what a library prints is not an answer
+
+    def tell(answer: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError):
+            print(json.dumps(answer), file=answers)
+
+    session = Session(tell)
     sys.stderr = cast(TextIO, Redacting(sys.stderr))
     while True:
         pause_s = session.where.flush_s if session.where is not None and session.is_swept else 0.05
@@ -148,8 +158,7 @@ def main() -> None:
             except Exception as error:  # whatever it is, the training process has to hear of it
                 answer = {"error": tracking_store.explained(error, session.where)}
             if answer is not None:
-                with suppress(BrokenPipeError):
-                    print(json.dumps(answer), file=answers)
+                tell(answer)
 
 
 def send_folder(folder: Path) -> int:

@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fcntl import LOCK_EX, LOCK_NB, flock
@@ -59,6 +60,7 @@ class Sender:
     retry_at: float = 0.0
     wait_s: float = 1.0
     pace: Pace = field(default_factory=Pace)
+    told_progress: Callable[[], None] = lambda: None  # who waits for the end hears of each batch
     held: TextIO | None = None  # the lock of the folder, while this process sends it
 
     def flush(self, *, most_bytes: float = math.inf) -> None:
@@ -71,6 +73,7 @@ class Sender:
                     self._send(batch)
                 self.state.offset = offset
                 self._keep()
+                self.told_progress()
         now_ms = int(time.time() * 1000)
         sample = self.telemetry.sample().items()
         if sample:

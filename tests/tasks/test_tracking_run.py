@@ -1,14 +1,17 @@
 """The sender of one run, in this process, on a real SQLite MLflow."""
 
+import threading
+import time
 from pathlib import Path
 
+import pytest
 from mlflow import MlflowClient
 
-from tasks import tracking_run
+from tasks import journal, journal_lines, tracking, tracking_run
 from tasks.journal import _line
 from tasks.pace import Pace
 from tasks.tracking_store import open_experiment
-from tasks.where import Where
+from tasks.where import TrackingError, Where
 
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
 
@@ -49,3 +52,43 @@ def test_a_training_that_needs_all_cores_is_sent_in_pieces_and_whole_at_its_end(
     assert sent() == 3000
     assert sender.held is not None
     sender.held.close()
+
+
+def test_whoever_waits_for_a_long_end_hears_that_it_goes_on(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(journal_lines, "BATCH", 10)
+    where = Where(
+        tracking_uri=f"sqlite:///{tmp_path}/mlflow.db",
+        artifacts=str(tmp_path / "artifacts"),
+        runs=str(tmp_path / "runs"),
+    )
+    heard: list[dict] = []
+    session = tracking.Session(heard.append)
+    session.obey({"do": "open", "where": where.model_dump()})
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    order = {"folder": str(folder), "name": "n", "params": {}, "tags": {"alike": ""}, "wanted": []}
+    session.obey({"do": "create", **order})
+    lines = [_line({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 36)]
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+    assert session.obey({"do": "close", "run": END}) == {"closed": True}
+    assert heard == [{"sending": True}] * 4
+    assert session.sender is not None and session.sender.held is not None
+    session.sender.held.close()
+
+
+def test_the_end_waits_while_there_are_signs_of_it(tmp_path: Path, monkeypatch) -> None:
+    where = Where(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", give_up_s=0.2)
+    monkeypatch.setattr(journal, "CLOSE_S", 0.1)
+    kept = journal.Journal(where, tmp_path)
+
+    def answers() -> None:
+        for answer in [{"sending": True}] * 4 + [{"closed": True}]:
+            time.sleep(0.15)  # longer than the time without a sign, all together
+            kept._answers.put(answer)
+
+    monkeypatch.setattr(kept, "_tell", lambda what: threading.Thread(target=answers).start())
+    kept.close(END)
+    assert kept._answers.empty()
+    monkeypatch.setattr(kept, "_tell", lambda what: None)
+    with pytest.raises(TrackingError, match="no answer within"):
+        kept.close(END)
