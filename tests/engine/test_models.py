@@ -5,7 +5,7 @@ import torch
 
 from tasks.engine import models
 
-_work = partial(models.check, task="classification")
+_check = partial(models.check, task="classification")
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,8 @@ _work = partial(models.check, task="classification")
 def test_a_model_maps_rows_to_outputs(name: str, shape: tuple[int, ...]) -> None:
     model = models.build(name, input_shape=shape, outputs=5, args={})
     assert model(torch.zeros(3, *shape)).shape == (3, 5)
-    assert _work(name, input_shape=shape, outputs=5, args={}) > 0
+    work, weights_bytes = _check(name, input_shape=shape, outputs=5, args={})
+    assert work > 0 and weights_bytes == 4 * sum(p.numel() for p in model.parameters())
 
 
 def test_mlp_takes_its_widths_and_dropout() -> None:
@@ -30,13 +31,14 @@ def test_a_model_larger_than_the_host_is_refused() -> None:
     with pytest.raises(
         models.ModelError, match="model.args: mlp .* needs more memory than this host"
     ):
-        _work("mlp", input_shape=(2**20,), outputs=2, args={"hidden": [2**20]})
+        _check("mlp", input_shape=(2**20,), outputs=2, args={"hidden": [2**20]})
 
 
-def test_checking_a_model_counts_its_multiply_adds() -> None:
-    work = _work("mlp", input_shape=(1, 8, 8), outputs=10, args={"hidden": [32]})
+def test_checking_a_model_counts_its_multiply_adds_and_its_bytes() -> None:
+    work, weights_bytes = _check("mlp", input_shape=(1, 8, 8), outputs=10, args={"hidden": [32]})
     assert work == 64 * 32 + 32 * 10
-    work = _work("cnn", input_shape=(3, 8, 8), outputs=10, args={"width": 4})
+    assert weights_bytes == 4 * (64 * 32 + 32 + 32 * 10 + 10)
+    work, _ = _check("cnn", input_shape=(3, 8, 8), outputs=10, args={"width": 4})
     stage_1, stage_2 = 64 * 9 * (3 * 4 + 4 * 4), 16 * 9 * 4 * 8
     assert work == stage_1 + stage_2 + 8 * 2 * 2 * 10
 
@@ -62,7 +64,7 @@ def test_checking_a_model_counts_its_multiply_adds() -> None:
 )
 def test_a_model_that_cannot_be_is_refused(name: str, args: dict, message: str) -> None:
     with pytest.raises(models.ModelError, match=message):
-        _work(name, input_shape=(7,), outputs=2, args=args)
+        _check(name, input_shape=(7,), outputs=2, args=args)
 
 
 def test_standardize_undoes_nothing_and_scales_each_feature() -> None:
