@@ -108,6 +108,7 @@ class Sender:
         try:
             self._send_the_rest(run)
         finally:
+            self.telemetry.close()
             # Whatever else went wrong, the run is over, and says how it ended.
             self.client.set_terminated(self.state.run_id, run["status"])
         self.state.closed = True

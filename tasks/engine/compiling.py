@@ -15,9 +15,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tasks.engine.graph import WARM_UP, GraphedStep, GraphError
-from tasks.engine.step import Outcome, Step, Steps, Watched
+from tasks.engine.step import Loss, Outcome, Step, Steps, Watched
 from tasks.engine.threads import ThreadedStep
 from tasks.engine.tree import shape_of
 from tasks.engine.units import seconds
@@ -269,20 +270,43 @@ def _warmed(step: Steps) -> Generator[Steps, float | None, float | None]:
     return (yield from _timed(step))
 
 
+class _Refused(RuntimeError):
+    """torch.compile itself said no: on a Python or a system that it is not made for."""
+
+
+class _Compiled:
+    """A step's compute, compiled when it is first called, so that a refusal is a step's."""
+
+    def __init__(self, compute: Loss, mode: str) -> None:
+        self._compute, self._mode = compute, mode
+        self._fast: Loss | None = None
+
+    def __call__(self, x: Any, y: Any) -> Tensor:
+        if self._fast is None:
+            try:
+                # Not dynamic: the last, shorter batch is taken plainly and leaves these kernels.
+                self._fast = torch.compile(
+                    self._compute.__call__,  # type: ignore[operator]
+                    mode=self._mode,
+                    dynamic=False,
+                )
+            except RuntimeError as error:
+                raise _Refused(_first_line(error)) from None
+        return self._fast(x, y)
+
+
 def _compiled(step: Step, mode: str) -> Step:
-    # Not dynamic: the last, shorter batch is taken plainly and leaves these kernels as they are.
-    compute = torch.compile(step.compute.__call__, mode=MODES[mode], dynamic=False)  # type: ignore[operator]
-    return replace(step, compute=compute)
+    return replace(step, compute=_Compiled(step.compute, MODES[mode]))
 
 
 def _untakeable() -> tuple[type[Exception], ...]:
     """What is raised for a model or a machine that can't be compiled, or a step not recorded."""
-    if "torch._dynamo" not in sys.modules:  # nothing was compiled: do not import it to ask
-        return (GraphError,)
+    if "torch._inductor" not in sys.modules:  # nothing was compiled: do not import it to ask
+        return GraphError, _Refused
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
-    return GraphError, TorchDynamoException, CppCompileError, InvalidCxxCompiler
+    return GraphError, _Refused, TorchDynamoException, CppCompileError, InvalidCxxCompiler
 
 
 def _first_line(error: BaseException) -> str:

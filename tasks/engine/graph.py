@@ -5,11 +5,13 @@ numbers. For CUDA and ROCm; other devices keep the plain step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from tasks.engine.memory import clear_frames
 from tasks.engine.step import Outcome, Step, Watched, total_norm
 
 WARM_UP = 3  # steps before recording, in which libraries and the optimizer make their state
@@ -21,20 +23,14 @@ class GraphError(RuntimeError):
 
 
 class GraphedStep:
-    """Replays `step`. The first steps are taken plainly, on a side stream; the next is recorded.
+    """Replays `step`. The first steps are taken plainly, the next is recorded.
 
     Batches of another shape, and steps whose phases are watched, are taken plainly.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        record: Record | None = None,
-        aside: Callable[[Callable[[], Outcome]], Outcome] | None = None,
-    ) -> None:
+    def __init__(self, step: Step, record: Record | None = None) -> None:
         self._step, self._optimizer = step, step.optimizer
         self._record = record or record_on_cuda
-        self._aside = aside or aside_on_cuda
         self._warm = 0
         self._replay: Callable[[], None] | None = None
         self._x, self._y = torch.empty(0), torch.empty(0)
@@ -45,7 +41,7 @@ class GraphedStep:
         if self._replay is None:
             if self._warm < WARM_UP:
                 self._warm += 1
-                return self._aside(lambda: self._step(x, y, norm=norm, watched=watched))
+                return self._step(x, y, norm=norm, watched=watched)
             self._replay = self._recorded(x, y)
         if watched is not Watched.NOT or x.shape != self._x.shape:
             return self._step(x, y, norm=norm, watched=watched)
@@ -81,21 +77,36 @@ class GraphedStep:
 
 
 def record_on_cuda(run: Callable[[], Outcome]) -> tuple[Callable[[], None], Outcome]:
-    """Record what `run` launches, without running it; replay() runs it and rewrites the outcome."""
-    graph = torch.cuda.CUDAGraph()
+    """Record what `run` launches, without running it; replay() runs it and rewrites the outcome.
+
+    On the stream of now, which must not be the default one: see own_stream().
+    """
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    stream = torch.cuda.current_stream()
+    failure = None
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             outcome = run()
     except RuntimeError as error:  # also where memory runs out: the plain step has its ways
-        raise GraphError(f"the step cannot be recorded as a graph: {error}") from None
+        clear_frames(error)
+        failure = str(error)
+    if failure is not None:
+        # A recording that failed keeps its pool for ever. A private name; see torch/cuda/graphs.py.
+        torch._C._cuda_releasePool(stream.device_index, pool)
+        raise GraphError(f"the step cannot be recorded as a graph: {failure}")
     return graph.replay, outcome
 
 
-def aside_on_cuda(run: Callable[[], Outcome]) -> Outcome:
-    """Run on a side stream, as recording asks of what comes before it; the current stream waits."""
-    here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-    aside.wait_stream(here)
-    with torch.cuda.stream(aside):
-        outcome = run()
-    here.wait_stream(aside)
-    return outcome
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """A stream for all of a training, which recording asks for; CUDA and ROCm only.
+
+    One for all: libraries keep a workspace for each stream and thread, 32 MiB on Hopper.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    inside = torch.cuda.Stream(device)
+    inside.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(inside):
+        yield

@@ -75,7 +75,7 @@ def release(
     before = known.before if known else {}
     found_bytes, is_clean = _first_look(device, before)
     before_bytes = max(found_bytes, held_bytes)
-    if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it costs 2 s
+    if _has_compiled():
         sys.modules["torch._dynamo"].reset()
     if not is_clean:  # garbage is seen by a look too; without any there is nothing to collect
         _collect(device, before)
@@ -98,6 +98,13 @@ def release(
         ok=leaked_bytes == 0,
         owners=_owners(leaks) if leaked_bytes else (),
     )
+
+
+def _has_compiled() -> bool:
+    """Whether this process compiled a model, or tried to. A forecast imports the compiler without
+    using it, and its reset would then import the rest: 704 modules on a CUDA build."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters["frames"])
 
 
 def _collect(device: torch.device, before: dict[int, int]) -> None:

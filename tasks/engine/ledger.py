@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Entry:
     ref: StorageWeakRef
     bytes: int
     born: int
-    line: str  # "model.py:12 forward", the Python line nearest to the operation outside PyTorch
+    line: str  # "model.py:12 forward": nearest to the operation outside PyTorch; "backward of ..."
     what: str  # "mm (128, 256) float32"
     phase: str = ""
     owner: str = REST
@@ -61,6 +62,7 @@ class Ledger(TorchDispatchMode):
         self._unphased: list[Entry] = []
         self._phases: list[tuple[int, str]] = []
         self._at_failure: list[Entry] = []
+        self._lines: dict[int, str] = {}  # by the number of the autograd node that a line made
         self._allocated = 0  # what has died since the last sweep included
         self.peak_bytes = 0  # since reset_peak()
         self.step_peak_bytes = 0
@@ -105,6 +107,7 @@ class Ledger(TorchDispatchMode):
         """Forget what died before: a step's peak is looked for from here on."""
         self.step_peak_bytes = self.allocated_bytes
         self._gone, self._unphased, self._phases, self._at_failure = [], [], [], []
+        self._lines = {}
         self._step_peak_at = self._step_from = self._allocations
 
     def end_phase(self, name: str) -> None:
@@ -185,11 +188,25 @@ class Ledger(TorchDispatchMode):
         if refusal is not None:
             del out, made  # the error's frames must not keep what did not fit
             raise refusal
-        if made:
-            line = _line()
-            for tensor in made:
-                self._entry(tensor, line=line, what=_described(func, tensor))
+        line = self._line(is_needed=bool(made))
+        for tensor in made:
+            self._entry(tensor, line=line, what=_described(func, tensor))
         return out
+
+    def _line(self, *, is_needed: bool) -> str:
+        """The Python line of an operation; in a backward, which runs in a thread of C++ on a GPU,
+        that of the forward operation whose gradient it computes."""
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        if node is not None:
+            forward = self._lines.get(node._sequence_nr(), "")
+            return f"backward of {forward}" if forward else node.name()
+        # Of an operation that will be differentiated the node was made just before it runs.
+        number = torch.autograd._get_sequence_nr() - 1
+        if not is_needed and number in self._lines:
+            return ""
+        line = _python_line()
+        self._lines.setdefault(number, line)
+        return line
 
     def _refusal(self, made: list[Tensor]) -> torch.OutOfMemoryError | None:
         """The error, where these would lie above the limit."""
@@ -265,14 +282,14 @@ def _tensors(out: Any) -> Iterator[Tensor]:
             yield from _tensors(one)
 
 
-def _line() -> str:
-    """The nearest Python line outside PyTorch and this file."""
-    frame = sys._getframe(2)
+def _python_line() -> str:
+    """The nearest Python line outside PyTorch and this file; empty where there is none."""
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_TORCH) and name != __file__ and not name.startswith("<"):
             return f"{os.path.basename(name)}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
 
 

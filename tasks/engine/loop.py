@@ -82,6 +82,7 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
         model.train()
         order = row_order(len(train), seed=plan.seed, epoch=epoch)
         t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
+        readings.begin()
         for x, y in train.shuffled(plan.batch_size, order, t.phases.mark):
             t.optimizer.set_lr(t.rate(step))
             step += 1

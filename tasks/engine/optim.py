@@ -31,6 +31,11 @@ class Optimizer:
         else:
             self.lr = lr
 
+    def forget_scale(self) -> None:
+        """Drop what a GradScaler has set for one step."""
+        self.__dict__.pop("grad_scale", None)
+        self.__dict__.pop("found_inf", None)
+
     def zero_grad(self) -> None:
         for p in self.params:
             p.grad = None

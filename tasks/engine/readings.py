@@ -45,6 +45,7 @@ class _Packed:
     first_step: int
     losses: int
     points: list[_Point]
+    began: Any  # where the window's first step began
     timed: tuple[int, int]  # steps and rows that the speed counts
     epoch: int
 
@@ -69,12 +70,17 @@ class Readings:
         self._norms: list[Tensor] = []
         self._points: list[_Point] = []
         self._timed = (0, 0)  # steps and rows since the last reading
+        self._began: Any = None
         self._step = 0
         self._on_its_way: _Packed | None = None
         self._read_s = perf_counter()  # when the host last read
         self._speed_from = (0.0, 0, 0)  # seconds of steps, steps and rows since the last speed
         self._open: list[float] = []  # losses read since the last log point
         self._last_good: tuple[int, float] | None = None
+
+    def begin(self) -> None:
+        """Steps begin here, after something else."""
+        self._began = self._mark()
 
     def add(self, outcome: Outcome, *, rows: int) -> None:
         """One more step was taken."""
@@ -114,18 +120,34 @@ class Readings:
     def restart(self) -> None:
         """The first step, which holds warm-up and compilation, counts for no speed."""
         self._timed = (0, 0)
+        self.begin()
+
+    def _mark(self) -> Any:
+        """A timed event where the device is now; nothing on a CPU, whose clock is the host's."""
+        if self._device.type == "cpu":
+            return None
+        event = new_event(self._device, timed=True)
+        event.record()
+        return event
 
     def _pack(self, epoch: int) -> _Packed | None:
         if not self._losses:
             return None
         scalars = [scalar.float() for scalar in (*self._losses, *self._norms)]
         values = torch.stack(scalars).to("cpu", non_blocking=True)  # pinned, where it can be
-        ready = None
-        if self._device.type != "cpu":
-            ready = new_event(self._device)
-            ready.record()
+        ready = self._mark()
         first = self._step - len(self._losses) + 1
-        packed = _Packed(values, ready, first, len(self._losses), self._points, self._timed, epoch)
+        packed = _Packed(
+            values,
+            ready,
+            first,
+            len(self._losses),
+            self._points,
+            self._began,
+            self._timed,
+            epoch,
+        )
+        self._began = ready
         self._losses, self._norms, self._points, self._timed = [], [], [], (0, 0)
         return packed
 
@@ -135,6 +157,9 @@ class Readings:
         if packed.ready is not None:
             packed.ready.synchronize()
         step_s = self._watch.lap("steps")
+        if packed.ready is not None:
+            # A reading comes one window late: the host's time would be that of another window.
+            step_s = packed.began.elapsed_time(packed.ready) / 1000
         before_s, steps, rows = self._speed_from
         self._speed_from = before_s + step_s, steps + packed.timed[0], rows + packed.timed[1]
         values = packed.values.tolist()

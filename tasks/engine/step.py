@@ -57,7 +57,10 @@ class Step:
 
     def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> Outcome:
         loss = self.micro.fit(self.gradients, (x, y))
-        grad_norm = self._grad_norm(norm)
+        grad_norm = None
+        if norm or self.clip_norm is not None:
+            self.micro.again(self._unscale)
+            grad_norm = self.micro.again(self._grad_norm)
         self.micro.again(self._update)
         self.mark("optimizer")
         return Outcome(loss, grad_norm)
@@ -81,20 +84,29 @@ class Step:
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def recordable(self) -> Step:
-        """The same step at the size of now, without the ways out that a recording can't hold."""
-        return replace(self, micro=Fixed(self.micro.rows))
+        """The same step at the size of now, without what a recording can't hold: other ways out,
+        and events of a clock."""
+        return replace(self, micro=Fixed(self.micro.rows), mark=_unmarked)
 
     def _update(self) -> None:
-        self.scaler.step(self.optimizer)  # type: ignore[arg-type] # fused, see optim.py
+        try:
+            self.scaler.step(self.optimizer)  # type: ignore[arg-type] # fused, see optim.py
+        finally:
+            # Left behind by a step that failed, they would be multiplied into the next one's.
+            self.optimizer.forget_scale()
         self.scaler.update()
 
-    def _grad_norm(self, asked: bool) -> Tensor | None:
-        if self.clip_norm is None and not asked:
-            return None
+    def _unscale(self) -> None:
         self.scaler.unscale_(self.optimizer)  # type: ignore[arg-type]
+
+    def _grad_norm(self) -> Tensor:
         if self.clip_norm is None:
             return total_norm(self.optimizer)
         return nn.utils.clip_grad_norm_(self.optimizer.params, self.clip_norm)
+
+
+def _unmarked(phase: str) -> None:
+    pass
 
 
 def total_norm(optimizer: Optimizer) -> Tensor:

@@ -24,6 +24,7 @@ class Telemetry:
     def __init__(self, uuid: str | None, nvml: Any = None) -> None:
         self._nvml = nvml
         self._handle: Any = None
+        self._is_open = False
         self._energy_before_mj: float | None = None
         if uuid is not None:
             self._open(uuid)
@@ -44,6 +45,13 @@ class Telemetry:
         }
         return {name: float(value) for name, value in found.items() if value is not None}
 
+    def close(self) -> None:
+        """Let go of the driver; samples are empty from here on."""
+        self._handle = None
+        if self._is_open:
+            self._is_open = False
+            self._nvml.nvmlShutdown()
+
     def _open(self, uuid: str) -> None:
         if self._nvml is None:
             try:
@@ -54,9 +62,13 @@ class Telemetry:
         full = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
         try:
             self._nvml.nvmlInit()
+        except self._nvml.NVMLError:
+            return  # no driver here
+        self._is_open = True
+        try:
             self._handle = self._nvml.nvmlDeviceGetHandleByUUID(full)
         except self._nvml.NVMLError:
-            self._handle = None  # no driver here, or not its GPU: nothing is known
+            self.close()  # not its GPU: nothing is known
 
     def _ask(self, question: Callable[[], float]) -> float | None:
         try:

@@ -17,6 +17,7 @@ from tasks.engine.config import RunConfig
 from tasks.engine.device import resolve_precision
 from tasks.engine.facts import DataFacts, DeviceFacts, TrainFacts
 from tasks.engine.feeding import example, fed
+from tasks.engine.graph import own_stream
 from tasks.engine.keeping import keep
 from tasks.engine.limits import limited
 from tasks.engine.loop import Tools, batch_of, fit
@@ -114,6 +115,7 @@ def _train(
         )
         if facts.index is not None and device.type != "cpu":
             stack.enter_context(torch.accelerator.device_index(facts.index))
+        stack.enter_context(own_stream(device))
         peak = peak_of(facts, precision, task=data.task)
         admission = admit(
             config,

@@ -77,7 +77,7 @@ def test_replayed_steps_train_as_plain_ones(clip_norm, micro_rows, watched) -> N
     inner = _step(clip_norm=clip_norm, micro_rows=micro_rows)
     recorder = _Recorder()
     recorder.clips = clip_norm is not None
-    graphed = GraphedStep(inner, record=recorder, aside=lambda run: run())
+    graphed = GraphedStep(inner, record=recorder)
     assert _losses(graphed, inner.optimizer, watched=watched) == pytest.approx(expected, rel=1e-6)
     whole_batches = 12 - WARM_UP - sum(i >= WARM_UP for i in watched)
     assert recorder.replays == whole_batches
@@ -87,7 +87,7 @@ def test_replayed_steps_train_as_plain_ones(clip_norm, micro_rows, watched) -> N
 
 def test_what_a_replay_returns_is_kept_from_the_next_replay() -> None:
     inner = _step()
-    graphed = GraphedStep(inner, record=_Recorder(), aside=lambda run: run())
+    graphed = GraphedStep(inner, record=_Recorder())
     kept = [graphed(x, y, norm=False, watched=Watched.NOT).loss for x, y in _batches()]
     assert len({loss.item() for loss in kept}) == len(kept)
 
@@ -96,7 +96,7 @@ def test_clipped_replays_tell_the_norm_before_clipping() -> None:
     plain, inner = _step(clip_norm=0.01), _step(clip_norm=0.01)
     recorder = _Recorder()
     recorder.clips = True
-    graphed = GraphedStep(inner, record=recorder, aside=lambda run: run())
+    graphed = GraphedStep(inner, record=recorder)
     for x, y in _batches():
         expected = plain(x, y, norm=True, watched=Watched.NOT).grad_norm
         torch.testing.assert_close(

@@ -19,8 +19,13 @@ class _Event:
     """A device's event; synchronize() is the wait that the loop must not make too early."""
 
     waits = 0
+    now_ms = 0.0  # the device's own time
 
-    def record(self) -> None: ...
+    def record(self) -> None:
+        self.at_ms = _Event.now_ms
+
+    def elapsed_time(self, end: "_Event") -> float:
+        return end.at_ms - self.at_ms
 
     def synchronize(self) -> None:
         _Event.waits += 1
@@ -29,9 +34,9 @@ class _Event:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Readings of a device that works on its own, and what they logged."""
-    monkeypatch.setattr(readings, "new_event", lambda device: _Event())
+    monkeypatch.setattr(readings, "new_event", lambda device, timed: _Event())
     monkeypatch.setattr(readings, "READ_EVERY_S", 0.0)
-    _Event.waits = 0
+    _Event.waits, _Event.now_ms = 0, 0.0
     logged: list[tuple[int, dict[str, float]]] = []
     made = Readings(
         torch.device("cuda"),
@@ -41,10 +46,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         speeds=lambda per_s: {"speed/tokens_per_s": 2 * per_s},
         log=lambda metrics, step: logged.append((step, metrics)),
     )
+    made.begin()
     return made, logged
 
 
 def _step(made: Readings, loss: float, *, norm: float | None = None) -> Outcome:
+    _Event.now_ms += 10
     outcome = Outcome(torch.tensor(loss), None if norm is None else torch.tensor(norm))
     made.add(outcome, rows=4)
     return outcome
@@ -80,6 +87,20 @@ def test_the_first_step_counts_for_no_speed(made) -> None:
     made.point(outcome, 0)
     made.drain(0)
     assert "speed/samples_per_s" not in logged[0][1]
+
+
+def test_each_window_has_the_speed_of_its_own_steps_by_the_devices_clock(made) -> None:
+    """Two windows read back to back at an epoch's end: the second was told 13,000 times its speed,
+    having no time left of the host's."""
+    made, logged = made
+    made.point(_step(made, 1.0), 0)
+    made.point(_step(made, 1.0), 0)
+    made.drain(0)
+    _Event.now_ms += 5000  # an evaluation
+    made.begin()
+    made.point(_step(made, 1.0), 1)
+    made.drain(1)
+    assert [m["speed/samples_per_s"] for _, m in logged] == pytest.approx([400, 400, 400])
 
 
 def test_a_bad_loss_is_found_one_reading_late_and_nothing_after_it_is_logged(made) -> None:

@@ -16,6 +16,7 @@ class Driver:
 
     def __init__(self, *, mute: tuple[str, ...] = (), reasons: int = 0) -> None:
         self.mute, self.reasons, self.energy_mj = mute, reasons, 5_000_000
+        self.opened = 0
 
     def __getattr__(self, name: str):
         if name.startswith("nvmlClocks"):
@@ -23,7 +24,8 @@ class Driver:
         if name in self.mute:
             return self._refuse
         return {
-            "nvmlInit": lambda: None,
+            "nvmlInit": lambda: setattr(self, "opened", self.opened + 1),
+            "nvmlShutdown": lambda: setattr(self, "opened", self.opened - 1),
             "nvmlDeviceGetHandleByUUID": self._handle,
             "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=83),
             "nvmlDeviceGetPowerUsage": lambda gpu: 412_500,
@@ -74,6 +76,16 @@ def test_what_the_driver_does_not_tell_is_absent() -> None:
     driver = Driver(mute=("nvmlDeviceGetPowerUsage", "nvmlDeviceGetTotalEnergyConsumption"))
     found = Telemetry(UUID, driver).sample()
     assert set(found) == {"gpu/utilization_pct", "gpu/temperature_c", "gpu/throttled"}
+
+
+@pytest.mark.parametrize("uuid", [UUID, "GPU-of-another"])
+def test_the_driver_is_let_go_of_at_the_end_and_where_it_has_no_such_gpu(uuid: str) -> None:
+    driver = Driver()
+    telemetry = Telemetry(uuid, driver)
+    assert driver.opened == (uuid == UUID)
+    telemetry.close()
+    telemetry.close()
+    assert driver.opened == 0 and telemetry.sample() == {}
 
 
 def test_without_a_gpu_there_is_nothing_to_tell() -> None:
