@@ -196,7 +196,7 @@ class Ledger(TorchDispatchMode):
     def _line(self, *, is_needed: bool) -> str:
         """The Python line of an operation; in a backward, which runs in a thread of C++ on a GPU,
         that of the forward operation whose gradient it computes."""
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        node = torch._C._current_autograd_node()
         if node is not None:
             forward = self._lines.get(node._sequence_nr(), "")
             return f"backward of {forward}" if forward else node.name()
