@@ -9,6 +9,7 @@ from typing import Any
 
 from tasks import room
 from tasks.engine import training
+from tasks.engine.assembly import steps_of
 from tasks.engine.config import RunConfig
 from tasks.engine.data import check as check_data
 from tasks.engine.device import DeviceError
@@ -41,7 +42,7 @@ def check_fit(config: RunConfig, data: DataFacts) -> None:
     Raises ModelError, ConfigError or TrackingError.
     """
     weights_bytes = training.check(config, data).weights_bytes
-    log_points = training.steps_of(config, data) // config.train.log_every
+    log_points = steps_of(config, data) // config.train.log_every
     if config.train.patience:  # as many epochs as it will take at least
         log_points = min(log_points, log_points * config.train.patience // config.train.epochs)
     room.check(where(), weights_bytes=weights_bytes, log_points=log_points)

@@ -20,6 +20,7 @@ from uuid import uuid4
 
 import psutil
 
+from tasks.engine.assembly import steps_of
 from tasks.engine.config import RunConfig
 from tasks.engine.facts import DataFacts, DeviceFacts, ReleaseFacts, TrainFacts
 from tasks.engine.memory import MIB, chain
@@ -27,7 +28,6 @@ from tasks.engine.oom_files import OutOfMemory
 from tasks.engine.past import WANTED, Past, alike
 from tasks.engine.settings_file import to_yaml
 from tasks.engine.timing import Stopwatch
-from tasks.engine.training import steps_of
 from tasks.journal import Journal
 from tasks.progress import Progress
 from tasks.release_memory import LeakError

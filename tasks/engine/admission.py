@@ -39,6 +39,8 @@ class Admission:
     source: str  # history or dry step; empty where nobody had to know
     micro_batch: int  # rows to start with
     reason: str  # one sentence
+    told: Forecast | None = None  # of a dry step
+    fits_graph: bool = True  # whether a recorded step finds room too, as far as is known
 
 
 def admit(
@@ -48,6 +50,7 @@ def admit(
     *,
     past_peak_bytes: float | None,
     past_micro_batch: int | None,
+    past_reserved_bytes: float | None = None,
     free: Callable[[], int | None] | None = None,
     nvml: Callable[[], Nvml] = look_nvml,
     now: Callable[[], float] = time.monotonic,
@@ -55,13 +58,14 @@ def admit(
 ) -> Admission:
     """What the training may start with, at the latest after memory.wait_s.
 
-    past_*: of finished runs alike, the peak and the micro-batch that fitted; None where there are
-    none. Raises DeviceError where not even one row at a time fits.
+    past_*: of finished runs alike, what tensors held and the allocator reserved at most, and the
+    micro-batch that fitted; None where there are none. Raises DeviceError where not even one row
+    at a time fits.
     """
     rows = min(asked_micro_batch(config), past_micro_batch or config.train.batch_size)
     if device.kind == "cpu" and config.memory.limit_mib is None:
         return Admission(None, "", rows, "a cpu without memory.limit_mib gives what it has")
-    asked = _Asked(config, data, device, rows, past_peak_bytes)
+    asked = _Asked(config, data, device, rows, past_peak_bytes, past_reserved_bytes)
     untold = asked.untold()
     if untold is not None:
         return Admission(None, "", rows, untold)
@@ -99,9 +103,11 @@ class _Asked:
         device: DeviceFacts,
         rows: int,
         past_peak_bytes: float | None,
+        past_reserved_bytes: float | None,
     ) -> None:
         self._config, self._data, self._device = config, data, device
         self._rows, self._past_peak_bytes = rows, past_peak_bytes
+        self._past_needed_bytes = past_reserved_bytes or past_peak_bytes
         self._forecasts: dict[int, Forecast] = {}
         self._limit_bytes = room_bytes(config, None)
         self.most_bytes = room_bytes(config, device.total_bytes)
@@ -124,7 +130,7 @@ class _Asked:
 
     def refuse_hopeless_limit(self) -> None:
         """Raises DeviceError for a limit that not even the parameters fit in."""
-        known_bytes = self._past_peak_bytes or math.inf
+        known_bytes = self._past_needed_bytes or math.inf
         if known_bytes <= self._limit_bytes:
             return
         least_bytes = self.forecast(self._rows).parameter_bytes
@@ -138,27 +144,23 @@ class _Asked:
     def fitting(self, room: float) -> Admission | None:
         """What fits in the room; None where nothing does."""
         past_bytes = self._past_peak_bytes
-        if past_bytes is not None:
-            needed_bytes, predicted_bytes, source = past_bytes, past_bytes, "history"
-        else:
-            told = self.forecast(self._rows)
-            needed_bytes, predicted_bytes = told.needed_bytes, told.peak_bytes
-            source = "dry step"
-        if needed_bytes <= room:
-            reason = f"{_size(predicted_bytes)} by {_SOURCES[source]}{self._of(room)}"
-            return Admission(predicted_bytes, source, self._rows, reason)
-        rows = self._rows
-        while rows > 1:
+        if past_bytes is not None and (self._past_needed_bytes or 0) <= room:
+            reason = f"{_size(past_bytes)} by what runs alike have taken{self._of(room)}"
+            return Admission(past_bytes, "history", self._rows, reason)
+        whole, rows = self.forecast(self._rows), self._rows
+        while self.forecast(rows).needed_bytes > room:
+            if rows == 1:
+                return None
             rows = math.ceil(rows / 2)
-            told = self.forecast(rows)
-            if told.needed_bytes <= room:
-                reason = (
-                    f"starts with micro-batches of {rows} rows, {_size(told.peak_bytes)} by a dry "
-                    f"step{self._of(room)}, where {self._rows} would need "
-                    f"{_size(needed_bytes)}"
-                )
-                return Admission(told.peak_bytes, "dry step", rows, reason)
-        return None
+        told = self.forecast(rows)
+        reason = f"{_size(told.peak_bytes)} by a dry step{self._of(room)}"
+        if rows < self._rows:
+            reason = (
+                f"starts with micro-batches of {rows} rows, {reason}, where {self._rows} would "
+                f"need {_size(whole.needed_bytes)}"
+            )
+        fits_graph = told.graphed is None or told.graphed.needed_bytes <= room
+        return Admission(told.peak_bytes, "dry step", rows, reason, told, fits_graph)
 
     def refusal(self, room: float, found: tuple[Holder, ...]) -> str:
         """Why the training can't be had; starts with the setting at fault."""
@@ -186,9 +188,6 @@ class _Asked:
         if math.isinf(room):
             return f"; {self._device.name} does not tell what is free"
         return f", of {_size(room)} that {self._device.name} has for it"
-
-
-_SOURCES = {"history": "what runs alike have taken", "dry step": "a dry step"}
 
 
 def _size(size_bytes: float) -> str:

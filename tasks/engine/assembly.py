@@ -4,6 +4,7 @@ training, a forecast and a benchmark. It refuses nothing: what does not fit was 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -35,6 +36,12 @@ def settled(config: RunConfig, data: DataFacts) -> RunConfig:
         }
     )
     return config.model_copy(update={"train": train})
+
+
+def steps_of(config: RunConfig, data: DataFacts) -> int:
+    """Optimizer steps of all epochs; patience may end it earlier."""
+    batch_rows = data.batch_rows or config.train.batch_size
+    return config.train.epochs * math.ceil(data.train_rows / batch_rows)
 
 
 def model_of(config: RunConfig, data: DataFacts, device: torch.device) -> nn.Module:

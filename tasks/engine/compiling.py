@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tasks.engine.config import RunConfig
+from tasks.engine.facts import DeviceFacts
 from tasks.engine.graph import WARM_UP, GraphedStep, GraphError
+from tasks.engine.section import is_import
 from tasks.engine.step import Loss, Outcome, Step, Steps, Watched
 from tasks.engine.threads import ThreadedStep
 from tasks.engine.tree import shape_of
@@ -36,6 +39,9 @@ TRIAL_SHARE = 0.05
 # second set of activations.
 GRAPH_BELOW_S = 0.01
 MODES = {"default": "default", "max": "max-autotune-no-cudagraphs"}
+
+# Steps that a run has to have left for a trial of replaying; see TunedStep._by_measure.
+REPLAY_TRIED_ABOVE = 10 * TIMED
 
 # Gives the step to take next and is sent the seconds it took, or None where it could not be taken.
 Script = Generator[Steps, float | None, None]
@@ -95,6 +101,7 @@ class TunedStep:
         self._threads = threads
         self._shape: Any = None  # of whole batches: only these are tried and compiled
         self._best: Steps = step
+        self._graphed: list[GraphedStep] = []
         self.verdict = {
             "off": Verdict("no", "train.compile is off"),
             "auto": Verdict("no", "the run is too short to measure its steps"),
@@ -112,6 +119,11 @@ class TunedStep:
         if self._script is None:
             return self._best(x, y, norm=norm, watched=watched)
         return self._try(x, y, norm=norm, watched=watched)
+
+    @property
+    def has_recorded(self) -> bool:
+        """Whether a step was recorded as a graph, also where it was no faster."""
+        return any(graphed.is_recorded for graphed in self._graphed)
 
     def _next(self, took_s: float | None) -> None:
         """Go on with the trials; where they are over, the best stays."""
@@ -174,8 +186,8 @@ class TunedStep:
         plain_s = (yield from _timed(self._plain)) or 0.0
         best: Steps = self._plain
         best_s, name = plain_s, "no"
-        if self._graphs and plain_s < GRAPH_BELOW_S and self._left > 10 * TIMED:
-            graphed = GraphedStep(self._plain)
+        if self._graphs and plain_s < GRAPH_BELOW_S and self._left > REPLAY_TRIED_ABOVE:
+            graphed = self._graph(self._plain)
             graphed_s = yield from _warmed(graphed)
             if graphed_s is not None and graphed_s < best_s:
                 best, best_s, name = graphed, graphed_s, "graph"
@@ -190,7 +202,7 @@ class TunedStep:
         compiled = _compiled(self._plain, "default")
         fast: Steps = compiled
         if name == "graph":
-            fast = GraphedStep(compiled)
+            fast = self._graph(compiled)
         first_s = yield compiled
         compiled_s = yield from _warmed(fast)
         if first_s is None or compiled_s is None:
@@ -212,7 +224,7 @@ class TunedStep:
         best: Steps = compiled
         name = self._mode
         if self._graphs and best_s is not None and best_s < GRAPH_BELOW_S:
-            graphed = GraphedStep(compiled)
+            graphed = self._graph(compiled)
             graphed_s = yield from _warmed(graphed)
             if graphed_s is not None and graphed_s < best_s:
                 best, best_s, name = graphed, graphed_s, f"{name}+graph"
@@ -243,8 +255,29 @@ class TunedStep:
             return "there is no C++ compiler here"
         return ""
 
+    def _graph(self, step: Step) -> GraphedStep:
+        self._graphed.append(GraphedStep(step))
+        return self._graphed[-1]
+
     def _settle(self, best: Steps, verdict: Verdict) -> None:
         self._best, self.verdict = best, verdict
+
+
+def may_replay(config: RunConfig, device: DeviceFacts, precision: str, *, steps: int) -> bool:
+    """Whether this training may replay its steps from a graph; if they are short enough, it does.
+
+    precision: as resolved for the device; steps: of the whole run.
+    """
+    # A scaler decides on the host whether to step, and a forward of the user's own may decide
+    # anything there; what was decided must not be replayed.
+    if (
+        device.kind not in ("cuda", "rocm")
+        or precision == "fp16"
+        or is_import(config.model.name)
+        or config.train.compile == "off"
+    ):
+        return False
+    return config.train.compile != "auto" or steps > WARM_UP + TIMED + REPLAY_TRIED_ABOVE
 
 
 def _timed(step: Steps) -> Generator[Steps, float | None, float | None]:

@@ -1,30 +1,36 @@
 """How much device memory a training will take, told before it takes any: two steps of the real
 model with the real optimizer and one evaluation batch, on tensors that have shapes and no bytes,
-counted by the ledger that counts a training. It refuses nothing, computes nothing and draws no
-random number; of what libraries take for themselves it knows cuBLAS's workspaces alone.
+counted by the ledger that counts a training; where steps may be replayed, a recorded one too. What
+a caching allocator reserves for them follows from its rules; see pool.py. It refuses nothing,
+computes nothing and draws no random number; of what libraries take for themselves it knows cuBLAS's
+workspaces alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tasks.engine import assembly, models, own_model, tree
+from tasks.engine.compiling import may_replay
 from tasks.engine.config import RunConfig
 from tasks.engine.device import resolve_precision
 from tasks.engine.evaluation import eval_rows
 from tasks.engine.facts import DataFacts, DeviceFacts
 from tasks.engine.forecast_rows import Loader, Rows, fed
 from tasks.engine.imports import told_of
-from tasks.engine.ledger import MIB, Ledger
-from tasks.engine.limits import BLOCK_BYTES, room_bytes
+from tasks.engine.ledger import LIBRARIES, MIB, Ledger
+from tasks.engine.limits import room_bytes
 from tasks.engine.losses import loss_of
 from tasks.engine.oom import Fixed
+from tasks.engine.pool import BLOCK_BYTES, Empty, Event, Pool, Take, least_room
+from tasks.engine.reductions import scratch_of
 from tasks.engine.section import is_import
 from tasks.engine.step import Step, Watched
 
@@ -33,7 +39,10 @@ from tasks.engine.step import Step, Watched
 HOPPER = 9
 WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES = int(8.125 * MIB), 32 * MIB
 THREADS = 2
-EVALUATION = "eval"
+SETUP, EVALUATION = "setup", "eval"
+# Where a thread multiplies its first matrices: after the set-up, and after the first forward pass.
+WORKSPACES_AFTER = {SETUP: -1, "forward": -2}
+POOLED = ("cuda", "rocm", "xpu")  # whose allocators cache as pool.py tells
 
 
 @dataclass(frozen=True)
@@ -41,16 +50,16 @@ class Forecast:
     """Bytes that tensors will take on the device where a training holds most."""
 
     peak_bytes: int
+    reserved_bytes: int | None  # the most that the allocator will hold; None where there is none
+    # What has to fit: all but the evaluation, which takes its batches in smaller parts. Below
+    # reserved_bytes, since an allocator that runs into a limit gives back what it caches.
+    needed_bytes: int
     phase: str  # where the peak lies
     owners: Mapping[str, int]  # bytes there
     phases: Mapping[str, int]  # the most of each
     parameter_bytes: int
     micro_batch: int  # rows
-
-    @property
-    def needed_bytes(self) -> int:
-        """What has to fit: all but the evaluation, which takes its batches in smaller parts."""
-        return max(most for phase, most in self.phases.items() if phase != EVALUATION)
+    graphed: Forecast | None = None  # the same with steps replayed from a graph, where they may be
 
 
 class Unforeseeable(ValueError):
@@ -80,7 +89,7 @@ def forecast(
     untold = None
     try:
         with FakeTensorMode(allow_non_fake_inputs=own is not None):
-            peaks, parameter_bytes = _dry_run(config, data, device, rows, own)
+            dry = _dry_run(config, data, device, rows, own)
     except Exception as error:
         if own is None:
             raise
@@ -90,11 +99,38 @@ def forecast(
             f"model.name: what {config.model.name} will take cannot be told beforehand ({untold}); "
             "its forward needs the values of its inputs"
         )
-    libraries_bytes = _libraries_bytes(device)
-    phases = {phase: most + libraries_bytes for phase, most in peaks.phases.items()}
+    told = _told(dry.plain, dry.parameter_bytes, device, rows)
+    if dry.graphed is None:
+        return told
+    return replace(told, graphed=_told(dry.graphed, dry.parameter_bytes, device, rows))
+
+
+def _told(peaks: _Peaks, parameter_bytes: int, device: DeviceFacts, rows: int) -> Forecast:
+    libraries_bytes = THREADS * _workspace_bytes(device)
+    phases = {
+        phase: most + (0 if phase == SETUP else libraries_bytes)
+        for phase, most in peaks.phases.items()
+    }
     phase = max(phases, key=lambda name: phases[name])
-    owners = peaks.owners | ({"libraries": libraries_bytes} if libraries_bytes else {})
-    return Forecast(phases[phase], phase, owners, phases, parameter_bytes, rows)
+    owners = dict(peaks.owners)
+    if libraries_bytes:
+        owners[LIBRARIES] = owners.get(LIBRARIES, 0) + libraries_bytes
+    needed_bytes = max(most for phase, most in phases.items() if phase != EVALUATION)
+    reserved_bytes = None
+    if device.kind in POOLED:
+        reserved_bytes = Pool().follow(peaks.events).peak_reserved
+        without = peaks.events[: peaks.training]
+        needed_bytes = least_room(without, up_to=Pool().follow(without).peak_reserved)
+    return Forecast(
+        phases[phase],
+        reserved_bytes,
+        needed_bytes,
+        phase,
+        owners,
+        phases,
+        parameter_bytes,
+        rows,
+    )
 
 
 def largest_micro_batch(
@@ -109,11 +145,24 @@ def largest_micro_batch(
     return rows
 
 
+@dataclass(frozen=True)
+class _Dry:
+    """What a dry run has told."""
+
+    parameter_bytes: int
+    plain: _Peaks
+    graphed: _Peaks | None = None
+
+
 @dataclass
 class _Peaks:
-    """Follows the ledger: the most of each phase, and the owners at the most of all."""
+    """Follows the ledger: the most of each phase, the owners at the most of all, and every
+    allocation in its order."""
 
     ledger: Ledger
+    events: list[Event]
+    workspace_bytes: int
+    training: int = 0  # of the events, those before the last evaluation
     phases: dict[str, int] = field(default_factory=dict)
     owners: dict[str, int] = field(default_factory=dict)
     _most: int = 0
@@ -121,8 +170,16 @@ class _Peaks:
     def mark(self, phase: str) -> None:
         """`phase` ends here."""
         self.ledger.end_phase(phase)
+        if self.workspace_bytes and phase not in self.phases and phase in WORKSPACES_AFTER:
+            self.events.append(Take(WORKSPACES_AFTER[phase], self.workspace_bytes))
         self.phases[phase] = max(self.phases.get(phase, 0), self.ledger.peak_bytes)
         self.ledger.reset_peak()
+
+    def so_far(self) -> _Peaks:
+        """A copy that later marks do not change."""
+        return replace(
+            self, events=list(self.events), phases=dict(self.phases), owners=dict(self.owners)
+        )
 
     def settle(self) -> None:
         """What was counted since the last call belongs to whom the ledger knows by now."""
@@ -137,10 +194,17 @@ def _dry_run(
     facts: DeviceFacts,
     micro_batch: int,
     own: nn.Module | None,
-) -> tuple[_Peaks, int]:
+) -> _Dry:
     device = _usable(torch.device(facts.name))
-    peaks = _Peaks(Ledger(device, block_bytes=1 if facts.kind == "cpu" else BLOCK_BYTES))
-    ledger = peaks.ledger
+    precision = resolve_precision(config.train.precision, facts)
+    events: list[Event] = []
+    ledger = Ledger(
+        device,
+        block_bytes=1 if facts.kind == "cpu" else BLOCK_BYTES,
+        scratch=scratch_of(torch.device(facts.name)),
+        told=events.append,
+    )
+    peaks = _Peaks(ledger, events, _workspace_bytes(facts))
     with ledger:
         model = _model(config, data, device) if own is None else _faked(own, device)
         ledger.own("parameters", model.parameters())
@@ -158,7 +222,7 @@ def _dry_run(
         keeps_best = config.train.patience and facts.kind == "cpu"
         best = [t.clone() for t in model.state_dict().values()] if keeps_best else []
         ledger.own("best_weights", best)
-        peaks.mark("setup")
+        peaks.mark(SETUP)
         peaks.settle()
         step = assembly.step_of(
             config,
@@ -166,7 +230,7 @@ def _dry_run(
             model,
             assembly.optimizer_of(config, model),
             device=device,
-            precision=resolve_precision(config.train.precision, facts),
+            precision=precision,
             micro=Fixed(micro_batch),
             mark=peaks.mark,
         )
@@ -174,9 +238,35 @@ def _dry_run(
         eval_batch = eval_rows(
             data, config.train.batch_size, room_bytes=room_bytes(config, facts.free_bytes or 0)
         )
-        _evaluate(config, data, model, step, val, peaks, min(eval_batch, data.val_rows))
+        judged = partial(
+            _evaluate, config, data, model, step, val, peaks, min(eval_batch, data.val_rows)
+        )
+        judged()
+        dry = _Dry(parameter_bytes, peaks.so_far())
+        if may_replay(config, facts, precision, steps=assembly.steps_of(config, data)):
+            kept = _record(step, last, peaks)
+            _step(step, last, peaks)  # steps are taken plainly in between
+            judged()
+            dry = replace(dry, graphed=peaks)
+            del kept
         del last, best  # a training holds both to its end
-    return peaks, parameter_bytes
+    return dry
+
+
+def _record(step: Step, batch: tuple[Any, Any], peaks: _Peaks) -> Any:
+    """A recorded step: in a pool of its own, beside which nothing is cached; what it leaves."""
+    ledger = peaks.ledger
+    step.optimizer.zero_grad()
+    ledger.reset_peak()  # which strikes out what is freed
+    peaks.events.append(Empty())
+    ledger.pool = 1
+    outcome = step.recordable()(*batch, norm=False, watched=Watched.NOT)
+    ledger.pool = 0
+    grads = [p.grad for p in step.optimizer.params if p.grad is not None]
+    ledger.own("graph", [*grads, outcome.loss])
+    peaks.mark("recording")
+    peaks.settle()
+    return grads, outcome
 
 
 def _usable(device: torch.device) -> torch.device:
@@ -233,12 +323,18 @@ def _train(
         batch = following
         del following
         # The second micro-batch finds gradients there; those after it find nothing new.
-        x, y = tree.head(batch, min(2 * step.micro.rows, batch_size))
-        step(x, y, norm=True, watched=Watched.NOT)
-        peaks.ledger.own("gradients", (p.grad for p in model.parameters() if p.grad is not None))
-        peaks.ledger.own("optimizer_state", step.optimizer.state_tensors())
-        peaks.settle()
+        taken = tree.head(batch, min(2 * step.micro.rows, batch_size))
+        _step(step, taken, peaks)
+        del taken
     return batch
+
+
+def _step(step: Step, batch: tuple[Any, Any], peaks: _Peaks) -> None:
+    step(*batch, norm=True, watched=Watched.NOT)
+    grads = [p.grad for p in step.optimizer.params if p.grad is not None]
+    peaks.ledger.own("gradients", grads)
+    peaks.ledger.own("optimizer_state", step.optimizer.state_tensors())
+    peaks.settle()
 
 
 @torch.inference_mode()
@@ -252,6 +348,7 @@ def _evaluate(
     most: int,
 ) -> None:
     """The largest batch of an evaluation, and what a regression keeps of all the others."""
+    peaks.training = len(peaks.events)
     model.eval()
     x, y = rows.in_order(most)
     kept = []
@@ -269,10 +366,10 @@ def _evaluate(
     peaks.settle()
 
 
-def _libraries_bytes(device: DeviceFacts) -> int:
-    """What cuBLAS is known to keep; 0 on devices of which nothing is known."""
+def _workspace_bytes(device: DeviceFacts) -> int:
+    """What cuBLAS is known to keep for a thread; 0 on devices of which nothing is known."""
     if device.kind != "cuda":
         return 0
     is_here = torch.cuda.is_available()
     newer = is_here and torch.cuda.get_device_capability(device.index)[0] >= HOPPER
-    return THREADS * (HOPPER_WORKSPACE_BYTES if newer else WORKSPACE_BYTES)
+    return HOPPER_WORKSPACE_BYTES if newer else WORKSPACE_BYTES

@@ -37,6 +37,10 @@ class GraphedStep:
         self._outcome = Outcome(torch.empty(0), None)
         self._grads: list[Tensor | None] = []
 
+    @property
+    def is_recorded(self) -> bool:
+        return self._replay is not None
+
     def __call__(self, x: Tensor, y: Tensor, *, norm: bool, watched: Watched) -> Outcome:
         if self._replay is None:
             if self._warm < WARM_UP:

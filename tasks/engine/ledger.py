@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tasks.engine.pool import Event, Give, Take
 from tasks.engine.units import mebibytes
 
 MIB = 1024**2
-ACTIVATIONS, REST = "activations", "rest"
+ACTIVATIONS, LIBRARIES, REST = "activations", "libraries", "rest"
+Scratch = Callable[[Any, tuple[Any, ...]], int]  # of an operation and its arguments, in bytes
 # What StorageWeakRef.expired() asks, without its two Python calls: a step of a transformer has some
 # hundred storages, each asked at each allocation.
 _EXPIRED = torch.UntypedStorage._expired
@@ -35,7 +37,7 @@ _TORCH = str(Path(torch.__file__).parent)
 class Entry:
     """One storage: what made it, whose it is, and from which to which allocation it lived."""
 
-    ref: StorageWeakRef
+    ref: StorageWeakRef | None  # None of an operation's own memory
     bytes: int
     born: int
     line: str  # "model.py:12 forward": nearest to the operation outside PyTorch; "backward of ..."
@@ -49,11 +51,21 @@ class Ledger(TorchDispatchMode):
     """Counts the storages of one device. Enter it around what is to be counted."""
 
     def __init__(
-        self, device: torch.device, *, limit_bytes: int | None = None, block_bytes: int = 1
+        self,
+        device: torch.device,
+        *,
+        limit_bytes: int | None = None,
+        block_bytes: int = 1,
+        scratch: Scratch = lambda func, args: 0,
+        told: Callable[[Event], None] = lambda event: None,
     ) -> None:
         """limit_bytes: more raises torch.OutOfMemoryError, as a device would. block_bytes: sizes
-        are rounded up to a multiple, as the device's allocator does."""
+        are rounded up to a multiple, as the device's allocator does. scratch: what an operation
+        takes for itself while it runs. told: hears of every storage that is made and of its
+        end."""
         super().__init__()
+        self._scratch, self._told = scratch, told
+        self.pool = 0  # that storages are made in from here on; see pool.Take
         self._device, self._limit, self._block = device, limit_bytes, block_bytes
         self.is_active = False
         self._live: dict[int, Entry] = {}
@@ -191,6 +203,9 @@ class Ledger(TorchDispatchMode):
         line = self._line(is_needed=bool(made))
         for tensor in made:
             self._entry(tensor, line=line, what=_described(func, tensor))
+        scratch_bytes = self._scratch(func, args)
+        if scratch_bytes:
+            self._add_scratch(scratch_bytes, line=line, what=f"scratch memory of {_name(func)}")
         return out
 
     def _line(self, *, is_needed: bool) -> str:
@@ -236,7 +251,10 @@ class Ledger(TorchDispatchMode):
         )
 
     def _size_bytes(self, tensor: Tensor) -> int:
-        return -(-Tensor.untyped_storage(tensor).nbytes() // self._block) * self._block
+        return self._rounded(Tensor.untyped_storage(tensor).nbytes())
+
+    def _rounded(self, size_bytes: int) -> int:
+        return -(-size_bytes // self._block) * self._block
 
     def _entry(self, tensor: Tensor, *, line: str, what: str) -> Entry | None:
         """The entry of the tensor's storage, made where there is none yet."""
@@ -250,12 +268,27 @@ class Ledger(TorchDispatchMode):
         ref = StorageWeakRef(Tensor.untyped_storage(tensor))
         entry = Entry(ref, size_bytes, self._allocations, line, what)
         self._live[_key(tensor)] = entry
+        self._told(Take(entry.born, size_bytes, self.pool))
         self._unphased.append(entry)
         self._allocated += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self._allocated)
-        if self._allocated > self.step_peak_bytes:
-            self.step_peak_bytes, self._step_peak_at = self._allocated, self._allocations
+        self._note_peak(self._allocated)
         return entry
+
+    def _add_scratch(self, size_bytes: int, *, line: str, what: str) -> None:
+        """Memory that an operation has taken and given back."""
+        self._allocations += 1
+        at = self._allocations
+        entry = Entry(None, self._rounded(size_bytes), at, line, what, owner=LIBRARIES, died=at + 1)
+        self._gone.append(entry)
+        self._unphased.append(entry)
+        self._told(Take(at, entry.bytes, self.pool))
+        self._told(Give(at))
+        self._note_peak(self._allocated + entry.bytes)
+
+    def _note_peak(self, in_use_bytes: int) -> None:
+        self.peak_bytes = max(self.peak_bytes, in_use_bytes)
+        if in_use_bytes > self.step_peak_bytes:
+            self.step_peak_bytes, self._step_peak_at = in_use_bytes, self._allocations
 
     def _sweep(self) -> None:
         """Strike out the storages that have died since."""
@@ -264,6 +297,7 @@ class Ledger(TorchDispatchMode):
             entry.died = self._allocations + 1
             self._allocated -= entry.bytes
             self._gone.append(entry)
+            self._told(Give(entry.born))
 
     def _all(self) -> Iterator[Entry]:
         yield from self._gone
@@ -294,7 +328,11 @@ def _python_line() -> str:
 
 
 def _described(func: Any, tensor: Tensor) -> str:
-    return f"{func.__name__.partition('.')[0]} {_shaped(tensor)}"
+    return f"{_name(func)} {_shaped(tensor)}"
+
+
+def _name(func: Any) -> str:
+    return str(func.__name__).partition(".")[0]
 
 
 def _shaped(tensor: Tensor) -> str:

@@ -17,8 +17,8 @@ from tasks.engine.config import RunConfig
 from tasks.engine.device import limit
 from tasks.engine.facts import DeviceFacts
 from tasks.engine.ledger import MIB, Ledger
-
-BLOCK_BYTES = 512  # what the caching allocators of CUDA and XPU round a size up to
+from tasks.engine.pool import BLOCK_BYTES
+from tasks.engine.reductions import scratch_of
 
 
 @contextmanager
@@ -31,7 +31,10 @@ def limited(facts: DeviceFacts, limit_mib: float | None) -> Iterator[tuple[Ledge
     if device.type != "cpu":
         lift = limit(facts, limit_mib)
         try:
-            yield Ledger(device, block_bytes=BLOCK_BYTES), allocator(device)
+            yield (
+                Ledger(device, block_bytes=BLOCK_BYTES, scratch=scratch_of(device)),
+                allocator(device),
+            )
         finally:
             lift()
         return

@@ -9,13 +9,16 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 
-from tasks.engine.compiling import Known
+from tasks.engine.assembly import steps_of
+from tasks.engine.compiling import Known, may_replay
 from tasks.engine.config import RunConfig
+from tasks.engine.device import resolve_precision
 from tasks.engine.facts import DataFacts, DeviceFacts
 from tasks.engine.ledger import MIB
 
 COMPILING = ("time/plain_step_ms", "time/compiled_step_ms", "time/compile_s")
-WANTED = (*COMPILING, "memory/micro_batch", "memory/run_peak_allocated_mib")
+PEAKS = ("memory/run_peak_allocated_mib", "memory/run_peak_reserved_mib")
+WANTED = (*COMPILING, *PEAKS, "memory/micro_batch")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,11 @@ class Past:
         peak_mib = self.metrics.get("memory/run_peak_allocated_mib")
         return None if peak_mib is None else peak_mib * MIB
 
+    def reserved_bytes(self) -> float | None:
+        """The most that the allocator held for them; None where it is not known to have one."""
+        reserved_mib = self.metrics.get("memory/run_peak_reserved_mib")
+        return None if reserved_mib is None else reserved_mib * MIB
+
     def micro_batch(self) -> int | None:
         """Rows of the micro-batch that fitted at the end of the last run."""
         rows = self.metrics.get("memory/micro_batch")
@@ -43,13 +51,16 @@ class Past:
 
 
 def alike(config: RunConfig, device: DeviceFacts, data: DataFacts) -> str:
-    """A name for the work of a step: the same for runs whose steps cost the same. 16 hex digits."""
+    """A name for the work of a step: the same for runs whose steps cost the same, so also whether
+    they may be replayed from a graph. 16 hex digits."""
     t, o = config.train, config.optim
+    precision = resolve_precision(t.precision, device)
+    graphs = may_replay(config, device, precision, steps=steps_of(config, data))
     said = [
         [device.kind, device.model, device.total_bytes, device.torch_version],
         [data.task, data.input_shape, data.outputs, data.bytes],
         [config.model.name, config.model.args],
         [o.name, o.momentum > 0, o.clip_norm is not None],
-        [t.batch_size, t.accumulate, t.precision, t.deterministic, config.memory.limit_mib],
+        [t.batch_size, t.accumulate, precision, t.deterministic, config.memory.limit_mib, graphs],
     ]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]

@@ -12,7 +12,9 @@ import torch
 
 from tasks.engine import heap, memory, mistakes, models, own_model
 from tasks.engine.admission import Admission, admit
-from tasks.engine.assembly import model_of, plan_of, rate_of, settled, spec_of
+from tasks.engine.allocators import give_back
+from tasks.engine.assembly import model_of, plan_of, rate_of, settled, spec_of, steps_of
+from tasks.engine.compiling import may_replay
 from tasks.engine.config import RunConfig
 from tasks.engine.device import resolve_precision
 from tasks.engine.facts import DataFacts, DeviceFacts, TrainFacts
@@ -50,12 +52,6 @@ def check(config: RunConfig, data: DataFacts) -> Checked:
             f"(got {config.train.batch_size})"
         )
     return checked
-
-
-def steps_of(config: RunConfig, data: DataFacts) -> int:
-    """Optimizer steps of all epochs; patience may end it earlier."""
-    batch_rows = data.batch_rows or config.train.batch_size
-    return config.train.epochs * math.ceil(data.train_rows / batch_rows)
 
 
 def train(
@@ -117,11 +113,14 @@ def _train(
             stack.enter_context(torch.accelerator.device_index(facts.index))
         stack.enter_context(own_stream(device))
         peak = peak_of(facts, precision, task=data.task)
+        if device.type != "cpu":
+            give_back(device)  # what was cached by then is no part of the run, and escapes a limit
         admission = admit(
             config,
             data,
             facts,
             past_peak_bytes=past.peak_bytes(),
+            past_reserved_bytes=past.reserved_bytes(),
             past_micro_batch=past.micro_batch(),
         )
         ledger, source = stack.enter_context(limited(facts, config.memory.limit_mib))
@@ -144,6 +143,8 @@ def _train(
             known=past.compiling(),
             micro_rows=admission.micro_batch,
             threads=threads,
+            graphs=admission.fits_graph
+            and may_replay(config, facts, precision, steps=steps_of(config, data)),
         )
         tools = Tools(
             device=device,
@@ -180,7 +181,10 @@ def _train(
                 )
             )
         threads = torch.get_num_threads()  # after the trial
-        measured = {**bench.measured(), **_predicted(admission, past, config.memory.limit_mib)}
+        measured = {
+            **bench.measured(),
+            **_predicted(admission, past, config.memory.limit_mib, bench.tuned.has_recorded),
+        }
         stats = bench.phases.meter.stats()
         held_bytes = memory.allocated_bytes(device)
         if config.memory.snapshot:
@@ -210,13 +214,22 @@ def _train(
     )
 
 
-def _predicted(admission: Admission, past: Past, limit_mib: float | None) -> dict[str, float]:
-    predicted_bytes = admission.predicted_bytes or past.peak_bytes()
-    if predicted_bytes is None:
-        return {}
+def _predicted(
+    admission: Admission, past: Past, limit_mib: float | None, has_recorded: bool
+) -> dict[str, float]:
+    """The forecast with a recorded step where one was recorded, else without."""
+    peak_bytes, reserved_bytes = past.peak_bytes(), past.reserved_bytes()
+    told = admission.told
+    if told is not None:
+        told = told.graphed if has_recorded and told.graphed is not None else told
+        peak_bytes, reserved_bytes = told.peak_bytes, told.reserved_bytes
     # A forecast judges whole batches; where they don't fit a training judges parts of them.
-    predicted_mib = predicted_bytes / memory.MIB
-    return {"memory/predicted_peak_mib": min(predicted_mib, limit_mib or predicted_mib)}
+    most_bytes = math.inf if limit_mib is None else limit_mib * memory.MIB
+    found = {
+        "memory/predicted_peak_mib": peak_bytes,
+        "memory/predicted_reserved_mib": reserved_bytes,
+    }
+    return {k: min(v, most_bytes) / memory.MIB for k, v in found.items() if v is not None}
 
 
 def _peak_tags(peak: Peak | None) -> dict[str, str]:

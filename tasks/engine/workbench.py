@@ -24,7 +24,6 @@ from tasks.engine.losses import loss_of, metrics_of
 from tasks.engine.oom import MicroBatches
 from tasks.engine.optim import Optimizer
 from tasks.engine.phases import COUNT_EVERY, Phases
-from tasks.engine.section import is_import
 from tasks.engine.snapshot import Recorder
 from tasks.engine.timing import phase_clock, wait
 
@@ -90,12 +89,13 @@ def workbench(
     known: Known | None,
     micro_rows: int,
     threads: int,
+    graphs: bool,
 ) -> Workbench:
     """Everything for one training of `model` on the rows of `fed`, those to validate on last.
 
     precision: as resolved for the device; ledger: as limits.limited() yields it; recorder: of the
     device's history; known: what runs alike measured of compiling; micro_rows: of a micro-batch to
-    start with; threads: to try beside those of now.
+    start with; threads: to try beside those of now; graphs: whether steps may be replayed.
     """
     device = torch.device(facts.name)
     batch_size = config.train.batch_size
@@ -131,9 +131,7 @@ def workbench(
         mode=config.train.compile,
         steps=steps,
         wait=partial(wait, device),
-        # A scaler decides on the host whether to step, and a forward of the user's own may decide
-        # anything there; what was decided must not be replayed.
-        graphs=device.type == "cuda" and precision != "fp16" and not is_import(config.model.name),
+        graphs=graphs,
         threads=threads,
         known=known,
     )

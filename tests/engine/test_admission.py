@@ -97,11 +97,30 @@ def test_without_history_a_dry_step_tells(data, gpu):
 def test_a_smaller_micro_batch_is_what_it_starts_with_where_only_that_fits(
     data, gpu, past_peak_bytes
 ):
-    room = forecast(config_of(), data, gpu, micro_batch=64).needed_bytes
+    wide = ModelConfig(name="mlp", args={"hidden": [8192]})  # so that segments matter less
+    config = config_of(wait_s=60).model_copy(update={"model": wide})
+    room = forecast(config, data, gpu, micro_batch=128).needed_bytes
     machine = Machine(room)
-    found = asked(config_of(wait_s=60), data, gpu, machine, past_peak_bytes=past_peak_bytes)
-    assert (found.micro_batch, found.source, machine.slept) == (64, "dry step", [])
-    assert "64 rows" in found.reason and "where 256 would need" in found.reason
+    found = asked(config, data, gpu, machine, past_peak_bytes=past_peak_bytes)
+    assert (found.micro_batch, found.source, machine.slept) == (128, "dry step", [])
+    assert "128 rows" in found.reason and "where 256 would need" in found.reason
+
+
+def test_what_counts_against_a_limit_is_what_the_allocator_reserves(data, gpu):
+    """44 MiB of tensors were admitted under a limit of as much, and failed 11 times down to one
+    row: the limit counts segments of 20 MiB."""
+    told = forecast(config_of(), data, gpu)
+    limit_mib = (told.peak_bytes + MIB // 2) / MIB
+    assert told.needed_bytes > limit_mib * MIB
+    with pytest.raises(DeviceError, match="must be at least "):
+        asked(config_of(limit_mib=limit_mib), data, gpu, Machine(2**33))
+
+
+def test_a_history_that_reserved_more_than_there_is_asks_a_dry_step(data, gpu):
+    room = forecast(config_of(), data, gpu).needed_bytes
+    past = {"past_peak_bytes": MIB, "past_reserved_bytes": 2 * room}
+    found = asked(config_of(), data, gpu, Machine(room), **past)
+    assert (found.micro_batch, found.source) == (256, "dry step")
 
 
 def test_it_waits_for_memory_and_says_once_for_whom(data, gpu, caplog):
