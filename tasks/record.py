@@ -61,6 +61,7 @@ class Record:
         self._summary: dict[str, float] = {}
         self._tags: dict[str, str] = {}
         self._owners: list[dict[str, Any]] = []
+        self._kept: list[dict[str, Any]] = []  # memory that no tensor holds, by name
         self._failure: tuple[str, str] | None = None  # status and reason of the first failure
         self._oom: dict[str, Any] | None = None  # how memory ran out
         self.held_bytes = 0  # on the device, at the end of the training
@@ -148,6 +149,9 @@ class Record:
             "memory/leaked_mib": facts.leaked_bytes / MIB,
             "memory/release_ok": float(facts.ok),
         }
+        if facts.reserved_bytes is not None:
+            self._summary["memory/reserved_residual_mib"] = facts.reserved_bytes / MIB
+        self._kept = [asdict(kept) for kept in facts.kept]
         self._owners = [asdict(owner) for owner in facts.owners]
 
     def _end(self, error: BaseException | None) -> None:
@@ -168,6 +172,7 @@ class Record:
             "tags": self._tags,
             "metrics": {**self._series, **self._summary},
             "owners": self._owners,
+            "kept": self._kept,
             "error": reason,
             "oom": self._oom,
             "open_command": self.open_command(),

@@ -50,6 +50,9 @@ def release_memory(
 
 def leak_in_words(facts: ReleaseFacts) -> str:
     """How much was not given back, and the largest owners."""
+    if not facts.leaked_bytes:
+        kept = "; ".join(f"{kept.name} {_size(kept.bytes)}" for kept in facts.kept)
+        return f"{_size(facts.reserved_bytes or 0)} stay reserved ({kept or 'nobody tells why'})"
     told = [_owner_in_words(owner) for owner in facts.owners[:_OWNERS_TOLD]]
     if len(facts.owners) > _OWNERS_TOLD:
         told.append(f"and {len(facts.owners) - _OWNERS_TOLD} more")

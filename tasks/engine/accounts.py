@@ -1,6 +1,7 @@
 """Whose the bytes of a training step are: parameters, buffers, gradients, optimizer state, data,
-batch, activations and the rest, where the step holds most. It counts the steps that are watched,
-and says nothing of a device whose steps were never watched.
+batch, activations, what libraries and a recorded graph keep, and the rest, where the step holds
+most. It counts the steps that are watched, and says nothing of a device whose steps were never
+watched.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from tasks.engine import tree
 from tasks.engine.allocators import NoAllocator, Space
-from tasks.engine.ledger import MIB, Ledger
+from tasks.engine.ledger import LIBRARIES, MIB, REST, Ledger
+from tasks.engine.live import live_tensors
 
 OWNERS = (
     "parameters",
@@ -23,7 +25,9 @@ OWNERS = (
     "data",
     "batch",
     "activations",
-    "rest",
+    LIBRARIES,
+    "graph",
+    REST,
 )
 Owned = Mapping[str, Iterable[Tensor]]
 
@@ -31,15 +35,27 @@ Owned = Mapping[str, Iterable[Tensor]]
 class Accounts:
     """Keeps the ledger of a training. `owned` tells what belongs to whom at the time of asking."""
 
-    def __init__(self, ledger: Ledger, owned: Callable[[], Owned]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        owned: Callable[[], Owned],
+        in_use: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """in_use: bytes that the allocator counts now, those of libraries included; None where
+        there is none that does."""
         self.ledger = ledger
-        self._owned = owned
+        self._owned, self._in_use = owned, in_use
+        self._is_first = True
         self._most = 0
         self._owners: dict[str, int] = {}
 
     @contextmanager
     def counting(self, batch: Any) -> Iterator[None]:
         """What happens inside is one step on this batch: tensors, or structures of them."""
+        if self._is_first and self._in_use() is not None:
+            # Whatever else is there is no library's: what it held before the run, too.
+            self._is_first = False
+            self.ledger.know(live.tensor for live in live_tensors(self.ledger.device))
         self._settle({**self._owned(), "batch": tree.tensors(batch)})
         self.ledger.begin_step()
         try:
@@ -47,16 +63,26 @@ class Accounts:
                 yield
         finally:
             self._settle(self._owned())  # also what was made before a failure has its owner
-        if self.ledger.step_peak_bytes > self._most:
-            self._most = self.ledger.step_peak_bytes
+        libraries_bytes = max(0, (self._in_use() or 0) - self.ledger.allocated_bytes)
+        if self.ledger.step_peak_bytes + libraries_bytes > self._most:
+            self._most = self.ledger.step_peak_bytes + libraries_bytes
             self._owners = self.ledger.owners_at_peak()
+            if libraries_bytes:
+                self._owners[LIBRARIES] = self._owners.get(LIBRARIES, 0) + libraries_bytes
 
-    def metrics(self) -> dict[str, float]:
-        """MiB by owner at the highest peak of a watched step, under the names of the record."""
+    def metrics(self, *, peak_mib: float | None = None) -> dict[str, float]:
+        """MiB by owner at the highest peak of a watched step, under the names of the record; they
+        sum to peak_mib, the run's, where that is known: what steps held beyond it that nobody
+        watched is the rest."""
+        if not self._owners:
+            return {}
+        found = {owner: self._owners.get(owner, 0) / MIB for owner in OWNERS}
+        found[REST] += max(0.0, (peak_mib or 0.0) - sum(found.values()))
+        is_told = {LIBRARIES, "graph"} & self._owners.keys()
         return {
-            f"memory/{owner}_mib": self._owners.get(owner, 0) / MIB
-            for owner in OWNERS
-            if self._owners
+            f"memory/{owner}_mib": mib
+            for owner, mib in found.items()
+            if owner not in (LIBRARIES, "graph") or owner in is_told
         }
 
     def _settle(self, owned: Owned) -> None:

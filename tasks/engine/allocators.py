@@ -172,6 +172,26 @@ def history(device: torch.device) -> History:
     return CudaHistory() if device.type == "cuda" else NoHistory()
 
 
+def pools_bytes(device: torch.device) -> int:
+    """What is reserved in private pools, which recorded graphs have; 0 where there are none."""
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return sum(
+        segment["total_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == index and tuple(segment["segment_pool_id"]) != (0, 0)
+    )
+
+
+def pinned_bytes(device: torch.device) -> int | None:
+    """Host memory that is pinned for this kind of device, cached included; None where not told."""
+    if device.type != "cuda" or not hasattr(torch.cuda, "host_memory_stats"):
+        return None
+    told = torch.cuda.host_memory_stats()
+    return None if "allocated_bytes.current" not in told else int(told["allocated_bytes.current"])
+
+
 def give_back(device: torch.device) -> None:
     """Return to the driver, on a CPU to the system, what allocators and libraries keep for later.
 

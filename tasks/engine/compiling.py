@@ -93,11 +93,14 @@ class TunedStep:
         graphs: bool,
         threads: int,
         known: Known | None = None,
+        recorded: Callable[[], None] = lambda: None,
     ) -> None:
         """mode: auto, off, default or max. steps: of the whole run. graphs: whether the device can
-        replay and the model is one that may be. threads: to try beside those of now."""
+        replay and the model is one that may be. threads: to try beside those of now. recorded:
+        called once steps are replayed from a graph."""
         self._plain, self._mode, self._left = step, mode, steps
         self._wait, self._graphs, self._known = wait, graphs, known
+        self._recorded = recorded
         self._threads = threads
         self._shape: Any = None  # of whole batches: only these are tried and compiled
         self._best: Steps = step
@@ -124,6 +127,15 @@ class TunedStep:
     def has_recorded(self) -> bool:
         """Whether a step was recorded as a graph, also where it was no faster."""
         return any(graphed.is_recorded for graphed in self._graphed)
+
+    @property
+    def replays(self) -> int:
+        """Steps that were replayed from a graph."""
+        return sum(graphed.replays for graphed in self._graphed)
+
+    def tensors(self) -> list[Tensor]:
+        """What recordings keep for their replays."""
+        return [tensor for graphed in self._graphed for tensor in graphed.tensors()]
 
     def _next(self, took_s: float | None) -> None:
         """Go on with the trials; where they are over, the best stays."""
@@ -261,6 +273,8 @@ class TunedStep:
 
     def _settle(self, best: Steps, verdict: Verdict) -> None:
         self._best, self.verdict = best, verdict
+        if isinstance(best, GraphedStep):
+            self._recorded()
 
 
 def may_replay(config: RunConfig, device: DeviceFacts, precision: str, *, steps: int) -> bool:

@@ -103,6 +103,14 @@ class Owner:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Memory that is taken above the baseline and that no tensor holds."""
+
+    name: str  # "private pools of graphs", "pinned host memory", ...
+    bytes: int
+
+
+@dataclass(frozen=True)
 class ReleaseFacts:
     """The proof that memory was given back. Sizes in bytes."""
 
@@ -114,6 +122,9 @@ class ReleaseFacts:
     leaked_bytes: int
     ok: bool
     owners: tuple[Owner, ...] = ()
+    # What the allocator still holds of the device above the baseline; None where that is not known.
+    reserved_bytes: int | None = None
+    kept: tuple[Kept, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tasks.engine.memory import clear_frames
 from tasks.engine.step import Outcome, Step, Watched, total_norm
+from tasks.engine.timing import REPLAY
 
 WARM_UP = 3  # steps before recording, in which libraries and the optimizer make their state
 Record = Callable[[Callable[[], Outcome]], tuple[Callable[[], None], Outcome]]
@@ -25,13 +26,14 @@ class GraphError(RuntimeError):
 class GraphedStep:
     """Replays `step`. The first steps are taken plainly, the next is recorded.
 
-    Batches of another shape, and steps whose phases are watched, are taken plainly.
+    Batches of another shape, and steps timed phase by phase or counted, are taken plainly.
     """
 
     def __init__(self, step: Step, record: Record | None = None) -> None:
         self._step, self._optimizer = step, step.optimizer
         self._record = record or record_on_cuda
         self._warm = 0
+        self.replays = 0
         self._replay: Callable[[], None] | None = None
         self._x, self._y = torch.empty(0), torch.empty(0)
         self._outcome = Outcome(torch.empty(0), None)
@@ -47,13 +49,21 @@ class GraphedStep:
                 self._warm += 1
                 return self._step(x, y, norm=norm, watched=watched)
             self._replay = self._recorded(x, y)
-        if watched is not Watched.NOT or x.shape != self._x.shape:
+        if watched in (Watched.TIMED, Watched.COUNTED) or x.shape != self._x.shape:
             return self._step(x, y, norm=norm, watched=watched)
         for static, batch in ((self._x, x), (self._y, y)):
             if batch.data_ptr() != static.data_ptr():  # most batches come in the same buffer
                 static.copy_(batch)
         self._replay()
-        return Outcome(self._outcome.loss.clone(), self._grad_norm(norm))
+        self.replays += 1
+        outcome = Outcome(self._outcome.loss.clone(), self._grad_norm(norm))
+        self._step.mark(REPLAY)
+        return outcome
+
+    def tensors(self) -> list[Tensor]:
+        """What the recording keeps for its replays, beside the batch."""
+        kept = [*self._grads, *self._outcome]
+        return [tensor for tensor in kept if tensor is not None]
 
     def _recorded(self, x: Tensor, y: Tensor) -> Callable[[], None]:
         """Records the step on x and y, whose memory later batches are brought to."""

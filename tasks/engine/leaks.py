@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tasks.engine.allocators import allocator, give_back
-from tasks.engine.facts import Owner, ReleaseFacts
+from tasks.engine.allocators import allocator, give_back, pinned_bytes, pools_bytes
+from tasks.engine.facts import Kept, Owner, ReleaseFacts
 from tasks.engine.holders import Holders
 from tasks.engine.live import GRADIENT, SAVED, Live, live_tensors
 
@@ -31,10 +31,21 @@ _baselines: dict[str, Baseline] = {}
 
 
 @dataclass(frozen=True)
+class Taken:
+    """What is taken beside tensors, in bytes; None where it is not told."""
+
+    reserved: int | None  # by the allocator, tensors included
+    pools: int  # of that, by private pools
+    pinned: int | None  # of the host's memory
+    driver: int | None  # of the device, as its driver counts: other processes included
+
+
+@dataclass(frozen=True)
 class Baseline:
     """What was in use before a run. `before`: bytes by storage address."""
 
     bytes: int
+    taken: Taken
     before: dict[int, int] = field(repr=False)
     # Weak references keep no memory, but keep its address from being given to another storage.
     refs: tuple[StorageWeakRef, ...] = field(repr=False)
@@ -51,7 +62,7 @@ def baseline(device: torch.device | str) -> Baseline:
     lives = live_tensors(device)
     before = {live.key: live.bytes for live in lives}
     refs = {live.key: StorageWeakRef(live.storage) for live in lives}
-    found = Baseline(_in_use(device, lives), before, tuple(refs.values()))
+    found = Baseline(_in_use(device, lives), _taken(device), before, tuple(refs.values()))
     _baselines[str(device)] = found
     return found
 
@@ -66,7 +77,10 @@ def release(
     on a CPU and a GPU alike one byte is a leak. residual: what the allocator counts above that,
     which no Python object holds: workspaces of libraries, and rounding. Where the baseline was
     not taken by baseline() in this process, only its size is known, and leaked is at most what is
-    in use above it. Raises what the device raises once an error has poisoned the process.
+    in use above it. reserved: what the allocator has not returned to the driver; kept: by name what
+    is taken above the baseline that no tensor holds. ok: nothing leaked, no private pool is left,
+    and nothing is reserved for which there is no residual. Raises what the device raises once an
+    error has poisoned the process.
     """
     device = torch.device(device)
     known = _baselines.get(str(device))
@@ -84,20 +98,57 @@ def release(
     lives = [] if seen else live_tensors(device)
     after_bytes = found_bytes if seen else _in_use(device, lives)
     above = max(0, after_bytes - baseline_bytes)
+    taken = _taken(device)
+    reserved_bytes = _above(taken.reserved, known.taken.reserved) if known else None
+    pooled_bytes = max(0, taken.pools - (known.taken.pools if known else 0))
     leaks = _new(lives, before)
     leaked_bytes = sum(leak.bytes for leak in leaks)
     if known is None:
         leaked_bytes = min(leaked_bytes, above)
+    residual_bytes = max(0, above - leaked_bytes)
     return ReleaseFacts(
         baseline_bytes=baseline_bytes,
         before_bytes=before_bytes,
         after_bytes=after_bytes,
         released_bytes=max(0, before_bytes - after_bytes),
-        residual_bytes=max(0, above - leaked_bytes),
+        residual_bytes=residual_bytes,
         leaked_bytes=leaked_bytes,
-        ok=leaked_bytes == 0,
+        ok=not leaked_bytes and not pooled_bytes and bool(residual_bytes or not reserved_bytes),
         owners=_owners(leaks) if leaked_bytes else (),
+        reserved_bytes=reserved_bytes,
+        kept=_kept(taken, known.taken, residual_bytes, pooled_bytes) if known else (),
     )
+
+
+def _taken(device: torch.device) -> Taken:
+    source = allocator(device)
+    space = source.space()
+    return Taken(
+        reserved=source.read().get("reserved"),
+        pools=pools_bytes(device),
+        pinned=pinned_bytes(device),
+        driver=None
+        if space is None or space.free_bytes is None
+        else space.total_bytes - space.free_bytes,
+    )
+
+
+def _above(now: int | None, before: int | None) -> int | None:
+    return None if now is None else max(0, now - (before or 0))
+
+
+def _kept(now: Taken, before: Taken, residual_bytes: int, pools_bytes: int) -> tuple[Kept, ...]:
+    """By name what is above the baseline, beside tensors that somebody holds."""
+    reserved_bytes = _above(now.reserved, before.reserved) or 0
+    driver_bytes = _above(now.driver, before.driver) if before.driver is not None else None
+    found = {
+        "workspaces of libraries": residual_bytes,
+        "private pools of graphs": pools_bytes,
+        "pinned host memory": _above(now.pinned, before.pinned) or 0,
+        # Kernels are loaded when they are first used; of another process nobody can tell it apart.
+        "the driver's context, or other processes": (driver_bytes or 0) - reserved_bytes,
+    }
+    return tuple(Kept(name, size) for name, size in found.items() if size > 0)
 
 
 def _has_compiled() -> bool:

@@ -108,6 +108,15 @@ class Ledger(TorchDispatchMode):
     def limit_bytes(self) -> int | None:
         return self._limit
 
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of these tensors, of whose owner nothing is said."""
+        for tensor in tensors:
+            self._entry(tensor, line="", what=_shaped(tensor))
+
     def own(self, owner: str, tensors: Iterable[Tensor]) -> None:
         """The storages of these tensors belong to `owner`, also those made before."""
         for tensor in tensors:

@@ -13,8 +13,8 @@ from tasks.engine.memory import Meter
 from tasks.engine.step import Watched
 from tasks.engine.timing import PhaseClock
 
-# On an asynchronous device a timed step keeps the host busy with events and statistics, and where
-# steps are replayed from a graph it has to be a plain one. One in 100 can double its time unseen.
+# On an asynchronous device a timed step keeps the host busy with events and statistics. The first
+# is taken phase by phase, those after it as steps are taken by then: replayed, perhaps.
 TIME_EVERY = 100
 # A counted step takes about 2 ms longer on a CPU (an mlp of three layers: 2.8 instead of 0.6 ms).
 COUNT_EVERY = 5000
@@ -35,6 +35,7 @@ class Phases:
         self._count_every = count_every
         self._counted: int | None = None
         self._timed: int | None = None
+        self._whole: int | None = None
         self._once: set[str] = set()
         self.watched = Watched.NOT
 
@@ -43,12 +44,14 @@ class Phases:
         self.watched = Watched.NOT
         if is_log_point and _is_due(step, self._counted, self._count_every):
             self.watched, self._counted = Watched.COUNTED, step
-        elif is_log_point and _is_due(step, self._timed, TIME_EVERY):
+        elif is_log_point and _is_due(step, self._timed, None):
             self.watched, self._timed = Watched.TIMED, step
+        elif is_log_point and _is_due(step, self._whole, TIME_EVERY):
+            self.watched, self._whole = Watched.WHOLE, step
         if self.watched is not Watched.NOT:
             self.meter.phase("between")
         if self.watched is not Watched.COUNTED:  # counting takes time of its own
-            self.clock.begin(sample=self.watched is Watched.TIMED)
+            self.clock.begin(sample=self.watched is not Watched.NOT)
 
     def counting(self, batch: Sequence[Any]) -> AbstractContextManager[None]:
         """Around what is counted of this step, if it is to be counted."""
@@ -74,7 +77,11 @@ class Phases:
     def restart(self) -> None:
         """Forget the first step, which holds warm-up and compilation."""
         self.clock.reset()
-        self._timed = self._counted = None
+        self._timed = self._whole = self._counted = None
+
+    def recount(self) -> None:
+        """Count again at the next log point: from here on steps hold something else."""
+        self._counted = None
 
     def mark(self, phase: str) -> None:
         """`phase` ends here."""

@@ -22,6 +22,8 @@ OWNERS = tuple(
         ("data", "data"),
         ("batch", "batch"),
         ("activations", "activations"),
+        ("libraries", "libraries"),
+        ("recorded graph", "graph"),
         ("the rest", "rest"),
     )
 )
@@ -92,6 +94,7 @@ def released(run: Mapping[str, Any], metrics: Numbers, *, limit: int) -> Section
         ("memory/baseline_mib", "{} in use before the run"),
         ("memory/residual_mib", "{} kept by libraries"),
         ("memory/leaked_mib", "{} leaked"),
+        ("memory/reserved_residual_mib", "{} still reserved"),
     )
     ok = bool(metrics["memory/release_ok"]) if "memory/release_ok" in metrics else None
     verdict = {True: ["OK"], False: ["NOT ALL GIVEN BACK"], None: []}[ok]
@@ -101,7 +104,14 @@ def released(run: Mapping[str, Any], metrics: Numbers, *, limit: int) -> Section
     if owners[LEAKS_SHOWN:]:
         rest = sum(_bytes(o) for o in owners[LEAKS_SHOWN:])
         held.append(f"and {len(owners) - LEAKS_SHOWN:,} more, {mebibytes(rest / 1024**2)}")
-    return Section("Release", (*joined([*verdict, *proof]), *held), ok=ok)
+    kept = [
+        printable(
+            f"{o.get('name')}: {mebibytes(_bytes(o) / 1024**2)} more than before", limit=limit
+        )
+        for o in run.get("kept") or ()
+        if isinstance(o, Mapping)
+    ]
+    return Section("Release", (*joined([*verdict, *proof]), *held, *kept), ok=ok)
 
 
 def _bytes(owner: Mapping[str, Any]) -> float:

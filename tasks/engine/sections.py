@@ -26,6 +26,7 @@ PHASES = tuple(
     (phase.replace("_", " "), f"time/{phase}_ms")
     for phase in ("data_wait", "h2d", "forward", "backward", "optimizer")
 )
+DATA_PHASES = ("data wait", "h2d")
 HEADLINE_METRICS = (
     "val/accuracy",
     "val/r2",
@@ -139,13 +140,27 @@ def _device(tags: Mapping[str, str], metrics: Numbers) -> Section:
     return Section("Device", facts)
 
 
+def _step(name: str, phases: list[tuple[str, float]]) -> Block:
+    whole_ms = sum(ms for _, ms in phases)
+    return Block(
+        f"{name}, {milliseconds(whole_ms)}", bars(phases, whole=whole_ms, words=milliseconds)
+    )
+
+
 def _time(metrics: Numbers) -> Section:
     total_s = metrics.get("time/total_s")
     stages = [(label, metrics[k]) for label, k in STAGES if k in metrics]
     if total_s is not None and stages and total_s > sum(s for _, s in stages):
         stages.append(("other", total_s - sum(s for _, s in stages)))
     phases = [(label, metrics[k]) for label, k in PHASES if k in metrics]
-    step_ms = sum(ms for _, ms in phases)
+    replay_ms = metrics.get("time/replay_ms")
+    steps = {"one step": phases}
+    if replay_ms is not None:  # the wait for data is then that of replayed steps
+        waits = [(label, ms) for label, ms in phases if label in DATA_PHASES]
+        steps = {
+            "one replayed step": [*waits, ("replay", replay_ms)],
+            "one step taken plainly": [one for one in phases if one not in waits],
+        }
     besides = said(
         metrics,
         ("time/first_step_s", "first step {}"),
@@ -156,9 +171,7 @@ def _time(metrics: Numbers) -> Section:
     )
     blocks = (
         Block("stages of the run", bars(stages, whole=total_s, words=seconds)),
-        Block(
-            f"one step, {milliseconds(step_ms)}", bars(phases, whole=step_ms, words=milliseconds)
-        ),
+        *(_step(name, parts) for name, parts in steps.items()),
     )
     return Section(
         "Time",

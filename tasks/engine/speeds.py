@@ -12,7 +12,7 @@ from tasks.engine.batches import Batches
 from tasks.engine.facts import DataFacts, DeviceFacts
 from tasks.engine.loop import Fitted, Tools
 from tasks.engine.peaks import Peak, measured, peak
-from tasks.engine.timing import PHASES
+from tasks.engine.timing import PHASES, REPLAY
 
 
 def rates(
@@ -45,17 +45,22 @@ def peak_of(device: DeviceFacts, precision: str, *, task: str) -> Peak | None:
     return measured(torch.device(device.name), precision)
 
 
-def timings(tools: Tools, fitted: Fitted, *, rows: Batches) -> dict[str, float]:
-    """The run's time by part, and its mean speed."""
+def timings(tools: Tools, fitted: Fitted, *, rows: Batches, replays: int) -> dict[str, float]:
+    """The run's time by part, and its mean speed. replays: steps that a graph replayed, whose
+    phases cannot be told apart; the waits for data are then theirs, the other phases those of the
+    steps taken plainly."""
     spent = tools.watch.seconds
     total_s = tools.watch.total_s()
     phase_s = tools.phases.clock.seconds_per_step()
+    replay_s = tools.phases.clock.seconds_per_step(replayed=True)
     known_s = sum(spent[part] for part in ("setup", "first_step", "eval", "log", "checkpoint"))
-    known_s += sum(phase_s.values()) * (fitted.steps - 1)
+    known_s += sum(phase_s.values()) * (fitted.steps - 1 - replays)
+    known_s += sum(replay_s.values()) * replays
+    phase_s |= replay_s
     loop_s = spent["first_step"] + spent["steps"]
     samples_per_s = fitted.epochs * len(rows) / loop_s
     found = {
-        **{f"time/{p}_ms": 1000 * phase_s[p] for p in PHASES if p in phase_s},
+        **{f"time/{p}_ms": 1000 * phase_s[p] for p in (*PHASES, REPLAY) if p in phase_s},
         "time/setup_s": spent["setup"],
         "time/first_step_s": spent["first_step"],
         "time/eval_s": spent["eval"],

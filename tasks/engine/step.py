@@ -24,7 +24,8 @@ class Watched(Enum):
     """What is measured of a step while it is taken."""
 
     NOT = "not"
-    TIMED = "timed"  # phase by phase: not for a step that is replayed as a whole
+    TIMED = "timed"  # phase by phase: taken plainly, also where steps are replayed as a whole
+    WHOLE = "whole"  # timed as it is taken
     COUNTED = "counted"  # storage by storage: the plain step only
 
 

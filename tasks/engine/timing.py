@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+REPLAY = "replay"  # all of a step that is replayed from a graph, but for its data
 PHASES = ("data_wait", "h2d", "forward", "backward", "optimizer")
 
 
@@ -29,8 +30,9 @@ class PhaseClock(Protocol):
     def collect(self) -> None:
         """Read what is finished, and wait for nothing."""
 
-    def seconds_per_step(self) -> dict[str, float]:
-        """Mean seconds of each phase over the timed steps; empty where none was timed."""
+    def seconds_per_step(self, *, replayed: bool = False) -> dict[str, float]:
+        """Mean seconds of each phase over the timed steps, those taken plainly or those replayed
+        from a graph; empty where none was timed."""
 
 
 class HostClock:
@@ -61,7 +63,9 @@ class HostClock:
     def collect(self) -> None:
         pass
 
-    def seconds_per_step(self) -> dict[str, float]:
+    def seconds_per_step(self, *, replayed: bool = False) -> dict[str, float]:
+        if replayed:
+            return {}
         return {phase: total / self._steps for phase, total in self._totals.items()}
 
 
@@ -73,8 +77,7 @@ class EventClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._totals: dict[str, float] = defaultdict(float)
-        self._steps = 0
+        self._timed: dict[bool, list[dict[str, float]]] = {False: [], True: []}  # by replayed
         self._open: list[tuple[str, Any]] = []
         self._pending: list[list[tuple[str, Any]]] = []
 
@@ -88,20 +91,24 @@ class EventClock:
             self._open.append((phase, self._event()))
 
     def reset(self) -> None:
-        self._totals.clear()
+        for timed in self._timed.values():
+            timed.clear()
         self._pending.clear()
         self._open = []
-        self._steps = 0
 
     def collect(self) -> None:
         while self._pending and self._pending[0][-1][1].query():
             marks = self._pending.pop(0)
-            self._steps += len(marks) > 1
+            found: dict[str, float] = defaultdict(float)
             for (_, start), (phase, end) in zip(marks, marks[1:], strict=False):
-                self._totals[phase] += start.elapsed_time(end) / 1000
+                found[phase] += start.elapsed_time(end) / 1000
+            if found:
+                self._timed[REPLAY in found].append(found)
 
-    def seconds_per_step(self) -> dict[str, float]:
-        return {phase: total / self._steps for phase, total in self._totals.items()}
+    def seconds_per_step(self, *, replayed: bool = False) -> dict[str, float]:
+        timed = self._timed[replayed]
+        phases = dict.fromkeys(phase for step in timed for phase in step)
+        return {p: sum(step.get(p, 0.0) for step in timed) / len(timed) for p in phases}
 
     def _event(self) -> Any:
         event = new_event(self._device, timed=True)

@@ -195,7 +195,11 @@ def _train(
         keep(model, spec, example(data, val), folder / "model")
         watch.lap("checkpoint")
     return TrainFacts(
-        metrics={**fitted.metrics, **timings(tools, fitted, rows=rows), **measured},
+        metrics={
+            **fitted.metrics,
+            **timings(tools, fitted, rows=rows, replays=bench.tuned.replays),
+            **measured,
+        },
         tags={
             "precision": precision,
             "threads": str(threads),

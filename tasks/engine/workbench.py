@@ -4,13 +4,13 @@ the clocks and accounts; and what they have measured when it is over.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tasks.engine import memory
 from tasks.engine.accounts import Accounts, Owned
 from tasks.engine.assembly import forward_of, optimizer_of, step_of
 from tasks.engine.batches import Batches
@@ -21,6 +21,7 @@ from tasks.engine.facts import DataFacts, DeviceFacts
 from tasks.engine.ledger import Ledger
 from tasks.engine.limits import room_bytes
 from tasks.engine.losses import loss_of, metrics_of
+from tasks.engine.memory import Meter
 from tasks.engine.oom import MicroBatches
 from tasks.engine.optim import Optimizer
 from tasks.engine.phases import COUNT_EVERY, Phases
@@ -33,7 +34,7 @@ class _Witness:
     """Keeps what the device tells of the last attempt; see oom.Witness."""
 
     recorder: Recorder
-    meter: memory.Meter
+    meter: Meter
 
     def start(self) -> None:
         self.recorder.start()
@@ -58,9 +59,10 @@ class Workbench:
 
     def measured(self) -> dict[str, float]:
         """Under the names of the run record. Call it before the model is freed."""
+        memory = self.phases.meter.summary()
         return {
-            **self.phases.meter.summary(),
-            **self.phases.accounts.metrics(),
+            **memory,
+            **self.phases.accounts.metrics(peak_mib=memory.get("memory/run_peak_allocated_mib")),
             **self.tuned.verdict.metrics(),
             "memory/ooms_recovered": float(self.micro.recovered + self.judge.micro.recovered),
             "memory/micro_batch": float(self.micro.rows),
@@ -84,7 +86,7 @@ def workbench(
     facts: DeviceFacts,
     precision: str,
     ledger: Ledger,
-    meter: memory.Meter,
+    meter: Meter,
     recorder: Recorder,
     known: Known | None,
     micro_rows: int,
@@ -101,10 +103,11 @@ def workbench(
     batch_size = config.train.batch_size
     optimizer = optimizer_of(config, model)
 
+    owned = _Owned(fed, model, optimizer)
     phases = Phases(
         phase_clock(device),
         meter,
-        Accounts(ledger, partial(_owned, fed, model, optimizer)),
+        Accounts(ledger, owned, partial(_in_use, meter) if device.type != "cpu" else lambda: None),
         count_every=COUNT_EVERY if device.type == "cpu" else None,
     )
     fitting = partial(
@@ -134,7 +137,9 @@ def workbench(
         graphs=graphs,
         threads=threads,
         known=known,
+        recorded=phases.recount,
     )
+    owned.recordings = tuned.tensors
     most = eval_rows(data, batch_size, room_bytes=room_bytes(config, facts.free_bytes or 0))
     judge = Judge(
         task=data.task,
@@ -149,11 +154,25 @@ def workbench(
     return Workbench(optimizer, phases, micro, tuned, judge, steps)
 
 
-def _owned(fed: tuple[Batches, Batches], model: nn.Module, optimizer: Optimizer) -> Owned:
-    return {
-        "data": [tensor for rows in fed for tensor in rows.tensors()],
-        "parameters": model.parameters(),
-        "buffers": model.buffers(),
-        "gradients": [p.grad for p in model.parameters() if p.grad is not None],
-        "optimizer_state": optimizer.state_tensors(),
-    }
+@dataclass
+class _Owned:
+    """What belongs to whom, whenever it is asked."""
+
+    fed: tuple[Batches, Batches]
+    model: nn.Module
+    optimizer: Optimizer
+    recordings: Callable[[], list[Tensor]] = list
+
+    def __call__(self) -> Owned:
+        return {
+            "data": [tensor for rows in self.fed for tensor in rows.tensors()],
+            "parameters": self.model.parameters(),
+            "buffers": self.model.buffers(),
+            "graph": self.recordings(),
+            "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
+            "optimizer_state": self.optimizer.state_tensors(),
+        }
+
+
+def _in_use(meter: Meter) -> int | None:
+    return meter.reading().get("allocated")

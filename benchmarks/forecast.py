@@ -1,0 +1,125 @@
+"""Forecast against measured, in a table: what tensors hold and the allocator reserves on a GPU,
+for the built-in models, three batch sizes, two precisions, two optimizers, with and without a
+recorded step. `python -m benchmarks.forecast [MODEL ...]`; prints Markdown.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tasks.engine import compiling
+from tasks.engine.config import RunConfig
+from tasks.engine.data import prepare
+from tasks.engine.device import detect
+from tasks.engine.forecast import forecast
+from tasks.engine.leaks import baseline, release
+from tasks.engine.memory import MIB
+from tasks.engine.training import train
+
+STEPS = 130  # after which a graph was tried
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on some data."""
+
+    data: dict[str, Any]
+    args: dict[str, Any]
+    batch_sizes: tuple[int, ...]
+
+
+CASES = {
+    "linear": Case({"source": "synthetic", "rows": 6000, "features": 300}, {}, (64, 512, 2048)),
+    "mlp": Case(
+        {"source": "synthetic", "rows": 6000, "features": 128},
+        {"hidden": [512, 512]},
+        (64, 512, 2048),
+    ),
+    "cnn": Case({"source": "digits"}, {"width": 16}, (64, 128, 256)),
+    "transformer": Case({"source": "text", "context": 32}, {"width": 64, "layers": 2}, (8, 32, 64)),
+}
+
+
+def main(models: list[str]) -> int:
+    """Print the table; 1 where a figure is further off than 5 % (held) or 10 % (reserved)."""
+    if not torch.cuda.is_available():
+        print("benchmarks.forecast: needs a CUDA device", file=sys.stderr)
+        return 2
+    compiling.GRAPH_BELOW_S = math.inf  # also where this machine is slow
+    device = detect("cuda")
+    print(f"{device.model}, torch {torch.__version__}; MiB, forecast / measured\n")
+    print("| model | batch | precision | optimizer | graph | held | | reserved | |")
+    print("|---|--:|---|---|---|--:|--:|--:|--:|")
+    worst = {"held": 0.0, "reserved": 0.0}
+    with tempfile.TemporaryDirectory() as folder:
+        for model in models or CASES:
+            for line, off in _rows(model, CASES[model], Path(folder)):
+                print(line, flush=True)
+                worst = {name: max(worst[name], off[name]) for name in worst}
+    print(f"\nfurthest off: held {worst['held']:.1%}, reserved {worst['reserved']:.1%}")
+    return int(worst["held"] > 0.05 or worst["reserved"] > 0.1)
+
+
+def _rows(model: str, case: Case, folder: Path) -> Any:
+    source = dict(case.data)
+    if source["source"] == "text":
+        text = folder / "text.txt"
+        text.write_text("a text of some length, to be learnt by heart. " * 700)
+        source["path"] = str(text)
+    for size, precision, optimizer, mode in itertools.product(
+        case.batch_sizes, ("fp32", "fp16"), ("adamw", "sgd"), ("off", "auto")
+    ):
+        if precision == "fp16" and mode == "auto":
+            continue  # never recorded: a scaler decides on the host
+        config = RunConfig.model_validate(
+            {
+                "device": {"name": "cuda"},
+                "data": {**source, "cache": str(folder / "data")},
+                "model": {"name": model, "args": case.args},
+                "optim": {"name": optimizer},
+                "train": {"batch_size": size, "precision": precision, "compile": mode},
+            }
+        )
+        yield _row(config, folder)
+
+
+def _row(config: RunConfig, folder: Path) -> tuple[str, dict[str, float]]:
+    device, data = detect("cuda"), prepare(config.data)
+    a_whole = math.ceil(data.train_rows / config.train.batch_size)
+    epochs = math.ceil(STEPS / a_whole) if config.train.compile == "auto" else 1
+    config = config.model_copy(update={"train": config.train.model_copy(update={"epochs": epochs})})
+    before = baseline(device.name)
+    told = forecast(config, data, device)
+    facts = train(config, device, data, folder=folder, log=lambda metrics, step: None)
+    release(device.name, baseline_bytes=before.bytes)
+    told = told.graphed if told.graphed is not None else told
+    assert told.reserved_bytes is not None
+    pairs = {
+        "held": (told.peak_bytes, facts.metrics["memory/run_peak_allocated_mib"]),
+        "reserved": (told.reserved_bytes, facts.metrics["memory/run_peak_reserved_mib"]),
+    }
+    cells = [
+        config.model.name,
+        str(config.train.batch_size),
+        config.train.precision,
+        config.optim.name,
+        "yes" if config.train.compile == "auto" and told.phases.get("recording") else "no",
+    ]
+    off = {}
+    for name, (forecast_bytes, measured_mib) in pairs.items():
+        forecast_mib = forecast_bytes / MIB
+        off[name] = abs(forecast_mib / measured_mib - 1)
+        cells += [f"{forecast_mib:.1f} / {measured_mib:.1f}", f"{off[name]:.1%}"]
+    return f"| {' | '.join(cells)} |", off
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
