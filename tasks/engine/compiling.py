@@ -151,17 +151,20 @@ class TunedStep:
         """One step of the trial; only these make the host wait."""
         self._wait()
         began = perf_counter()
-        took_s: float | None
+        took_s, failure, is_final = None, "", False
         try:
             outcome = self._best(x, y, norm=norm, watched=watched)
         except _untakeable() as error:
-            if self._mode != "auto" and not isinstance(error, GraphError):
-                raise CompileError(
-                    f"train.compile: {self._mode} cannot compile this model "
-                    f"({_first_line(error)}); use auto or off"
-                ) from None
-            log.warning("train.compile: %s", _first_line(error))
-            took_s = None
+            failure = _first_line(error)
+            is_final = self._mode != "auto" and not isinstance(error, GraphError)
+        # Only here is the error gone: the compiler's keep frames, and these the model.
+        if is_final:
+            raise CompileError(
+                f"train.compile: {self._mode} cannot compile this model ({failure}); "
+                "use auto or off"
+            )
+        if failure:
+            log.warning("train.compile: %s", failure)
             outcome = self._plain(x, y, norm=norm, watched=watched)
         else:
             self._wait()

@@ -1,0 +1,100 @@
+"""The rules by which a forecast tells what is reserved, against PyTorch's own allocator."""
+
+import random
+
+import pytest
+import torch
+
+from tasks.engine.allocators import give_back
+from tasks.engine.memory import MIB
+from tasks.engine.pool import Empty, Exceeded, Give, Pool, Take
+from tasks.engine.reductions import scratch_of
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
+GPU = torch.device("cuda:0")
+
+
+@pytest.fixture
+def nothing():
+    torch.ones(1, device=GPU)
+    give_back(GPU)
+    torch.cuda.reset_peak_memory_stats(GPU)
+    if torch.cuda.memory_reserved(GPU):
+        pytest.skip("something else in this process holds memory")
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0, GPU)
+    give_back(GPU)
+
+
+def _size(draw: random.Random) -> int:
+    most = draw.choice([5_000, 2 * MIB, 12 * MIB, 60 * MIB])
+    return draw.randint(1, most)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_same_bytes_are_held_and_reserved_after_each_of_200_events(nothing, seed) -> None:
+    draw, pool, live = random.Random(seed), Pool(), {}
+    for number in range(200):
+        kind = draw.random()
+        if kind < 0.55 or not live:
+            size = _size(draw)
+            live[number] = torch.empty(size, dtype=torch.uint8, device=GPU)
+            pool.follow([Take(number, size)])
+        elif kind < 0.98:
+            freed = draw.choice(list(live))
+            del live[freed]
+            pool.follow([Give(freed)])
+        else:
+            torch.cuda.empty_cache()
+            pool.follow([Empty()])
+        assert pool.allocated == torch.cuda.memory_allocated(GPU)
+        assert pool.reserved == torch.cuda.memory_reserved(GPU)
+    assert pool.peak_reserved == torch.cuda.max_memory_reserved(GPU)
+
+
+def test_a_limit_refuses_what_the_allocator_refuses(nothing) -> None:
+    total = torch.cuda.get_device_properties(GPU).total_memory
+    limit = 100 * MIB
+    torch.cuda.set_per_process_memory_fraction((limit + 0.5) / total, GPU)
+    refused = 0
+    for seed in range(20):
+        draw, pool, live = random.Random(seed), Pool(limit_bytes=limit), []
+        for number in range(30):
+            size = _size(draw)
+            try:
+                live.append(torch.empty(size, dtype=torch.uint8, device=GPU))
+                fits = True
+            except torch.OutOfMemoryError:
+                fits = False
+            if not fits:
+                with pytest.raises(Exceeded):
+                    pool.follow([Take(number, size)])
+                refused += 1
+                break
+            pool.follow([Take(number, size)])
+            if draw.random() < 0.3:
+                live.pop()
+                pool.follow([Give(number)])
+        live.clear()
+        torch.cuda.empty_cache()
+    assert refused > 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [3, 10, 128, 1000, 4096])
+@pytest.mark.parametrize("rows", [64, 500, 2048, 8192])
+def test_a_sum_over_rows_takes_the_scratch_memory_that_is_foretold(
+    nothing, rows, columns, dtype
+) -> None:
+    if torch.version.hip:
+        pytest.skip("its kernels are not followed")
+    x = torch.empty(rows, columns, device=GPU, dtype=dtype)
+    before = torch.cuda.memory_allocated(GPU)
+    torch.cuda.reset_peak_memory_stats(GPU)
+    out = x.sum([0], keepdim=True)
+    taken = torch.cuda.max_memory_allocated(GPU) - before - -(-out.nbytes // 512) * 512
+    told = scratch_of(GPU)(torch.ops.aten.sum.dim_IntList, (x, [0], True))
+    assert abs(taken - told) <= MIB  # which a block may be larger than what was asked
