@@ -87,7 +87,7 @@ class AdamW(Optimizer):
         counts = list({id(count): count for count in steps}.values())
         # A step that is skipped for infinite gradients does not count.
         found_inf = getattr(self, "found_inf", None)
-        taken = 1.0 if found_inf is None else 1.0 - found_inf
+        taken = [1.0 if found_inf is None else 1.0 - found_inf] * len(counts)
         torch._foreach_add_(counts, taken)
         try:
             torch._fused_adamw_(
@@ -109,7 +109,7 @@ class AdamW(Optimizer):
             )
         except RuntimeError:
             # Where memory runs out it is tried again: even the loading of a kernel takes some.
-            torch._foreach_add_(counts, -taken)
+            torch._foreach_sub_(counts, taken)
             raise
 
     def state_tensors(self) -> list[Tensor]:

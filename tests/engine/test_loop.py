@@ -71,7 +71,7 @@ def _tools(
         device=CPU,
         step=step,
         micro=Fixed(micro_rows),
-        judge=Judge(task, loss, nullcontext, rows=1024, micro=Fixed(1024), phases=phases),
+        judge=Judge(task, loss, nullcontext, micro=Fixed(1024), phases=phases),
         optimizer=optimizer,
         rate=lambda step: lr,
         phases=phases,
