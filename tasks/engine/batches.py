@@ -5,8 +5,9 @@ rows depends on the seed and the epoch alone, so that it is the same on every de
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import Any, Protocol
 
@@ -14,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tasks.engine.allocators import drop_cache
 from tasks.engine.layout import Layout, laid_out
+from tasks.engine.memory import clear_frames, is_oom
 from tasks.engine.staging import PINNING, Array, Lane, Mark, Rows, dtype_of, read
 from tasks.engine.units import mebibytes
 from tasks.engine.unmapped import Unmapped
@@ -23,6 +26,8 @@ TRAIN_SHARE, VAL_SHARE = 2 / 3, 1 / 3  # of the room: both parts may then live t
 RESIDENT_SHARE = 0.5  # of the room; the rest is for the model, its gradients and activations
 BLOCK_BYTES = 16 * 1024**2  # of one copy on the way to the device: the host never holds all rows
 MIB = 1024**2
+
+log = logging.getLogger(__name__)
 
 
 class Batches(Protocol):
@@ -152,6 +157,7 @@ class Streamed:
         self._layout, self._device = layout, device
         self._arrays: tuple[Array, ...] = tuple(map(Unmapped, arrays)) if is_spare else arrays
         self._idle: Lane | None = None  # of the last iteration, for the next
+        self._is_ahead = True  # while there is room for two batches
 
     def __len__(self) -> int:
         return len(self._arrays[0])
@@ -162,14 +168,21 @@ class Streamed:
     def shuffled(
         self, batch_size: int, order: Tensor, mark: Mark
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        # Sorted, since a disk reads forwards; the rows of a batch have no order of their own.
-        rows = (np.sort(chosen.numpy()) for chosen in order.split(batch_size))
-        return self._read(rows, most_rows=min(batch_size, len(order)), mark=mark)
+        chosen = order.split(batch_size)
+
+        def rows_from(batch: int) -> Iterator[Rows]:
+            # Sorted, since a disk reads forwards; the rows of a batch have no order of their own.
+            return (np.sort(rows.numpy()) for rows in chosen[batch:])
+
+        return self._read(rows_from, most_rows=min(batch_size, len(order)), mark=mark)
 
     def in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         starts = range(0, len(self), batch_size)
-        rows = (slice(start, min(start + batch_size, len(self))) for start in starts)
-        return self._read(rows, most_rows=min(batch_size, len(self)), mark=lambda phase: None)
+
+        def rows_from(batch: int) -> Iterator[Rows]:
+            return (slice(at, min(at + batch_size, len(self))) for at in starts[batch:])
+
+        return self._read(rows_from, most_rows=min(batch_size, len(self)), mark=lambda phase: None)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return ()
@@ -179,6 +192,30 @@ class Streamed:
         self._idle = None
 
     def _read(
+        self, rows_from: Callable[[int], Iterable[Rows]], *, most_rows: int, mark: Mark
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Where there is no room for a batch beside the one before it, from there on one by one.
+
+        rows_from: the rows of the batches, from that batch on.
+        """
+        done = 0
+        while True:
+            try:
+                for batch in self._arriving(rows_from(done), most_rows=most_rows, mark=mark):
+                    done += 1
+                    yield batch
+                    del batch  # gone before the next one is sent
+                return
+            except (RuntimeError, MemoryError) as error:
+                if not self._is_ahead or not is_oom(error):
+                    raise
+                clear_frames(error)
+                failure = str(error)  # a handler may keep what it is given: never the error
+            log.warning("short of memory for two batches: going on with one (%s)", failure)
+            self._is_ahead = False
+            drop_cache(self._device)
+
+    def _arriving(
         self, batches: Iterable[Rows], *, most_rows: int, mark: Mark
     ) -> Iterator[tuple[Tensor, Tensor]]:
         if self.residency != "pinned":
@@ -190,7 +227,7 @@ class Streamed:
         if lane is None or lane.rows < most_rows:
             lane = Lane(self._arrays, most_rows, device=self._device)
         try:
-            with closing(lane.read(batches, mark)) as found:
+            with closing(lane.read(batches, mark, is_ahead=self._is_ahead)) as found:
                 yield from map(self._layout.open, found)
         finally:
             self._idle, self.copy_s = lane, lane.copy_s

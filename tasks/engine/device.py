@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from tasks.engine.allocators import give_back
 from tasks.engine.device_choice import Refusal, decide, name_problem, try_gpus
 from tasks.engine.device_look import first_line, look
 from tasks.engine.device_seen import Gpu, Machine
@@ -141,5 +142,7 @@ def limit(facts: DeviceFacts, limit_mib: float | None) -> Callable[[], None]:
         torch.mps.set_per_process_memory_fraction(fraction)
         return lambda: torch.mps.set_per_process_memory_fraction(MPS_DEFAULT_FRACTION)
     backend = torch.xpu if facts.kind == "xpu" else torch.cuda
+    # What is cached, from the detection's product on, is given out again whatever the limit.
+    give_back(torch.device(facts.name))
     backend.set_per_process_memory_fraction(fraction, facts.index)
     return lambda: backend.set_per_process_memory_fraction(1.0, facts.index)

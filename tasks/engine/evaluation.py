@@ -4,6 +4,7 @@ task. Batches that do not fit in memory are judged in smaller parts.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,9 +20,12 @@ from tasks.engine.batches import Batches
 from tasks.engine.facts import DataFacts
 from tasks.engine.forward import Forward, Plain
 from tasks.engine.losses import Metrics
-from tasks.engine.oom import Fitting
+from tasks.engine.memory import clear_frames
+from tasks.engine.oom import Fitting, MemoryExhausted, told_in
 from tasks.engine.phases import Phases
 from tasks.engine.step import Loss
+
+log = logging.getLogger(__name__)
 
 MAX_LOG_PERPLEXITY = 700.0  # exp() of more is no float
 EVAL_ROWS = 1024  # rows of one batch, where there is room: no gradients are kept there
@@ -47,8 +51,7 @@ class Judge:
     task: str
     loss: Loss
     autocast: Callable[[], AbstractContextManager[object]]
-    rows: int  # of a batch
-    micro: Fitting
+    micro: Fitting  # how many rows are read, and go through the model, at once
     phases: Phases
     forward: Callable[[nn.Module], Forward] = Plain
     metrics: Metrics = field(default_factory=dict)  # the user's own, the mean over the rows each
@@ -71,11 +74,29 @@ def evaluate(model: nn.Module, batches: Batches, judge: Judge) -> dict[str, floa
     Raises oom.MemoryExhausted.
     """
     model.eval()
+    while True:
+        rows = min(judge.micro.rows, len(batches))
+        try:
+            with told_in("eval"):
+                return _evaluated(model, batches, judge, rows)
+        except MemoryExhausted as error:
+            # Fewer rows that come from the host take less of the device.
+            if rows == 1 or batches.residency not in ("pinned", "host"):
+                raise
+            clear_frames(error)
+        judge.micro.rows = -(-rows // 2)
+        log.warning("short of memory in eval with %s rows read at once: going on with half", rows)
+
+
+def _evaluated(
+    model: nn.Module, batches: Batches, judge: Judge, rows_at_once: int
+) -> dict[str, float]:
     found: list[_Sums] = []
     forward = judge.forward(model)
-    for x, y in batches.in_order(judge.rows):
+    for x, y in batches.in_order(rows_at_once):
         with judge.phases.counting_once("eval", (x, y)):
             found.append(_judged(forward, x, y, judge))
+        del x, y  # gone before the next ones come
         if len(found) == FOLDED:
             found = [_summed(found)]
     judge.phases.meter.phase("eval")

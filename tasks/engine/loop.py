@@ -6,7 +6,7 @@ for the device at readings only, and stops where the loss is no longer a number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tasks.engine.batches import Batches, row_order
 from tasks.engine.evaluation import Judge, evaluate
-from tasks.engine.oom import Fitting
+from tasks.engine.oom import Fitting, told_in
 from tasks.engine.optim import Optimizer
 from tasks.engine.phases import Phases
 from tasks.engine.readings import Log, Readings
@@ -78,36 +78,45 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
     def is_log_point(step: int) -> bool:
         return step % plan.log_every == 0 or step == last_step
 
-    for epoch in range(plan.epochs):  # noqa: B007 (its last value is a result)
-        model.train()
-        order = row_order(len(train), seed=plan.seed, epoch=epoch)
-        t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
-        readings.begin()
-        for x, y in train.shuffled(plan.batch_size, order, t.phases.mark):
-            t.optimizer.set_lr(t.rate(step))
-            step += 1
-            with t.phases.counting((x, y)):
-                outcome = t.step(x, y, norm=is_log_point(step), watched=t.phases.watched)
-            readings.add(outcome, rows=rows_of(y))
-            if step == 1:
-                wait(t.device)
-                t.phases.restart()
-                readings.restart()
-                watch.lap("first_step")
-            if is_log_point(step):
-                readings.point(outcome, epoch)
-                if t.phases.meter.is_thrashing():
-                    t.micro.ease("the allocator had to free its cache twice running")
+    with told_in("training", step=lambda: step):
+        for epoch in range(plan.epochs):  # noqa: B007 (its last value is a result)
+            model.train()
+            order = row_order(len(train), seed=plan.seed, epoch=epoch)
             t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
-        readings.drain(epoch)
-        metrics = evaluate(model, val, t.judge)
-        watch.lap("eval")
-        t.log({**metrics, "train/epoch": epoch + 1.0}, step)
-        watch.lap("log")
-        if best.is_enough(metrics, model):
-            break
+            readings.begin()
+            batches = train.shuffled(plan.batch_size, order, t.phases.mark)
+            for x, y in _sent(batches, step=lambda: step + 1):  # noqa: B023 (asked while it is this)
+                t.optimizer.set_lr(t.rate(step))
+                step += 1
+                with t.phases.counting((x, y)):
+                    outcome = t.step(x, y, norm=is_log_point(step), watched=t.phases.watched)
+                readings.add(outcome, rows=rows_of(y))
+                if step == 1:
+                    wait(t.device)
+                    t.phases.restart()
+                    readings.restart()
+                    watch.lap("first_step")
+                if is_log_point(step):
+                    readings.point(outcome, epoch)
+                    if t.phases.meter.is_thrashing():
+                        t.micro.ease("the allocator had to free its cache twice running")
+                t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
+                del x, y  # gone before the next ones come
+            readings.drain(epoch)
+            metrics = evaluate(model, val, t.judge)
+            watch.lap("eval")
+            t.log({**metrics, "train/epoch": epoch + 1.0}, step)
+            watch.lap("log")
+            if best.is_enough(metrics, model):
+                break
     stopped_early = epoch + 1 < plan.epochs
     return Fitted(step, epoch + 1, stopped_early, best.restored(model, metrics))
+
+
+def _sent(batches: Iterator[tuple[Any, Any]], *, step: Callable[[], int]) -> Iterator[Any]:
+    """The same batches; one that finds no room has run out of memory at that step."""
+    with told_in("sending", step=step):
+        yield from batches
 
 
 def batch_of(error: BaseException) -> tuple[Any, Any]:

@@ -6,8 +6,9 @@ happened. It gives up where a single row does not fit, and then says what would 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -30,20 +31,38 @@ class Failure:
     """The last attempt, in plain values."""
 
     text: str  # the device's own words
-    phase: str  # training, eval or optimizer
-    step: int
-    batch_shape: tuple[int, ...]
-    tried: tuple[int, ...]  # rows of the micro-batches that did not fit
-    fitted: int | None  # of the largest that did
+    phase: str  # training, optimizer, eval, sending or set-up
+    step: int = 0  # of the training; 0 before its first
+    batch_shape: tuple[int, ...] = ()
+    tried: tuple[int, ...] = ()  # rows of the micro-batches that did not fit
+    fitted: int | None = None  # of the largest that did
     allocator: dict[str, int] = field(default_factory=dict)  # what it told then; see allocators.py
 
 
 class MemoryExhausted(RuntimeError):
-    """Not even one row fits, or not the optimizer's state."""
+    """Not even one row fits, or not the optimizer's state, or nothing that is not tried again."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"memory ran out in {failure.phase}: {failure.text}")
         self.failure = failure
+
+
+@contextmanager
+def told_in(phase: str, *, step: Callable[[], int] = int) -> Iterator[None]:
+    """Inside, whatever runs out of memory is MemoryExhausted, in this phase and at this step, where
+    nobody further inside has told them. step: 0 for those who don't know."""
+    failure = None
+    try:
+        yield
+    except MemoryExhausted as error:
+        clear_frames(error)
+        failure = error.failure
+    except (RuntimeError, MemoryError) as error:
+        if not is_oom(error):
+            raise
+        failure = Failure(_words(error), phase)
+    if failure is not None:
+        raise MemoryExhausted(replace(failure, step=failure.step or step()))
 
 
 class Witness(Protocol):
@@ -124,7 +143,6 @@ class MicroBatches:
         self.fitted: int | None = None  # the largest that did not
         self._calm = 0
         self._patience = GROW_AFTER
-        self._batches = 0
 
     def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
         """What `attempt(*batch, rows)` returns, for the largest number of rows that fits.
@@ -132,7 +150,6 @@ class MicroBatches:
         attempt must give the same whatever it did before, and whatever number it is called with.
         Raises MemoryExhausted, and anything else that attempt raises.
         """
-        self._batches += 1
         self._grow()
         state = self._state()
         while True:
@@ -201,7 +218,7 @@ class MicroBatches:
         drop_cache(self._device)
         shape = tuple(next((t.shape for t in tree.tensors(batch)), ()))
         tried = tuple(self.tried)
-        failure = Failure(text, phase, self._batches, shape, tried, self.fitted, allocator)
+        failure = Failure(text, phase, 0, shape, tried, self.fitted, allocator)
         raise MemoryExhausted(failure)
 
     def _halve(self, why: str) -> None:

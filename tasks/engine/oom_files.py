@@ -31,7 +31,7 @@ class OutOfMemory(RuntimeError):
 
 def unwatched(error: BaseException) -> Failure:
     """A failure beside the steps, where nothing is repeated and nobody counted."""
-    return Failure(str(error), phase="set-up", step=0, batch_shape=(), tried=(), fitted=None)
+    return Failure(str(error), phase="set-up")
 
 
 def told(

@@ -14,6 +14,7 @@ from tasks.engine.config import RunConfig
 from tasks.engine.data_config import TOKEN_SOURCES
 from tasks.engine.ledger import ACTIVATIONS, MIB, REST, Entry, Ledger
 from tasks.engine.oom_text import Told, told_by
+from tasks.engine.section import is_import
 from tasks.engine.units import mebibytes, number, printable
 
 SHOWN = 5  # of the largest holdings
@@ -22,6 +23,7 @@ PHASES = {
     "backward": "backward pass",
     "optimizer": "optimizer step",
     "eval": "evaluation",
+    "sending": "sending of a batch",
 }
 
 
@@ -93,7 +95,8 @@ class Explanation:
     def _where(self) -> str:
         shape = "x".join(str(size) for size in self.batch_shape)
         batch = f" (a batch of {shape})" if shape else ""
-        return f"the {PHASES.get(self.phase, self.phase)} of step {self.step}{batch}"
+        step = f" of step {self.step}" if self.step else ""
+        return f"the {PHASES.get(self.phase, self.phase)}{step}{batch}"
 
     def _with(self) -> str:
         if not self.tried:
@@ -167,6 +170,9 @@ def _remedy(
             "train.accumulate",
             f"set train.accumulate to {parts:,} (got {config.train.accumulate})",
         )
+    rows = config.train.batch_size
+    if phase == "sending" and rows > 1 and not is_import(config.data.source):
+        return "train.batch_size", f"set train.batch_size to {rows // 2:,} (got {rows:,})"
     setting, ways = _shrink(max(owners, key=lambda o: owners[o], default=REST), config, precision)
     if config.memory.limit_mib is not None:
         ways.append(f"raise memory.limit_mib (got {config.memory.limit_mib:g})")

@@ -85,26 +85,32 @@ class AdamW(Optimizer):
             self.steps = [count.clone() for count in self.steps]
         steps = [self.steps[i] for i in which]
         counts = list({id(count): count for count in steps}.values())
-        torch._foreach_add_(counts, 1.0)
-        torch._fused_adamw_(
-            [self.params[i] for i in which],
-            [_gradient(self.params[i]) for i in which],
-            [self.means[i] for i in which],
-            [self.squares[i] for i in which],
-            [],
-            steps,
-            lr=self.lr,  # type: ignore[arg-type] # a number or a tensor: it has both overloads
-            beta1=self.beta1,
-            beta2=self.beta2,
-            weight_decay=self.weight_decay,
-            eps=self.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
-        )
-        if hasattr(self, "found_inf"):
-            torch._foreach_sub_(counts, [self.found_inf] * len(counts))
+        # A step that is skipped for infinite gradients does not count.
+        found_inf = getattr(self, "found_inf", None)
+        taken = [1.0 if found_inf is None else 1.0 - found_inf] * len(counts)
+        torch._foreach_add_(counts, taken)
+        try:
+            torch._fused_adamw_(
+                [self.params[i] for i in which],
+                [_gradient(self.params[i]) for i in which],
+                [self.means[i] for i in which],
+                [self.squares[i] for i in which],
+                [],
+                steps,
+                lr=self.lr,  # type: ignore[arg-type] # a number or a tensor: it has both overloads
+                beta1=self.beta1,
+                beta2=self.beta2,
+                weight_decay=self.weight_decay,
+                eps=self.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=found_inf,
+            )
+        except RuntimeError:
+            # Where memory runs out it is tried again: even the loading of a kernel takes some.
+            torch._foreach_sub_(counts, taken)
+            raise
 
     def state_tensors(self) -> list[Tensor]:
         return [*self.means, *self.squares, *{id(count): count for count in self.steps}.values()]

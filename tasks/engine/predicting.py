@@ -177,8 +177,9 @@ class Through:
     def _fitted(self, batch: Batch, begin: int) -> Any:
         while True:
             failure = None
+            rows = min(self.rows, max(1, count(batch.rows) - begin))
             try:
-                return self._attempt(batch, begin, begin + self.rows)
+                return self._attempt(batch, begin, begin + rows)
             except (RuntimeError, MemoryError) as error:
                 if not memory.is_oom(error):
                     raise
@@ -186,15 +187,15 @@ class Through:
                 failure = str(error) or type(error).__name__
             # Only here, outside the except block, is the error gone and what its frames held.
             drop_cache(self._device)
-            if self.rows == 1:
+            if rows == 1:
                 raise NoRoom(f"one row ({failure})")
+            self.rows = -(-rows // 2)
             log.warning(
                 "short of memory with %s rows at once: going on with %s (%s)",
+                rows,
                 self.rows,
-                -(-self.rows // 2),
                 failure,
             )
-            self.rows = -(-self.rows // 2)
             self.recovered += 1
 
     def _attempt(self, batch: Batch, begin: int, end: int) -> Any:

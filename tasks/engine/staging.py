@@ -140,23 +140,32 @@ class Lane:
         """Mean seconds of a batch's copy by the device's own clock; None before any ended."""
         return self._copies_s / self._copies if self._copies else None
 
-    def read(self, batches: Iterable[Rows], mark: Mark) -> Generator[list[Tensor], None, None]:
-        """Batches on the device, each for the stream that is current when it is asked for."""
+    def read(
+        self, batches: Iterable[Rows], mark: Mark, *, is_ahead: bool
+    ) -> Generator[list[Tensor], None, None]:
+        """Batches on the device, each for the stream that is current when it is asked for.
+
+        is_ahead: the next one is sent before the loop computes on this one, and its copy then runs
+        beside that. None is kept here once it was given.
+        """
         try:
             with closing(ahead(self._fillings(batches))) as filled:
-                sent = map(self._send, filled)
-                current = next(sent, None)
-                while current is not None:
-                    # Before the loop computes on this one: the next copy then runs beside it.
-                    following = next(sent, None)
-                    mark("data_wait")
-                    self._compute().wait_event(current.ended)
-                    mark("h2d")
-                    yield current.parts
-                    current = following
+                sent: deque[_Sent] = deque()
+                for filling in filled:
+                    sent.append(self._send(filling))
+                    if len(sent) > is_ahead:
+                        yield self._arrived(sent.popleft(), mark)
+                while sent:
+                    yield self._arrived(sent.popleft(), mark)
         finally:
             # The memory of a copy that nobody waited for is not given out while it is written.
             self._compute().wait_stream(self._side)
+
+    def _arrived(self, sent: _Sent, mark: Mark) -> list[Tensor]:
+        mark("data_wait")
+        self._compute().wait_event(sent.ended)
+        mark("h2d")
+        return sent.parts
 
     def _compute(self) -> Any:
         return self._backend.current_stream(self._device)

@@ -63,6 +63,7 @@ class Step:
             self.micro.again(self._unscale)
             grad_norm = self.micro.again(self._grad_norm)
         self.micro.again(self._update)
+        self.scaler.update()
         self.mark("optimizer")
         return Outcome(loss, grad_norm)
 
@@ -95,7 +96,6 @@ class Step:
         finally:
             # Left behind by a step that failed, they would be multiplied into the next one's.
             self.optimizer.forget_scale()
-        self.scaler.update()
 
     def _unscale(self) -> None:
         self.scaler.unscale_(self.optimizer)  # type: ignore[arg-type]

@@ -145,7 +145,6 @@ def workbench(
         task=data.task,
         loss=loss_of(config.train, data, device),
         autocast=step.autocast,
-        rows=most,
         micro=fitting(most, whole=most, what="eval"),
         phases=phases,
         forward=forward_of(config),

@@ -464,3 +464,45 @@ def test_the_order_follows_the_seed_and_the_epoch_alone() -> None:
     assert not torch.equal(first, row_order(50, seed=1, epoch=2))
     assert not torch.equal(first, row_order(50, seed=2, epoch=1))
     row_order(5, seed=2**63 - 1, epoch=10**6)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_where_there_is_room_for_one_batch_they_are_sent_one_by_one(
+    backend, monkeypatch, in_order
+) -> None:
+    """Sending was tried once, with the batch before still there: the run ended."""
+    x = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
+    fed, real, there, refused = pinned(x, np.arange(23)), staging.Lane._send, [], []
+
+    def send(lane, filled):
+        if any(part() is not None for part in there):
+            refused.append(len(there))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+        sent = real(lane, filled)
+        there.extend(weakref.ref(part) for part in sent.parts)
+        return sent
+
+    monkeypatch.setattr(staging.Lane, "_send", send)
+    for epoch in range(2):
+        seen: list = []
+        order = row_order(23, seed=0, epoch=epoch)
+        for batch in fed.in_order(4) if in_order else fed.shuffled(4, order, nothing):
+            compute_on(backend, batch, seen)
+            backend.compute.drain()
+            del batch
+        for got_x, got_y in seen:
+            assert torch.equal(got_x, torch.from_numpy(x)[got_y])
+        assert sorted(torch.cat([got_y for _, got_y in seen]).tolist()) == list(range(23))
+    assert len(refused) == 1, "it is learnt once"
+    assert not threads()
+
+
+def test_a_batch_that_never_finds_room_ends_the_reading(backend, monkeypatch) -> None:
+    def send(lane, filled):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    monkeypatch.setattr(staging.Lane, "_send", send)
+    fed = pinned(np.zeros((12, 2), np.float32), np.arange(12))
+    with pytest.raises(torch.OutOfMemoryError, match="2.00 MiB"):
+        list(fed.in_order(4))
+    assert not threads()

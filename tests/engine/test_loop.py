@@ -1,5 +1,6 @@
 import math
 import time
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from tasks.engine.ledger import Ledger
 from tasks.engine.loaders import Loaded
 from tasks.engine.loop import Fitted, Plan, Tools, fit
 from tasks.engine.memory import Meter
-from tasks.engine.oom import Fixed
+from tasks.engine.oom import Failure, Fixed, MemoryExhausted
 from tasks.engine.phases import Phases
 from tasks.engine.readings import Diverged
 from tasks.engine.step import Step
@@ -71,7 +72,7 @@ def _tools(
         device=CPU,
         step=step,
         micro=Fixed(micro_rows),
-        judge=Judge(task, loss, nullcontext, rows=1024, micro=Fixed(1024), phases=phases),
+        judge=Judge(task, loss, nullcontext, micro=Fixed(1024), phases=phases),
         optimizer=optimizer,
         rate=lambda step: lr,
         phases=phases,
@@ -227,3 +228,97 @@ def test_a_users_own_loader_feeds_the_loop_and_its_waiting_is_timed() -> None:
     assert fitted.steps == 3 * 4 and "train/loss" in logged[0]
     phases = tools.phases.clock.seconds_per_step()
     assert phases["data_wait"] > 0.004  # 16 rows of half a millisecond
+
+
+class _Narrow:
+    """Rows from the host, of which a device takes only so many at once, one batch at a time."""
+
+    residency, copy_s = "host", None
+
+    def __init__(self, rows: int, *, most: int, from_step: int = 1) -> None:
+        self._rows, self._most, self._from = _data(rows, seed=2), most, from_step
+        self.last: tuple[weakref.ref, ...] = ()
+        self.given: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def steps(self, batch_size: int) -> int:
+        return self._rows.steps(batch_size)
+
+    def shuffled(self, batch_size, order, mark):
+        yield from map(self._sent, self._rows.shuffled(batch_size, order, mark))
+
+    def in_order(self, batch_size):
+        yield from map(self._sent, self._rows.in_order(batch_size))
+
+    def _sent(self, batch):
+        assert not any(part() is not None for part in self.last), "the batch before is still there"
+        if len(batch[1]) > self._most and len(self.given) + 1 >= self._from:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+        batch = tuple(part.clone() for part in batch)
+        self.last = tuple(map(weakref.ref, batch))
+        self.given.append(len(batch[1]))
+        return batch
+
+
+def test_a_batch_is_gone_before_the_next_one_comes() -> None:
+    """It was held until the next was there: a third batch on the device."""
+    model = _model()
+    train, val = _Narrow(100, most=16), _Narrow(40, most=1024)
+    fitted = fit(model, train, val, plan=PLAN, tools=_tools(model, lambda metrics, step: None))
+    assert sum(train.given) == 300 and sum(val.given) == 120 and fitted.steps == 21
+
+
+@pytest.mark.parametrize("most", [39, 20, 3, 1])
+def test_an_evaluation_whose_batch_finds_no_room_reads_fewer_rows(most: int) -> None:
+    whole = _fit(_model())[0].metrics
+    model, val = _model(), _Narrow(40, most=most)
+    tools = _tools(model, lambda metrics, step: None)
+    found = fit(model, _data(100, seed=1), val, plan=PLAN, tools=tools).metrics
+    assert found == pytest.approx(whole)
+    assert max(val.given) <= most and sum(val.given) == 120
+    assert most // 2 <= tools.judge.micro.rows <= most, "it is learnt once"
+
+
+@pytest.mark.parametrize(
+    ("train_most", "val_most", "phase", "step"), [(0, 99, "sending", 3), (99, 0, "eval", 7)]
+)
+def test_a_batch_without_room_is_told_with_its_phase_and_step(
+    train_most: int, val_most: int, phase: str, step: int
+) -> None:
+    """All of it was told as the set-up of step 0."""
+    model = _model()
+    train = _Narrow(100, most=train_most, from_step=3)
+    with pytest.raises(MemoryExhausted, match=f"in {phase}: CUDA out of memory") as ended:
+        fit(
+            model,
+            train,
+            _Narrow(40, most=val_most),
+            plan=PLAN,
+            tools=_tools(model, lambda metrics, step: None),
+        )
+    assert (ended.value.failure.phase, ended.value.failure.step) == (phase, step)
+
+
+def test_a_step_that_runs_out_of_memory_is_told_by_its_number() -> None:
+    """Those who take the steps don't see the recorded ones, and counted without these."""
+    model = _model()
+    tools, calls = _tools(model, lambda metrics, step: None), []
+
+    def step(x, y, *, norm, watched):
+        calls.append(1)
+        if len(calls) == 5:
+            raise MemoryExhausted(Failure("CUDA error: out of memory", "optimizer", tried=(4, 2)))
+        return tools.step(x, y, norm=norm, watched=watched)
+
+    with pytest.raises(MemoryExhausted) as ended:
+        fit(
+            model,
+            _data(100, seed=1),
+            _data(40, seed=2),
+            plan=PLAN,
+            tools=replace(tools, step=step),
+        )
+    failure = ended.value.failure
+    assert (failure.phase, failure.step, failure.tried) == ("optimizer", 5, (4, 2))

@@ -253,7 +253,7 @@ class _Unwatched:
 
 
 def _judged(task: str, loss: Any, *batches: Any, metrics: Any = None, rows: int = 100) -> dict:
-    judge = Judge(task, loss, nullcontext, 100, Fixed(rows), _Unwatched(), metrics=metrics or {})
+    judge = Judge(task, loss, nullcontext, Fixed(rows), _Unwatched(), metrics=metrics or {})
     return evaluate(nn.Identity(), _Kept(*batches), judge)
 
 

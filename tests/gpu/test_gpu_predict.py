@@ -11,16 +11,17 @@ from tasks.engine import models, predicting, predictor
 from tasks.engine.device import detect
 from tasks.engine.facts import ModelFacts, PredictFacts
 from tasks.engine.leaks import baseline, release
+from tasks.engine.memory import MIB
 from tasks.engine.predict_order import order
 from tasks.engine.predicting import NoRoom
 
 pytestmark = pytest.mark.gpu
 SPEC: dict[str, Any] = {
     "model": "cnn",
-    "args": {"width": 32},
+    "args": {"width": 16},
     "task": "classification",
     "source": "npy",
-    "input_shape": [3, 64, 64],
+    "input_shape": [3, 32, 32],
     "outputs": 10,
     "class_names": [str(i) for i in range(10)],
     "feature_names": None,
@@ -32,9 +33,9 @@ SPEC: dict[str, Any] = {
 @pytest.fixture
 def model(tmp_path: Path) -> ModelFacts:
     torch.manual_seed(0)
-    net = models.build("cnn", input_shape=[3, 64, 64], outputs=10, args=SPEC["args"])
+    net = models.build("cnn", input_shape=[3, 32, 32], outputs=10, args=SPEC["args"])
     predictor.save(net, SPEC, tmp_path / "model")
-    x = np.random.default_rng(0).normal(size=(2000, 3, 64, 64)).astype(np.float32)
+    x = np.random.default_rng(0).normal(size=(1000, 3, 32, 32)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
     return ModelFacts(str(tmp_path / "model"), "0" * 32, "m-" + "0" * 32)
 
@@ -63,10 +64,16 @@ def test_a_gpu_without_room_halves_the_rows_and_goes_on(
     model: ModelFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(predicting, "MOST_BYTES", 2**30)
+    before = baseline("cuda:0")
+    torch.cuda.reset_peak_memory_stats()
     whole = _predict(model, "cuda:0")
-    torch.cuda.empty_cache()
-    done = _predict(model, "cuda", limit_mib=400.0)
-    assert whole.recovered == 0 and done.recovered >= 1 and done.rows == 2000
+    limit_mib = 0.6 * torch.cuda.max_memory_allocated() / MIB
+    assert release("cuda:0", baseline_bytes=before.bytes).ok
+    torch.cuda.reset_peak_memory_stats()
+    done = _predict(model, "cuda", limit_mib=limit_mib)
+    assert torch.cuda.max_memory_reserved() <= limit_mib * MIB
+    assert whole.recovered == 0 and whole.rows == done.rows == 1000
+    assert done.recovered >= 1 and done.rows_at_once < 1000
     folder = Path(model.folder).parent
     first, second = np.load(folder / "cuda:0.npy"), np.load(folder / "cuda.npy")
     assert (first["prediction"] == second["prediction"]).mean() > 0.999
