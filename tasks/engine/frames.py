@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from tasks.engine.expressions import tensors_at
+from tasks.engine.imports import PACKAGES, is_installed
 
 TORCH = str(Path(torch.__file__).parent)
 OURS = tuple(str(Path(__file__).parents[2] / room) for room in ("tasks", "flows"))
 STANDARD = sysconfig.get_paths()["stdlib"]
-PACKAGES = ("site-packages", "dist-packages")
 LONGEST = 100  # characters of a source line that are shown
 _SPOKEN = ("raise ", "assert ")
 # A compiler runs the user's code without frames of its own, and tells the place in its message.
@@ -123,7 +123,7 @@ def _is_foreign(place: traceback.FrameSummary) -> bool:
 
 
 def _is_own(place: traceback.FrameSummary) -> bool:
-    return _is_foreign(place) and not any(part in PACKAGES for part in Path(place.filename).parts)
+    return _is_foreign(place) and not is_installed(place.filename)
 
 
 def _is_in(file: str, folders: tuple[str, ...]) -> bool:

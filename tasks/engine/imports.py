@@ -24,9 +24,8 @@ from typing import Any
 ALLOW = "HEADROOM_ALLOW_IMPORTS"
 OWN = ("flows", "tasks")  # this project's
 _IN_TEXT = re.compile(r'File "([^"]+)", line (\d+)')
-INSTALLED = tuple(
-    os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")
-)
+PACKAGES = ("site-packages", "dist-packages")
+_STANDARD = os.path.realpath(sysconfig.get_path("stdlib"))
 
 
 def problem(setting: str, path: str) -> str | None:
@@ -77,6 +76,23 @@ def _by_other_finders(name: str) -> ModuleSpec | None:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return None
+
+
+def is_installed(file: str) -> bool:
+    """Whether this is a file of Python's own or of an installed package, and no code of a user's.
+
+    Packages lie in more places than this environment's: the system's and the user's ones, which
+    bring torch to many GPU machines, and any folder on the path that pip has filled.
+    """
+    whole = Path(os.path.realpath(file))
+    if whole.is_relative_to(_STANDARD) or set(PACKAGES) & set(whole.parts):
+        return True
+    places = (Path(os.path.realpath(place)) for place in sys.path if place)
+    return any(
+        whole.is_relative_to(place) and any(place.glob("*.dist-info"))
+        for place in places
+        if place != Path.cwd()
+    )
 
 
 def found(path: str, *, setting: str, refusal: type[ValueError]) -> Callable[..., Any]:
@@ -167,8 +183,7 @@ def _place(error: BaseException) -> str:
     theirs = [
         frame
         for frame in frames
-        if not frame.filename.startswith(("<", project))
-        and not os.path.realpath(frame.filename).startswith(INSTALLED)
+        if not frame.filename.startswith(("<", project)) and not is_installed(frame.filename)
     ]
     return f"{_shown(theirs[-1].filename)}:{theirs[-1].lineno}" if theirs else ""
 
@@ -176,7 +191,7 @@ def _place(error: BaseException) -> str:
 def _in_text(traceback_text: str) -> str:
     """The place that a traceback's text tells last."""
     found = _IN_TEXT.findall(traceback_text)
-    theirs = [(f, line) for f, line in found if not os.path.realpath(f).startswith(INSTALLED)]
+    theirs = [(f, line) for f, line in found if not is_installed(f)]
     return f"{_shown(theirs[-1][0])}:{theirs[-1][1]}: " if theirs else ""
 
 

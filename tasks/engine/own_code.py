@@ -13,7 +13,7 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 from tasks.engine.building import CODE
-from tasks.engine.imports import INSTALLED, OWN, spec_of
+from tasks.engine.imports import OWN, is_installed, spec_of
 
 MOST_FILES = 2000  # of one package; more are somebody's environment
 SKIPPED = ("__pycache__", "node_modules", "site-packages")
@@ -49,7 +49,7 @@ def _files(top: str) -> list[tuple[Path, Path]] | None:
         return []
     places = list(spec.submodule_search_locations or [])
     origin = spec.origin if spec.origin and os.path.exists(spec.origin) else None
-    if os.path.realpath(origin or (places or [""])[0]).startswith(INSTALLED):
+    if is_installed(origin or (places or [""])[0]):
         return None
     if not places:
         whole = [Path(origin)] if origin and origin.endswith(".py") else []

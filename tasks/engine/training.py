@@ -103,7 +103,6 @@ def _train(
     precision = resolve_precision(config.train.precision, facts)
     with ExitStack() as stack:
         stack.enter_context(heap.kept(device))
-        stack.enter_context(seeded(config.train.seed, deterministic=config.train.deterministic))
         stack.enter_context(matmul_mode(precision))
         batch_work = config.train.batch_size * work
         threads = stack.enter_context(
@@ -123,6 +122,8 @@ def _train(
             past_reserved_bytes=past.reserved_bytes(),
             past_micro_batch=past.micro_batch(),
         )
+        # After the forecasts, which build a model of the user's own as often as memory is short.
+        stack.enter_context(seeded(config.train.seed, deterministic=config.train.deterministic))
         ledger, source = stack.enter_context(limited(facts, config.memory.limit_mib))
         meter = memory.Meter(device, source)  # before the model and the rows: they count too
         model = model_of(config, data, device)

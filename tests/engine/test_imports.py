@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tasks.engine.calling import arguments, called
 from tasks.engine.config import RunConfig
-from tasks.engine.imports import found, problem
+from tasks.engine.imports import found, is_installed, problem
 from tasks.engine.own_paths import check
 from tasks.engine.settings import ConfigError
 
@@ -189,3 +190,21 @@ def test_the_desk_answers_before_anything_slow_is_imported(own: Own, tmp_path: P
         "model.name",
         "data.source",
     ]
+
+
+def test_code_of_a_package_is_no_users_code_wherever_it_was_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torch that came with the machine, not with this environment, was taken for the user's: all
+    of it was copied beside each logged model, and sentences named lines of it."""
+    for place in ("lib/python3/dist-packages", ".local/lib/site-packages", "filled/a-1.dist-info"):
+        (tmp_path / place).mkdir(parents=True)
+    (tmp_path / "mine" / "a-1.dist-info").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "mine")
+    for place in ("filled", "mine"):
+        monkeypatch.syspath_prepend(tmp_path / place)
+    for place in ("lib/python3/dist-packages", ".local/lib/site-packages", "filled"):
+        assert is_installed(str(tmp_path / place / "torch" / "nn.py"))
+    assert is_installed(os.__file__) and is_installed(torch.__file__)
+    for place in ("mine", "mine/net", "mine/.venv"):
+        assert not is_installed(str(tmp_path / place / "net.py"))

@@ -135,6 +135,16 @@ def test_memory_that_runs_out_halves_a_dict_too(
     assert limited.metrics["val/loss"] == pytest.approx(whole.metrics["val/loss"], rel=1e-4)
 
 
+def test_a_forecast_draws_none_of_the_random_numbers_that_the_weights_are_made_of(
+    own: Own, tmp_path: Path
+) -> None:
+    """It builds the model: on a GPU, or under a limit, other weights came of the same seed."""
+    plain = _trained(own, tmp_path, model="mine:Net", source="mine:pairs")
+    memory = {"limit_mib": 4096.0}
+    limited = _trained(own, tmp_path / "b", model="mine:Net", source="mine:pairs", memory=memory)
+    assert limited.metrics["val/loss"] == pytest.approx(plain.metrics["val/loss"], rel=1e-5)
+
+
 def test_a_mistake_in_the_middle_is_told_by_name_and_line(own: Own, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"mine.py:\d\d") as got:
         _trained(own, tmp_path, model="mine:Net", source="mine:pairs", args={"flawed": True})
