@@ -114,6 +114,7 @@ class ReleaseFacts:
     leaked_bytes: int
     ok: bool
     owners: tuple[Owner, ...] = ()
+    broken: str = ""  # why nothing can be given back before this process ends
 
 
 @dataclass(frozen=True)

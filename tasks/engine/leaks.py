@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tasks.engine.allocators import allocator, give_back
+from tasks.engine.broken import is_broken
 from tasks.engine.facts import Owner, ReleaseFacts
 from tasks.engine.holders import Holders
 from tasks.engine.live import GRADIENT, SAVED, Live, live_tensors
@@ -66,9 +67,11 @@ def release(
     on a CPU and a GPU alike one byte is a leak. residual: what the allocator counts above that,
     which no Python object holds: workspaces of libraries, and rounding. Where the baseline was
     not taken by baseline() in this process, only its size is known, and leaked is at most what is
-    in use above it. Raises what the device raises once an error has poisoned the process.
+    in use above it. Of a device that an error has broken nothing is given back; `broken` says so.
     """
     device = torch.device(device)
+    if is_broken(device):
+        return _kept_by_driver(device, baseline_bytes)
     known = _baselines.get(str(device))
     if known is not None and known.bytes != baseline_bytes:
         known = None
@@ -97,6 +100,21 @@ def release(
         leaked_bytes=leaked_bytes,
         ok=leaked_bytes == 0,
         owners=_owners(leaks) if leaked_bytes else (),
+    )
+
+
+def _kept_by_driver(device: torch.device, baseline_bytes: int) -> ReleaseFacts:
+    in_use = allocator(device).read().get("allocated", 0)  # by PyTorch's own books
+    return ReleaseFacts(
+        baseline_bytes=baseline_bytes,
+        before_bytes=in_use,
+        after_bytes=in_use,
+        released_bytes=0,
+        residual_bytes=max(0, in_use - baseline_bytes),
+        leaked_bytes=0,
+        ok=False,
+        broken=f"{device} answers nothing but errors since the one that ended the run; what this "
+        "process has there is given back when it ends, and another one can use it",
     )
 
 

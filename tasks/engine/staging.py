@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from itertools import cycle
 from typing import Any, TypeVar
@@ -156,7 +156,8 @@ class Lane:
                     current = following
         finally:
             # The memory of a copy that nobody waited for is not given out while it is written.
-            self._compute().wait_stream(self._side)
+            with suppress(torch.AcceleratorError):  # a broken device writes nothing any more
+                self._compute().wait_stream(self._side)
 
     def _compute(self) -> Any:
         return self._backend.current_stream(self._device)

@@ -13,6 +13,7 @@ import torch
 from tasks.engine import heap, memory, mistakes, models, own_model
 from tasks.engine.admission import Admission, admit
 from tasks.engine.assembly import model_of, plan_of, rate_of, settled, spec_of
+from tasks.engine.broken import outlived
 from tasks.engine.config import RunConfig
 from tasks.engine.device import resolve_precision
 from tasks.engine.facts import DataFacts, DeviceFacts, TrainFacts
@@ -159,7 +160,8 @@ def _train(
         )
         exhausted = mistake = None
         try:
-            fitted = fit(model, rows, val, plan=plan_of(config), tools=tools)
+            with outlived(device):
+                fitted = fit(model, rows, val, plan=plan_of(config), tools=tools)
         except MemoryExhausted as error:
             exhausted = error.failure
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:

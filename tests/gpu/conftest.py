@@ -1,5 +1,5 @@
-"""These tests run on a GPU, or on a stand-in for one: PyTorch's CUDA build on host memory, which sets
-FAKE_CUDA. It has no speed of its own and no compiled kernels."""
+"""These tests run on a GPU, or on a stand-in for one: PyTorch's CUDA build on host memory, which
+sets FAKE_CUDA. It has no speed of its own and no compiled kernels."""
 
 import os
 
