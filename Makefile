@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train test lint ui serve serve-down bench clean
+.PHONY: help setup train test test-cuda lint ui serve serve-down bench clean
 
 help:
 	@echo 'make train        train on the best device here:  make train ARGS="--train.epochs 5"'
 	@echo 'make test         the whole test suite'
+	@echo 'make test-cuda    the tests that need a CUDA device; CUDA_RUN=... names a command that brings one'
 	@echo 'make ui           the runs in MLflow, at http://127.0.0.1:5000'
 	@echo 'make serve        Prefect server, worker, schedules and MLflow on this machine'
 	@echo 'make serve-down   end exactly those'
@@ -29,6 +30,9 @@ train: .venv/.ready
 
 test: .venv/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-cuda: .venv/.ready
+	$(CUDA_RUN) $(BIN)/python -m pytest -m gpu -p no:cacheprovider tests/gpu $(ARGS)
 
 lint: .venv/.ready
 	$(BIN)/ruff format --check .

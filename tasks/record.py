@@ -144,10 +144,15 @@ class Record:
         """Keep the proof that the memory was given back."""
         self._summary |= {
             "memory/baseline_mib": facts.baseline_bytes / MIB,
+            "memory/release_ok": float(facts.ok),
+        }
+        if facts.broken:  # whose memory it is, nobody can tell any more
+            self._tags["memory.release"] = facts.broken
+            return
+        self._summary |= {
             "memory/released_mib": facts.released_bytes / MIB,
             "memory/residual_mib": facts.residual_bytes / MIB,
             "memory/leaked_mib": facts.leaked_bytes / MIB,
-            "memory/release_ok": float(facts.ok),
         }
         if facts.reserved_bytes is not None:
             self._summary["memory/reserved_residual_mib"] = facts.reserved_bytes / MIB

@@ -84,8 +84,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def desk_environment(home: Path) -> dict[str, str]:
     """What a person's shell holds: nothing of Prefect but its home."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
-    return {**kept, "PREFECT_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    return {**kept, "PREFECT_HOME": str(home), "PYTHONPATH": path}
 
 
 @pytest.fixture

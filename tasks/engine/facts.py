@@ -125,6 +125,7 @@ class ReleaseFacts:
     # What the allocator still holds of the device above the baseline; None where that is not known.
     reserved_bytes: int | None = None
     kept: tuple[Kept, ...] = ()
+    broken: str = ""  # why nothing can be given back before this process ends
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tasks.engine.allocators import allocator, give_back, pinned_bytes, pools_bytes
+from tasks.engine.broken import is_broken
 from tasks.engine.facts import Kept, Owner, ReleaseFacts
 from tasks.engine.holders import Holders
 from tasks.engine.live import GRADIENT, SAVED, Live, live_tensors
@@ -79,10 +80,12 @@ def release(
     not taken by baseline() in this process, only its size is known, and leaked is at most what is
     in use above it. reserved: what the allocator has not returned to the driver; kept: by name what
     is taken above the baseline that no tensor holds. ok: nothing leaked, no private pool is left,
-    and nothing is reserved for which there is no residual. Raises what the device raises once an
-    error has poisoned the process.
+    and nothing is reserved for which there is no residual. Of a device that an error has broken
+    nothing is given back; `broken` says so.
     """
     device = torch.device(device)
+    if is_broken(device):
+        return _kept_by_driver(device, baseline_bytes)
     known = _baselines.get(str(device))
     if known is not None and known.bytes != baseline_bytes:
         known = None
@@ -149,6 +152,21 @@ def _kept(now: Taken, before: Taken, residual_bytes: int, pools_bytes: int) -> t
         "the driver's context, or other processes": (driver_bytes or 0) - reserved_bytes,
     }
     return tuple(Kept(name, size) for name, size in found.items() if size > 0)
+
+
+def _kept_by_driver(device: torch.device, baseline_bytes: int) -> ReleaseFacts:
+    in_use = allocator(device).read().get("allocated", 0)  # by PyTorch's own books
+    return ReleaseFacts(
+        baseline_bytes=baseline_bytes,
+        before_bytes=in_use,
+        after_bytes=in_use,
+        released_bytes=0,
+        residual_bytes=max(0, in_use - baseline_bytes),
+        leaked_bytes=0,
+        ok=False,
+        broken=f"{device} answers nothing but errors since the one that ended the run; what this "
+        "process has there is given back when it ends, and another one can use it",
+    )
 
 
 def _has_compiled() -> bool:

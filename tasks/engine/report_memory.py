@@ -101,6 +101,9 @@ def released(run: Mapping[str, Any], metrics: Numbers, *, limit: int) -> Section
     owners = [o for o in run.get("owners") or () if isinstance(o, Mapping)]
     owners.sort(key=lambda o: -_bytes(o))
     held = [_leak(o, limit) for o in owners[:LEAKS_SHOWN]]
+    why = (run.get("tags") or {}).get("memory.release")
+    if why:
+        held.append(printable(why, limit=limit))
     if owners[LEAKS_SHOWN:]:
         rest = sum(_bytes(o) for o in owners[LEAKS_SHOWN:])
         held.append(f"and {len(owners) - LEAKS_SHOWN:,} more, {mebibytes(rest / 1024**2)}")

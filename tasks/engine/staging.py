@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from itertools import cycle
 from typing import Any, TypeVar
@@ -159,7 +159,8 @@ class Lane:
                     yield self._arrived(sent.popleft(), mark)
         finally:
             # The memory of a copy that nobody waited for is not given out while it is written.
-            self._compute().wait_stream(self._side)
+            with suppress(torch.AcceleratorError):  # a broken device writes nothing any more
+                self._compute().wait_stream(self._side)
 
     def _arrived(self, sent: _Sent, mark: Mark) -> list[Tensor]:
         mark("data_wait")

@@ -14,6 +14,7 @@ from tasks.engine import heap, memory, mistakes, models, own_model
 from tasks.engine.admission import Admission, admit
 from tasks.engine.allocators import give_back
 from tasks.engine.assembly import model_of, plan_of, rate_of, settled, spec_of, steps_of
+from tasks.engine.broken import outlived
 from tasks.engine.compiling import may_replay
 from tasks.engine.config import RunConfig
 from tasks.engine.device import resolve_precision
@@ -161,7 +162,8 @@ def _train(
         )
         exhausted = mistake = None
         try:
-            fitted = fit(model, rows, val, plan=plan_of(config), tools=tools)
+            with outlived(device):
+                fitted = fit(model, rows, val, plan=plan_of(config), tools=tools)
         except MemoryExhausted as error:
             exhausted = error.failure
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:

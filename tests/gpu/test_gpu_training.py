@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,12 +76,21 @@ def test_a_run_on_cuda_leaves_its_whole_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
-@pytest.mark.parametrize("model", ["mlp", "cnn"])
-def test_every_precision_learns_digits(tmp_path: Path, precision: str, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "epochs"),
+    [({"name": "mlp"}, 10), ({"name": "cnn", "args": {"width": 4}}, 5)],
+    ids=["mlp", "cnn"],
+)
+def test_every_precision_learns_digits(
+    tmp_path: Path, precision: str, model: dict[str, Any], epochs: int
+) -> None:
     facts, _, _ = _train(
-        tmp_path, train={"precision": precision, "epochs": 10}, model={"name": model}
+        tmp_path,
+        train={"precision": precision, "epochs": epochs},
+        model=model,
+        optim={"lr": 0.01},
     )
-    assert facts.metrics["val/accuracy"] >= 0.95
+    assert facts.metrics["val/accuracy"] >= 0.9
     assert facts.tags["precision"] == precision
 
 
@@ -94,6 +104,7 @@ def test_clipping_and_accumulation_work_under_a_scaler(tmp_path: Path) -> None:
     assert all(math.isfinite(m["train/grad_norm"]) for m in logged[20:] if "train/loss" in m)
 
 
+@pytest.mark.real_gpu("a stand-in has no compiler of kernels")
 def test_a_compiled_model_reaches_the_same(tmp_path: Path) -> None:
     facts, _, _ = _train(tmp_path, train={"compile": "default", "epochs": 10})
     assert facts.tags["compiled"] in ("default", "default+graph")
@@ -118,18 +129,19 @@ def test_a_recorded_step_reaches_what_the_plain_one_reaches(tmp_path: Path, sett
 def test_a_transformer_learns_on_a_gpu_and_knows_its_share_of_the_peak(tmp_path: Path) -> None:
     facts, _, _ = _train(
         tmp_path,
-        data={"cache": str(tmp_path / "data"), "source": "text"},
-        model={"name": "transformer"},
-        train={"epochs": 2, "batch_size": 32},
+        data={"cache": str(tmp_path / "data"), "source": "text", "context": 64},
+        model={"name": "transformer", "args": {"layers": 1, "heads": 2, "width": 32}},
+        train={"epochs": 1},
+        optim={"lr": 0.01},
     )
-    assert facts.metrics["val/perplexity"] < 15
+    assert facts.metrics["val/perplexity"] < 20
     assert 0 < facts.metrics["speed/mfu"] < 1 and facts.tags["device.peak_source"]
 
 
 def test_deterministic_runs_repeat_bit_for_bit(tmp_path: Path) -> None:
     weights = []
     for attempt in "ab":
-        settings = {"deterministic": True, "epochs": 2, "precision": "fp32"}
+        settings = {"deterministic": True, "epochs": 1, "precision": "fp32"}
         _train(tmp_path / attempt, train=settings, model={"name": "cnn"})
         weights.append(torch.load(tmp_path / attempt / "model" / "weights.pt", weights_only=True))
     for a, b in zip(weights[0].values(), weights[1].values(), strict=True):

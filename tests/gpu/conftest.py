@@ -1,0 +1,12 @@
+"""These tests run on a GPU, or on a stand-in for one: PyTorch's CUDA build on host memory, which
+sets FAKE_CUDA. It has no speed of its own and no compiled kernels."""
+
+import os
+
+import pytest
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    needed = item.get_closest_marker("real_gpu")
+    if needed is not None and os.environ.get("FAKE_CUDA"):
+        pytest.skip(f"needs a real GPU: {needed.args[0]}")
