@@ -93,11 +93,11 @@ class TunedStep:
         graphs: bool,
         threads: int,
         known: Known | None = None,
-        recorded: Callable[[], None] = lambda: None,
+        recorded: Callable[[list[Tensor]], None] = lambda tensors: None,
     ) -> None:
         """mode: auto, off, default or max. steps: of the whole run. graphs: whether the device can
         replay and the model is one that may be. threads: to try beside those of now. recorded:
-        called once steps are replayed from a graph."""
+        called once steps are replayed from a graph, with what that keeps beside the batch."""
         self._plain, self._mode, self._left = step, mode, steps
         self._wait, self._graphs, self._known = wait, graphs, known
         self._recorded = recorded
@@ -132,10 +132,6 @@ class TunedStep:
     def replays(self) -> int:
         """Steps that were replayed from a graph."""
         return sum(graphed.replays for graphed in self._graphed)
-
-    def tensors(self) -> list[Tensor]:
-        """What recordings keep for their replays."""
-        return [tensor for graphed in self._graphed for tensor in graphed.tensors()]
 
     def _next(self, took_s: float | None) -> None:
         """Go on with the trials; where they are over, the best stays."""
@@ -277,7 +273,7 @@ class TunedStep:
     def _settle(self, best: Steps, verdict: Verdict) -> None:
         self._best, self.verdict = best, verdict
         if isinstance(best, GraphedStep):
-            self._recorded()
+            self._recorded(best.tensors())
 
 
 def may_replay(config: RunConfig, device: DeviceFacts, precision: str, *, steps: int) -> bool:

@@ -4,8 +4,7 @@ the clocks and accounts; and what they have measured when it is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -137,9 +136,8 @@ def workbench(
         graphs=graphs,
         threads=threads,
         known=known,
-        recorded=phases.recount,
+        recorded=partial(_recorded, owned, phases),
     )
-    owned.recordings = tuned.tensors
     most = eval_rows(data, batch_size, room_bytes=room_bytes(config, facts.free_bytes or 0))
     judge = Judge(
         task=data.task,
@@ -160,17 +158,22 @@ class _Owned:
     fed: tuple[Batches, Batches]
     model: nn.Module
     optimizer: Optimizer
-    recordings: Callable[[], list[Tensor]] = list
+    recorded: list[Tensor] = field(default_factory=list)
 
     def __call__(self) -> Owned:
         return {
             "data": [tensor for rows in self.fed for tensor in rows.tensors()],
             "parameters": self.model.parameters(),
             "buffers": self.model.buffers(),
-            "graph": self.recordings(),
+            "graph": self.recorded,
             "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
             "optimizer_state": self.optimizer.state_tensors(),
         }
+
+
+def _recorded(owned: _Owned, phases: Phases, tensors: list[Tensor]) -> None:
+    owned.recorded = tensors
+    phases.recount()
 
 
 def _in_use(meter: Meter) -> int | None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tasks.engine.allocators import give_back
+from tasks.engine.leaks import release
 from tasks.engine.memory import MIB
 from tasks.engine.pool import Empty, Exceeded, Give, Pool, Take
 from tasks.engine.reductions import scratch_of
@@ -20,10 +21,9 @@ GPU = torch.device("cuda:0")
 @pytest.fixture
 def nothing():
     torch.ones(1, device=GPU)
-    give_back(GPU)
+    release(GPU, baseline_bytes=0)
     torch.cuda.reset_peak_memory_stats(GPU)
-    if torch.cuda.memory_reserved(GPU):
-        pytest.skip("something else in this process holds memory")
+    assert torch.cuda.memory_reserved(GPU) == 0, "something else in this process holds memory"
     yield
     torch.cuda.set_per_process_memory_fraction(1.0, GPU)
     give_back(GPU)
