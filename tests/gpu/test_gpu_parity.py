@@ -107,6 +107,10 @@ huber = Huber()
 def worst(outputs, targets): return (outputs - targets).abs().max()
 def mean(outputs, targets): return float((outputs - targets).abs().mean())
 def two(outputs, targets): return 2
+
+W = torch.ones(1)
+def weighed(outputs, targets): return functional.mse_loss(outputs * W, targets)
+def hosts(outputs, targets): return float((outputs.numpy() - targets.numpy()).mean())
 """
 
 
@@ -273,9 +277,10 @@ def test_a_logged_model_predicts_on_a_gpu_what_it_predicts_on_the_cpu(
     np.testing.assert_allclose(there, predictor.load(folder).outputs(rows), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("device", [GPU, "cpu"])
 @pytest.mark.parametrize("source", ["resident", "labelled"])
 def test_a_data_set_of_the_users_own_may_lie_on_the_gpu(
-    own: Own, tmp_path: Path, source: str
+    own: Own, tmp_path: Path, source: str, device: str
 ) -> None:
     """Its rows can't be pinned, and its targets have to be made what a loss takes all the same."""
     own("mine", MINE + LINEAR)
@@ -285,5 +290,22 @@ def test_a_data_set_of_the_users_own_may_lie_on_the_gpu(
             "data": {"source": f"mine:{source}", "args": {"where": where}},
             "model": {"name": "mine:Line", "args": {"wide": 1 if source == "resident" else 3}},
         }
-        _, found[where] = _trained(_config(tmp_path, sections), GPU, tmp_path / where)
+        _, found[where] = _trained(_config(tmp_path, sections), device, tmp_path / where)
     assert found[GPU] == pytest.approx(found["cpu"], rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("train", "told"),
+    [
+        ({"loss": "mine:weighed"}, r"^train.loss: .*; bring W to where the outputs are, with .to"),
+        ({"metrics": {"mean": "mine:hosts"}}, r"^train.metrics.mean: .*to numpy. Use Tensor.cpu"),
+    ],
+)
+def test_a_loss_or_a_metric_for_the_cpu_alone_is_told_under_its_setting(
+    own: Own, tmp_path: Path, train: dict[str, Any], told: str
+) -> None:
+    """The check before a run tries them on the CPU, where they do what they should."""
+    own("mine", MINE)
+    config = _config(tmp_path, {**CASES["regression"], "train": train})
+    with pytest.raises(ValueError, match=told):
+        _trained(config, GPU, tmp_path / "run")
