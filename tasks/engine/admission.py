@@ -119,8 +119,8 @@ class _Asked:
         return self._forecasts[rows]
 
     def untold(self) -> str | None:
-        """Why nothing can be foretold of a model of the user's own."""
-        if not is_import(self._config.model.name):
+        """Why nothing can be foretold of a model or a loss of the user's own."""
+        if not (is_import(self._config.model.name) or is_import(self._config.train.loss)):
             return None
         try:
             self.forecast(self._rows)

@@ -63,7 +63,7 @@ class Forecast:
 
 
 class Unforeseeable(ValueError):
-    """A model of the user's own that can't run without the bytes of its tensors."""
+    """A model or a loss of the user's own that can't run without the bytes of its tensors."""
 
 
 def asked_micro_batch(config: RunConfig) -> int:
@@ -86,18 +86,22 @@ def forecast(
     # Built outside, where its constructor may compute; a tensor that it keeps beside its parameters
     # is a real one.
     own = own_model.build(config, data) if is_import(config.model.name) else None
+    # A loss of the user's own may hold real ones too, such as weights of the classes.
+    setting, theirs = ("train.loss", config.train.loss)
+    if own is not None:
+        setting, theirs = ("model.name", config.model.name)
     untold = None
     try:
-        with FakeTensorMode(allow_non_fake_inputs=own is not None):
+        with FakeTensorMode(allow_non_fake_inputs=is_import(theirs)):
             dry = _dry_run(config, data, device, rows, own)
     except Exception as error:
-        if own is None:
+        if not is_import(theirs):
             raise
         untold = told_of(error)
     if untold is not None:
         raise Unforeseeable(
-            f"model.name: what {config.model.name} will take cannot be told beforehand ({untold}); "
-            "its forward needs the values of its inputs"
+            f"{setting}: what {theirs} will take cannot be told beforehand ({untold}); "
+            "it needs the values of its inputs"
         )
     told = _told(dry.plain, dry.parameter_bytes, device, rows)
     if dry.graphed is None:

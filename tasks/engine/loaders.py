@@ -79,9 +79,8 @@ class Loaded:
         for number, batch in enumerate(found, start=1):
             mark("data_wait")
             inputs, targets = _pair(batch)
-            targets = self._look(targets, number)
+            inputs, targets = self._moved(inputs), self._moved(self._look(targets, number))
             if self._device.type != "cpu":
-                inputs, targets = self._moved(inputs), self._moved(targets)
                 mark("h2d")
             rows += _rows(targets)
             yield inputs, targets

@@ -20,6 +20,7 @@ from torch.nn.functional import (
 from tasks.engine.config import TrainConfig
 from tasks.engine.facts import DataFacts
 from tasks.engine.imports import found, told_of
+from tasks.engine.memory import is_oom
 from tasks.engine.section import is_import
 from tasks.engine.settings import ConfigError
 from tasks.engine.step import Loss
@@ -108,10 +109,18 @@ def metrics_of(train: TrainConfig) -> Metrics:
                 f"train.metrics: {name!r} is the name of a figure of the task itself; give yours "
                 "another"
             )
-    return {
-        name: found(path, setting=f"train.metrics.{name}", refusal=ConfigError)
-        for name, path in train.metrics.items()
-    }
+    return {name: _Own(f"train.metrics.{name}", path) for name, path in train.metrics.items()}
+
+
+class _Own:
+    """A figure of the user's own; what it raises is told under its setting."""
+
+    def __init__(self, setting: str, path: str) -> None:
+        self._setting, self._path = setting, path
+        self._figure = found(path, setting=setting, refusal=ConfigError)
+
+    def __call__(self, outputs: Tensor, targets: Any) -> Any:
+        return _tried(self._figure, outputs, targets, self._setting, self._path)
 
 
 def check_loss(train: TrainConfig, loss: Loss, outputs: Tensor, targets: Any) -> None:
@@ -130,7 +139,7 @@ def check_loss(train: TrainConfig, loss: Loss, outputs: Tensor, targets: Any) ->
             )
     for name, metric in metrics_of(train).items():
         setting, path = f"train.metrics.{name}", train.metrics[name]
-        got = _tried(metric, outputs.detach(), targets, setting, path)
+        got = metric(outputs.detach(), targets)
         single = isinstance(got, Tensor) and got.numel() == 1
         if isinstance(got, bool) or not (single or isinstance(got, (int, float))):
             raise ConfigError(
@@ -145,6 +154,8 @@ def _tried(
     try:
         return function(outputs, targets)
     except Exception as error:
+        if is_oom(error):
+            raise
         told = f"{setting}: {path}, called with outputs and targets, raised: {told_of(error)}"
     raise ConfigError(told)
 

@@ -71,7 +71,7 @@ def _remedy(scene: Scene, suspects: Sequence[Seen], usual: str) -> str:
     if layer is not None and not layer.is_known and layer.is_torchs:
         return "make the layer in __init__: in forward it is neither moved nor trained"
     if "to numpy" in scene.text:
-        return "compute with PyTorch in forward: numpy leaves the device and the gradients"
+        return "compute with PyTorch: numpy leaves the device and the gradients"
     if _is_apart(scene, usual) and all(one.kind == ENTRY for one in suspects):
         return (
             f"the model is on {usual} and the whole batch is not: make the model without device=, "
@@ -82,6 +82,9 @@ def _remedy(scene: Scene, suspects: Sequence[Seen], usual: str) -> str:
             "a tensor that is made or moved in forward belongs where the others are: give it "
             "device=x.device of one of them"
         )
+    if scene.setting == "train.loss" and not any(one.known for one in suspects):
+        names = " and ".join(dict.fromkeys(one.name for one in suspects))
+        return f"bring {names} to where the outputs are, with .to(outputs.device), in the loss"
     # The weight and the bias of a layer have one cure.
     firsts = {(one.kind, one.device, _parent(one)): one for one in reversed(suspects)}
     cures = dict.fromkeys(_cure(one, usual, scene.around) for one in reversed(firsts.values()))

@@ -19,9 +19,11 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from tasks.engine import tree
 from tasks.engine.calling import arguments, called
 from tasks.engine.data_config import DataConfig
-from tasks.engine.imports import found
+from tasks.engine.imports import found, told_of
+from tasks.engine.memory import is_oom
 from tasks.engine.own_arrays import Pair, checked, is_array, raw_of, tensor
 from tasks.engine.raw import DataError, Raw
 
@@ -165,8 +167,23 @@ def _loader(part: Any, feeding: Feeding, *, shuffles: bool, pins: bool) -> Any:
         batch_size=feeding.batch_size,
         shuffle=shuffles and not is_stream,
         generator=torch.Generator().manual_seed(feeding.seed % 2**63),
-        pin_memory=pins,
+        pin_memory=pins and _is_on_host(part),
     )
+
+
+def _is_on_host(part: Any) -> bool:
+    """Whether rows may be pinned, which PyTorch refuses where they lie on a device."""
+    if isinstance(part, IterableDataset):  # whose first row would be gone
+        return True
+    try:
+        row = part[0]
+    except Exception as error:
+        if is_oom(error):
+            raise
+        told = told_of(error)
+    else:
+        return all(tensor.device.type == "cpu" for tensor in tree.tensors(row))
+    raise DataError(f"data.source: the data set raised: {told}")
 
 
 def _classes(part: Any) -> tuple[str, ...] | None:

@@ -58,11 +58,12 @@ class Targets:
 
     def __call__(self, targets: Any, batch: int) -> Any:
         """batch: from 1, for the message. Raises DataError."""
-        if not isinstance(targets, Tensor) or targets.device.type != "cpu":
+        if not isinstance(targets, Tensor):
             return targets
         if self.task in ("classification", "tokens") and not self.is_own:
             return self._classes(targets, batch)
-        self._refuse_unfinite(targets, batch)
+        if _is_near(targets):
+            self._refuse_unfinite(targets, batch)
         if self.is_own:
             return targets
         if targets.dim() <= 1:
@@ -79,6 +80,11 @@ class Targets:
         if self.task == "classification" and targets.dim() == 2 and targets.shape[1] == 1:
             targets = targets[:, 0]
         wide = targets.long()
+        if _is_near(wide):
+            self._refuse_unknown(wide, batch)
+        return wide
+
+    def _refuse_unknown(self, wide: Tensor, batch: int) -> None:
         skipped = wide == IGNORED if self.task == "tokens" else torch.zeros_like(wide).bool()
         bad = (wide < 0) & ~skipped
         if self.outputs:
@@ -86,7 +92,6 @@ class Targets:
         if bool(bad.any()):
             at = bad.nonzero()[0].tolist()
             raise DataError(self._wrong(int(wide[tuple(at)]), at, batch))
-        return wide
 
     def _wrong(self, label: int, at: list[int], batch: int) -> str:
         most = f"0 to {self.outputs - 1}" if self.outputs else "0 on"
@@ -111,6 +116,11 @@ class Targets:
 
     def _what(self) -> str:
         return "tokens" if self.task == "tokens" else "a classification"
+
+
+def _is_near(targets: Tensor) -> bool:
+    """Whether a look at the values waits for no device."""
+    return targets.device.type == "cpu"
 
 
 def _named(tensor: Tensor) -> str:

@@ -30,6 +30,7 @@ from tasks.engine.own_model import Checked
 from tasks.engine.past import Past
 from tasks.engine.peaks import Peak
 from tasks.engine.precision import matmul_mode
+from tasks.engine.raw import DataError
 from tasks.engine.readings import Log
 from tasks.engine.seeds import seeded
 from tasks.engine.settings import ConfigError
@@ -166,6 +167,8 @@ def _train(
                 fitted = fit(model, rows, val, plan=plan_of(config), tools=tools)
         except MemoryExhausted as error:
             exhausted = error.failure
+        except (ConfigError, DataError):
+            raise  # a sentence by now, though the words of PyTorch are in it
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             mistake = mistakes.explained(error, model, batch_of(error))
             if mistake is None:

@@ -13,8 +13,10 @@ import torch
 from tasks.engine.config import RunConfig
 from tasks.engine.data import load, prepare
 from tasks.engine.facts import DataFacts
+from tasks.engine.own_data import Feeding, Feeds, made
 from tasks.engine.own_facts import loaded
 from tasks.engine.raw import DataError
+from tasks.engine.targets import Targets
 
 Own = Callable[[str, str], None]
 CPU = torch.device("cpu")
@@ -227,3 +229,25 @@ def test_wrong_arguments_are_told_by_name(own: Own) -> None:
         prepare(_config().data)
     with pytest.raises(DataError, match=r"^data.args: 'row' is unknown; did you mean rows\?"):
         prepare(_config(args={"path": "a", "row": 1}).data)
+
+
+def test_rows_that_lie_on_a_device_are_not_pinned_and_their_targets_not_read(own: Own) -> None:
+    """PyTorch refuses to pin them; and a row of targets stayed flat, which broadcasts in a loss."""
+    own("mine", f"{HEAD}def f(where): return TensorDataset(X.to(where), Y.to(where))\n")
+    for where, pinned in (("cpu", True), ("meta", False)):
+        feeds = made(_config(args={"where": where}).data, Feeding(), pins=True)
+        assert isinstance(feeds, Feeds) and feeds.train.pin_memory is pinned
+    far = torch.zeros(5, 1, device="meta")
+    assert Targets("regression", 1, "training")(far[:, 0], 1).shape == (5, 1)
+    labels = Targets("classification", 2, "training")(far.bool(), 1)
+    assert labels.shape == (5,) and labels.dtype == torch.int64
+
+
+def test_a_first_row_that_raises_is_told_in_one_sentence(own: Own) -> None:
+    more = "class Bad(Dataset):\n    def __len__(self): return 20\n"
+    own(
+        "mine",
+        f"{HEAD}{more}    def __getitem__(self, i): raise KeyError(i)\ndef f(): return Bad()",
+    )
+    with pytest.raises(DataError, match=r"^data.source: the data set raised: mine.py:\d+: KeyErr"):
+        made(_config().data, Feeding(), pins=True)

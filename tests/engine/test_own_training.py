@@ -2,6 +2,7 @@
 for tuples and dicts of tensors as for one tensor."""
 
 import math
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +27,7 @@ from tasks.engine.losses import loss_of
 from tasks.engine.models import ModelError
 from tasks.engine.oom import Fixed
 from tasks.engine.optim import make
+from tasks.engine.settings import ConfigError
 from tasks.engine.step import Step, Watched
 
 Own = Callable[[str, str], None]
@@ -33,6 +35,7 @@ CPU = torch.device("cpu")
 MINE = """
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 class Pairs(Dataset):
@@ -77,7 +80,18 @@ class Tuples(Dataset):
     def __init__(self, x): self.x = x
     def __len__(self): return 60
     def __getitem__(self, i): return (self.x[i], self.x[i]), int(self.x[i][0] > 0)
+W = torch.tensor([1.0, 2.0])
+def held(outputs, targets): return functional.cross_entropy(outputs, targets, weight=W)
+def read(outputs, targets):
+    return functional.cross_entropy(outputs, targets) / max(1.0, float(targets.sum()))
+def plain():
+    made = TensorDataset(torch.randn(60, 4), torch.arange(60) % 2)
+    made.classes = ["no", "yes"]
+    return made
 def mean_of(outputs, targets): return outputs.mean()
+def of_two(outputs, targets):
+    if len(outputs) > 2: raise TypeError("two, but stack expects each tensor to be equal size")
+    return 1
 """
 
 
@@ -149,6 +163,24 @@ def test_a_mistake_in_the_middle_is_told_by_name_and_line(own: Own, tmp_path: Pa
     with pytest.raises(ModelError, match=r"mine.py:\d\d") as got:
         _trained(own, tmp_path, model="mine:Net", source="mine:pairs", args={"flawed": True})
     assert "left" in str(got.value)
+
+
+@pytest.mark.parametrize(("loss", "why"), [("held", "by a dry step"), ("read", "^train.loss: ")])
+def test_a_loss_that_holds_tensors_or_reads_values_is_foretold_or_says_why_not(
+    own: Own, tmp_path: Path, loss: str, why: str
+) -> None:
+    """With a built-in model the dry step of either ended the run."""
+    more = {"train": {"loss": f"mine:{loss}"}, "memory": {"limit_mib": 4096.0}}
+    facts = _trained(own, tmp_path, model="linear", source="mine:plain", **more)
+    assert re.search(why, facts.tags["memory.admission"]), facts.tags
+
+
+def test_a_metric_that_raises_is_told_under_its_setting(own: Own, tmp_path: Path) -> None:
+    """It was told as one of the model, for its words are PyTorch's."""
+    told = r"^train.metrics.mine: mine:of_two, .* raised: mine.py:\d+: TypeError: two, but"
+    with pytest.raises(ConfigError, match=told):
+        metrics = {"metrics": {"mine": "mine:of_two"}}
+        _trained(own, tmp_path, model="mine:Net", source="mine:pairs", train=metrics)
 
 
 def test_a_model_that_reads_values_is_trained_though_nothing_can_be_foretold(
