@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from statistics import median
@@ -17,11 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.engine.config import RunConfig
-from tasks.engine.facts import DeviceFacts
-from tasks.engine.graph import WARM_UP, GraphedStep, GraphError
-from tasks.engine.section import is_import
-from tasks.engine.step import Loss, Outcome, Step, Steps, Watched
+from tasks.engine.compiled import compiled_step, first_line, untakeable
+from tasks.engine.graph import REPLAY_TRIED_ABOVE, WARM_UP, GraphedStep, GraphError
+from tasks.engine.step import Outcome, Step, Steps, Watched
 from tasks.engine.threads import ThreadedStep
 from tasks.engine.tree import shape_of
 from tasks.engine.units import seconds
@@ -38,10 +35,7 @@ TRIAL_SHARE = 0.05
 # Above it a step is no matter of launches, of which one takes microseconds; and a graph keeps a
 # second set of activations.
 GRAPH_BELOW_S = 0.01
-MODES = {"default": "default", "max": "max-autotune-no-cudagraphs"}
 
-# Steps that a run has to have left for a trial of replaying; see TunedStep._by_measure.
-REPLAY_TRIED_ABOVE = 10 * TIMED
 
 # Gives the step to take next and is sent the seconds it took, or None where it could not be taken.
 Script = Generator[Steps, float | None, None]
@@ -150,8 +144,8 @@ class TunedStep:
         took_s, failure, is_final = None, "", False
         try:
             outcome = self._best(x, y, norm=norm, watched=watched)
-        except _untakeable() as error:
-            failure = _first_line(error)
+        except untakeable() as error:
+            failure = first_line(error)
             is_final = self._mode != "auto" and not isinstance(error, GraphError)
         # Only here is the error gone: the compiler's keep frames, and these the model.
         if is_final:
@@ -210,11 +204,11 @@ class TunedStep:
         if refusal:
             self._settle(best, Verdict(name, f"{said}; {refusal}", plain_s))
             return
-        compiled = _compiled(self._plain, "default")
-        fast: Steps = compiled
+        fast_step = compiled_step(self._plain, "default")
+        fast: Steps = fast_step
         if name == "graph":
-            fast = self._graph(compiled)
-        first_s = yield compiled
+            fast = self._graph(fast_step)
+        first_s = yield fast_step
         compiled_s = yield from _warmed(fast)
         if first_s is None or compiled_s is None:
             self._settle(best, Verdict(name, f"{said}; the model cannot be compiled", plain_s))
@@ -229,13 +223,13 @@ class TunedStep:
 
     def _as_asked(self) -> Script:
         """default and max: compiled from the first step on; replayed where that is faster."""
-        compiled = _compiled(self._plain, self._mode)
-        first_s = yield compiled
-        best_s = yield from _warmed(compiled)
-        best: Steps = compiled
+        fast_step = compiled_step(self._plain, self._mode)
+        first_s = yield fast_step
+        best_s = yield from _warmed(fast_step)
+        best: Steps = fast_step
         name = self._mode
         if self._graphs and best_s is not None and best_s < GRAPH_BELOW_S:
-            graphed = self._graph(compiled)
+            graphed = self._graph(fast_step)
             graphed_s = yield from _warmed(graphed)
             if graphed_s is not None and graphed_s < best_s:
                 best, best_s, name = graphed, graphed_s, f"{name}+graph"
@@ -276,23 +270,6 @@ class TunedStep:
             self._recorded(best.tensors())
 
 
-def may_replay(config: RunConfig, device: DeviceFacts, precision: str, *, steps: int) -> bool:
-    """Whether this training may replay its steps from a graph; if they are short enough, it does.
-
-    precision: as resolved for the device; steps: of the whole run.
-    """
-    # A scaler decides on the host whether to step, and a forward of the user's own may decide
-    # anything there; what was decided must not be replayed.
-    if (
-        device.kind not in ("cuda", "rocm")
-        or precision == "fp16"
-        or is_import(config.model.name)
-        or config.train.compile == "off"
-    ):
-        return False
-    return config.train.compile != "auto" or steps > WARM_UP + TIMED + REPLAY_TRIED_ABOVE
-
-
 def _timed(step: Steps) -> Generator[Steps, float | None, float | None]:
     """The median of some steps in seconds; None where one could not be taken."""
     taken = []
@@ -314,49 +291,6 @@ def _warmed(step: Steps) -> Generator[Steps, float | None, float | None]:
         if (yield step) is None:
             return None
     return (yield from _timed(step))
-
-
-class _Refused(RuntimeError):
-    """torch.compile itself said no: on a Python or a system that it is not made for."""
-
-
-class _Compiled:
-    """A step's compute, compiled when it is first called, so that a refusal is a step's."""
-
-    def __init__(self, compute: Loss, mode: str) -> None:
-        self._compute, self._mode = compute, mode
-        self._fast: Loss | None = None
-
-    def __call__(self, x: Any, y: Any) -> Tensor:
-        if self._fast is None:
-            try:
-                # Not dynamic: the last, shorter batch is taken plainly and leaves these kernels.
-                self._fast = torch.compile(
-                    self._compute.__call__,  # type: ignore[operator]
-                    mode=self._mode,
-                    dynamic=False,
-                )
-            except RuntimeError as error:
-                raise _Refused(_first_line(error)) from None
-        return self._fast(x, y)
-
-
-def _compiled(step: Step, mode: str) -> Step:
-    return replace(step, compute=_Compiled(step.compute, MODES[mode]))
-
-
-def _untakeable() -> tuple[type[Exception], ...]:
-    """What is raised for a model or a machine that can't be compiled, or a step not recorded."""
-    if "torch._inductor" not in sys.modules:  # nothing was compiled: do not import it to ask
-        return GraphError, _Refused
-    from torch._dynamo.exc import TorchDynamoException
-    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
-
-    return GraphError, _Refused, TorchDynamoException, CppCompileError, InvalidCxxCompiler
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _ms(value_s: float | None) -> float | None:

@@ -11,11 +11,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from tasks.engine.config import RunConfig
+from tasks.engine.facts import DeviceFacts
 from tasks.engine.memory import clear_frames
+from tasks.engine.section import is_import
 from tasks.engine.step import Outcome, Step, Watched, total_norm
 from tasks.engine.timing import REPLAY
 
 WARM_UP = 3  # steps before recording, in which libraries and the optimizer make their state
+# Steps that a run has to have left for a trial of replaying, and those that are taken before.
+REPLAY_TRIED_ABOVE, MEASURED_BEFORE = 100, 13
 Record = Callable[[Callable[[], Outcome]], tuple[Callable[[], None], Outcome]]
 
 
@@ -124,3 +129,20 @@ def own_stream(device: torch.device) -> Iterator[None]:
     inside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(inside):
         yield
+
+
+def may_replay(config: RunConfig, device: DeviceFacts, precision: str, *, steps: int) -> bool:
+    """Whether this training may replay its steps from a graph; if they are short enough, it does.
+
+    precision: as resolved for the device; steps: of the whole run.
+    """
+    # A scaler decides on the host whether to step, and a forward of the user's own may decide
+    # anything there; what was decided must not be replayed.
+    if (
+        device.kind not in ("cuda", "rocm")
+        or precision == "fp16"
+        or is_import(config.model.name)
+        or config.train.compile == "off"
+    ):
+        return False
+    return config.train.compile != "auto" or steps > MEASURED_BEFORE + REPLAY_TRIED_ABOVE

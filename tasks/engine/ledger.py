@@ -6,14 +6,10 @@ enters it on sampled steps, for a limit, and to explain why memory ran out.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tasks.engine.operations import Lines, described, name_of, shaped, tensors_of
 from tasks.engine.pool import Event, Give, Take
 from tasks.engine.units import mebibytes
 
@@ -30,7 +27,6 @@ Scratch = Callable[[Any, tuple[Any, ...]], int]  # of an operation and its argum
 # What StorageWeakRef.expired() asks, without its two Python calls: a step of a transformer has some
 # hundred storages, each asked at each allocation.
 _EXPIRED = torch.UntypedStorage._expired
-_TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(slots=True)
@@ -74,7 +70,7 @@ class Ledger(TorchDispatchMode):
         self._unphased: list[Entry] = []
         self._phases: list[tuple[int, str]] = []
         self._at_failure: list[Entry] = []
-        self._lines: dict[int, str] = {}  # by the number of the autograd node that a line made
+        self._lines = Lines()
         self._allocated = 0  # what has died since the last sweep included
         self.peak_bytes = 0  # since reset_peak()
         self.step_peak_bytes = 0
@@ -115,12 +111,12 @@ class Ledger(TorchDispatchMode):
     def know(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of these tensors, of whose owner nothing is said."""
         for tensor in tensors:
-            self._entry(tensor, line="", what=_shaped(tensor))
+            self._entry(tensor, line="", what=shaped(tensor))
 
     def own(self, owner: str, tensors: Iterable[Tensor]) -> None:
         """The storages of these tensors belong to `owner`, also those made before."""
         for tensor in tensors:
-            entry = self._entry(tensor, line="", what=_shaped(tensor))
+            entry = self._entry(tensor, line="", what=shaped(tensor))
             if entry is not None:
                 entry.owner = owner
 
@@ -128,7 +124,7 @@ class Ledger(TorchDispatchMode):
         """Forget what died before: a step's peak is looked for from here on."""
         self.step_peak_bytes = self.allocated_bytes
         self._gone, self._unphased, self._phases, self._at_failure = [], [], [], []
-        self._lines = {}
+        self._lines = Lines()
         self._step_peak_at = self._step_from = self._allocations
 
     def end_phase(self, name: str) -> None:
@@ -204,33 +200,18 @@ class Ledger(TorchDispatchMode):
         except Exception:
             self._note_failure()
             raise
-        made = [tensor for tensor in _tensors(out) if self._is_unknown(tensor)]
+        made = [tensor for tensor in tensors_of(out) if self._is_unknown(tensor)]
         refusal = self._refusal(made)
         if refusal is not None:
             del out, made  # the error's frames must not keep what did not fit
             raise refusal
-        line = self._line(is_needed=bool(made))
+        line = self._lines.of_this(is_needed=bool(made))
         for tensor in made:
-            self._entry(tensor, line=line, what=_described(func, tensor))
+            self._entry(tensor, line=line, what=described(func, tensor))
         scratch_bytes = self._scratch(func, args)
         if scratch_bytes:
-            self._add_scratch(scratch_bytes, line=line, what=f"scratch memory of {_name(func)}")
+            self._add_scratch(scratch_bytes, line=line, what=f"scratch memory of {name_of(func)}")
         return out
-
-    def _line(self, *, is_needed: bool) -> str:
-        """The Python line of an operation; in a backward, which runs in a thread of C++ on a GPU,
-        that of the forward operation whose gradient it computes."""
-        node = torch._C._current_autograd_node()
-        if node is not None:
-            forward = self._lines.get(node._sequence_nr(), "")
-            return f"backward of {forward}" if forward else node.name()
-        # Of an operation that will be differentiated the node was made just before it runs.
-        number = torch.autograd._get_sequence_nr() - 1
-        if not is_needed and number in self._lines:
-            return ""
-        line = _python_line()
-        self._lines.setdefault(number, line)
-        return line
 
     def _refusal(self, made: list[Tensor]) -> torch.OutOfMemoryError | None:
         """The error, where these would lie above the limit."""
@@ -315,34 +296,3 @@ class Ledger(TorchDispatchMode):
 
 def _key(tensor: Tensor) -> int:
     return Tensor.untyped_storage(tensor)._cdata if tensor.layout == torch.strided else 0
-
-
-def _tensors(out: Any) -> Iterator[Tensor]:
-    if isinstance(out, Tensor):
-        yield out
-    elif isinstance(out, (list, tuple)):
-        for one in out:
-            yield from _tensors(one)
-
-
-def _python_line() -> str:
-    """The nearest Python line outside PyTorch and this file; empty where there is none."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_TORCH) and name != __file__ and not name.startswith("<"):
-            return f"{os.path.basename(name)}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
-
-
-def _described(func: Any, tensor: Tensor) -> str:
-    return f"{_name(func)} {_shaped(tensor)}"
-
-
-def _name(func: Any) -> str:
-    return str(func.__name__).partition(".")[0]
-
-
-def _shaped(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

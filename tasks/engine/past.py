@@ -10,10 +10,11 @@ import json
 from dataclasses import dataclass, field
 
 from tasks.engine.assembly import steps_of
-from tasks.engine.compiling import Known, may_replay
+from tasks.engine.compiling import Known
 from tasks.engine.config import RunConfig
 from tasks.engine.device import resolve_precision
 from tasks.engine.facts import DataFacts, DeviceFacts
+from tasks.engine.graph import may_replay
 from tasks.engine.ledger import MIB
 
 COMPILING = ("time/plain_step_ms", "time/compiled_step_ms", "time/compile_s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,14 @@ def allow_deterministic_cublas() -> None:
     https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def chosen_cublas_workspace_bytes() -> int | None:
+    """What the environment says a workspace of cuBLAS takes, such as :4096:8, eight times 4096 KiB;
+    None where it says nothing."""
+    said = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    pairs = re.findall(r":(\d+):(\d+)", said)
+    return 1024 * sum(int(size) * int(count) for size, count in pairs) if pairs else None
 
 
 @contextmanager

@@ -15,12 +15,11 @@ from tasks.engine.admission import Admission, admit
 from tasks.engine.allocators import give_back
 from tasks.engine.assembly import model_of, plan_of, rate_of, settled, spec_of, steps_of
 from tasks.engine.broken import outlived
-from tasks.engine.compiling import may_replay
 from tasks.engine.config import RunConfig
 from tasks.engine.device import resolve_precision
 from tasks.engine.facts import DataFacts, DeviceFacts, TrainFacts
 from tasks.engine.feeding import example, fed
-from tasks.engine.graph import own_stream
+from tasks.engine.graph import may_replay, own_stream
 from tasks.engine.keeping import keep
 from tasks.engine.limits import limited
 from tasks.engine.loop import Tools, batch_of, fit

@@ -78,7 +78,9 @@ def _pretend(monkeypatch, *, plain_s: float, compiled_s: float, cost_s: float) -
         monkeypatch, {"plain": (plain_s, plain_s), "compiled": (cost_s + compiled_s, compiled_s)}
     )
     base = _step()
-    monkeypatch.setattr(compiling, "_compiled", lambda step, mode: clock.slowed(base, "compiled"))
+    monkeypatch.setattr(
+        compiling, "compiled_step", lambda step, mode: clock.slowed(base, "compiled")
+    )
     monkeypatch.setattr(compiling.shutil, "which", lambda name: f"/usr/bin/{name}")
     return clock.slowed(base, "plain"), clock
 
@@ -90,7 +92,7 @@ def test_off_is_the_plain_step() -> None:
 
 
 def test_a_short_run_is_not_compiled_and_says_why(monkeypatch) -> None:
-    monkeypatch.setattr(compiling, "_compiled", lambda step, mode: pytest.fail("it compiled"))
+    monkeypatch.setattr(compiling, "compiled_step", lambda step, mode: pytest.fail("it compiled"))
     tuned = _tuned(_step(), "auto", steps=60)
     assert _take(tuned, 40) == _take(_step(), 40)
     assert tuned.verdict.compiled == "no"
@@ -167,7 +169,7 @@ def test_a_model_that_cannot_be_compiled_is_an_error_only_where_it_was_asked_for
     def breaks(x, y):
         raise Breaks("no lowering for aten::odd\nand more")
 
-    monkeypatch.setattr(compiling, "_compiled", lambda step, mode: _step(breaks))
+    monkeypatch.setattr(compiling, "compiled_step", lambda step, mode: _step(breaks))
     monkeypatch.setattr(compiling, "_untakeable", lambda: (GraphError, Breaks))
     with pytest.raises(CompileError, match="train.compile: default cannot compile .*aten::odd"):
         _take(_tuned(_step(), "default"), 3)
