@@ -170,7 +170,7 @@ def test_a_model_that_cannot_be_compiled_is_an_error_only_where_it_was_asked_for
         raise Breaks("no lowering for aten::odd\nand more")
 
     monkeypatch.setattr(compiling, "compiled_step", lambda step, mode: _step(breaks))
-    monkeypatch.setattr(compiling, "_untakeable", lambda: (GraphError, Breaks))
+    monkeypatch.setattr(compiling, "untakeable", lambda: (GraphError, Breaks))
     with pytest.raises(CompileError, match="train.compile: default cannot compile .*aten::odd"):
         _take(_tuned(_step(), "default"), 3)
     known = Known(plain_step_s=1.0, compiled_step_s=1e-9, cost_s=0.0)
