@@ -208,10 +208,7 @@ class Streamed:
     def _read(
         self, rows_from: Callable[[int], Iterable[Rows]], *, most_rows: int, mark: Mark
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Where there is no room for a batch beside the one before it, from there on one by one.
-
-        rows_from: the rows of the batches, from that batch on.
-        """
+        """The batches, rows_from(0) and on; one by one from where two of them found no room."""
         done = 0
         while True:
             try:
