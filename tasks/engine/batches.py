@@ -63,6 +63,9 @@ class Batches(Protocol):
     def tensors(self) -> tuple[Tensor, ...]:
         """What holds rows on the device for the whole run."""
 
+    def give_back(self) -> bool:
+        """Do without what only saves time, from here on; whether there was any."""
+
     def close(self) -> None:
         """Give back what was kept for the next iteration."""
 
@@ -121,6 +124,9 @@ class Resident:
     def tensors(self) -> tuple[Tensor, ...]:
         return self._parts
 
+    def give_back(self) -> bool:
+        return False
+
     def close(self) -> None:
         self._batch = []
 
@@ -157,6 +163,7 @@ class Streamed:
         self._layout, self._device = layout, device
         self._arrays: tuple[Array, ...] = tuple(map(Unmapped, arrays)) if is_spare else arrays
         self._idle: Lane | None = None  # of the last iteration, for the next
+        self._busy: list[Lane] = []
         self._is_ahead = True  # while there is room for two batches
 
     def __len__(self) -> int:
@@ -187,6 +194,13 @@ class Streamed:
     def tensors(self) -> tuple[Tensor, ...]:
         return ()
 
+    def give_back(self) -> bool:
+        """The batch that was sent ahead, where there is one."""
+        was_ahead, self._is_ahead = self._is_ahead, False
+        for lane in self._busy:
+            lane.give_back()
+        return was_ahead and bool(self._busy)
+
     def close(self) -> None:
         """Drop the pinned buffers."""
         self._idle = None
@@ -194,10 +208,7 @@ class Streamed:
     def _read(
         self, rows_from: Callable[[int], Iterable[Rows]], *, most_rows: int, mark: Mark
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Where there is no room for a batch beside the one before it, from there on one by one.
-
-        rows_from: the rows of the batches, from that batch on.
-        """
+        """The batches, rows_from(0) and on; one by one from where two of them found no room."""
         done = 0
         while True:
             try:
@@ -226,10 +237,13 @@ class Streamed:
         lane, self._idle = self._idle, None
         if lane is None or lane.rows < most_rows:
             lane = Lane(self._arrays, most_rows, device=self._device)
+        lane.is_ahead = self._is_ahead
+        self._busy.append(lane)
         try:
-            with closing(lane.read(batches, mark, is_ahead=self._is_ahead)) as found:
+            with closing(lane.read(batches, mark)) as found:
                 yield from map(self._layout.open, found)
         finally:
+            self._busy.remove(lane)
             self._idle, self.copy_s = lane, lane.copy_s
 
 

@@ -64,6 +64,9 @@ class Loaded:
     def tensors(self) -> tuple[Tensor, ...]:
         return ()
 
+    def give_back(self) -> bool:
+        return False
+
     def close(self) -> None:
         """End the processes of a loader whose workers outlive an epoch (persistent_workers)."""
         # Private names, since PyTorch has no public way but to drop the loader, which is not ours.

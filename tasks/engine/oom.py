@@ -129,13 +129,16 @@ class MicroBatches:
         model: nn.Module,
         accounts: Accounts,
         witness: Witness,
+        give_back: Callable[[], bool] = bool,
     ) -> None:
         """rows: to start with; whole: those of a batch, the most there can be. what: is repeated,
-        "training" or "eval". witness: sees the last attempt."""
+        "training" or "eval". witness: sees the last attempt. give_back: does without what only
+        saves time, and says whether there was any."""
         self.rows, self._whole, self._what = min(rows, whole), whole, what
         self._device, self._accounts, self._witness = device, accounts, witness
+        self._give_back = give_back
         # What a forward pass changes beside the gradients: running means, and random numbers.
-        kinds = nn.modules.batchnorm._BatchNorm
+        kinds = nn.modules.batchnorm._NormBase  # instance norms may keep running means too
         norms = [m for m in model.modules() if isinstance(m, kinds)]
         self._running = [b for m in norms for b in m.buffers()]
         self.recovered = 0
@@ -151,7 +154,7 @@ class MicroBatches:
         Raises MemoryExhausted, and anything else that attempt raises.
         """
         self._grow()
-        state = self._state()
+        state, begun_with = self._state(), self.rows
         while True:
             failure = None
             try:
@@ -167,6 +170,11 @@ class MicroBatches:
                 return done
             self._restore(state)
             drop_cache(self._device)
+            if self.rows == 1 and self._give_back():
+                self.recovered += 1
+                self.rows = begun_with
+                log.warning("short of memory in %s: going on one batch at a time", self._what)
+                continue
             if self.rows == 1:
                 self.tried.append(1)
                 return self._watched(
@@ -186,6 +194,7 @@ class MicroBatches:
             if not is_oom(error):
                 raise
             failure = _words(error)
+        self._give_back()
         drop_cache(self._device)
         log.warning("out of memory in the optimizer step: caches given back, tried again")
         return self._watched(attempt, failure, phase="optimizer", batch=())

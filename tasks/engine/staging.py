@@ -113,11 +113,15 @@ class _Buffers:
         self.is_copying = False
 
 
+_Filled = tuple[_Buffers, list[Tensor]]  # the parts of a batch are views of the buffers
+
+
 class _Sent:
     """A batch whose copy was enqueued: tensors of the device that are not to be read yet."""
 
-    def __init__(self, parts: list[Tensor], ended: Any) -> None:
-        self.parts, self.ended = parts, ended
+    def __init__(self, filled: _Filled, parts: list[Tensor]) -> None:
+        self.filled = filled
+        self.parts: list[Tensor] | None = parts  # None: given back again
 
 
 class Lane:
@@ -134,51 +138,58 @@ class Lane:
         self._side = self._backend.Stream(device=device)
         self._sets = [_Buffers(pinned_room(arrays, rows), self._backend) for _ in range(2)]
         self._copies, self._copies_s = 0, 0.0
+        self.is_ahead = True  # whether a batch is sent while the loop computes on the one before
+        self._waiting: deque[_Sent] = deque()
 
     @property
     def copy_s(self) -> float | None:
         """Mean seconds of a batch's copy by the device's own clock; None before any ended."""
         return self._copies_s / self._copies if self._copies else None
 
-    def read(
-        self, batches: Iterable[Rows], mark: Mark, *, is_ahead: bool
-    ) -> Generator[list[Tensor], None, None]:
-        """Batches on the device, each for the stream that is current when it is asked for.
-
-        is_ahead: the next one is sent before the loop computes on this one, and its copy then runs
-        beside that. None is kept here once it was given.
-        """
+    def read(self, batches: Iterable[Rows], mark: Mark) -> Generator[list[Tensor], None, None]:
+        """Batches on the device, each for the stream that is current when it is asked for; none is
+        kept here once it was given."""
+        waiting = self._waiting
         try:
             with closing(ahead(self._fillings(batches))) as filled:
-                sent: deque[_Sent] = deque()
                 for filling in filled:
-                    sent.append(self._send(filling))
-                    if len(sent) > is_ahead:
-                        yield self._arrived(sent.popleft(), mark)
-                while sent:
-                    yield self._arrived(sent.popleft(), mark)
+                    waiting.append(self._send(filling))
+                    # While: one that was given back is sent before its buffers are filled again.
+                    while len(waiting) > self.is_ahead:
+                        yield self._arrived(waiting.popleft(), mark)
+                while waiting:
+                    yield self._arrived(waiting.popleft(), mark)
         finally:
+            waiting.clear()
             # The memory of a copy that nobody waited for is not given out while it is written.
             with suppress(torch.AcceleratorError):  # a broken device writes nothing any more
                 self._compute().wait_stream(self._side)
 
+    def give_back(self) -> None:
+        """Take the memory of a batch that was sent ahead; it is sent again when it is asked for,
+        and none is sent ahead from here on."""
+        self.is_ahead = False
+        self._compute().wait_stream(self._side)  # a copy may still be writing there
+        for sent in self._waiting:
+            sent.parts = None
+
     def _arrived(self, sent: _Sent, mark: Mark) -> list[Tensor]:
+        parts = sent.parts or self._send(sent.filled).parts
+        assert parts is not None
         mark("data_wait")
-        self._compute().wait_event(sent.ended)
+        self._compute().wait_event(sent.filled[0].ended)
         mark("h2d")
-        return sent.parts
+        return parts
 
     def _compute(self) -> Any:
         return self._backend.current_stream(self._device)
 
-    def _fillings(
-        self, batches: Iterable[Rows]
-    ) -> Iterator[Callable[[], tuple[_Buffers, list[Tensor]]]]:
+    def _fillings(self, batches: Iterable[Rows]) -> Iterator[Callable[[], _Filled]]:
         for rows, buffers in zip(batches, cycle(self._sets), strict=False):
             self._settle(buffers)
             yield partial(self._fill, buffers, rows)
 
-    def _fill(self, buffers: _Buffers, rows: Rows) -> tuple[_Buffers, list[Tensor]]:
+    def _fill(self, buffers: _Buffers, rows: Rows) -> _Filled:
         return buffers, gather(self._arrays, rows, buffers.memory)
 
     def _settle(self, buffers: _Buffers) -> None:
@@ -189,7 +200,7 @@ class Lane:
             self._copies += 1
             self._copies_s += buffers.began.elapsed_time(buffers.ended) / 1000
 
-    def _send(self, filled: tuple[_Buffers, list[Tensor]]) -> _Sent:
+    def _send(self, filled: _Filled) -> _Sent:
         buffers, parts = filled
         # Memory of the stream that computes: freed, it is used again in that stream's order, and
         # the host runs no further ahead than the buffers let it.
@@ -201,4 +212,4 @@ class Lane:
                 target.copy_(part, non_blocking=True)
             buffers.ended.record(self._side)
         buffers.is_copying = True
-        return _Sent(there, buffers.ended)
+        return _Sent(filled, there)

@@ -116,7 +116,7 @@ def workbench(
         accounts=phases.accounts,
         witness=_Witness(recorder, phases.meter),
     )
-    micro = fitting(micro_rows, whole=batch_size, what="training")
+    micro = fitting(micro_rows, whole=batch_size, what="training", give_back=fed[0].give_back)
     step = step_of(
         config,
         data,
@@ -143,7 +143,7 @@ def workbench(
         task=data.task,
         loss=loss_of(config.train, data, device),
         autocast=step.autocast,
-        micro=fitting(most, whole=most, what="eval"),
+        micro=fitting(most, whole=most, what="eval", give_back=fed[1].give_back),
         phases=phases,
         forward=forward_of(config),
         metrics=metrics_of(config.train),

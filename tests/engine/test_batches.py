@@ -506,3 +506,26 @@ def test_a_batch_that_never_finds_room_ends_the_reading(backend, monkeypatch) ->
     with pytest.raises(torch.OutOfMemoryError, match="2.00 MiB"):
         list(fed.in_order(4))
     assert not threads()
+
+
+@pytest.mark.parametrize("at", [1, 2, 5, 6])
+def test_a_batch_sent_ahead_can_be_given_back_and_comes_all_the_same(
+    backend, monkeypatch, at
+) -> None:
+    """A step with room for its own batch only ran out of memory beside the next one."""
+    x = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
+    fed, seen, given_back, sent = pinned(x, np.arange(23)), [], [], []
+    real = staging.Lane._send
+    monkeypatch.setattr(staging.Lane, "_send", lambda *a: sent.append(1) or real(*a))
+    assert not fed.give_back(), "nothing is read yet"
+    fed._is_ahead = True
+    for number, batch in enumerate(fed.shuffled(4, torch.arange(23), nothing), start=1):
+        if number == at:
+            before = len(sent)
+            given_back += [fed.give_back(), fed.give_back()]
+        compute_on(backend, batch, seen)
+    backend.compute.drain()
+    assert given_back == [True, False]
+    assert before == min(6, at + 1) and len(sent) == (6 if at == 6 else 7)
+    assert torch.equal(torch.cat([y for _, y in seen]), torch.arange(23))
+    assert torch.equal(torch.cat([x for x, _ in seen]), torch.from_numpy(x))

@@ -261,6 +261,22 @@ def test_it_grows_back_when_there_is_room_and_waits_longer_when_there_is_none(mo
     assert limited.micro.tried == [ROWS, ROWS]
 
 
+def test_what_only_saves_time_is_given_back_where_not_even_one_row_fits() -> None:
+    """A batch that was read ahead held the room that a step lacked."""
+    training, spared, ahead = _Training(dropout=0.3), _Training(dropout=0.3, fixed=True), [1]
+
+    def too_much(module: nn.Module, *_: object) -> None:
+        if ahead:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    training.model[0].register_forward_hook(too_much)
+    training.micro._give_back = lambda: bool(ahead and ahead.pop())
+    assert training.train(2) == spared.train(2)
+    assert training.micro.tried == [32, 16, 8, 4, 2]
+    assert training.micro.rows == ROWS and training.micro.recovered == 6
+    _assert_equal(training, spared)
+
+
 def test_other_errors_are_not_repeated() -> None:
     training = _Training()
     calls = []

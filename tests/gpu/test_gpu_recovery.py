@@ -100,7 +100,8 @@ def admitted(monkeypatch: pytest.MonkeyPatch) -> None:
         return Admission(None, "", rows, "let in by a test")
 
     monkeypatch.setattr(training, "admit", let_in)
-    # Errors of a test make the allocator free its caches at every step: no reason to ease here.
+    # Micro-batches are also halved where caches were given back in two windows running, and when a
+    # window ends depends on the clock.
     monkeypatch.setattr(Meter, "is_thrashing", lambda meter: False)
 
 
@@ -210,6 +211,30 @@ def test_a_batch_without_room_is_sent_when_the_one_before_is_gone(
     with _as_if_nothing_had_happened(expected) as done:
         done.append(_train(tmp_path))
     assert short.failed == 1 and done[0].tags["data.residency"] == "pinned"
+
+
+@pytest.mark.parametrize("training_too", [True, False])
+def test_the_next_batch_is_given_back_where_the_step_of_this_one_finds_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training_too: bool
+) -> None:
+    """It stayed beside a step that not even one row of fitted."""
+    monkeypatch.setattr("tasks.engine.batches.RESIDENT_SHARE", 0.0)
+    expected = _train(tmp_path)
+    reading: list[staging.Lane] = []
+    real = staging.Lane.read
+
+    def read(lane: staging.Lane, *args: Any) -> Any:
+        reading[:] = [lane]
+        return real(lane, *args)
+
+    monkeypatch.setattr(staging.Lane, "read", read)
+    short = _Short(lambda call: reading[0].is_ahead)
+    hooked = short.in_model("register_forward_hook", training=training_too)
+    monkeypatch.setattr(training, "model_of", hooked)
+    with _as_if_nothing_had_happened(expected) as done:
+        done.append(_train(tmp_path))
+    # Halved to one row, then whole again.
+    assert done[0].metrics["memory/micro_batch"] == ROWS and short.failed >= 6
 
 
 def test_an_evaluation_that_cannot_be_read_whole_is_read_in_smaller_parts(
