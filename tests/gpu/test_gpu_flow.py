@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +153,11 @@ def test_a_transformer_on_the_text_that_is_here() -> None:
 
 
 def test_runs_that_are_ended_on_a_gpu_say_so(prefect_api: str, desk: Desk, place: Path) -> None:
-    arguments = (*LONG, "--device.name", "cuda")
-    cancelled, killed = (desk(*arguments, home=Path(os.environ["PREFECT_HOME"])) for _ in "ab")
-    reached = "SELECT COUNT(*) FROM metrics WHERE key = 'train/loss' AND step = 50"
-    _until(lambda: _ask(place, reached) == [(2,)])
-    os.kill(cancelled.pid, signal.SIGTERM)
-    os.kill(killed.pid, signal.SIGKILL)
-    for process, code in ((cancelled, 143), (killed, -signal.SIGKILL)):
+    begun = "SELECT COUNT(DISTINCT run_uuid) FROM metrics WHERE key = 'train/loss'"
+    for number, code, runs in ((signal.SIGTERM, 143, 1), (signal.SIGKILL, -9, 2)):
+        process = desk(*LONG, "--device.name", "cuda", home=Path(os.environ["PREFECT_HOME"]))
+        _until(partial(lambda wanted: _ask(place, begun) == [(wanted,)], runs))
+        os.kill(process.pid, number)
         _, err = process.communicate(timeout=60)
         assert process.returncode == code and "Traceback" not in err, err
     _until(lambda: _ask(place, "SELECT status FROM runs") == [("KILLED",)] * 2, timeout_s=60)
