@@ -126,3 +126,10 @@ def test_the_readme_tells_every_setting_as_it_is() -> None:
 
     told = (ROOT / "README.md").read_text()
     assert markdown_table().strip() in told
+
+
+def test_few_tests_need_a_gpu_itself() -> None:
+    marked = [
+        f.read_text().count("@pytest.mark.real_gpu(") for f in (ROOT / "tests/gpu").glob("*.py")
+    ]
+    assert sum(marked) <= 8

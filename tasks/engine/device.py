@@ -13,9 +13,11 @@ import torch
 
 from tasks.engine.allocators import give_back
 from tasks.engine.device_choice import Refusal, decide, name_problem, try_gpus
+from tasks.engine.device_gpu_checks import FULL
 from tasks.engine.device_look import first_line, look
 from tasks.engine.device_seen import Gpu, Machine
 from tasks.engine.facts import Check, DeviceFacts
+from tasks.engine.memory import is_oom
 
 MIB = 1024**2
 # torch/mps: the allocator's own high watermark, as a share of the recommended maximum.
@@ -80,7 +82,7 @@ def compute(device: str, dtype: torch.dtype) -> str:
             torch.accelerator.synchronize(torch.device(device))
         off = (product.cpu().float() - left @ right).abs().max().item()
     except (RuntimeError, AssertionError, TypeError) as error:  # TypeError: no such dtype on MPS
-        return first_line(error)
+        return FULL if is_oom(error) else first_line(error)
     return "" if off == 0 else f"its product of two 64x64 matrices is off by {off:.3g}"
 
 

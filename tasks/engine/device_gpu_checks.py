@@ -10,6 +10,8 @@ import re
 from tasks.engine.device_seen import Gpu, Holder
 from tasks.engine.facts import Check
 
+FULL = "its memory is full"
+FREE_IT = "end the processes that hold it, or choose another device"
 LOW_SHARE = 0.1  # with less than this share free, a run is likely to end in an OOM
 
 
@@ -66,7 +68,7 @@ def check_memory(gpu: Gpu) -> Check:
     finding = f"{gpu.asked_as} has {share}{held_by(gpu.holders)}"
     if gpu.free_bytes >= LOW_SHARE * gpu.total_bytes:
         return Check(name, True, finding)
-    return Check(name, False, finding, "end the processes that hold it, or choose another device")
+    return Check(name, False, finding, FREE_IT)
 
 
 def check_compute(gpu: Gpu) -> Check:
@@ -77,4 +79,6 @@ def check_compute(gpu: Gpu) -> Check:
     if gpu.computes:
         return Check(name, True, f"a product computed on {gpu.asked_as} equals the CPU's")
     remedy = "try again in a new process; if it stays, check the GPU (nvidia-smi, dmesg)"
+    if gpu.error == FULL:
+        remedy = FREE_IT
     return Check(name, False, f"{gpu.asked_as} failed a small product: {gpu.error}", remedy)

@@ -97,6 +97,16 @@ def test_device_that_computes_wrongly_is_not_believed():
 
 
 @needs_cpu_only
+def test_a_full_device_is_told_in_words_of_ours(monkeypatch):
+    """It was PyTorch's paragraph, with the advice to look for a broken GPU."""
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has")
+
+    monkeypatch.setattr(torch.Tensor, "to", full)
+    assert compute("cuda:0", torch.float32) == "its memory is full"
+
+
 def test_device_that_cannot_compute_says_what_it_raised():
     assert "CUDA" in compute("cuda:0", torch.float32)
 

@@ -13,7 +13,7 @@ from tasks.engine.device_checks import (
     check_pytorch,
     check_visible,
 )
-from tasks.engine.device_gpu_checks import check_architecture, check_compute, check_memory
+from tasks.engine.device_gpu_checks import FULL, check_architecture, check_compute, check_memory
 from tasks.engine.device_seen import Adapter, Driver, Gpu, Holder, Machine
 
 GIB = 1024**3
@@ -152,6 +152,11 @@ SITUATIONS = [
         check_compute(Gpu("cuda:0", "cuda", 0, computes=False, error="no kernel image")),
         False,
         "cuda:0 failed a small product: no kernel image.*new process",
+    ),
+    (
+        check_compute(Gpu("cuda:0", "cuda", 0, computes=False, error=FULL)),
+        False,
+        "cuda:0 failed a small product: its memory is full end the processes that hold it",
     ),
     # Does PyTorch see it
     (check_pytorch("NVIDIA", (), built=False, error=""), None, "see build"),

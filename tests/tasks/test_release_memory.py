@@ -8,6 +8,7 @@ import torch
 from prefect.cache_policies import NO_CACHE
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
+from tasks.engine import leaks
 from tasks.engine.leaks import baseline
 from tasks.release_memory import LeakError, leak_in_words, release_memory
 
@@ -82,3 +83,12 @@ def test_a_leak_error_survives_being_stored(before):
     again = pickle.loads(pickle.dumps(caught.value))
     assert again.facts == caught.value.facts
     assert str(again) == str(caught.value)
+
+
+def test_a_broken_device_is_told_and_hides_no_reason(monkeypatch, caplog):
+    """The device's own error took the place of the one that had ended the run."""
+    monkeypatch.setattr(leaks, "is_broken", lambda device: True)
+    with caplog.at_level(logging.WARNING):
+        facts = release(0, on_leak="fail")
+    assert not facts.ok and facts.broken == caplog.messages[0]
+    assert "cpu answers nothing but errors" in facts.broken
