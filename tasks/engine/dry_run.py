@@ -128,7 +128,10 @@ def dry_run(
             micro=Fixed(micro_batch),
             mark=peaks.mark,
         )
-        last = _train(model, step, train, min(config.train.batch_size, data.train_rows), peaks)
+        steps = partial(
+            _train, model, step, train, min(config.train.batch_size, data.train_rows), peaks
+        )
+        steps()
         eval_batch = eval_rows(
             data, config.train.batch_size, room_bytes=room_bytes(config, facts.free_bytes or 0)
         )
@@ -138,18 +141,19 @@ def dry_run(
         judged()
         dry = Dry(parameter_bytes, peaks.so_far())
         if may_replay(config, facts, precision, steps=assembly.steps_of(config, data)):
-            kept = _record(step, last, peaks)
-            _step(step, last, peaks)  # steps are taken plainly in between
+            kept = _record(model, step, train.gathered(config.train.batch_size), peaks)
+            steps()  # taken plainly in between
             judged()
             dry = replace(dry, graphed=peaks)
             del kept
-        del last, best  # a training holds both to its end
+        del best  # a training holds it to its end
     return dry
 
 
-def _record(step: Step, batch: tuple[Any, Any], peaks: Peaks) -> Any:
-    """A recorded step: in a pool of its own, beside which nothing is cached; what it leaves."""
+def _record(model: nn.Module, step: Step, batch: tuple[Any, Any], peaks: Peaks) -> Any:
+    """A recorded step: in a pool of its own, beside which nothing is cached; what it keeps."""
     ledger = peaks.ledger
+    model.train()
     step.optimizer.zero_grad()
     ledger.reset_peak()  # which strikes out what is freed
     peaks.events.append(Empty())
@@ -160,7 +164,7 @@ def _record(step: Step, batch: tuple[Any, Any], peaks: Peaks) -> Any:
     ledger.own("graph", [*grads, outcome.loss])
     peaks.mark("recording")
     peaks.settle()
-    return grads, outcome
+    return batch, grads, outcome
 
 
 def _usable(device: torch.device) -> torch.device:
@@ -206,29 +210,22 @@ def _faked(model: nn.Module, device: torch.device) -> nn.Module:
 
 def _train(
     model: nn.Module, step: Step, rows: Rows | Loader, batch_size: int, peaks: Peaks
-) -> tuple[Any, Any]:
-    """Two steps: the second has the first one's gradients and optimizer state. The last batch."""
+) -> None:
+    """Two steps: the second has the first one's gradients and optimizer state."""
     model.train()
     for _ in range(2):
-        # Gathered while the loop still holds the one before.
-        following = rows.gathered(batch_size)
-        peaks.ledger.own("batch", tree.tensors(following))
+        batch = rows.gathered(batch_size)
+        peaks.ledger.own("batch", tree.tensors(batch))
         peaks.mark("data_wait")
-        batch = following
-        del following
         # The second micro-batch finds gradients there; those after it find nothing new.
-        taken = tree.head(batch, min(2 * step.micro.rows, batch_size))
-        _step(step, taken, peaks)
-        del taken
-    return batch
-
-
-def _step(step: Step, batch: tuple[Any, Any], peaks: Peaks) -> None:
-    step(*batch, norm=True, watched=Watched.NOT)
-    grads = [p.grad for p in step.optimizer.params if p.grad is not None]
-    peaks.ledger.own("gradients", grads)
-    peaks.ledger.own("optimizer_state", step.optimizer.state_tensors())
-    peaks.settle()
+        x, y = tree.head(batch, min(2 * step.micro.rows, batch_size))
+        step(x, y, norm=True, watched=Watched.NOT)
+        gradients = (p.grad for p in step.optimizer.params if p.grad is not None)
+        peaks.ledger.own("gradients", gradients)
+        peaks.ledger.own("optimizer_state", step.optimizer.state_tensors())
+        peaks.settle()
+        del batch, x, y  # gone before the next one comes
+    rows.let_go()
 
 
 @torch.inference_mode()

@@ -67,8 +67,8 @@ class Rows:
         self._device = device
         self._in_place = is_resident and kind == "cuda"
         self._reads_ahead = not is_resident and kind in PINNING
-        self._batch: list[Tensor] = []  # where batches are gathered, or the last one sent
-        self._next: list[Tensor] = []
+        self._batch: list[Tensor] = []  # where batches are gathered in place
+        self._next: list[Tensor] = []  # what was sent ahead
         self._whole = [self._sent(part) for part in self._parts] if is_resident else []
         self._order: list[Tensor] = []
         if is_shuffled and (is_resident or kind == "cpu"):  # where it is gathered
@@ -80,21 +80,21 @@ class Rows:
 
     def gathered(self, rows: int) -> tuple[Tensor, Tensor]:
         """A batch to train on."""
-        if not self._in_place or not self._batch:
-            self._batch = self._next or self._made(rows)
+        if self._in_place:
+            self._batch = self._batch or self._made(rows)
+            return self._layout.open(self._batch)
+        parts, self._next = self._next or self._made(rows), []
         if self._reads_ahead:
             self._next = self._made(rows)
-        return self._opened(self._batch)
+        return self._layout.open(parts)
 
     def in_order(self, rows: int) -> tuple[Tensor, Tensor]:
         """A batch to validate on."""
-        return self._opened([part[:rows] for part in self._whole] or self._made(rows))
+        return self._layout.open([part[:rows] for part in self._whole] or self._made(rows))
 
-    def _opened(self, parts: list[Tensor]) -> tuple[Tensor, Tensor]:
-        batch = self._layout.open(parts)
-        if self._whole and not self._in_place:
-            self._batch = []  # gathered parts are let go of when they were opened
-        return batch
+    def let_go(self) -> None:
+        """An epoch is over: no batch is left but the memory that all of them come in."""
+        self._next = []
 
     def _made(self, rows: int) -> list[Tensor]:
         return [part.empty(rows, self._device) for part in self._parts]
@@ -118,6 +118,9 @@ class Loader:
     def gathered(self, rows: int) -> tuple[Any, Any]:
         x, y = tree.made(self._description, rows, device=self._device)
         return x, y
+
+    def let_go(self) -> None:
+        pass
 
     in_order = gathered
 

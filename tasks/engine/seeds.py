@@ -10,14 +10,6 @@ from contextlib import contextmanager
 import torch
 
 
-def allow_deterministic_cublas() -> None:
-    """Choose cuBLAS's repeatable workspace; has an effect only before CUDA's first matrix product.
-
-    https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
 def chosen_cublas_workspace_bytes() -> int | None:
     """What the environment says a workspace of cuBLAS takes, such as :4096:8, eight times 4096 KiB;
     None where it says nothing."""

@@ -89,12 +89,17 @@ def read(
     work = (partial(_read_one, arrays, rows) for rows in batches)
     on_cpu = device.type == "cpu"
     with closing((call() for call in work) if on_cpu else ahead(work)) as found:
-        for parts in found:
-            mark("data_wait")
-            if not on_cpu:
-                parts = [part.to(device) for part in parts]
-                mark("h2d")
-            yield parts
+        # By map(), which keeps nothing of a batch once it was given.
+        yield from map(partial(_moved, device=device, mark=mark), found)
+
+
+def _moved(parts: list[Tensor], *, device: torch.device, mark: Mark) -> list[Tensor]:
+    mark("data_wait")
+    if device.type == "cpu":
+        return parts
+    there = [part.to(device) for part in parts]
+    mark("h2d")
+    return there
 
 
 def _read_one(arrays: Sequence[Array], rows: Rows) -> list[Tensor]:

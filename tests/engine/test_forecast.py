@@ -91,6 +91,7 @@ def really(config: RunConfig, data: DataFacts, device: DeviceFacts) -> dict[str,
         for x, y in rows.shuffled(config.train.batch_size, order, mark):
             ledger.own("batch", (x, y))
             step(x, y, norm=True, watched=Watched.NOT)
+            del x, y  # as the loop does
     return found
 
 
