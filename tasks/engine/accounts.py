@@ -70,6 +70,10 @@ class Accounts:
             if libraries_bytes:
                 self._owners[LIBRARIES] = self._owners.get(LIBRARIES, 0) + libraries_bytes
 
+    def forget(self) -> None:
+        """What was counted so far is no longer what a step holds."""
+        self._most = 0
+
     def metrics(self, *, peak_mib: float | None = None) -> dict[str, float]:
         """MiB by owner at the highest peak of a watched step, under the names of the record; they
         sum to peak_mib, the run's, where that is known: what steps held beyond it that nobody

@@ -139,7 +139,8 @@ def limit(facts: DeviceFacts, limit_mib: float | None) -> Callable[[], None]:
     check_limit(facts, limit_mib)
     if limit_mib is None or not facts.total_bytes or facts.kind == "cpu":
         return lambda: None
-    fraction = limit_mib * MIB / facts.total_bytes
+    # Half a byte more: the allocator cuts off what its product is short of a whole one.
+    fraction = min(1.0, (limit_mib * MIB + 0.5) / facts.total_bytes)
     if facts.kind == "mps":
         torch.mps.set_per_process_memory_fraction(fraction)
         return lambda: torch.mps.set_per_process_memory_fraction(MPS_DEFAULT_FRACTION)

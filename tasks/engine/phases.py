@@ -80,8 +80,10 @@ class Phases:
         self._timed = self._whole = self._counted = None
 
     def recount(self) -> None:
-        """Count again at the next log point: from here on steps hold something else."""
+        """Count again, steps and what is beside them: from here on they hold something else."""
         self._counted = None
+        self._once.clear()
+        self.accounts.forget()
 
     def mark(self, phase: str) -> None:
         """`phase` ends here."""

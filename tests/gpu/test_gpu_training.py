@@ -65,6 +65,7 @@ def _train(tmp_path: Path, **sections):
 
 
 def test_a_run_on_cuda_leaves_its_whole_record(tmp_path: Path) -> None:
+    ooms = torch.cuda.memory_stats().get("num_ooms", 0)  # of this process
     facts, logged, _ = _train(tmp_path)
     assert facts.metrics["val/accuracy"] >= 0.97
     readings = [m for m in logged if "speed/samples_per_s" in m]
@@ -72,7 +73,7 @@ def test_a_run_on_cuda_leaves_its_whole_record(tmp_path: Path) -> None:
     assert set(facts.metrics) >= SUMMARY
     assert facts.metrics["memory/run_peak_allocated_mib"] > facts.metrics["memory/parameters_mib"]
     assert facts.metrics["memory/headroom_mib"] > 0
-    assert facts.stats["num_ooms"] == 0
+    assert facts.stats["num_ooms"] == ooms
     assert facts.tags["data.residency"] == "device"
 
 
