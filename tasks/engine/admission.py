@@ -70,10 +70,12 @@ def admit(
     if untold is not None:
         return Admission(None, "", rows, untold)
     asked.refuse_hopeless_limit()
+    held_bytes = allocator(torch.device(device.name)).read().get("reserved", 0)
     until = now() + config.memory.wait_s
     is_told = False
     while True:
-        room = room_bytes(config, free() if free else free_bytes(device))
+        # A limit is the whole process's: what it holds from before is not for this training.
+        room = room_bytes(config, free() if free else free_bytes(device), held_bytes=held_bytes)
         admission = asked.fitting(room)
         if admission is not None:
             return admission

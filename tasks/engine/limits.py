@@ -48,10 +48,11 @@ def limited(facts: DeviceFacts, limit_mib: float | None) -> Iterator[tuple[Ledge
         yield ledger, counted
 
 
-def room_bytes(config: RunConfig, free_bytes: float | None) -> float:
-    """What a run may take of the bytes that are free; infinite where nobody tells."""
+def room_bytes(config: RunConfig, free_bytes: float | None, *, held_bytes: int = 0) -> float:
+    """What a run may take of the bytes that are free; infinite where nobody tells. held_bytes: that
+    this process holds already, and that count against its limit."""
     limit_mib = config.memory.limit_mib
-    limit_bytes = math.inf if limit_mib is None else limit_mib * MIB
+    limit_bytes = math.inf if limit_mib is None else limit_mib * MIB - held_bytes
     return min(limit_bytes, math.inf if free_bytes is None else free_bytes)
 
 
