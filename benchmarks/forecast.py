@@ -1,6 +1,6 @@
 """Forecast against measured, in a table: what tensors hold and the allocator reserves on a GPU,
 for the built-in models, three batch sizes, two precisions, two optimizers, with and without a
-recorded step. `python -m benchmarks.forecast [MODEL ...]`; prints Markdown.
+recorded step. `python -m benchmarks.forecast [MODEL ...]` prints the table and keeps it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ import itertools
 import math
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.conditions import publish
 from tasks.engine import compiling
 from tasks.engine.config import RunConfig
 from tasks.engine.data import prepare
@@ -49,26 +51,33 @@ CASES = {
 
 
 def main(models: list[str]) -> int:
-    """Print the table; 1 where a figure is further off than 5 % (held) or 10 % (reserved)."""
+    """Measure, print, keep; 1 where a figure is further off than 5 % (held) or 10 % (reserved)."""
     if not torch.cuda.is_available():
         print("benchmarks.forecast: needs a CUDA device", file=sys.stderr)
         return 2
     compiling.GRAPH_BELOW_S = math.inf  # also where this machine is slow
-    device = detect("cuda")
-    print(f"{device.model}, torch {torch.__version__}; MiB, forecast / measured\n")
-    print("| model | batch | precision | optimizer | graph | held | | reserved | |")
-    print("|---|--:|---|---|---|--:|--:|--:|--:|")
     worst = {"held": 0.0, "reserved": 0.0}
-    with tempfile.TemporaryDirectory() as folder:
-        for model in models or CASES:
-            for line, off in _rows(model, CASES[model], Path(folder)):
-                print(line, flush=True)
-                worst = {name: max(worst[name], off[name]) for name in worst}
-    print(f"\nfurthest off: held {worst['held']:.1%}, reserved {worst['reserved']:.1%}")
+    publish("forecast", "Forecast against measured", _table(models or list(CASES), worst))
     return int(worst["held"] > 0.05 or worst["reserved"] > 0.1)
 
 
-def _rows(model: str, case: Case, folder: Path) -> Any:
+def _table(models: list[str], worst: dict[str, float]) -> Iterator[str]:
+    yield from ("", "In MiB, forecast / measured; bars: 5 % of what is held, 10 % of what is")
+    yield from (
+        "reserved.",
+        "",
+        "| model | batch | precision | optimizer | graph | held | | reserved | |",
+        "|---|--:|---|---|---|--:|--:|--:|--:|",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for model in models:
+            for line, off in _rows(model, CASES[model], Path(folder)):
+                yield line
+                worst |= {name: max(worst[name], off[name]) for name in worst}
+    yield from ("", f"furthest off: held {worst['held']:.1%}, reserved {worst['reserved']:.1%}")
+
+
+def _rows(model: str, case: Case, folder: Path) -> Iterator[tuple[str, dict[str, float]]]:
     source = dict(case.data)
     if source["source"] == "text":
         text = folder / "text.txt"

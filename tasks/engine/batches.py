@@ -116,7 +116,7 @@ class Resident:
             batch = self._layout.open(self._gathered(chosen))
             mark("data_wait")
             yield batch
-            del batch  # gone before the next one is gathered
+            del batch  # before the next one
 
     def in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         for parts in zip(*(part.split(batch_size) for part in self._parts), strict=True):
