@@ -106,8 +106,7 @@ class Resident:
         self, batch_size: int, order: Tensor, mark: Mark
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Gathered on the device: 8 bytes a row cross the bus once an epoch, and nothing else."""
-        device = self._parts[0].device
-        pins = device.type in PINNING
+        pins = (device := self._parts[0].device).type in PINNING
         order = (order.pin_memory() if pins else order).to(device, non_blocking=pins)
         rows = min(batch_size, len(order))
         if self._in_place and (not self._batch or len(self._batch[0]) != rows):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from tasks.engine.accounts import OWNERS
-from tasks.engine.ledger import ACTIVATIONS, MIB, REST, Ledger
+from tasks.engine.ledger import ACTIVATIONS, LIBRARIES, MIB, REST, Ledger
 from tasks.engine.units import mebibytes
 
 COLUMNS = 480  # of the picture: a point each two pixels
@@ -23,6 +23,8 @@ COLOURS = {
     "data": "#009e73",
     "batch": "#56b4e9",
     ACTIVATIONS: "#cc79a7",
+    LIBRARIES: "#5b4b8a",
+    "graph": "#7f3b08",
     REST: "#8a929c",
 }
 WIDTH, HEIGHT = 1000.0, 430.0
