@@ -134,7 +134,7 @@ def test_bf16_as_a_graph() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_fp16_of_rows_that_take_more_than_they_may() -> None:
-    limit_mib = 48.0
+    limit_mib = 64.0
     run = _trained(
         data={"source": "synthetic", "rows": 8000, "features": 1024},
         train={"precision": "fp16", "epochs": 1, "batch_size": 256},
