@@ -221,8 +221,7 @@ class Streamed:
                 if not self._is_ahead or not is_oom(error):
                     raise
                 clear_frames(error)
-                failure = str(error)  # a handler may keep what it is given: never the error
-            log.warning("short of memory for two batches: going on with one (%s)", failure)
+            log.warning("short of memory for two batches: going on with one")
             self._is_ahead = False
             drop_cache(self._device)
 
