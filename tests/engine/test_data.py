@@ -173,6 +173,14 @@ def test_the_split_follows_its_seed_and_nothing_else():
     assert (first == same).all() and (first != other).any() and first.sum() == 200
 
 
+def test_the_split_owes_nothing_to_rows_that_their_user_drew_with_the_same_seed():
+    """Story: houses made with default_rng(0) had the small ones, and no other, to validate on."""
+    area = np.random.default_rng(0).random(1000)
+    raw = _raw(area, area[:, None])
+    chosen = validation_rows(raw, encode(raw, "regression"), fraction=0.2, seed=0)
+    assert abs(area[chosen].mean() - 0.5) < 0.1
+
+
 def test_a_class_of_one_row_is_named():
     raw = _raw([0, 0, 1, 1, 7, 9])
     words = "^data.target: .* classes of one row.*: '7', '9'; add rows .* data.task to regression"
