@@ -168,6 +168,8 @@ def spec_of(config: RunConfig, data: DataFacts, *, outputs: int) -> dict[str, An
         "feature_names": data.feature_names,
         "offset": data.offset,
         "scale": data.scale,
+        "target_offset": data.target_offset,
+        "target_scale": data.target_scale,
         "columns": None if data.columns is None else [asdict(c) for c in data.columns],
         "missing": data.missing,
     }

@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 class Arrays:
     """The prepared arrays, mapped from disk and read-only.
 
-    x: (rows, *input_shape) float32, scaled; y: (rows,) int64 classes or (rows, 1) float32.
+    x: (rows, *input_shape) float32, scaled; y: (rows,) int64 classes or (rows, k) float32,
+    amounts scaled.
     Tokens: x and y (rows, context) uint8 or uint16, overlapping views of one array, of which y is
     one token further on.
     """
@@ -156,7 +157,7 @@ def _settings(data: DataConfig) -> dict[str, Any]:
     if data.source != "synthetic":
         unused |= {"rows", "features", "classes"}
     if data.source in TOKEN_SOURCES:
-        unused |= {"target", "task", "split_seed", "scale"}
+        unused |= {"target", "task", "split_seed", "scale", "scale_target"}
     else:
         unused |= {"context", "vocab"}
     return data.model_dump(exclude=unused)
@@ -201,6 +202,8 @@ def _facts(data: DataConfig, folder: Path, manifest: dict[str, Any], *, reused: 
         feature_names=None if features is None else tuple(features),
         offset=tuple(meaning["offset"]),
         scale=tuple(meaning["scale"]),
+        target_offset=tuple(meaning.get("target_offset", (0.0,))),
+        target_scale=tuple(meaning.get("target_scale", (1.0,))),
         bytes=sum(entry["bytes"] for entry in files.values()),
         fingerprint=manifest["fingerprint"],
         reused=reused,

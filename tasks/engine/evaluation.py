@@ -55,6 +55,7 @@ class Judge:
     phases: Phases
     forward: Callable[[nn.Module], Forward] = Plain
     metrics: Metrics = field(default_factory=dict)  # the user's own, the mean over the rows each
+    target_scale: tuple[float, ...] = (1.0,)  # a regression's error in the target's units, over it
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ def evaluate(model: nn.Module, batches: Batches, judge: Judge) -> dict[str, floa
     """val/loss over all rows, with val/accuracy for a classification, also val/f1 for several
     labels, val/r2 and val/mae for a regression, val/perplexity = exp(val/loss) for tokens; waits
     for the device.
+
+    Where a regression's target was scaled, val/loss is that of the scaled target (a mean squared
+    error of 1 is as good as the mean), or of the user's own loss in the target's units, as val/r2,
+    val/mae and the user's metrics are.
 
     Raises oom.MemoryExhausted.
     """
@@ -105,12 +110,17 @@ def _evaluated(
     sums = {name: total.item() for name, total in whole.values.items()}
     loss = sums["loss"] / rows
     own = {f"val/{name}": sums[f"own/{name}"] / rows for name in judge.metrics}
-    return {"val/loss": loss, **_figures(judge.task, sums, rows, loss, whole.pairs), **own}
+    return {"val/loss": loss, **_figures(judge, sums, rows, loss, whole.pairs), **own}
 
 
 def _figures(
-    task: str, sums: dict[str, float], rows: int, loss: float, pairs: list[tuple[Tensor, Tensor]]
+    judge: Judge,
+    sums: dict[str, float],
+    rows: int,
+    loss: float,
+    pairs: list[tuple[Tensor, Tensor]],
 ) -> dict[str, float]:
+    task = judge.task
     if task == "classification":
         return {"val/accuracy": sums["hits"] / rows}
     if task == "multilabel":
@@ -121,7 +131,7 @@ def _figures(
         }
     if task == "tokens":
         return {"val/perplexity": math.exp(min(loss, MAX_LOG_PERPLEXITY))}
-    return _errors(pairs)
+    return _errors(pairs, torch.tensor(judge.target_scale, dtype=torch.float64))
 
 
 def _judged(forward: Forward, x: Any, y: Any, judge: Judge) -> _Sums:
@@ -164,8 +174,9 @@ def _summed(parts: list[_Sums]) -> _Sums:
     )
 
 
-def _errors(pairs: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    outputs, targets = (torch.cat(part).cpu().double() for part in zip(*pairs, strict=True))
+def _errors(pairs: list[tuple[Tensor, Tensor]], scale: Tensor) -> dict[str, float]:
+    # The offset is in no difference.
+    outputs, targets = (torch.cat(part).cpu() * scale for part in zip(*pairs, strict=True))
     error = outputs - targets
     spread = (targets - targets.mean(0)).square().sum()
     return {

@@ -75,6 +75,8 @@ class DataFacts:
     notes: tuple[str, ...] = ()  # what else was done to the data, for a person
     batch: Any | None = None  # of a loader: what its batches hold, as tree.described tells it
     batch_rows: int | None = None  # of a loader: rows of its batches
+    target_offset: tuple[float, ...] = (0.0,)  # y_scaled = (y - offset) / scale, of a regression
+    target_scale: tuple[float, ...] = (1.0,)
 
 
 @dataclass(frozen=True)

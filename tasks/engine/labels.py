@@ -24,8 +24,7 @@ class Labels:
     """Targets ready to be learnt.
 
     values: (n,) classes in the smallest whole numbers; (n, k) float32 of 0 and 1 for several
-    labels; or (n, k) float32 in the target's own units, which are not scaled: metrics are read in
-    them.
+    labels; or (n, k) numbers as the target has them.
     """
 
     task: str
@@ -65,7 +64,7 @@ def encode(raw: Raw, task: str) -> Labels:
         few = _distinct(target, most=MOST_AUTO_CLASSES) if whole else None
         task = "regression" if few is None else "classification"
     if task == "regression":
-        return Labels("regression", target.astype(np.float32).reshape(-1, 1), None)
+        return Labels("regression", target.reshape(-1, 1), None)
     if not whole:
         row = int(np.flatnonzero(target != np.round(target))[0])
         raise DataError(
@@ -87,7 +86,7 @@ def _wide(raw: Raw, task: str) -> Labels:
             "row, and a class is one; save its argmax, or set data.task to multilabel or regression"
         )
     if task == "regression":
-        return Labels("regression", target.astype(np.float32), None)
+        return Labels("regression", target, None)
     if not binary.all():
         row, column = np.argwhere(~binary)[0].tolist()
         raise DataError(

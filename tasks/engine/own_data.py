@@ -26,6 +26,7 @@ from tasks.engine.imports import found, told_of
 from tasks.engine.memory import is_oom
 from tasks.engine.own_arrays import Pair, checked, is_array, raw_of, tensor
 from tasks.engine.raw import DataError, Raw
+from tasks.engine.split import STREAM
 
 TAKEN = (
     "(x, y) tensors or arrays, ((x, y), (x_val, y_val)), a Dataset, a DataLoader, or a pair of "
@@ -134,7 +135,8 @@ def _split(part: Any, data: DataConfig) -> list[Any]:
         raise DataError(
             f"data.source: {data.source} gives {rows} row, and a split needs at least 2; give more"
         )
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(data.split_seed)).tolist()
+    seed = STREAM << 32 | data.split_seed
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
     parts: list[Any] = [Subset(given, order[held:]), Subset(given, sorted(order[:held]))]
     return [_alike(part, some, i == 0) for i, some in enumerate(parts)]
 

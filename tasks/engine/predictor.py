@@ -40,8 +40,8 @@ class Predictor:
 
     @torch.inference_mode()
     def outputs(self, rows: Any) -> np.ndarray:
-        """What the network returns, float32 (rows, outputs): logits, or regressed values; NaN for
-        a row that misses what nothing stands for."""
+        """What the network returns, (rows, outputs): logits, or regressed values in the units of
+        their target; NaN for a row that misses what nothing stands for."""
         if self.spec.get("columns"):
             missing = self.spec.get("missing", "fail")
             given = inputs_of(rows, self.spec["columns"], missing=missing)
@@ -55,7 +55,14 @@ class Predictor:
             self.model(torch.from_numpy(x[i : i + ROWS]).to(self.device)).cpu()
             for i in range(0, len(x), ROWS)
         ]
-        return torch.cat(parts).float().numpy() if parts else np.empty((0, self.spec["outputs"]))
+        if not parts:
+            return np.empty((0, self.spec["outputs"]))
+        found = torch.cat(parts).float().numpy()
+        if self.spec["task"] != "regression":
+            return found
+        # In float64: float32 knows a date in seconds to two minutes.
+        scale = np.array(self.spec.get("target_scale", 1.0))
+        return found * scale + self.spec.get("target_offset", 0.0)
 
     def predict(self, rows: Any, params: dict[str, Any] | None = None) -> Any:
         """A DataFrame with a row for each one given: `prediction`, and for a classification its

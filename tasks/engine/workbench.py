@@ -19,7 +19,7 @@ from tasks.engine.evaluation import Judge, eval_rows
 from tasks.engine.facts import DataFacts, DeviceFacts
 from tasks.engine.ledger import Ledger
 from tasks.engine.limits import room_bytes
-from tasks.engine.losses import loss_of, metrics_of
+from tasks.engine.losses import in_units, loss_of, metrics_of
 from tasks.engine.memory import Meter
 from tasks.engine.oom import MicroBatches
 from tasks.engine.optim import Optimizer
@@ -146,7 +146,8 @@ def workbench(
         micro=fitting(most, whole=most, what="eval", give_back=fed[1].give_back),
         phases=phases,
         forward=forward_of(config),
-        metrics=metrics_of(config.train),
+        metrics={n: in_units(m, data, device) for n, m in metrics_of(config.train).items()},
+        target_scale=data.target_scale,
     )
     return Workbench(optimizer, phases, micro, tuned, judge, steps)
 

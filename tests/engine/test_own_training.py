@@ -88,6 +88,13 @@ def plain():
     made = TensorDataset(torch.randn(60, 4), torch.arange(60) % 2)
     made.classes = ["no", "yes"]
     return made
+def amounts(fed=False):
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    y = 1000 + 100 * x[:, :1]
+    return TensorDataset(x, y) if fed else (x, y)
+def relative(outputs, targets): return ((outputs - targets) / targets).abs().mean()
+class Line(nn.Linear):
+    def __init__(self): super().__init__(4, 1)
 def mean_of(outputs, targets): return outputs.mean()
 def of_two(outputs, targets):
     if len(outputs) > 2: raise TypeError("two, but stack expects each tensor to be equal size")
@@ -173,6 +180,34 @@ def test_a_loss_that_holds_tensors_or_reads_values_is_foretold_or_says_why_not(
     more = {"train": {"loss": f"mine:{loss}"}, "memory": {"limit_mib": 4096.0}}
     facts = _trained(own, tmp_path, model="linear", source="mine:plain", **more)
     assert re.search(why, facts.tags["memory.admission"]), facts.tags
+
+
+@pytest.mark.parametrize("fed", [False, True])
+def test_a_loss_and_metrics_of_ones_own_see_what_the_logged_model_predicts(
+    own: Own, tmp_path: Path, fed: bool
+) -> None:
+    """In the target's units, though arrays are scaled, and data sets are fed as they are."""
+    own("mine", MINE)
+    figures = {"loss": "mine:relative", "metrics": {"off": "mine:relative"}, "batch_size": 16}
+    config = RunConfig.model_validate(
+        {
+            "model": {"name": "mine:Line"},
+            "data": {"source": "mine:amounts", "args": {"fed": fed}},
+            "train": figures,
+        }
+    )
+    data = prepare(config.data, batch_size=16)
+    assert (data.target_scale == (1.0,)) == fed
+    facts = training.train(
+        config, detect("cpu"), data, folder=tmp_path / "run", log=lambda m, s: None
+    )
+    assert facts.metrics["val/loss"] == pytest.approx(facts.metrics["val/off"], rel=1e-5)
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    predicted = predictor.load(facts.model_folder).predict(x.numpy())["prediction"].to_numpy()
+    y = 1000 + 100 * x[:, 0].numpy()
+    off = np.abs(predicted / y - 1).mean()
+    assert off == pytest.approx(facts.metrics["val/off"], rel=0.4)
+    assert off > 0.9 if fed else off < 0.1
 
 
 def test_a_metric_that_raises_is_told_under_its_setting(own: Own, tmp_path: Path) -> None:
