@@ -170,4 +170,6 @@ def spec_of(config: RunConfig, data: DataFacts, *, outputs: int) -> dict[str, An
         "scale": data.scale,
         "columns": None if data.columns is None else [asdict(c) for c in data.columns],
         "missing": data.missing,
+        "na": data.na,
+        "decimal": data.decimal,
     }
