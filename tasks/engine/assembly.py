@@ -172,4 +172,6 @@ def spec_of(config: RunConfig, data: DataFacts, *, outputs: int) -> dict[str, An
         "target_scale": data.target_scale,
         "columns": None if data.columns is None else [asdict(c) for c in data.columns],
         "missing": data.missing,
+        "na": data.na,
+        "decimal": data.decimal,
     }

@@ -30,6 +30,8 @@ _OUTPUTS = {
     "tokens": "different tokens",
 }
 
+NOTES_SAID = 5  # in the terminal; all stand in the manifest and the run
+
 log = logging.getLogger(__name__)
 
 
@@ -95,6 +97,8 @@ def prepare(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> DataFac
         facts.fingerprint,
         ", prepared earlier" if reused else "",
     )
+    for note in facts.notes[:NOTES_SAID]:
+        log.info("data: %s", note)
     return facts
 
 
@@ -210,6 +214,8 @@ def _facts(data: DataConfig, folder: Path, manifest: dict[str, Any], *, reused: 
         columns=_columns(meaning),
         class_rows=_class_rows(meaning),
         missing=data.missing,
+        na=None if data.na is None else tuple(data.na),
+        decimal=data.decimal,
         notes=tuple(meaning.get("notes", ())),
     )
 

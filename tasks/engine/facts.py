@@ -72,6 +72,8 @@ class DataFacts:
     columns: tuple[Column, ...] | None = None  # of a table, before it became inputs
     class_rows: tuple[int, ...] | None = None  # training rows of each class
     missing: str = "fail"  # what was done with rows that miss a feature: fail, drop or mean
+    na: tuple[str, ...] | None = None  # the words that meant missing; None: the default ones
+    decimal: str = "."  # the decimal mark of numbers in text
     notes: tuple[str, ...] = ()  # what else was done to the data, for a person
     batch: Any | None = None  # of a loader: what its batches hold, as tree.described tells it
     batch_rows: int | None = None  # of a loader: rows of its batches

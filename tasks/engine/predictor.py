@@ -44,7 +44,8 @@ class Predictor:
         their target; NaN for a row that misses what nothing stands for."""
         if self.spec.get("columns"):
             missing = self.spec.get("missing", "fail")
-            given = inputs_of(rows, self.spec["columns"], missing=missing)
+            na = self.spec.get("na")
+            given = inputs_of(rows, self.spec["columns"], missing=missing, na=na)
             found = self._outputs(given.x)
             found[~given.whole] = np.nan
             return found

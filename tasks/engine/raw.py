@@ -55,6 +55,7 @@ class Raw:
     target: (n,) numbers, booleans, or `str` in an object array; or (n, k) numbers.
     validation: (n,) booleans where the source brought a split of its own.
     kept: which rows of the file these are, (rows of the file,) booleans; None: all.
+    decimal: data.decimal of a file of text; None for others. na: data.na.
     """
 
     features: Any
@@ -66,6 +67,8 @@ class Raw:
     notes: tuple[str, ...] = ()
     validation: np.ndarray | None = None
     kept: np.ndarray | None = None
+    decimal: str | None = None
+    na: Sequence[str] | None = None
 
     def row(self, row: int) -> str:
         """The words for a row, from 0, as it is counted in the file."""

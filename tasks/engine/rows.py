@@ -96,7 +96,7 @@ def _written(
         "rows": {"train": int((~validation).sum()), "val": int(validation.sum())},
         "class_rows": _class_rows(labels, validation),
         "columns": columns,
-        "notes": list(raw.notes + inputs.notes + labels.notes),
+        "notes": list(raw.notes + labels.notes + inputs.notes),
     }
     return store.manifest_for(meaning, files)
 

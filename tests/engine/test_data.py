@@ -75,7 +75,7 @@ def test_auto_learns_classes_from_at_most_100_whole_numbers_and_amounts_from_the
     [
         ([1, 1, 1], "auto", "given.csv has one class only .'1'.; a classification needs at"),
         ([1.0, 2.5], "classification", "row 2.*must be text, a boolean or a whole number .got 2.5"),
-        (["a", "b"], "regression", "a regression needs numbers .got 'a'.; set data.task to class"),
+        (["a", "b"], "regression", "a regression needs numbers .got 'a'.; .* set data.task to cl"),
         (["a", ""], "auto", "row 2, target 'y': '' stands for a missing label; mend or drop"),
         (["a", "NaN"], "auto", "row 2, target 'y': 'NaN' stands for a missing label"),
         (["a", "b\0"], "auto", "row 2, target 'y': 'b.x00' is not printable text"),
