@@ -97,6 +97,10 @@ def _trained(run: Mapping[str, Any], learned: Numbers, limit: int) -> Section:
     ]
     shown = [k for k in ("train/loss", *HEADLINE_METRICS) if k in learned]
     results = [f"{k} {number(learned[k])}" for k in dict.fromkeys(shown)]
+    kept = []
+    if {"train/best_epoch", "train/epoch"} <= learned.keys():
+        best, last = (number(learned[k]) for k in ("train/best_epoch", "train/epoch"))
+        kept.append(f"the weights are those of epoch {best} of {last}: its val/loss is the lowest")
     pace = said(
         learned,
         ("speed/samples_per_s", "{} samples/s"),
@@ -106,7 +110,7 @@ def _trained(run: Mapping[str, Any], learned: Numbers, limit: int) -> Section:
     if "speed/mfu" in learned:
         pace.append(f"{percent(learned['speed/mfu'])} of the device's peak (MFU)")
     recipe = [printable(part, limit=min(limit, 160)) for part in recipe]
-    return Section("Trained", (*joined(recipe), *joined(results), *joined(pace)))
+    return Section("Trained", (*joined(recipe), *joined(results), *kept, *joined(pace)))
 
 
 def _device(tags: Mapping[str, str], metrics: Numbers) -> Section:

@@ -159,6 +159,7 @@ def _train(
             watch=watch,
             speeds=rates(data, work=work, peak_flops_per_s=peak.flops_per_s if peak else None),
             log=log,
+            best=bench.best,
         )
         exhausted = mistake = None
         try:
