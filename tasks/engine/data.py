@@ -94,6 +94,8 @@ def prepare(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> DataFac
         facts.fingerprint,
         ", prepared earlier" if reused else "",
     )
+    for warning in facts.warnings:
+        log.warning("%s", warning)
     return facts
 
 
@@ -208,6 +210,8 @@ def _facts(data: DataConfig, folder: Path, manifest: dict[str, Any], *, reused: 
         class_rows=_class_rows(meaning),
         missing=data.missing,
         notes=tuple(meaning.get("notes", ())),
+        warnings=tuple(meaning.get("warnings", ())),
+        guess=meaning["guess"],
     )
 
 

@@ -252,7 +252,8 @@ def _evaluate(
         if loss is None:
             loss_of(config.train, data, outputs.device)(outputs, y)
     if data.task == "classification":
-        _ = outputs.argmax(1) == y
+        told = outputs.argmax(1)
+        _ = told == y, told.square()
     elif data.task == "regression":
         _ = torch.cat([*kept, outputs])
     peaks.mark(EVALUATION)

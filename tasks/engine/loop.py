@@ -14,6 +14,7 @@ from torch import nn
 
 from tasks.engine.batches import Batches, row_order
 from tasks.engine.best import Best
+from tasks.engine.doubts import ALIKE
 from tasks.engine.evaluation import Judge, evaluate
 from tasks.engine.oom import Fitting, told_in
 from tasks.engine.optim import Optimizer
@@ -105,7 +106,8 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
             readings.drain(epoch)
             metrics = evaluate(model, val, t.judge)
             watch.lap("eval")
-            t.log({**metrics, "train/epoch": epoch + 1.0}, step)
+            logged = {name: value for name, value in metrics.items() if name != ALIKE}
+            t.log({**logged, "train/epoch": epoch + 1.0}, step)
             watch.lap("log")
             t.best.judged(metrics, epoch + 1)
             if plan.patience and t.best.waited >= plan.patience:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tasks.engine import store
+from tasks.engine import doubts, store
 from tasks.engine.data_config import DataConfig
 from tasks.engine.encoding import fit
 from tasks.engine.facts import Column
@@ -68,7 +68,10 @@ def _written(
 ) -> dict[str, Any]:
     """Writes the four arrays; the manifest of what they are."""
     inputs = _inputs(raw, for_training=~validation, scale=scale)
-    files = _write_parts(folder, inputs=inputs, labels=labels, validation=validation)
+    width = int(np.prod(inputs.shape)) + labels.values[:1].size
+    keys = doubts.Keys(len(validation), width)
+    files = _write_parts(folder, inputs=inputs, labels=labels, validation=validation, keys=keys)
+    class_rows = _class_rows(labels, validation)
     columns = None if inputs.columns is None else [asdict(column) for column in inputs.columns]
     meaning = {
         "task": labels.task,
@@ -80,15 +83,17 @@ def _written(
         "offset": inputs.scaling.offset.tolist(),
         "scale": inputs.scaling.scale.tolist(),
         "rows": {"train": int((~validation).sum()), "val": int(validation.sum())},
-        "class_rows": _class_rows(labels, validation),
+        "class_rows": class_rows,
         "columns": columns,
         "notes": list(raw.notes + inputs.notes + labels.notes),
+        "guess": doubts.guess(class_rows),
+        "warnings": list(doubts.of_data(raw, labels, validation, keys)),
     }
     return store.manifest_for(meaning, files)
 
 
 def _write_parts(
-    folder: Path, *, inputs: _Inputs, labels: Labels, validation: np.ndarray
+    folder: Path, *, inputs: _Inputs, labels: Labels, validation: np.ndarray, keys: doubts.Keys
 ) -> dict[str, Any]:
     rows = {"train": ~validation, "val": validation}
     values = labels.values
@@ -107,6 +112,7 @@ def _write_parts(
             for part in blocks_of(len(values)):
                 parts[f"{name}_y.npy"].append(values[part][chosen[part]].astype(kind))
         for part, x in inputs.blocks:
+            keys.add(part, x, values[part])
             for name, chosen in rows.items():
                 parts[f"{name}_x.npy"].append(x[chosen[part]])
         return {file: writer.finish() for file, writer in parts.items()}

@@ -42,7 +42,9 @@ def sections(run: Mapping[str, Any], *, limit: int = 400) -> Report:
     learned = _numbers(run, finite=False)
     metrics = _numbers(run, finite=True)
     tags = _texts(run, limit)
+    warnings = tuple(printable(words, limit=limit) for words in run.get("warnings") or ())
     found = (
+        Section("Warnings", warnings, ok=False),
         _trained(run, learned, limit),
         _device(tags, metrics),
         _time(metrics),
