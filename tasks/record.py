@@ -60,6 +60,7 @@ class Record:
         self._series: dict[str, float] = {}  # last values
         self._summary: dict[str, float] = {}
         self._tags: dict[str, str] = {}
+        self._warnings: list[str] = []
         self._owners: list[dict[str, Any]] = []
         self._kept: list[dict[str, Any]] = []  # memory that no tensor holds, by name
         self._failure: tuple[str, str] | None = None  # status and reason of the first failure
@@ -109,6 +110,7 @@ class Record:
             **({"data.notes": "; ".join(data.notes)} if data.notes else {}),
             "alike": alike(self.config, device, data),
         }
+        self._warn(data.warnings)
         began = time.perf_counter()
         measured = self._journal.create(
             name=self._name, params=self.config.flat(), tags=self._tags, wanted=WANTED
@@ -135,10 +137,17 @@ class Record:
         self.held_bytes = facts.held_bytes
         self._summary |= facts.metrics
         self._tags |= facts.tags
+        self._warn(facts.warnings)
         if facts.stats:
             (self.folder / "memory").mkdir(exist_ok=True)
             stats = json.dumps(facts.stats, indent=1)
             (self.folder / "memory" / "stats.json").write_text(stats)
+
+    def _warn(self, warnings: tuple[str, ...]) -> None:
+        """Keep what a person should doubt, in the report and as a tag."""
+        self._warnings += warnings
+        if self._warnings:
+            self._tags["warnings"] = "\n".join(self._warnings)
 
     def released(self, facts: ReleaseFacts) -> None:
         """Keep the proof that the memory was given back."""
@@ -176,6 +185,7 @@ class Record:
             "params": self.config.flat(),
             "tags": self._tags,
             "metrics": {**self._series, **self._summary},
+            "warnings": self._warnings,
             "owners": self._owners,
             "kept": self._kept,
             "error": reason,

@@ -44,6 +44,11 @@ def steps_of(config: RunConfig, data: DataFacts) -> int:
     return config.train.epochs * math.ceil(data.train_rows / batch_rows)
 
 
+def keeps_best(config: RunConfig) -> bool:
+    """Whether weights are kept beside those that are trained: of one epoch there are no others."""
+    return config.train.keep == "best" and config.train.epochs > 1
+
+
 def model_of(config: RunConfig, data: DataFacts, device: torch.device) -> nn.Module:
     """The model on its device, with the weights that the seed of now draws."""
     # Drawn on the CPU: the same seed then gives the same weights on every device.

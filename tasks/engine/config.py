@@ -104,8 +104,9 @@ class TrainConfig(Section):
     deterministic: Bool = False
     """Only what gives the same bits again: algorithms, and threads not chosen by timing."""
     patience: Annotated[Int, Field(ge=0, le=10**6)] = 0
-    """Stop after this many epochs without a better validation loss, and keep the best weights;
-    0: never."""
+    """Stop after this many epochs without a better validation loss; 0: never."""
+    keep: Literal["best", "last"] = "best"
+    """Which weights are logged: those of the epoch with the lowest validation loss, or the last."""
     log_every: Annotated[Int, Field(ge=1, le=10**9)] = 10
     """Optimizer steps between two log points, at which the host waits for the device."""
 

@@ -99,6 +99,8 @@ def prepare(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> DataFac
     )
     for note in facts.notes[:NOTES_SAID]:
         log.info("data: %s", note)
+    for warning in facts.warnings:
+        log.warning("%s", warning)
     return facts
 
 
@@ -217,6 +219,8 @@ def _facts(data: DataConfig, folder: Path, manifest: dict[str, Any], *, reused: 
         na=None if data.na is None else tuple(data.na),
         decimal=data.decimal,
         notes=tuple(meaning.get("notes", ())),
+        warnings=tuple(meaning.get("warnings", ())),
+        guess=meaning["guess"],
     )
 
 

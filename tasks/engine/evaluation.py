@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tasks.engine import tree
 from tasks.engine.batches import Batches
+from tasks.engine.doubts import ALIKE
 from tasks.engine.facts import DataFacts
 from tasks.engine.forward import Forward, Plain
 from tasks.engine.losses import Metrics
@@ -110,7 +111,17 @@ def _evaluated(
     sums = {name: total.item() for name, total in whole.values.items()}
     loss = sums["loss"] / rows
     own = {f"val/{name}": sums[f"own/{name}"] / rows for name in judge.metrics}
-    return {"val/loss": loss, **_figures(judge, sums, rows, loss, whole.pairs), **own}
+    figures = {"val/loss": loss, **_figures(judge, sums, rows, loss, whole.pairs), **own}
+    return figures | ({ALIKE: 1.0} if _are_alike(sums, whole.pairs) else {})
+
+
+def _are_alike(sums: dict[str, float], pairs: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether every row was given the same answer, of more than one."""
+    if pairs:
+        first, count = pairs[0][0][:1], sum(len(outputs) for outputs, _ in pairs)
+        return count > 1 and all(bool((outputs == first).all()) for outputs, _ in pairs)
+    told = sums.get("told", 0)  # of whole numbers, whose sums are exact: no variance
+    return told > 1 and told * sums["told_squares"] == sums["told_sum"] ** 2
 
 
 def _figures(
@@ -153,7 +164,10 @@ def _part(forward: Forward, x: Any, y: Any, judge: Judge) -> _Sums:
         loss = (judge.loss(outputs, y) if loss is None else loss) * rows
     values = {"loss": loss}
     if judge.task == "classification":
-        values["hits"] = (outputs.argmax(1) == y).sum()
+        told = outputs.argmax(1)
+        values["hits"] = (told == y).sum()
+        values["told"] = torch.tensor(told.numel())
+        values["told_sum"], values["told_squares"] = told.sum(), told.square().sum()
     elif judge.task == "multilabel":
         is_told, is_so = outputs > 0, y > 0.5
         values["hits"] = (is_told == is_so).sum()
@@ -179,7 +193,6 @@ def _errors(pairs: list[tuple[Tensor, Tensor]], scale: Tensor) -> dict[str, floa
     outputs, targets = (torch.cat(part).cpu() * scale for part in zip(*pairs, strict=True))
     error = outputs - targets
     spread = (targets - targets.mean(0)).square().sum()
-    return {
-        "val/r2": (1 - error.square().sum() / spread).item() if spread > 0 else math.nan,
-        "val/mae": error.abs().mean().item(),
-    }
+    # Of a target that never changes r2 is not known.
+    r2 = {"val/r2": (1 - error.square().sum() / spread).item()} if spread > 0 else {}
+    return {**r2, "val/mae": error.abs().mean().item()}

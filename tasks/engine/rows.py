@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tasks.engine import store
+from tasks.engine import doubts, store
 from tasks.engine.data_config import DataConfig
 from tasks.engine.encoding import fit
 from tasks.engine.facts import Column
@@ -78,9 +78,12 @@ def _written(
     inputs = _inputs(raw, for_training=~validation, scale=data.scale)
     target = _target_scaling(labels, for_training=~validation, scale=data.scale_target)
     targets = _scaled_targets(raw, labels, target)
+    width = int(np.prod(inputs.shape)) + labels.values[:1].size
+    keys = doubts.Keys(len(validation), width)
     files = _write_parts(
-        folder, inputs=inputs, labels=labels, targets=targets, validation=validation
+        folder, inputs=inputs, labels=labels, targets=targets, validation=validation, keys=keys
     )
+    class_rows = _class_rows(labels, validation)
     columns = None if inputs.columns is None else [asdict(column) for column in inputs.columns]
     meaning = {
         "task": labels.task,
@@ -94,9 +97,11 @@ def _written(
         "target_offset": target.offset.tolist(),
         "target_scale": target.scale.tolist(),
         "rows": {"train": int((~validation).sum()), "val": int(validation.sum())},
-        "class_rows": _class_rows(labels, validation),
+        "class_rows": class_rows,
         "columns": columns,
         "notes": list(raw.notes + labels.notes + inputs.notes),
+        "guess": doubts.guess(class_rows),
+        "warnings": list(doubts.of_data(raw, labels, validation, keys)),
     }
     return store.manifest_for(meaning, files)
 
@@ -143,6 +148,7 @@ def _write_parts(
     labels: Labels,
     targets: Iterator[tuple[slice, np.ndarray]],
     validation: np.ndarray,
+    keys: doubts.Keys,
 ) -> dict[str, Any]:
     rows = {"train": ~validation, "val": validation}
     kind = "<i8" if labels.task == "classification" else "<f4"
@@ -161,6 +167,7 @@ def _write_parts(
             for name, chosen in rows.items():
                 parts[f"{name}_y.npy"].append(y[chosen[part]].astype(kind))
         for part, x in inputs.blocks:
+            keys.add(part, x, labels.values[part])
             for name, chosen in rows.items():
                 parts[f"{name}_x.npy"].append(x[chosen[part]])
         return {file: writer.finish() for file, writer in parts.items()}

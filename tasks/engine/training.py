@@ -17,6 +17,7 @@ from tasks.engine.assembly import model_of, plan_of, rate_of, settled, spec_of, 
 from tasks.engine.broken import outlived
 from tasks.engine.config import RunConfig
 from tasks.engine.device import resolve_precision
+from tasks.engine.doubts import ALIKE, of_results
 from tasks.engine.facts import DataFacts, DeviceFacts, TrainFacts
 from tasks.engine.feeding import example, fed
 from tasks.engine.graph import may_replay, own_stream
@@ -159,6 +160,7 @@ def _train(
             watch=watch,
             speeds=rates(data, work=work, peak_flops_per_s=peak.flops_per_s if peak else None),
             log=log,
+            best=bench.best,
         )
         exhausted = mistake = None
         try:
@@ -199,6 +201,7 @@ def _train(
         spec = spec_of(config, data, outputs=checked.outputs)
         keep(model, spec, example(data, val), folder / "model")
         watch.lap("checkpoint")
+        alike = bool(fitted.metrics.pop(ALIKE, 0))
     return TrainFacts(
         metrics={
             **fitted.metrics,
@@ -220,6 +223,7 @@ def _train(
         model_folder=str(folder / "model"),
         held_bytes=held_bytes,
         stats=stats,
+        warnings=of_results(data, fitted.metrics, loss=config.train.loss, alike=alike),
     )
 
 

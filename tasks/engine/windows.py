@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from tasks.engine import store
+from tasks.engine import doubts, store
 from tasks.engine.data_config import DataConfig
 from tasks.engine.tokens import BLOCK_TOKENS, BYTES, Tokens
 
@@ -66,6 +66,7 @@ def _written(
         "offset": [0.0],
         "scale": [1.0],
         "rows": {name: _rows(values, context) for name, values in parts.items()},
+        "guess": doubts.guess_tokens(parts["val"]),
         "tokens": {name: len(values) for name, values in parts.items()},
     }
     return store.manifest_for(meaning, files)
