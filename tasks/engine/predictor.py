@@ -19,6 +19,7 @@ from tasks.engine.building import again as build_again
 from tasks.engine.models import Standardize, build
 from tasks.engine.own_inputs import batches, checked, is_structured
 from tasks.engine.raw_rows import inputs_of
+from tasks.engine.sealing import check_seal
 from tasks.engine.transformer import Transformer
 
 ROWS = 4096  # rows predicted at once
@@ -251,31 +252,35 @@ def save(model: nn.Module, spec: dict[str, Any], folder: Path) -> None:
 
 
 def load(folder: str | Path) -> Predictor | TokenPredictor:
-    """The model of `folder` on the CPU."""
+    """The model of `folder` on the CPU. Raises ModelError, also where a file was changed."""
     folder = Path(folder)
+    check_seal(folder)
     spec = json.loads((folder / "spec.json").read_text())
+    model = rebuilt(spec, folder)
+    if isinstance(model, Transformer):
+        return TokenPredictor(spec, model)
+    inputs = spec.get("inputs")
+    if spec["task"] == "tokens" and (inputs is None or inputs["kind"] == "rows"):
+        causal = Causal(model, spec["input_shape"][0])
+        return OwnTokenPredictor(spec, causal)  # type: ignore[arg-type]
+    if is_structured(spec):
+        return OwnPredictor(spec, model)
+    return Predictor(spec, nn.Sequential(Standardize(spec["offset"], spec["scale"]), model))
+
+
+def rebuilt(spec: dict[str, Any], folder: Path) -> nn.Module:
+    """The network on the CPU with its weights, as it takes scaled inputs; of a user's own model
+    the outputs alone."""
     weights = torch.load(folder / "weights.pt", weights_only=True, map_location="cpu")
     if ":" in spec["model"]:
-        return _own(spec, weights, folder)
+        again = build_again(spec, folder)
+        again.model.load_state_dict(weights)
+        return again
     model = build(
         spec["model"], input_shape=spec["input_shape"], outputs=spec["outputs"], args=spec["args"]
     )
     model.load_state_dict(weights)
-    if isinstance(model, Transformer):
-        return TokenPredictor(spec, model)
-    return Predictor(spec, nn.Sequential(Standardize(spec["offset"], spec["scale"]), model))
-
-
-def _own(spec: dict[str, Any], weights: dict[str, Any], folder: Path) -> Predictor | TokenPredictor:
-    again = build_again(spec, folder)
-    again.model.load_state_dict(weights)
-    inputs = spec["inputs"]
-    if spec["task"] == "tokens" and (inputs is None or inputs["kind"] == "rows"):
-        causal = Causal(again, spec["input_shape"][0])
-        return OwnTokenPredictor(spec, causal)  # type: ignore[arg-type]
-    if is_structured(spec):
-        return OwnPredictor(spec, again)
-    return Predictor(spec, nn.Sequential(Standardize(spec["offset"], spec["scale"]), again))
+    return model
 
 
 def _load_pyfunc(path: str) -> Predictor | TokenPredictor:
