@@ -202,8 +202,9 @@ def _lost(model: nn.Module, result: Tensor) -> str:
         seen.add(node)
         waiting += [inner for inner, _ in node.next_functions]
         leaf = getattr(node, "variable", None)  # of what gathers a leaf's gradient
-        is_kept = id(leaf) in held or isinstance(leaf, nn.Parameter)
-        if is_kept and id(leaf) not in known:
+        if leaf is None or id(leaf) in known:
+            continue
+        if id(leaf) in held or isinstance(leaf, nn.Parameter):
             shares[id(leaf)] = held.get(id(leaf), f"a parameter of shape {tuple(leaf.shape)}")
     names = sorted(shares.values())
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -18,7 +18,7 @@ from torch import nn
 from tasks.engine.building import again as build_again
 from tasks.engine.models import Standardize, build
 from tasks.engine.own_inputs import batches, checked, is_structured
-from tasks.engine.raw_rows import inputs_of
+from tasks.engine.raw_rows import array_of, inputs_of, refuse_no_number
 from tasks.engine.sealing import check_seal
 from tasks.engine.transformer import Transformer
 
@@ -47,9 +47,14 @@ class Predictor:
             missing = self.spec.get("missing", "fail")
             given = inputs_of(rows, self.spec["columns"], missing=missing)
             found = self._outputs(given.x)
+            refuse_no_number(found[given.whole], self.spec["task"])
             found[~given.whole] = np.nan
             return found
-        return self._outputs(self._array(rows))
+        x = array_of(rows, self.spec["feature_names"], tuple(self.spec["input_shape"]))
+        found = self._outputs(x)
+        whole = ~np.isnan(x).any(tuple(range(1, x.ndim)))
+        refuse_no_number(found[whole], self.spec["task"])
+        return found
 
     def _outputs(self, x: np.ndarray) -> np.ndarray:
         parts = [
@@ -68,22 +73,6 @@ class Predictor:
         (rows, *input_shape). Raises ValueError where columns are missing or shapes do not fit.
         """
         return _table(self.spec, torch.from_numpy(self.outputs(rows)))
-
-    def _array(self, rows: Any) -> np.ndarray:
-        names = self.spec["feature_names"]
-        if hasattr(rows, "columns") and names:
-            missing = [name for name in names if name not in rows.columns]
-            if missing:
-                raise ValueError(f"rows: the column {missing[0]!r} is missing; needs {names}")
-            rows = rows[names]
-        x = np.ascontiguousarray(rows, dtype=np.float32)
-        shape = tuple(self.spec["input_shape"])
-        if x.ndim == 2 and x.shape[1] == int(np.prod(shape)):
-            x = x.reshape(len(x), *shape)
-        if x.shape[1:] != shape:
-            sizes = ", ".join(map(str, shape))
-            raise ValueError(f"rows: must have the shape (rows, {sizes}) (got {x.shape})")
-        return x
 
 
 def _table(spec: dict[str, Any], outputs: torch.Tensor) -> Any:
