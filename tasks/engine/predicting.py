@@ -27,6 +27,7 @@ from tasks.engine.prediction_files import opened
 from tasks.engine.raw import DataError, shorten
 from tasks.engine.row_batches import Batch, Needs, count, cut, first_hole, needs_of
 from tasks.engine.row_files import amount, batches, check_rows
+from tasks.engine.sealing import check_seal
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Told(Protocol):
 
 def spec_of(model: ModelFacts) -> dict[str, Any]:
     """What the model says of itself. Raises ModelError where that can't be read."""
+    check_seal(Path(model.folder), "spec.json")
     try:
         spec: dict[str, Any] = json.loads((Path(model.folder) / "spec.json").read_text())
         needs_of(spec)

@@ -6,6 +6,7 @@ travels with logged models.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 NUMBER, CATEGORY = "number", "category"
+LARGEST = 1e30  # of a number, here and in training: beyond it float32 overflows soon
 # What spreadsheets and pandas write for nothing, and Arrow reads as such in a CSV.
 NOTHING = {"", "NA", "N/A", "n/a", "#N/A", "#N/A N/A", "#NA", "NULL", "null", "NaN", "nan"}
 NOTHING |= {"-NaN", "-nan", "1.#IND", "1.#QNAN", "-1.#IND", "-1.#QNAN"}
@@ -78,6 +80,41 @@ def inputs_of(
     return Inputs(x, whole)
 
 
+def array_of(rows: Any, names: Sequence[str] | None, shape: tuple[int, ...]) -> np.ndarray:
+    """Rows of numbers as float32 (rows, *shape): of an array, or of a DataFrame with the columns
+    `names` among others.
+
+    Raises ValueError for another shape, a column that is not there and a number out of bounds.
+    """
+    if hasattr(rows, "columns") and names:
+        missing = [name for name in names if name not in rows.columns]
+        if missing:
+            raise ValueError(f"rows: the column {missing[0]!r} is missing; needs {names}")
+        rows = rows[names]
+    with np.errstate(over="ignore"):  # told below
+        x = np.ascontiguousarray(rows, dtype=np.float32)
+    if x.ndim == 2 and x.shape[1] == math.prod(shape):
+        x = x.reshape(len(x), *shape)
+    if x.shape[1:] != shape:
+        sizes = ", ".join(map(str, shape))
+        raise ValueError(f"rows: must have the shape (rows, {sizes}) (got {x.shape})")
+    far = np.argwhere(np.abs(x) > LARGEST)
+    if len(far):
+        _, *at = far[0].tolist()
+        column = repr(names[at[0]]) if names else ", ".join(str(i + 1) for i in at)
+        raise ValueError(f"rows: {_too_large(column, x[tuple(far[0])].item())}")
+    return x
+
+
+def refuse_no_number(outputs: np.ndarray, task: str) -> None:
+    """Raises ValueError where one of these outputs is none, though its row misses nothing."""
+    if np.isnan(outputs).any() or (task == "regression" and np.isinf(outputs).any()):
+        raise ValueError(
+            "rows: the model gives no number for a row that misses none; the row may lie too far "
+            "from those that it was trained on: mend or drop it"
+        )
+
+
 def _given(
     rows: Any, column: Mapping[str, Any], columns: Sequence[Mapping[str, Any]], missing: str
 ) -> Any:
@@ -108,15 +145,18 @@ def _numbers(
     empty = np.isnan(values)
     if column["fill"] is not None:
         values[empty], empty = column["fill"], np.zeros_like(empty)
-    with np.errstate(over="ignore"):
-        narrow = values.astype(np.float32)
-    far = np.flatnonzero(np.isinf(narrow))
+    far = np.flatnonzero(np.abs(values) > LARGEST)
     if len(far):
-        raise ValueError(
-            f"rows: the column {column['name']!r} must hold numbers of at most 3e38 in size "
-            f"(got {values[far[0]].item()!r})"
-        )
-    return narrow, empty
+        raise ValueError(f"rows: {_too_large(repr(column['name']), values[far[0]].item())}")
+    return values.astype(np.float32), empty
+
+
+def _too_large(column: str, value: float) -> str:
+    """What is said of a number beyond the bound."""
+    return (
+        f"the column {column} must hold numbers of at most {LARGEST:g} in size (got {value!r}); "
+        "mend or drop such rows"
+    )
 
 
 def numbers_of(words: Iterable[str]) -> list[float]:

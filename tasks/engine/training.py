@@ -19,7 +19,7 @@ from tasks.engine.config import RunConfig
 from tasks.engine.device import resolve_precision
 from tasks.engine.doubts import ALIKE, of_results
 from tasks.engine.facts import DataFacts, DeviceFacts, TrainFacts
-from tasks.engine.feeding import example, fed
+from tasks.engine.feeding import example, fed, first_rows
 from tasks.engine.graph import may_replay, own_stream
 from tasks.engine.keeping import keep
 from tasks.engine.limits import limited
@@ -32,6 +32,7 @@ from tasks.engine.peaks import Peak
 from tasks.engine.precision import matmul_mode
 from tasks.engine.raw import DataError
 from tasks.engine.readings import Log
+from tasks.engine.reloading import check_reloads
 from tasks.engine.seeds import seeded
 from tasks.engine.settings import ConfigError
 from tasks.engine.snapshot import recording
@@ -199,7 +200,10 @@ def _train(
             draw(bench.phases.accounts.ledger, folder, title=title, lines=[])
         watch.lap("log")
         spec = spec_of(config, data, outputs=checked.outputs)
-        keep(model, spec, example(data, val), folder / "model")
+        x = first_rows(val)
+        keep(model, spec, example(data, x), folder / "model")
+        check_reloads(model, x, folder / "model", precision=precision)
+        del x
         watch.lap("checkpoint")
         alike = bool(fitted.metrics.pop(ALIKE, 0))
     return TrainFacts(
