@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from tasks.engine.facts import ModelFacts
-from tasks.where import TrackingError, Where, redacted
+from tasks.redaction import redacted
+from tasks.where import TrackingError, Where
 
 _spare: list[subprocess.Popen[str]] = []
 
