@@ -22,11 +22,13 @@ from tasks import journal, prefect_server
 from tasks.engine.own_paths import check as check_imports
 from tasks.engine.settings import ConfigError
 from tasks.engine.settings_file import to_yaml
+from tasks.redaction import redact_output
 from tasks.where import TrackingError, where
 
 
 def main(argv: Sequence[str]) -> int:
     """Run what the command line says. Returns the exit code."""
+    redact_output()
     try:
         asked = parse(argv)
         if asked.explain_device:

@@ -16,6 +16,7 @@ from flows.desk import at_server
 from tasks import model_store
 from tasks.engine.predict_order import order
 from tasks.engine.settings import ConfigError
+from tasks.redaction import redact_output
 from tasks.where import TrackingError, where
 
 _DESCRIPTION = """\
@@ -51,6 +52,7 @@ _SWITCHES = {
 
 def main(argv: Sequence[str]) -> int:
     """Predict what the command line says. Returns the exit code."""
+    redact_output()
     try:
         asked = parse(argv)
         debug = asked.pop("debug")

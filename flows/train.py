@@ -23,6 +23,7 @@ from tasks.flow_run import describe, publish
 from tasks.preflight import check_fit, resolved
 from tasks.prepare_data import prepare_data
 from tasks.record import Record
+from tasks.redaction import redacted_errors
 from tasks.release_memory import release_memory
 from tasks.train_model import train_model
 
@@ -39,8 +40,9 @@ def train(
         overrides: Dotted names over `config`, e.g. {"optim.lr": 0.01, "train.epochs": 5}. Prefect
             merges nested parameters of a deployment shallowly; this merges them truly.
     """
-    config = resolved(config, overrides)
-    with Record(config, flow_run=describe()) as record:
+    with redacted_errors():
+        config = resolved(config, overrides)
+    with redacted_errors(), Record(config, flow_run=describe()) as record:
         device = record.timed(
             detect_device,
             config.device,

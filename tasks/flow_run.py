@@ -12,6 +12,7 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.engine import report
 from tasks.prefect_server import is_temporary
+from tasks.redaction import link
 
 
 def describe() -> dict[str, str]:
@@ -24,7 +25,7 @@ def describe() -> dict[str, str]:
         return {}
     found = {"prefect.flow_run_id": flow_run.id, "prefect.deployment": deployment.name}
     if not is_temporary(PREFECT_API_URL.value() or ""):
-        found["prefect.flow_run_url"] = flow_run.ui_url
+        found["prefect.flow_run_url"] = link(flow_run.ui_url or "")
     return {k: str(v) for k, v in found.items() if v}
 
 

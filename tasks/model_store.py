@@ -15,7 +15,8 @@ from pathlib import Path
 
 from tasks.engine.facts import ModelFacts
 from tasks.engine.raw import DataError
-from tasks.where import TrackingError, Where, redacted
+from tasks.redaction import redacted
+from tasks.where import TrackingError, Where
 
 MOST_SKIPPED = 20  # models that latest may not be
 

@@ -30,6 +30,7 @@ from tasks.engine.settings_file import to_yaml
 from tasks.engine.timing import Stopwatch
 from tasks.journal import Journal
 from tasks.progress import Progress
+from tasks.redaction import link, redacted, without_secrets
 from tasks.release_memory import LeakError
 from tasks.where import TrackingError, where
 
@@ -113,10 +114,13 @@ class Record:
         self._warn(data.warnings)
         began = time.perf_counter()
         measured = self._journal.create(
-            name=self._name, params=self.config.flat(), tags=self._tags, wanted=WANTED
+            name=self._name,
+            params=without_secrets(self.config.flat()),
+            tags=without_secrets(self._tags),
+            wanted=WANTED,
         )
         self._stages["time/open_run_s"] = time.perf_counter() - began
-        (self.folder / "config.yaml").write_text(to_yaml(self.config.model_dump()))
+        (self.folder / "config.yaml").write_text(redacted(to_yaml(self.config.model_dump())))
         checks = [asdict(check) for check in device.checks]
         facts = {k: v for k, v in asdict(device).items() if k != "checks"}
         (self.folder / "device.json").write_text(json.dumps({**facts, "checks": checks}, indent=1))
@@ -192,6 +196,7 @@ class Record:
             "oom": self._oom,
             "open_command": self.open_command(),
         }
+        self.run = without_secrets(self.run)
         _ended.append(self.run)
         try:
             self._journal.close(self.run)
@@ -217,7 +222,7 @@ class Record:
         path = f"/#/experiments/{self._journal.experiment_id}/runs/{self._journal.run_id}"
         uri = self._where.tracking_uri
         if uri.startswith("http"):
-            return uri.rstrip("/") + path
+            return link(uri).rstrip("/") + path
         here = Path("Makefile").is_file() and Path("tasks/serve.py").is_file()
         command = "make ui" if here else "python -m tasks.serve ui"
         return f"{command}   # then http://127.0.0.1:5000{path}"

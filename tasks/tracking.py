@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 # MLflow's defaults wait four minutes for a server that is away; the journal waits better.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -28,26 +28,14 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  #
 
 from tasks import tracking_store  # noqa: E402
 from tasks.engine import report  # noqa: E402
+from tasks.redaction import redact_output, redacted  # noqa: E402
 from tasks.surroundings import code_version  # noqa: E402
 from tasks.tracking_left import close_the_dead, resend, send_the_unsent  # noqa: E402
 from tasks.tracking_past import recall  # noqa: E402
 from tasks.tracking_run import Sender, State, create  # noqa: E402
-from tasks.where import TrackingError, Where, redacted, where  # noqa: E402
+from tasks.where import TrackingError, Where, where  # noqa: E402
 
 SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell
-
-
-class Redacting:
-    """A stream that hides the passwords of URIs: libraries print them in their errors."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        return self._stream.write(redacted(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 class Session:
@@ -142,7 +130,7 @@ def main() -> None:
             print(json.dumps(answer), file=answers)
 
     session = Session(tell)
-    sys.stderr = cast(TextIO, Redacting(sys.stderr))
+    redact_output()
     while True:
         pause_s = session.where.flush_s if session.where is not None and session.is_swept else 0.05
         if not select.select([0], [], [], pause_s)[0]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tasks.redaction import redacted
 
 SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")
 
@@ -65,11 +66,6 @@ def where() -> Where:
             "runs": str((base / chosen.runs).absolute()),
         }
     )
-
-
-def redacted(text: str) -> str:
-    """The text without the passwords of the URIs in it."""
-    return re.sub(r"(\w://[^\s:/@]*):[^\s@]*@", r"\1:***@", text)
 
 
 def _candidates() -> tuple[Path, Path]:

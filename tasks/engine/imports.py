@@ -1,7 +1,7 @@
 """Code of the user's own, found by its import path `package.module:attribute` from the working
 directory, as `python -m` finds it. It refuses what is no code of a user (Python's own modules and
-this project's) before that is touched, and every import path where HEADROOM_ALLOW_IMPORTS is 0. It
-travels with logged models, so it imports nothing of this project.
+this project's) before that is touched, and every import path where HEADROOM_ALLOW_IMPORTS says no.
+It travels with logged models, so it imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 ALLOW = "HEADROOM_ALLOW_IMPORTS"
+YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 OWN = ("flows", "tasks")  # this project's
 _IN_TEXT = re.compile(r'File "([^"]+)", line (\d+)')
 PACKAGES = ("site-packages", "dist-packages")
@@ -30,11 +31,14 @@ _STANDARD = os.path.realpath(sysconfig.get_path("stdlib"))
 
 def problem(setting: str, path: str) -> str | None:
     """Why this import path can't be used, as far as can be told without running any of it."""
-    if os.environ.get(ALLOW, "1") == "0":
+    allowed = os.environ.get(ALLOW, "1")
+    if allowed.strip().lower() in NO:
         return (
-            f"{setting}: import paths are forbidden here by {ALLOW}=0 (got {path}); choose a "
-            "built-in one, or lift that"
+            f"{setting}: import paths are forbidden here by {ALLOW}={allowed} (got {path}); choose "
+            "a built-in one, or lift that"
         )
+    if (told := unknown_word()) is not None:
+        return told
     module = path.partition(":")[0]
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top in OWN:
@@ -49,6 +53,14 @@ def problem(setting: str, path: str) -> str | None:
             f"{os.getcwd()} and among the installed packages"
         )
     return None
+
+
+def unknown_word() -> str | None:
+    """Why HEADROOM_ALLOW_IMPORTS isn't understood: a guard that is misspelt must not stand open."""
+    word = os.environ.get(ALLOW, "1")
+    if word.strip().lower() in (*YES, *NO):
+        return None
+    return f"{ALLOW}: must be one of {', '.join((*YES, *NO[:-1]))}, or empty (got {word[:80]!r})"
 
 
 def spec_of(module: str) -> ModuleSpec | None:

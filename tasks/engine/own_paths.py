@@ -5,7 +5,7 @@ code behind them: forbidden ones, those of Python's own, and modules that are no
 from __future__ import annotations
 
 from tasks.engine.config import RunConfig
-from tasks.engine.imports import problem
+from tasks.engine.imports import problem, unknown_word
 from tasks.engine.section import is_import
 from tasks.engine.settings import ConfigError
 
@@ -24,6 +24,6 @@ def paths(config: RunConfig) -> dict[str, str]:
 def check(config: RunConfig) -> None:
     """Raises ConfigError with every path that can't be used; imports nothing."""
     problems = [problem(setting, path) for setting, path in paths(config).items()]
-    told = [text for text in problems if text is not None]
+    told = dict.fromkeys(text for text in (unknown_word(), *problems) if text is not None)
     if told:
         raise ConfigError(*told)

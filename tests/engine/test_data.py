@@ -393,6 +393,21 @@ def test_a_damaged_cache_is_noticed_and_prepared_anew(tmp_path, caplog, part, da
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [Path(first.folder).name]
 
 
+def test_large_prepared_arrays_are_not_used_unchecked(tmp_path, caplog):
+    """Above 64 MiB only sizes were looked at, and a damaged block was trained on."""
+    config = _cached(tmp_path).model_copy(update={"rows": 70_000, "features": 256})
+    first = data.prepare(config)
+    assert first.bytes > 64 * 1024**2
+    with open(Path(first.folder, "train_x.npy"), "r+b") as file:
+        file.seek(40_000_003)
+        byte = file.read(1)[0]
+        file.seek(40_000_003)
+        file.write(bytes([byte ^ 16]))
+    again = data.prepare(config)
+    assert "train_x.npy has other content than it was written with" in caplog.text
+    assert again == first and data.prepare(config).reused
+
+
 PREPARE = (
     "import os, sys; from tasks.engine import data, store; from tasks.engine.data_config import *; "
     "config = DataConfig(source='synthetic', rows=60, features=3, classes=3, cache=sys.argv[1]); "

@@ -79,15 +79,25 @@ def test_all_wrong_paths_of_the_settings_are_told_at_once(own: Own) -> None:
     assert starts == ["model.name", "data.source", "train.metrics.best"]
 
 
+@pytest.mark.parametrize("word", ["0", "false", "FALSE", "no", "off", ""])
 def test_a_deployment_can_forbid_every_import_path(
-    own: Own, monkeypatch: pytest.MonkeyPatch
+    own: Own, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     own("mine_d", "open('ran', 'w').close()\ndef f(): ...\n")
-    monkeypatch.setenv("HEADROOM_ALLOW_IMPORTS", "0")
-    assert "forbidden here by HEADROOM_ALLOW_IMPORTS=0 (got mine_d:f)" in _refused("mine_d:f")
+    monkeypatch.setenv("HEADROOM_ALLOW_IMPORTS", word)
+    assert f"forbidden here by HEADROOM_ALLOW_IMPORTS={word} (got mine_d:f)" in _refused("mine_d:f")
     assert not os.path.exists("ran")
-    monkeypatch.setenv("HEADROOM_ALLOW_IMPORTS", "1")
+    monkeypatch.setenv("HEADROOM_ALLOW_IMPORTS", "yes")
     assert _found("mine_d:f")
+
+
+def test_a_word_that_neither_allows_nor_forbids_imports_is_refused_by_every_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ "False" was once read as leave to import."""
+    monkeypatch.setenv("HEADROOM_ALLOW_IMPORTS", "flase")
+    with pytest.raises(ConfigError, match="^HEADROOM_ALLOW_IMPORTS: must be one of 1, .*'flase'"):
+        check(RunConfig())
 
 
 @pytest.mark.parametrize(
