@@ -20,6 +20,7 @@ from tasks.engine.device import resolve_precision
 from tasks.engine.facts import DataFacts, DeviceFacts, TrainFacts
 from tasks.engine.feeding import example, fed
 from tasks.engine.graph import may_replay, own_stream
+from tasks.engine.imports import ends_told
 from tasks.engine.keeping import keep
 from tasks.engine.limits import limited
 from tasks.engine.loop import Tools, batch_of, fit
@@ -40,6 +41,7 @@ from tasks.engine.timing import Stopwatch
 from tasks.engine.workbench import workbench
 
 
+@ends_told
 def check(config: RunConfig, data: DataFacts) -> Checked:
     """Refuse what can't be trained before a device is touched; what two rows have shown.
 
@@ -87,6 +89,7 @@ def train(
     )
 
 
+@ends_told
 def _train(
     config: RunConfig,
     facts: DeviceFacts,

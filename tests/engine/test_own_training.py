@@ -96,11 +96,11 @@ def of_two(outputs, targets):
 
 
 def _trained(own: Own, tmp_path: Path, *, model: str, source: str, **train: Any) -> TrainFacts:
-    own("mine", MINE)
+    own("mine", MINE + train.pop("more", ""))
     config = RunConfig.model_validate(
         {
             "model": {"name": model, "args": train.pop("args", {})},
-            "data": {"source": source},
+            "data": {"source": source, **train.pop("data", {})},
             "train": {"epochs": 2, "batch_size": 16, **train.pop("train", {})},
             **train,
         }
@@ -173,6 +173,74 @@ def test_a_loss_that_holds_tensors_or_reads_values_is_foretold_or_says_why_not(
     more = {"train": {"loss": f"mine:{loss}"}, "memory": {"limit_mib": 4096.0}}
     facts = _trained(own, tmp_path, model="linear", source="mine:plain", **more)
     assert re.search(why, facts.tags["memory.admission"]), facts.tags
+
+
+ENDING = """
+import sys
+class Odd(BaseException): ...
+def late(kind):
+    if kind == "exit": sys.exit(0)
+    if kind == "text": raise ValueError(chr(0xd800))
+    raise {"odd": Odd, "generator": GeneratorExit, "interrupt": KeyboardInterrupt}[kind]("enough")
+class Ending(Net):
+    def __init__(self, outputs, kind):
+        super().__init__(outputs)
+        self.kind = kind
+    def forward(self, a, b):
+        self.calls += 1
+        if self.calls > 3: late(self.kind)
+        return self.left(a)
+class Rows(Pairs):
+    def __init__(self, kind): self.kind = kind
+    def __getitem__(self, i): return super().__getitem__(i) if i < 50 else late(self.kind)
+def rows(kind): return DataLoader(Rows(kind), 10), DataLoader(Pairs(), 10)
+def none(kind): late(kind)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("exit", "it exits with 0"),
+        ("odd", "Odd: enough"),
+        ("generator", "GeneratorExit: enough"),
+        ("interrupt", "KeyboardInterrupt: enough"),
+        ("text", r"\\ud800"),
+    ],
+)
+def test_an_end_that_a_users_code_asks_for_is_an_error_with_its_words(
+    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, words: str
+) -> None:
+    """`sys.exit(0)` in a loss ended the run with nothing trained and exit code 0."""
+    monkeypatch.setattr("signal.getsignal", lambda number: None)  # a handler of this project's
+    place = r"mine.py:\d+: " if kind != "text" else ""
+    with pytest.raises((RuntimeError, ValueError), match=place + words):
+        _trained(
+            own,
+            tmp_path,
+            model="mine:Ending",
+            source="mine:pairs",
+            args={"kind": kind},
+            more=ENDING,
+        )
+    with pytest.raises((RuntimeError, ValueError), match=place + words):
+        _trained(
+            own,
+            tmp_path,
+            model="mine:Net",
+            source="mine:rows",
+            data={"args": {"kind": kind}},
+            more=ENDING,
+        )
+    with pytest.raises(ValueError, match="^data.source: mine:none raised: mine.py:.*" + words):
+        _trained(
+            own,
+            tmp_path,
+            model="mine:Net",
+            source="mine:none",
+            data={"args": {"kind": kind}},
+            more=ENDING,
+        )
 
 
 def test_a_metric_that_raises_is_told_under_its_setting(own: Own, tmp_path: Path) -> None:
