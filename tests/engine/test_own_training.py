@@ -2,6 +2,7 @@
 for tuples and dicts of tensors as for one tensor."""
 
 import math
+import multiprocessing.util
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,6 +28,7 @@ from tasks.engine.losses import loss_of
 from tasks.engine.models import ModelError
 from tasks.engine.oom import Fixed
 from tasks.engine.optim import make
+from tasks.engine.raw import DataError
 from tasks.engine.settings import ConfigError
 from tasks.engine.step import Step, Watched
 
@@ -241,6 +243,31 @@ def test_an_end_that_a_users_code_asks_for_is_an_error_with_its_words(
             data={"args": {"kind": kind}},
             more=ENDING,
         )
+
+
+KILLED = """
+import os
+class Late(Pairs):
+    def __getitem__(self, i):
+        if i == 50: os.kill(os.getpid(), 9)
+        return super().__getitem__(i)
+def late(): return DataLoader(Late(), 10, num_workers=2), DataLoader(Pairs(), 10)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_worker_that_is_killed_is_said_and_leaves_nothing_of_its_own(
+    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each left a folder for its sockets among the temporary files."""
+    there = tmp_path / "temporary"
+    there.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(there))
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)
+    with pytest.raises(DataError, match="the loader raised: .*DataLoader worker"):
+        _trained(own, tmp_path, model="mine:Net", source="mine:late", more=KILLED)
+    ours = multiprocessing.util.get_temp_dir()  # goes with this process
+    assert [str(file) for file in there.iterdir()] == [ours]
 
 
 def test_a_metric_that_raises_is_told_under_its_setting(own: Own, tmp_path: Path) -> None:

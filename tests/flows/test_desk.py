@@ -94,6 +94,27 @@ def test_a_run_that_is_ended_says_so(
         assert _ask(place, released) == [(1.0,)]
 
 
+@pytest.mark.parametrize("after_s", [0.4, 1.5, 4.0])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_command_that_is_ended_before_its_run_begins_says_one_word(
+    desk: Desk, place: Path, after_s: float, number: int, code: int
+) -> None:
+    """Each Ctrl-C before the flow was a traceback."""
+    process = desk(*LONG)
+    _until(lambda: b"SigCgt:\t0000000000004003" in _status(process.pid))  # ours: 1, 2 and 15
+    time.sleep(after_s)
+    os.kill(process.pid, number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (code, "")
+    assert err.splitlines()[-1] in ("interrupted", "terminated") and "Traceback" not in err
+    database = place / "mlflow.db"
+    assert not database.exists() or _ask(place, "SELECT status FROM runs") in ([], [("KILLED",)])
+
+
+def _status(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/status").read_bytes()
+
+
 def test_the_first_four_runs_ever_at_once_all_finish(desk: Desk, place: Path) -> None:
     home = place / "a new prefect home"
     started = [desk("--train.epochs", "1", "--run.experiment", "four", home=home) for _ in range(4)]

@@ -217,7 +217,7 @@ def worth(outputs, targets): return nn.functional.huber_loss(outputs, targets)
 def test_whatever_a_users_code_ends_with_is_a_failed_run_with_its_words(
     own: Own, loss: str, words: str
 ) -> None:
-    """`sys.exit(0)` was exit code 0 with nothing trained; half a letter was a run with no report."""
+    """`sys.exit(0)` was exit code 0 with nothing trained; half a letter left no report."""
     own("layers", "from torch import nn\ndef head(a, b): return nn.Linear(a, b)\n")
     own("mine", THEIRS + ENDING)
     with pytest.raises((RuntimeError, ValueError)) as raised:
