@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from flows.commandline import parse
-from tasks import journal, prefect_server, signals
+from tasks import journal, prefect_left, prefect_server, signals
 from tasks.engine.own_paths import check as check_imports
 from tasks.engine.settings import ConfigError
 from tasks.engine.settings_file import to_yaml
@@ -84,10 +84,12 @@ def at_server(play: Callable[[], int], *, debug: bool) -> int:
 
 def _played(play: Callable[[], int], *, debug: bool) -> int:
     try:
+        from prefect import tags
         from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
         # A heartbeat tells a distant server that a run is alive; here it costs 0.9 s at the exit.
-        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        heartless = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+        with heartless, tags(prefect_left.tag()):
             return play() or signals.exit_code() or 0
     except BaseException as error:
         from tasks.preflight import BAD_INPUT
