@@ -8,17 +8,15 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from types import FrameType
 from typing import Any, NoReturn
 
 from flows.commandline import parse
-from tasks import journal, prefect_server
+from tasks import journal, prefect_left, prefect_server, signals
 from tasks.engine.own_paths import check as check_imports
 from tasks.engine.settings import ConfigError
 from tasks.engine.settings_file import to_yaml
@@ -47,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
 def leave(code: int) -> NoReturn:
     """End the process when everything is written and flushed, without taking its modules apart,
     which would cost up to another second."""
+    signals.finish()
     atexit._run_exitfuncs()  # Prefect's last logs and events among them
     logging.shutdown()
     with suppress(OSError):  # whoever read it has gone
@@ -72,11 +71,7 @@ def at_server(play: Callable[[], int], *, debug: bool) -> int:
     """The exit code of a flow that `play` runs: what it returns, or what the error says that ends
     it, which is printed; with `debug` it is raised again. A Prefect server is there, and Prefect
     not yet imported.
-
-    Signals end the process as an exit does, with everything left in order.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
     home, api_url = prefect_server.home(), None
     with ExitStack() as server:
         try:
@@ -91,23 +86,24 @@ def at_server(play: Callable[[], int], *, debug: bool) -> int:
 
 def _played(play: Callable[[], int], *, debug: bool) -> int:
     try:
+        from prefect import tags
         from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
         # A heartbeat tells a distant server that a run is alive; here it costs 0.9 s at the exit.
-        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-            return play()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except SystemExit as error:
-        return int(error.code or 0)
-    except Exception as error:
+        heartless = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+        with heartless, tags(prefect_left.tag()):
+            return play() or signals.exit_code() or 0
+    except BaseException as error:
         from tasks.preflight import BAD_INPUT
 
+        # Whatever a signal has become on its way up.
+        if isinstance(error, KeyboardInterrupt) or signals.exit_code():
+            print(signals.in_words(), file=sys.stderr)
+            return signals.exit_code() or 130
         if isinstance(error, BAD_INPUT):
             print(error, file=sys.stderr)
             return 2
-        if debug:
+        if debug and isinstance(error, Exception):
             raise
         print(f"failed: {error}", file=sys.stderr)
         return 1
@@ -120,6 +116,7 @@ def _play(asked: Namespace) -> int:
     from tasks.engine import report
     from tasks.record import last_ended
 
+    signals.begin()
     try:
         run = train(asked.config)
     except Exception as error:
@@ -144,10 +141,6 @@ def _set_up_prefect(api_url: str | None, *, debug: bool) -> None:
     console.setFormatter(logging.Formatter("%(message)s"))
     logging.getLogger("tasks").addHandler(console)
     logging.getLogger("tasks").setLevel(logging.INFO)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def _dry_run(asked: Namespace) -> int:

@@ -9,6 +9,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
+    from tasks import signals, streams
+
+    streams.keep()
+    signals.catch()
     from flows.desk import leave
     from flows.predict_desk import main  # answers --help and bad words before prefect is imported
 

@@ -62,7 +62,8 @@ class Journal:
     def open(self, experiment: str | None) -> None:
         """Begin to open the experiment. `create` waits for it."""
         where = self.where.model_copy(update={"experiment": experiment or self.where.experiment})
-        self._tell({"do": "open", "where": where.model_dump()})
+        prefect_api = os.environ.get("PREFECT_API_URL", "")  # a desk has set it
+        self._tell({"do": "open", "where": where.model_dump(), "prefect_api": prefect_api})
 
     def create(
         self,

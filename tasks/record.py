@@ -20,6 +20,7 @@ from uuid import uuid4
 
 import psutil
 
+from tasks import signals
 from tasks.engine.assembly import steps_of
 from tasks.engine.config import RunConfig
 from tasks.engine.facts import DataFacts, DeviceFacts, ReleaseFacts, TrainFacts
@@ -211,9 +212,10 @@ class Record:
         """The first failure is the reason; what the release says after it must not hide it."""
         if self._failure is None:
             # A signal may have been overtaken by an error of the clearing up that it caused.
-            signals = [e for e in chain(error) if not isinstance(e, Exception)]
-            status = "KILLED" if signals else "FAILED"
-            self._failure = status, str(error) or type(error).__name__
+            ends = [e for e in chain(error) if not isinstance(e, Exception)]
+            status = "KILLED" if ends or signals.exit_code() else "FAILED"
+            said = signals.in_words() if signals.exit_code() else str(error)
+            self._failure = status, said or type(error).__name__
             if isinstance(error, OutOfMemory):
                 self._oom = asdict(error.explanation)
 

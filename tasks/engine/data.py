@@ -17,6 +17,7 @@ import numpy as np
 from tasks.engine import rows, store, windows
 from tasks.engine.data_config import TABLE_FILES, TOKEN_SOURCES, DataConfig
 from tasks.engine.facts import Column, DataFacts
+from tasks.engine.imports import ends_told
 from tasks.engine.origins import Hashing, Origin, origin_of, refuse_changed
 from tasks.engine.raw import DataError, Raw, cache_folder, check_memory
 from tasks.engine.section import is_import
@@ -66,6 +67,7 @@ def check(data: DataConfig) -> None:
     store.check_room(cache, needed_bytes)
 
 
+@ends_told
 def prepare(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> DataFacts:
     """The facts of the prepared data, which is taken from the cache where it is there and whole.
 

@@ -5,6 +5,7 @@ or no rows to validate on, in one sentence; whatever the user's code prints goes
 
 from __future__ import annotations
 
+import multiprocessing.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,10 @@ def made(data: DataConfig, feeding: Feeding, *, pins: bool = False) -> Raw | Fee
     train, val = (
         _loader(part, feeding, shuffles=i == 0, pins=pins) for i, part in enumerate(parts)
     )
+    if getattr(train, "num_workers", 0) or getattr(val, "num_workers", 0):
+        # One folder for the sockets of all workers, that goes with this process: a worker that is
+        # killed would leave one of its own.
+        multiprocessing.util.get_temp_dir()
     return Feeds(train, val, _classes(parts[0]))
 
 
@@ -113,6 +118,10 @@ def _as_sets(data: DataConfig, pairs: list[Pair], feeding: Feeding, pins: bool) 
     train, val = (
         _loader(part, feeding, shuffles=i == 0, pins=pins) for i, part in enumerate(parts)
     )
+    if getattr(train, "num_workers", 0) or getattr(val, "num_workers", 0):
+        # One folder for the sockets of all workers, that goes with this process: a worker that is
+        # killed would leave one of its own.
+        multiprocessing.util.get_temp_dir()
     most = max(int(y.max()) for _, y in pairs) if pairs[0][1].dtype.kind in "iu" else -1
     return Feeds(train, val, tuple(map(str, range(most + 1))) if most >= 0 else None)
 

@@ -20,6 +20,7 @@ import torch
 from tasks.engine import memory, predictor
 from tasks.engine.allocators import drop_cache
 from tasks.engine.facts import DeviceFacts, ModelFacts, PredictFacts
+from tasks.engine.imports import ends_told
 from tasks.engine.limits import limited
 from tasks.engine.models import ModelError
 from tasks.engine.predict_order import Order
@@ -108,6 +109,7 @@ def predict(order: Order, device: DeviceFacts, model: ModelFacts, *, told: Told)
     raise NoRoom(_no_room(order, device, failure))
 
 
+@ends_told
 def _predict(order: Order, facts: DeviceFacts, model: ModelFacts, *, told: Told) -> PredictFacts:
     device = torch.device(facts.name)
     spec = spec_of(model)

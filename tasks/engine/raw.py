@@ -117,7 +117,7 @@ def source_file(data: DataConfig) -> Path:
 def source_files(data: DataConfig) -> tuple[Path, ...]:
     """The file at data.path, or all *.parquet in the folder there, by name; each as source_file."""
     path = source_path(data)
-    if data.source != "parquet" or not path.is_dir():
+    if data.source != "parquet" or not os.path.isdir(path):  # unlike pathlib's, False for any error
         return (source_file(data),)
     shown = shorten(str(path), 300)
     try:

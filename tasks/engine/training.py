@@ -21,6 +21,7 @@ from tasks.engine.doubts import ALIKE, of_results
 from tasks.engine.facts import DataFacts, DeviceFacts, TrainFacts
 from tasks.engine.feeding import example, fed, first_rows
 from tasks.engine.graph import may_replay, own_stream
+from tasks.engine.imports import ends_told
 from tasks.engine.keeping import keep
 from tasks.engine.limits import limited
 from tasks.engine.loop import Tools, batch_of, fit
@@ -42,6 +43,7 @@ from tasks.engine.timing import Stopwatch
 from tasks.engine.workbench import workbench
 
 
+@ends_told
 def check(config: RunConfig, data: DataFacts) -> Checked:
     """Refuse what can't be trained before a device is touched; what two rows have shown.
 
@@ -89,6 +91,7 @@ def train(
     )
 
 
+@ends_told
 def _train(
     config: RunConfig,
     facts: DeviceFacts,
