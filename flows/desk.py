@@ -17,11 +17,14 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
+import psutil
+
 from flows.commandline import parse
 from tasks import journal, prefect_server
 from tasks.engine.own_paths import check as check_imports
 from tasks.engine.settings import ConfigError
 from tasks.engine.settings_file import to_yaml
+from tasks.engine.units import printable
 from tasks.where import TrackingError, where
 
 
@@ -54,6 +57,9 @@ def leave(code: int) -> NoReturn:
 
 
 def _train(asked: Namespace) -> int:
+    model, data = asked.config.model.name, asked.config.data
+    told = f"{printable(model, limit=60)} on {printable(data.path or data.source, limit=60)}"
+    print(f"{told}: loading PyTorch, Prefect and MLflow ...", file=sys.stderr, flush=True)
     from tasks.engine.data import check as check_data
     from tasks.engine.raw import DataError
 
@@ -98,7 +104,10 @@ def _played(play: Callable[[], int], *, debug: bool) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except SystemExit as error:
-        return int(error.code or 0)
+        code = int(error.code or 0)
+        if code > 128:
+            print(signal.strsignal(code - 128).lower(), file=sys.stderr)  # terminated, hangup
+        return code
     except Exception as error:
         from tasks.preflight import BAD_INPUT
 
@@ -116,8 +125,10 @@ def _play(asked: Namespace) -> int:
 
     from flows.train import train
     from tasks.engine import report
+    from tasks.flow_run import ASKED_AT
     from tasks.record import last_ended
 
+    ASKED_AT.set(psutil.Process().create_time())
     try:
         run = train(asked.config)
     except Exception as error:

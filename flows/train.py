@@ -19,7 +19,7 @@ from prefect import flow
 
 from tasks.detect_device import detect_device
 from tasks.engine.config import RunConfig
-from tasks.flow_run import describe, publish
+from tasks.flow_run import describe, publish, waited_s
 from tasks.preflight import check_fit, resolved
 from tasks.prepare_data import prepare_data
 from tasks.record import Record
@@ -40,7 +40,7 @@ def train(
             merges nested parameters of a deployment shallowly; this merges them truly.
     """
     config = resolved(config, overrides)
-    with Record(config, flow_run=describe()) as record:
+    with Record(config, flow_run=describe(), waited_s=waited_s()) as record:
         device = record.timed(
             detect_device,
             config.device,

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 
+import psutil
 from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_API_URL
 
 from tasks.engine import report
 from tasks.prefect_server import is_temporary
+
+# Unix time at which somebody asked for this run.
+ASKED_AT: ContextVar[float | None] = ContextVar("ASKED_AT", default=None)
 
 
 def describe() -> dict[str, str]:
@@ -26,6 +33,14 @@ def describe() -> dict[str, str]:
     if not is_temporary(PREFECT_API_URL.value() or ""):
         found["prefect.flow_run_url"] = flow_run.ui_url
     return {k: str(v) for k, v in found.items() if v}
+
+
+def waited_s() -> float:
+    """Seconds that a person has waited for this run by now; a worker's process is there for it."""
+    began = ASKED_AT.get()
+    if began is None and "PREFECT__FLOW_RUN_ID" in os.environ:
+        began = psutil.Process().create_time()
+    return 0.0 if began is None else max(0.0, time.time() - began)
 
 
 def publish(run: Mapping[str, Any]) -> None:
