@@ -15,7 +15,10 @@ from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_API_URL
 
 from tasks.engine import report
+from tasks.engine.config import RunConfig
+from tasks.engine.settings import ConfigError, from_mapping, override
 from tasks.prefect_server import is_temporary
+from tasks.record import default_name
 
 # Unix time at which somebody asked for this run.
 ASKED_AT: ContextVar[float | None] = ContextVar("ASKED_AT", default=None)
@@ -33,6 +36,20 @@ def describe() -> dict[str, str]:
     if not is_temporary(PREFECT_API_URL.value() or ""):
         found["prefect.flow_run_url"] = flow_run.ui_url
     return {k: str(v) for k, v in found.items() if v}
+
+
+def run_name() -> str:
+    """What a training is called, in Prefect as in MLflow: as asked, else by what it trains on what
+    and when. Prefect asks for it when the flow begins."""
+    asked = flow_run.parameters or {}
+    config = asked.get("config") or {}
+    try:
+        if not isinstance(config, RunConfig):
+            config = from_mapping(config)
+        config = override(config, asked.get("overrides"))
+    except ConfigError:
+        config = RunConfig()  # the flow itself will say what is wrong
+    return default_name(config)
 
 
 def waited_s() -> float:

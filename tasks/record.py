@@ -47,20 +47,34 @@ def last_ended() -> dict[str, Any] | None:
     return _ended[-1] if _ended else None
 
 
+def default_name(config: RunConfig) -> str:
+    """What a run is called: as asked, else by what it trains on what and when."""
+    return config.run.name or f"{config.model.name}-{config.data.source}-{_stamp()}"
+
+
+def _stamp() -> str:
+    return datetime.now().strftime("%Y%m%d-%H%M%S")
+
+
 class Record:
     """One run: its journal, its progress line, and the report at its end."""
 
     def __init__(
-        self, config: RunConfig, *, flow_run: dict[str, str], waited_s: float = 0.0
+        self,
+        config: RunConfig,
+        *,
+        flow_run: dict[str, str],
+        name: str | None = None,
+        waited_s: float = 0.0,
     ) -> None:
-        """waited_s: how long a person has been waiting by now, for imports and servers."""
+        """name: of the flow run, which is then this run's too.
+        waited_s: how long a person has been waiting by now, for imports and servers."""
         self.config = config
         self.run: dict[str, Any] = {}  # what the report is made from, once the run has ended
         self._flow_run = flow_run
         self._where = where()
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        self.folder = Path(self._where.runs) / f"{stamp}-{uuid4().hex[:8]}"
-        self._name = config.run.name or f"{config.model.name}-{config.data.source}-{stamp}"
+        self.folder = Path(self._where.runs) / f"{_stamp()}-{uuid4().hex[:8]}"
+        self._name = name or default_name(config)
         self._watch = Stopwatch()
         self._stages = {"time/start_s": waited_s}
         self._stage = "starting"

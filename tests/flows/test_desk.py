@@ -81,6 +81,33 @@ main([])
     assert second.startswith("imports ")
 
 
+def test_a_call_from_python_is_the_same_training_on_the_same_server(
+    place: Path, tmp_path: Path
+) -> None:
+    """A dict was refused by pydantic in 40 lines, and Prefect started a server of its own."""
+    home = tmp_path / "prefect"
+    code = """
+from flows.train import train
+try:
+    train({"train": {"epochz": 1}})
+except ValueError as error:
+    print(error)
+run = train({"train": {"epochs": 1}, "run.name": "mine"})
+print(run["status"], run["name"])
+"""
+    command = [sys.executable, "-c", code]
+    environment = desk_environment(home)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "train.epochz: unknown setting; did you mean train.epochs?", done.stderr
+    assert lines[1].startswith("FINISHED mine  val/accuracy ") and lines[-1] == "FINISHED mine"
+    assert "Open     python -m tasks.serve ui" in done.stdout
+    assert "epoch 1/1" in done.stderr and "Flow run" not in done.stderr
+    assert (home / "headroom-server.lock").exists(), "the shared server"
+    with closing(sqlite3.connect(home / "prefect.db")) as opened:
+        assert opened.execute("SELECT name FROM flow_run").fetchall() == [("mine",)]
+
+
 def test_prefect_recorded_the_flow_and_its_four_tasks(desk: Desk, tmp_path: Path) -> None:
     home = tmp_path / "prefect"
     process = desk("--train.epochs", "1", home=home)
