@@ -22,6 +22,7 @@ import psutil
 
 from flows.commandline import parse
 from tasks import journal, prefect_server
+from tasks.engine import unused
 from tasks.engine.own_paths import check as check_imports
 from tasks.engine.settings import ConfigError
 from tasks.engine.settings_file import to_yaml
@@ -207,6 +208,8 @@ def _dry_run(asked: Namespace) -> int:
     from tasks.engine.device import DeviceError, detect
 
     print(to_yaml(asked.config.model_dump()), end="")
+    for line in unused.told(asked.config):
+        print(f"# {line}")
     device = asked.config.device
     try:
         facts = detect(device.name, require=device.require)

@@ -21,6 +21,7 @@ from uuid import uuid4
 
 import psutil
 
+from tasks.engine import unused
 from tasks.engine.assembly import steps_of
 from tasks.engine.config import RunConfig
 from tasks.engine.facts import DataFacts, DeviceFacts, ReleaseFacts, TrainFacts
@@ -94,6 +95,8 @@ class Record:
 
     def __enter__(self) -> Record:
         threading.Thread(target=self._tell_in_silence, daemon=True).start()
+        for line in unused.told(self.config):
+            log.warning("%s", line)
         self._journal.__enter__()
         self._journal.open(self.config.run.experiment)
         return self
@@ -148,7 +151,7 @@ class Record:
         }
         began = time.perf_counter()
         measured = self._journal.create(
-            name=self._name, params=self.config.flat(), tags=self._tags, wanted=WANTED
+            name=self._name, params=unused.params(self.config), tags=self._tags, wanted=WANTED
         )
         self._stages["time/open_run_s"] = time.perf_counter() - began
         (self.folder / "config.yaml").write_text(to_yaml(self.config.model_dump()))
@@ -214,7 +217,7 @@ class Record:
             "experiment_id": self._journal.experiment_id,
             "name": self._name,
             "status": status,
-            "params": self.config.flat(),
+            "params": unused.params(self.config),
             "tags": self._tags,
             "metrics": {
                 **self._series,

@@ -1,5 +1,5 @@
-"""What the built-in models take under `model.args`, and what is wrong with what was given, told from
-the names and values alone: before any data is read, and without PyTorch. It travels with every
+"""What the built-in models take under `model.args`, and what is wrong with what was given, told
+from the names and values alone: before any data is read, and without PyTorch. It travels with every
 logged model, as models.py does, which calls it.
 """
 
@@ -52,11 +52,8 @@ def _wrong(name: str, value: Any) -> str | None:
         rule = f"a list of whole numbers from 1 to {WIDEST:,}, such as {like}"
         return None if fits else f"hidden must be {rule} {got}"
     most = DEEPEST if name == "layers" else WIDEST
-    return (
-        None
-        if _is_count(value, most)
-        else f"{name} must be a whole number from 1 to {most:,} {got}"
-    )
+    fits = _is_count(value, most)
+    return None if fits else f"{name} must be a whole number from 1 to {most:,} {got}"
 
 
 def _is_count(value: Any, most: int) -> bool:

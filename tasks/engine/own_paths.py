@@ -1,6 +1,6 @@
 """The import paths among the settings and the arguments of a built-in model, held against what can
-be told without running any code or reading any data: forbidden paths, those of Python's own, modules
-that are not there, arguments that the model does not take.
+be told without running any code or reading any data: forbidden paths, those of Python's own,
+modules that are not there, arguments that the model does not take.
 """
 
 from __future__ import annotations
