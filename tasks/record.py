@@ -21,6 +21,7 @@ from uuid import uuid4
 
 import psutil
 
+from tasks import serve
 from tasks.engine import unused
 from tasks.engine.assembly import steps_of
 from tasks.engine.config import RunConfig
@@ -258,7 +259,8 @@ class Record:
             return uri.rstrip("/") + path
         here = Path("Makefile").is_file() and Path("tasks/serve.py").is_file()
         command = "make ui" if here else "python -m tasks.serve ui"
-        return f"{command}   # then http://127.0.0.1:5000{path}"
+        address, variable = serve.mlflow_address()
+        return f"{variable}{command}   # then {address}{path}"
 
 
 def _found(device: DeviceFacts) -> dict[str, str]:
