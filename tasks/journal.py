@@ -106,16 +106,19 @@ class Journal:
             place = f"{self.folder} can't be written"
             raise TrackingError(f"runs: {place} ({error.strerror}); make room there") from None
 
-    def close(self, run: Mapping[str, Any]) -> None:
+    def close(self, run: Mapping[str, Any]) -> dict[str, float]:
         """Send what is left, with the files of the folder, and end the run with `run["status"]`.
 
-        Raises TrackingError where MLflow does not answer; everything is then still in the folder.
+        Returns the times that only the end could tell. Raises TrackingError where MLflow does not
+        answer; everything is then still in the folder.
         """
         with suppress(OSError):  # a full disk; it is for sending later, and also goes by the pipe
             (self.folder / "run.json").write_text(json.dumps(run, indent=1))
         self._tell({"do": "close", "run": dict(run)})
-        while "sending" in self._answer(self.where.give_up_s + CLOSE_S):
+        while "sending" in (answer := self._answer(self.where.give_up_s + CLOSE_S)):
             pass  # there is much of it, and it goes on
+        times: dict[str, float] = answer["times"]
+        return times
 
     def _tell(self, what: dict[str, Any]) -> None:
         assert self._sender is not None and self._sender.stdin is not None, "not entered"

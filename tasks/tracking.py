@@ -73,8 +73,7 @@ class Session:
                 return {**ids, "past": past}
             case "close":
                 assert self.sender is not None
-                self.close(order["run"])
-                return {"closed": True}
+                return {"closed": True, "times": self.close(order["run"])}
         raise AssertionError("an unknown instruction")
 
     def idle(self) -> None:
@@ -103,7 +102,7 @@ class Session:
             if self.prefect_api:
                 prefect_left.crash_the_dead(self.prefect_api)
 
-    def close(self, run: dict[str, Any]) -> None:
+    def close(self, run: dict[str, Any]) -> dict[str, float]:
         """End the run, trying again until `give_up_s` have passed."""
         assert self.sender is not None and self.where is not None
         self.sender.told_progress = partial(self.answer, {"sending": True})

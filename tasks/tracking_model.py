@@ -38,6 +38,7 @@ CODE = (
     "engine/calling.py",
     "engine/forward.py",
     "engine/imports.py",
+    "engine/model_args.py",
     "engine/models.py",
     "engine/own_inputs.py",
     "engine/predictor.py",

@@ -16,11 +16,13 @@ from tasks.engine.report_memory import memory, ran_out, released
 from tasks.engine.units import mebibytes, milliseconds, number, percent, printable, seconds
 
 STAGES = (
+    ("start", "time/start_s"),
     ("detect", "time/detect_device_s"),
     ("prepare", "time/prepare_data_s"),
+    ("open the run", "time/open_run_s"),
     ("train", "time/train_model_s"),
     ("release", "time/release_memory_s"),
-    ("open the run", "time/open_run_s"),
+    ("close", "time/close_s"),
 )
 PHASES = tuple(
     (phase.replace("_", " "), f"time/{phase}_ms")

@@ -93,6 +93,13 @@ def markdown_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def described(row: Setting) -> str:
+    """What a setting does, its limits and its default, in sentences."""
+    limits = f"One of {row.limits}" if row.kind.startswith("one of") else row.limits.capitalize()
+    default = "" if "Default:" in row.text else f"Default: {row.default}."
+    return " ".join(filter(None, [row.text, f"{limits}." if limits else "", default]))
+
+
 def unknown(name: str) -> str:
     """Why the name is refused, and which setting was probably meant."""
     sections = list(RunConfig.model_fields)

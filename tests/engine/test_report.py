@@ -221,6 +221,23 @@ def test_a_cpu_run_tells_what_a_person_asks() -> None:
         assert phrase in text
 
 
+@pytest.mark.parametrize("name", ["mlp-digits-20261122-041031", "transformer-text-20261122-041031"])
+def test_no_headline_is_broken_at_80_columns(name: str) -> None:
+    """One line ended in "4.30 s in", the next was "all  on cpu"."""
+    lines = _terminal({**_cpu(), "name": name}, width=80).splitlines()
+    facts = "val/accuracy 0.9833  4.21 s in all  on cpu"
+    short = f"FINISHED {name}  {facts}"
+    assert lines[:1] == [short] or lines[:2] == [f"FINISHED {name}", f"         {facts}"]
+
+
+def test_the_page_shows_each_thing_once(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in PLOTS]
+    for file in files:
+        file.write_bytes(b"x")
+    page = report.html(_cpu(), files, open_command=COMMAND)
+    assert page.count("stages of the run") == 1 and page.count("<img") == 2
+
+
 def test_a_gpu_run_tells_where_its_memory_went() -> None:
     text = _terminal(_cuda())
     for phrase in (
@@ -341,7 +358,7 @@ def test_the_page_stands_alone_and_runs_nothing(tmp_path: Path) -> None:
     tags = [tag for tag, _ in parser.seen]
     assert not {"script", "link", "iframe", "a", "object"} & set(tags)
     images = [attributes for tag, attributes in parser.seen if tag == "img"]
-    assert len(images) == len(files) == 3
+    assert len(images) == 2 and len(files) == 3
     assert all((a["src"] or "").startswith("data:image/png;base64,") for a in images)
     assert not [a for _, attributes in parser.seen for a in attributes if a.startswith("on")]
     assert "default-src 'none'" in page and "prefers-color-scheme: dark" in page
