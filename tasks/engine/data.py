@@ -38,7 +38,7 @@ class Arrays:
     """The prepared arrays, mapped from disk and read-only.
 
     x: (rows, *input_shape) float32, scaled; y: (rows,) int64 classes or (rows, 1) float32.
-    Tokens: x and y (rows, context) uint8 or uint16, overlapping views of one array, of which y is
+    Tokens: x and y (rows, context) uint8 or uint16, overlapping views of one text, of which y is
     one token further on.
     """
 
@@ -109,7 +109,7 @@ def load(facts: DataFacts) -> Arrays:
             f"data.cache: the arrays in {facts.folder} are gone or damaged ({error}); start again"
         ) from None
     if facts.task == "tokens":
-        parts = [view for part in parts for view in (part[:, :-1], part[:, 1:])]
+        parts = [view for text in parts for view in windows.rows_of(text, facts.input_shape[0])]
     return Arrays(*parts)
 
 

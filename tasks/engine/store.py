@@ -25,7 +25,7 @@ import numpy as np
 from tasks.engine.raw import DataError, shorten, size
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 HASHED_BYTES = 64 * 1024**2  # up to here each reuse compares checksums, above it sizes only
 STALE_S = 60  # a temporary folder younger than this may not be locked yet
 BLOCK_BYTES = 1 << 22
