@@ -134,13 +134,20 @@ def optimizer_of(config: RunConfig, model: nn.Module) -> optim.Optimizer:
         weight_decay=o.weight_decay,
         momentum=o.momentum,
         beta2=o.beta2,
+        undecayed=optim.undecayed(model),
     )
 
 
 def rate_of(config: RunConfig, *, steps: int) -> Callable[[int], float]:
     """The learning rate of each step of a run of `steps`."""
     o = config.optim
-    return optim.schedule(o.schedule, lr=o.lr, total_steps=steps, warmup_fraction=o.warmup_fraction)
+    return optim.schedule(
+        o.schedule,
+        lr=o.lr,
+        total_steps=steps,
+        warmup_fraction=o.warmup_fraction,
+        min_fraction=o.min_lr_fraction,
+    )
 
 
 def plan_of(config: RunConfig) -> Plan:

@@ -62,13 +62,16 @@ class OptimConfig(Section):
     lr: Annotated[Float, Field(gt=0, le=1000)] = 2e-3
     """Peak learning rate."""
     weight_decay: Annotated[Float, Field(ge=0, le=1000)] = 0.01
-    """Decoupled (AdamW) or L2 (SGD) weight decay."""
+    """Decoupled (AdamW) or L2 (SGD) weight decay. Norms, biases (all parameters of one axis) and
+    embeddings have none."""
     momentum: Annotated[Float, Field(ge=0, lt=1)] = 0.9
     """Momentum of SGD (Nesterov); AdamW's beta1."""
     beta2: Annotated[Float, Field(ge=0, lt=1)] = 0.999
     """AdamW's beta2."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """Learning rate after the warm-up: falling to 0 along a cosine, or constant."""
+    """Learning rate after the warm-up: falling along a cosine, or constant."""
+    min_lr_fraction: Annotated[Float, Field(ge=0, le=1)] = 0.0
+    """Share of the peak learning rate that the cosine falls to."""
     warmup_fraction: Annotated[Float, Field(ge=0, le=1)] = 0.05
     """Share of all steps in which the learning rate rises linearly from 0."""
     clip_norm: Annotated[Float, Field(gt=0)] | None = None

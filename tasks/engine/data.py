@@ -42,7 +42,7 @@ class Arrays:
 
     x: (rows, *input_shape) float32, scaled; y: (rows,) int64 classes or (rows, k) float32,
     amounts scaled.
-    Tokens: x and y (rows, context) uint8 or uint16, overlapping views of one array, of which y is
+    Tokens: x and y (rows, context) uint8 or uint16, overlapping views of one text, of which y is
     one token further on.
     """
 
@@ -118,7 +118,7 @@ def load(facts: DataFacts) -> Arrays:
             f"data.cache: the arrays in {facts.folder} are gone or damaged ({error}); start again"
         ) from None
     if facts.task == "tokens":
-        parts = [view for part in parts for view in (part[:, :-1], part[:, 1:])]
+        parts = [view for text in parts for view in windows.rows_of(text, facts.input_shape[0])]
     return Arrays(*parts)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tasks.engine.batches import Batches, row_order
+from tasks.engine.batches import Batches
 from tasks.engine.best import Best
 from tasks.engine.doubts import ALIKE
 from tasks.engine.evaluation import Judge, evaluate
@@ -82,7 +82,7 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
     with told_in("training", step=lambda: step):
         for epoch in range(plan.epochs):  # noqa: B007 (its last value is a result)
             model.train()
-            order = row_order(len(train), seed=plan.seed, epoch=epoch)
+            order = train.order(seed=plan.seed, epoch=epoch)
             t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
             readings.begin()
             batches = train.shuffled(plan.batch_size, order, t.phases.mark)

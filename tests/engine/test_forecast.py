@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tasks.engine import assembly
-from tasks.engine.batches import feed, row_order
+from tasks.engine.batches import feed
 from tasks.engine.best import Best
 from tasks.engine.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from tasks.engine.data import load, prepare
@@ -90,7 +90,7 @@ def really(config: RunConfig, data: DataFacts, device: DeviceFacts) -> dict[str,
             micro=Fixed(asked_micro_batch(config)),
             mark=mark,
         )
-        order = row_order(len(rows), seed=0, epoch=0)[: 2 * config.train.batch_size]
+        order = rows.order(seed=0, epoch=0)[: 2 * config.train.batch_size]
         mark("setup")
         for x, y in rows.shuffled(config.train.batch_size, order, mark):
             ledger.own("batch", (x, y))
