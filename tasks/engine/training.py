@@ -160,6 +160,7 @@ def _train(
             watch=watch,
             speeds=rates(data, work=work, peak_flops_per_s=peak.flops_per_s if peak else None),
             log=log,
+            outputs=bench.outputs,
         )
         exhausted = mistake = None
         try:

@@ -55,6 +55,7 @@ class Workbench:
     tuned: TunedStep
     judge: Judge
     steps: int  # of the whole run
+    outputs: list[tuple[str, Tensor]]  # see suspects.Seen
 
     def measured(self) -> dict[str, float]:
         """Under the names of the run record. Call it before the model is freed."""
@@ -117,6 +118,7 @@ def workbench(
         witness=_Witness(recorder, phases.meter),
     )
     micro = fitting(micro_rows, whole=batch_size, what="training", give_back=fed[0].give_back)
+    outputs: list[tuple[str, Tensor]] = []
     step = step_of(
         config,
         data,
@@ -126,6 +128,7 @@ def workbench(
         precision=precision,
         micro=micro,
         mark=phases.mark,
+        outputs=outputs,
     )
     steps = config.train.epochs * fed[0].steps(batch_size)
     tuned = TunedStep(
@@ -148,7 +151,7 @@ def workbench(
         forward=forward_of(config),
         metrics=metrics_of(config.train),
     )
-    return Workbench(optimizer, phases, micro, tuned, judge, steps)
+    return Workbench(optimizer, phases, micro, tuned, judge, steps, outputs)
 
 
 @dataclass
