@@ -23,6 +23,7 @@ from tasks.engine.oom import Fitting
 from tasks.engine.precision import autocast
 from tasks.engine.section import is_import
 from tasks.engine.step import Loss, Step
+from tasks.engine.suspects import Seen
 
 
 def settled(config: RunConfig, data: DataFacts) -> RunConfig:
@@ -109,9 +110,13 @@ def step_of(
     precision: str,
     micro: Fitting,
     mark: Callable[[str], None],
+    outputs: list[tuple[str, Tensor]] | None = None,
 ) -> Step:
-    """The plain step. precision: as resolved for the device; mark: told where a phase ends."""
+    """The plain step. precision: as resolved for the device; mark: told where a phase ends.
+    outputs: where to keep what a loss of the user's own was given; see suspects.Seen."""
     loss = loss_of(config.train, data, device)
+    if outputs is not None and is_import(config.train.loss):
+        loss = Seen(config.train.loss, loss, outputs)
     forward = forward_of(config)(model)
     return Step(
         compute=_Compute(model, loss) if isinstance(forward, Plain) else _OwnCompute(forward, loss),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tasks.engine.batches import Batches
 from tasks.engine.best import Best
@@ -21,6 +21,7 @@ from tasks.engine.optim import Optimizer
 from tasks.engine.phases import Phases
 from tasks.engine.readings import Log, Readings
 from tasks.engine.step import Steps
+from tasks.engine.suspects import Suspects, row_sums
 from tasks.engine.timing import Stopwatch, wait
 from tasks.engine.tree import rows_of
 
@@ -51,6 +52,7 @@ class Tools:
     speeds: Callable[[float], dict[str, float]]  # more of them, from the samples a second
     log: Log
     best: Best = field(default_factory=Best)
+    outputs: list[tuple[str, Tensor]] = field(default_factory=list)  # see suspects.Seen
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,10 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
                 step += 1
                 with t.phases.counting((x, y)):
                     outcome = t.step(x, y, norm=is_log_point(step), watched=t.phases.watched)
-                readings.add(outcome, rows=rows_of(y))
+                sums = row_sums(x, y) if train.residency == "loader" else ()
+                suspects = Suspects(sums, tuple(t.outputs))
+                readings.add(outcome, rows=rows_of(y), suspects=suspects)
+                t.outputs.clear()
                 if step == 1:
                     wait(t.device)
                     t.phases.restart()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tasks.engine.phases import Phases
 from tasks.engine.step import Outcome
+from tasks.engine.suspects import NOBODY, Suspects
 from tasks.engine.timing import Stopwatch, new_event
 
 Log = Callable[[dict[str, float], int], None]
@@ -48,6 +49,7 @@ class _Packed:
     began: Any  # where the window's first step began
     timed: tuple[int, int]  # steps and rows that the speed counts
     epoch: int
+    suspects: list[Suspects]  # of each step
 
 
 class Readings:
@@ -69,6 +71,7 @@ class Readings:
         self._losses: list[Tensor] = []
         self._norms: list[Tensor] = []
         self._points: list[_Point] = []
+        self._suspects: list[Suspects] = []
         self._timed = (0, 0)  # steps and rows since the last reading
         self._began: Any = None
         self._step = 0
@@ -82,10 +85,11 @@ class Readings:
         """Steps begin here, after something else."""
         self._began = self._mark()
 
-    def add(self, outcome: Outcome, *, rows: int) -> None:
-        """One more step was taken."""
+    def add(self, outcome: Outcome, *, rows: int, suspects: Suspects = NOBODY) -> None:
+        """One more step was taken. suspects: what is to blame if its loss is no number."""
         self._step += 1
         self._losses.append(outcome.loss)
+        self._suspects.append(suspects)
         self._timed = (self._timed[0] + 1, self._timed[1] + rows)
 
     def point(self, outcome: Outcome, epoch: int) -> None:
@@ -146,9 +150,11 @@ class Readings:
             self._began,
             self._timed,
             epoch,
+            self._suspects,
         )
         self._began = ready
         self._losses, self._norms, self._points, self._timed = [], [], [], (0, 0)
+        self._suspects = []
         return packed
 
     def _take(self, packed: _Packed | None) -> None:
@@ -194,15 +200,22 @@ class Readings:
     def _refuse_unfinite(self, losses: list[float], packed: _Packed) -> None:
         for step, loss in enumerate(losses, start=packed.first_step):
             if not math.isfinite(loss):
-                raise Diverged(self._diverged(step, loss, packed.epoch))
+                suspects = packed.suspects[step - packed.first_step]
+                raise Diverged(self._diverged(step, loss, packed.epoch, suspects))
             self._last_good = (step, loss)
 
-    def _diverged(self, step: int, loss: float, epoch: int) -> str:
+    def _diverged(self, step: int, loss: float, epoch: int, suspects: Suspects) -> str:
         good = "no step was good"
         if self._last_good is not None:
             good = f"the last good loss was {self._last_good[1]:.6g} at step {self._last_good[0]}"
-        return (
-            f"train.loss: became {loss} at step {step} (epoch {epoch + 1}, "
-            f"optim.lr then {self._rate(step - 1):.3g}); {good}. "
-            "Lower optim.lr, set optim.clip_norm, or use train.precision fp32"
-        )
+        when = f"at step {step} (epoch {epoch + 1}, optim.lr then {self._rate(step - 1):.3g}); "
+        blamed = suspects.blamed()
+        if blamed:
+            return f"{blamed[0]}: the loss became {loss} {when}{good}. {blamed[1]}"
+        advice = "Lower optim.lr, set optim.clip_norm, or use train.precision fp32"
+        if step == 1:
+            advice = (
+                "No weight was changed by then: look for a division by 0, a log or a root of less "
+                "in the model and the loss, or use train.precision fp32"
+            )
+        return f"train.loss: became {loss} {when}{good}. {advice}"

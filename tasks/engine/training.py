@@ -165,6 +165,7 @@ def _train(
             speeds=rates(data, work=work, peak_flops_per_s=peak.flops_per_s if peak else None),
             log=log,
             best=bench.best,
+            outputs=bench.outputs,
         )
         exhausted = mistake = None
         try:

@@ -57,6 +57,7 @@ class Workbench:
     judge: Judge
     steps: int  # of the whole run
     best: Best
+    outputs: list[tuple[str, Tensor]]  # see suspects.Seen
 
     def measured(self) -> dict[str, float]:
         """Under the names of the run record. Call it before the model is freed."""
@@ -120,6 +121,7 @@ def workbench(
         witness=_Witness(recorder, phases.meter),
     )
     micro = fitting(micro_rows, whole=batch_size, what="training", give_back=fed[0].give_back)
+    outputs: list[tuple[str, Tensor]] = []
     step = step_of(
         config,
         data,
@@ -129,6 +131,7 @@ def workbench(
         precision=precision,
         micro=micro,
         mark=phases.mark,
+        outputs=outputs,
     )
     steps = config.train.epochs * fed[0].steps(batch_size)
     tuned = TunedStep(
@@ -152,7 +155,7 @@ def workbench(
         metrics={n: in_units(m, data, device) for n, m in metrics_of(config.train).items()},
         target_scale=data.target_scale,
     )
-    return Workbench(optimizer, phases, micro, tuned, judge, steps, best)
+    return Workbench(optimizer, phases, micro, tuned, judge, steps, best, outputs)
 
 
 @dataclass

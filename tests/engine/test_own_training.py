@@ -29,6 +29,7 @@ from tasks.engine.models import ModelError
 from tasks.engine.oom import Fixed
 from tasks.engine.optim import make
 from tasks.engine.raw import DataError
+from tasks.engine.readings import Diverged
 from tasks.engine.settings import ConfigError
 from tasks.engine.step import Step, Watched
 
@@ -104,8 +105,10 @@ def of_two(outputs, targets):
 """
 
 
-def _trained(own: Own, tmp_path: Path, *, model: str, source: str, **train: Any) -> TrainFacts:
-    own("mine", MINE + train.pop("more", ""))
+def _trained(
+    own: Own, tmp_path: Path, *, model: str, source: str, more: str = "", **train: Any
+) -> TrainFacts:
+    own("mine", MINE + more)
     config = RunConfig.model_validate(
         {
             "model": {"name": model, "args": train.pop("args", {})},
@@ -311,6 +314,71 @@ def test_a_metric_that_raises_is_told_under_its_setting(own: Own, tmp_path: Path
     with pytest.raises(ConfigError, match=told):
         metrics = {"metrics": {"mine": "mine:of_two"}}
         _trained(own, tmp_path, model="mine:Net", source="mine:pairs", train=metrics)
+
+
+NUMBERS = """
+class Sick(Dataset):
+    classes = ["no", "yes"]
+    def __init__(self, bad): self.bad = bad
+    def __len__(self): return 60
+    def __getitem__(self, i):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(i))
+        wide = torch.full((2, 3), float("nan") if i == self.bad else 1.0)
+        return {"a": x, "b": [wide[0, :1] + x, torch.tensor(2.0)]}, int(x[0] > 0)
+def sick(batch_size, bad=37):
+    return DataLoader(Sick(bad), batch_size), DataLoader(Sick(-1), batch_size)
+def well(batch_size): return sick(batch_size, bad=-1)
+calls = []
+def wrong(outputs, targets):
+    calls.append(1)
+    loss = functional.cross_entropy(outputs, targets)
+    return loss + (len(calls) > 4) * torch.tensor(-1.0).log() if len(calls) > 4 else loss
+def far(outputs, targets): return functional.cross_entropy(outputs * 1e38 * 1e38, targets)
+class Far(Net):
+    def forward(self, a, b):
+        self.calls += 1
+        return self.left(a) * (float("inf") if self.calls > 4 else 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "model", "loss", "said"),
+    [
+        (
+            "mine:sick",
+            "mine:Wide",
+            "auto",
+            r"^data.source: the loss became nan at step 3 \(epoch 1, .* at step 2. "
+            r"inputs\['b'\]\[0\] holds a number there that is not finite, in row 6 of that step",
+        ),
+        (
+            "mine:well",
+            "mine:Net",
+            "mine:wrong",
+            r"^train.loss: the loss became nan at step 4 .* mine:wrong gave it for outputs and "
+            "targets that are finite: look there",
+        ),
+        (
+            "mine:well",
+            "mine:Net",
+            "mine:far",
+            r"^train.loss: the loss became nan at step 1 .*no step was good. mine:far gave it",
+        ),
+        (
+            "mine:well",
+            "mine:Far",
+            "mine:mean_of",
+            r"^train.loss: became (nan|inf) at .*Lower optim",
+        ),
+        ("mine:well", "mine:Far", "auto", r"^train.loss: became nan at .*. Lower optim.lr"),
+    ],
+)
+def test_a_loss_that_is_no_number_is_blamed_on_the_row_or_the_loss_that_made_it(
+    own: Own, tmp_path: Path, source: str, model: str, loss: str, said: str
+) -> None:
+    """All of it was blamed on the learning rate."""
+    with pytest.raises(Diverged, match=said):
+        _trained(own, tmp_path, model=model, source=source, more=NUMBERS, train={"loss": loss})
 
 
 def test_a_model_that_reads_values_is_trained_though_nothing_can_be_foretold(

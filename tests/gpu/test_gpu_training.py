@@ -12,6 +12,8 @@ from tasks.engine import leaks, predictor, training
 from tasks.engine.config import RunConfig
 from tasks.engine.data import prepare
 from tasks.engine.device import detect
+from tasks.engine.models import ModelError
+from tasks.engine.readings import Diverged
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -181,3 +183,34 @@ def test_the_model_trained_on_a_gpu_predicts_on_a_cpu(tmp_path: Path) -> None:
     _, _, data = _train(tmp_path, train={"epochs": 2})
     loaded = predictor.load(tmp_path / "model")
     assert loaded.outputs(torch.zeros(3, *data.input_shape).numpy()).shape == (3, 10)
+
+
+@pytest.mark.parametrize(
+    ("made", "used", "said"),
+    [
+        ("self.wave = torch.randn(3, 3)", "x = self.first(x @ self.wave.to(x.device))", "wave"),
+        ("self.norm = nn.BatchNorm1d(3)", "x = self.first(self.norm(x))", ""),
+    ],
+)
+def test_a_model_trained_on_a_gpu_is_held_there_against_what_is_loaded_again(
+    own, tmp_path: Path, made: str, used: str, said: str
+) -> None:
+    from tests.engine.test_reloading import _trained
+
+    if not said:
+        assert _trained(own, tmp_path, made, used, device="cuda").steps
+        return
+    with pytest.raises(ModelError, match=f"apart\\): it computes with {said}, which it does not"):
+        _trained(own, tmp_path, made, used, device="cuda")
+
+
+def test_a_row_that_is_no_number_is_named_though_the_host_is_ahead_of_it(own, tmp_path) -> None:
+    from tests.engine.test_own_training import MINE, NUMBERS
+
+    own("mine", MINE + NUMBERS)
+    sections = {"model": {"name": "mine:Wide"}, "data": {"source": "mine:sick"}}
+    config = RunConfig.model_validate(sections | {"train": {"epochs": 1, "batch_size": 16}})
+    data, device = prepare(config.data, batch_size=16), detect("cuda")
+    said = r"^data.source: the loss became nan at step 3 .*inputs\['b'\]\[0\] holds .* in row 6 of"
+    with pytest.raises(Diverged, match=said):
+        training.train(config, device, data, folder=tmp_path / "run", log=lambda m, s: None)
