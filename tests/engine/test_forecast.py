@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks import forecast as benchmark
 from tasks.engine import assembly
 from tasks.engine.batches import feed, row_order
 from tasks.engine.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
@@ -188,3 +189,9 @@ def test_patience_keeps_a_second_set_of_weights_on_a_cpu(
         forecast(config_of("mlp", batch_size=64, patience=n), prepared["mlp"], cpu) for n in (0, 2)
     )
     assert patient.peak_bytes - plain.peak_bytes == plain.parameter_bytes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="which it then takes minutes to measure on")
+def test_the_benchmark_of_forecasts_is_left_out_in_one_line_without_a_cuda_device(capsys) -> None:
+    assert benchmark.main([]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
