@@ -55,6 +55,8 @@ bench: .venv/.bench
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.costs
 	$(BIN)/python -m benchmarks.prepare
+	$(BIN)/python -m benchmarks.quality
+	$(BIN)/python -m benchmarks.forecast
 
 # What the benchmarks compare with; nothing else needs it.
 .venv/.bench: .venv/.ready

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
-PACKAGES = ("torch", "prefect", "mlflow", "lightning", "accelerate", "numpy")
+PACKAGES = ("torch", "prefect", "mlflow", "lightning", "accelerate", "numpy", "scikit-learn")
 RESULTS = Path(__file__).parent / "results"
 
 

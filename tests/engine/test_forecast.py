@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks import forecast as benchmark
 from tasks.engine import assembly
 from tasks.engine.batches import feed
 from tasks.engine.best import Best
@@ -194,3 +195,9 @@ def test_the_best_weights_are_a_second_set_on_a_cpu(
     )
     assert best.peak_bytes - last.peak_bytes == last.parameter_bytes
     assert once.peak_bytes == last.peak_bytes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="which it then takes minutes to measure on")
+def test_the_benchmark_of_forecasts_is_left_out_in_one_line_without_a_cuda_device(capsys) -> None:
+    assert benchmark.main([]) == 0
+    assert capsys.readouterr().out.count("\n") == 1

@@ -31,10 +31,10 @@ pytestmark = pytest.mark.usefixtures("prefect_api", "there")
 
 @dataclass(frozen=True)
 class Trained:
-    """A folder with three finished runs in it, each in an experiment of its own."""
+    """A folder with finished runs in it, each in an experiment of its own."""
 
     folder: Path
-    runs: dict[str, str]  # ids by experiment: digits, table, text
+    runs: dict[str, str]  # ids by experiment: digits, table, houses, text
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,18 @@ def trained(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
     table["colour"] = random.choice(["red", "green", ""], size=200)
     table.loc[::7, "b"] = np.nan
     table.to_csv(folder / "table.csv", index=False)
+    area = random.uniform(40, 250, 300)
+    houses = pd.DataFrame({"area": area, "price": 3000 * area + random.normal(0, 20_000, 300)})
+    houses.to_csv(folder / "houses.csv", index=False)
     (folder / "book.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
     sections: dict[str, dict[str, Any]] = {
         "digits": {},
         "table": {"data": {"source": "csv", "path": "table.csv", "missing": "mean"}},
+        "houses": {
+            "data": {"path": "houses.csv", "target": "price"},
+            "optim": {"lr": 0.05},
+            "train": {"epochs": 4},
+        },
         "text": {
             "data": {"source": "text", "path": "book.txt", "context": 16},
             "model": {"name": "transformer", "args": {"layers": 1, "heads": 2, "width": 16}},
@@ -60,7 +68,7 @@ def trained(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for name, given in sections.items():
-            config = {**given, "train": {"epochs": 1}, "run": {"experiment": name}}
+            config = {"train": {"epochs": 1}, **given, "run": {"experiment": name}}
             runs[name] = train(RunConfig.model_validate(config))["run_id"]
     yield Trained(folder, runs)
 
@@ -120,6 +128,16 @@ def test_a_raw_table_with_text_and_holes_is_predicted_beside_the_columns_kept(
     found = pd.read_parquet(tmp_path / "out.parquet")
     assert found["name"].tolist() == [f"row {i}" for i in range(200)]
     _same(found, _expected(there.runs["table"], rows))
+
+
+def test_amounts_are_predicted_in_the_units_of_their_column(there: Trained, tmp_path: Path) -> None:
+    run_id = there.runs["houses"]
+    predict("houses.csv", str(tmp_path / "out.csv"), run=run_id)
+    found, houses = pd.read_csv(tmp_path / "out.csv"), pd.read_csv("houses.csv")
+    np.testing.assert_allclose(found, _expected(run_id, houses), rtol=1e-6)
+    measured = MlflowClient().get_run(run_id).data.metrics
+    off = (found["prediction"] - houses["price"]).abs().mean()
+    assert measured["val/r2"] > 0.8 and off == pytest.approx(measured["val/mae"], rel=0.3)
 
 
 def test_a_text_a_line_is_continued(there: Trained, tmp_path: Path) -> None:
