@@ -61,7 +61,7 @@ def encode(raw: Raw, task: str) -> Labels:
     whole = target.dtype.kind in "biu" or all(
         (target[part] == np.round(target[part])).all() for part in blocks_of(len(target))
     )
-    few, notes = None, ()
+    few, notes = None, tuple[str, ...]()
     if task == "auto":
         few = _distinct(target, most=MOST_AUTO_CLASSES) if whole else None
         task = "regression" if few is None else "classification"
