@@ -92,6 +92,13 @@ def may_hold_codes(lines: bytes) -> bool:
     return lines[:1] == b"0" and lines[1:2].isdigit()
 
 
+def begins_with_zero(texts: pa.Array) -> bool:
+    """Whether a text begins with a zero and goes on."""
+    zeros = compute.starts_with(texts, "0")
+    longer = compute.greater(compute.binary_length(texts), 1)
+    return bool(compute.any(compute.and_(zeros, longer)).as_py())
+
+
 def holds_codes(texts: pa.Array) -> bool:
     """Whether a text is of digits, the first a zero and not the last."""
     found = compute.match_substring_regex(texts, patterns(".")[CODE])
@@ -115,14 +122,20 @@ def _words(array: pa.Array, kind: str, spelling: Spelling) -> Cells:
         array = array.dictionary_encode()
     texts = array.dictionary.cast(pa.string())
     values = _filled(array.indices.cast(pa.int64()), -1)
-    given = [word or "" for word in texts.to_pylist()]
-    words = tuple(word.strip() for word in given)
+    given = texts.to_pylist()
+    words = tuple((word or "").strip() for word in given)
     forms = np.zeros(len(words), dtype=np.int64)
-    for form, pattern in patterns(spelling.decimal).items() if kind == TEXT and words else ():
+    known = reversed(patterns(spelling.decimal).items())
+    for form, pattern in known if kind == TEXT else ():
         found = compute.match_substring_regex(texts, pattern)
-        forms[(forms == 0) & _filled(found.cast(pa.uint8()), 0).astype(bool)] = form
-    nothing = (set(spelling.na) - {""}).intersection(given)
-    blank = np.array([not w or g in nothing for w, g in zip(words, given, strict=True)], dtype=bool)
+        fits = _filled(found.cast(pa.uint8()), 0).astype(bool)
+        if not fits.any():
+            break
+        forms[fits] = form
+    blank = np.array([not word for word in words], dtype=bool)
+    nothing = spelling.missing_words.intersection(given)
+    if nothing:
+        blank |= np.array([word in nothing for word in given], dtype=bool)
     if blank.any():
         values = np.where((values >= 0) & blank[values], -1, values)
     return Cells(kind, values, words=words, forms=forms, nothing=tuple(sorted(nothing)))

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import csv as pa_csv
 
-from tasks.engine.cells import AS_IT_IS, holds_codes, may_hold_codes
+from tasks.engine.cells import AS_IT_IS, begins_with_zero, holds_codes, may_hold_codes
 from tasks.engine.columns import BROKEN, Block, block_of
 from tasks.engine.in_order import in_order
 from tasks.engine.numerals import Spelling
@@ -110,28 +110,43 @@ def _known(wanted: _Wanted, block: Block) -> _Wanted:
 
 
 def _parsed(table: TextTable, wanted: _Wanted, lines: bytes) -> Block | _Refused:
-    places = wanted.places
     try:
-        parsed = _typed(table, lines, wanted)
-        if parsed is None:
-            parsed = _arrow(table, lines, places)
-        columns = [_one(parsed.column(i)) for i in range(len(places))]
-        _keep_codes(table, lines, places, columns)
+        columns = _plain(table, lines, wanted) or _typed(table, lines, wanted)
+        rows = len(columns[0])
         target = None if wanted.target is None else columns.pop()
-        return block_of(columns, target, parsed.num_rows, table.spelling)
+        return block_of(columns, target, rows, table.spelling)
     except BROKEN as error:
         return _Refused(lines, str(error))
 
 
-def _typed(table: TextTable, lines: bytes, wanted: _Wanted) -> pa.Table | None:
-    """None where a type does not hold here, or where these lines are no table."""
-    # To compare each cell with the words for a missing one takes a seventh of the time. Among
-    # numbers such a word is NaN all the same, or no number: then they are read once more.
-    for types, nulls in ((wanted.plain, [""]), (wanted.types, None)):
-        with suppress(pa.ArrowInvalid):
-            if types:
-                return _arrow(table, lines, wanted.places, types=types, nulls=nulls)
+def _plain(table: TextTable, lines: bytes, wanted: _Wanted) -> list[pa.Array] | None:
+    """The columns where all are numbers, as in the first block; None where some are not."""
+    if not wanted.plain:
+        return None
+    # Whole numbers as text first: to see whether one begins with a zero costs nothing there.
+    types = {i: pa.string() if kind == pa.int64() else kind for i, kind in wanted.plain.items()}
+    with suppress(pa.ArrowInvalid):
+        # To compare each cell with the words for a missing one takes a seventh of the time. Among
+        # numbers such a word is NaN all the same, or no number: then they are read once more.
+        parsed = _arrow(table, lines, wanted.places, types=types, nulls=[""])
+        columns = [_one(column) for column in parsed.columns]
+        texts = [column for column in columns if column.type == pa.string()]
+        if not any(begins_with_zero(column) for column in texts):
+            return [c.cast(pa.int64()) if c.type == pa.string() else c for c in columns]
     return None
+
+
+def _typed(table: TextTable, lines: bytes, wanted: _Wanted) -> list[pa.Array]:
+    """The columns as Arrow takes them, those whose type is known as that where it holds here."""
+    parsed = None
+    if wanted.types:
+        with suppress(pa.ArrowInvalid):
+            parsed = _arrow(table, lines, wanted.places, types=wanted.types)
+    if parsed is None:
+        parsed = _arrow(table, lines, wanted.places)
+    columns = [_one(column) for column in parsed.columns]
+    _keep_codes(table, lines, wanted.places, columns)
+    return columns
 
 
 def _keep_codes(
@@ -172,6 +187,7 @@ def _arrow(
             include_columns=[str(i) for i in wanted],
             column_types={str(i): kind for i, kind in (types or {}).items()},
             null_values=["", *table.spelling.na] if nulls is None else nulls,
+            strings_can_be_null=nulls is not None,
             decimal_point=table.spelling.decimal,
         ),
     )

@@ -45,9 +45,8 @@ class DataConfig(Section):
     """Rows with missing features, of csv, tsv and parquet. fail: refuse them; drop: leave them out;
     mean: take the mean of the training rows, and for text the category `missing`."""
     na: list[Text] | None = None
-    """Words that mean missing in csv, tsv and parquet, beside the empty cell; those that are
-    numbers, such as -999, also among numbers. Default: NA, N/A, NULL, NaN and the like in csv and
-    tsv, none in parquet."""
+    """Words that mean missing in csv, tsv and parquet, beside the empty cell; also numbers, in
+    quotes: ["-999"]. Default: NA, N/A, NULL, NaN and the like in csv and tsv, none in parquet."""
     decimal: Literal[".", ","] = "."
     """The decimal mark of numbers in csv and tsv."""
     task: Literal["auto", "classification", "multilabel", "regression", "tokens"] = "auto"

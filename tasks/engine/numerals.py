@@ -38,15 +38,20 @@ class Spelling:
     na: tuple[str, ...] = ()  # beside the empty cell, what means missing
 
     @cached_property
+    def missing_words(self) -> frozenset[str]:
+        return frozenset(self.na) - {""}
+
+    @cached_property
     def missing_numbers(self) -> list[float]:
         return numbers_of(self.na)
 
 
 @cache
 def patterns(decimal: str) -> dict[int, str]:
-    """By form, what a text looks like; the first that fits counts."""
+    """By form, what a text looks like; each pattern takes what the ones before it take, and the
+    first that fits counts."""
     # What Python's float() takes, infinities left out.
-    plain = rf"[+-]?([0-9]+[{decimal}]?[0-9]*|[{decimal}][0-9]+)([eE][+-]?[0-9]+)?"
+    plain = rf"[+-]?([0-9]+([{decimal}][0-9]*)?|[{decimal}][0-9]+)([eE][+-]?[0-9]+)?"
     found = {CODE: "0[0-9]+", DIGITS: "[0-9]+", NUMERAL: plain, WRITTEN: f"{_OTHERWISE}|{_DATE}"}
     return {form: rf"^\s*(?:{pattern})\s*$" for form, pattern in found.items()}
 

@@ -109,7 +109,9 @@ def _meant(name: str, value: Any) -> Any:
     kind = next((row.kind for row in table() if row.name == name), "")
     if kind.endswith(" or null") and value.lower() in ("none", "null"):
         return None
-    if kind in ("mapping", "list") or name.startswith(tuple(f"{mapping}." for mapping in MAPPINGS)):
+    if kind.removesuffix(" or null") in ("mapping", "list") or name.startswith(
+        tuple(f"{mapping}." for mapping in MAPPINGS)
+    ):
         return parse_value(value)
     return value if kind.startswith(("text", "one of")) else scalar(value.strip()) if value else ""
 

@@ -17,6 +17,7 @@ from tasks.engine.raw import DataError
 from tasks.engine.raw_rows import inputs_of
 from tasks.engine.row_batches import Needs
 from tasks.engine.row_files import batches
+from tasks.engine.settings import resolve
 
 NUMBERS_AS_TEXT = {
     "0,1234": "set data.decimal to ','",
@@ -337,3 +338,14 @@ def test_a_first_line_like_the_rows_below_is_no_header(tmp_path, text):
 )
 def test_names_may_be_numbers_or_words_of_the_rows(tmp_path, text):
     data.check(_csv(tmp_path, text, target=text.split("\n")[0].split(",")[-1]))
+
+
+def test_no_word_for_missing_can_be_asked_for_at_the_command_line():
+    """Story: `--data.na []` was told that data.na must be a list."""
+    asked = resolve(None, {"data.path": "a.csv", "data.na": "[]", "data.decimal": ","})
+    assert (asked.data.na, asked.data.decimal) == ([], ",")
+    assert resolve(None, {"data.path": "a.csv", "data.na": "[NA, '-999']"}).data.na == [
+        "NA",
+        "-999",
+    ]
+    assert resolve(None, {"data.path": "a.csv", "data.na": "null"}).data.na is None
