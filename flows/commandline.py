@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from tasks.engine.settings import ConfigError, resolve
-from tasks.engine.settings_table import MAPPINGS, Setting, table
+from tasks.engine.settings_table import MAPPINGS, Setting, described, table
 
 _SWITCHES = {
     "--dry-run": "Print the resolved settings and the device decision; train nothing.",
@@ -22,7 +22,7 @@ _SWITCHES = {
 _ALONE = (*_SWITCHES, "-h", "--help")  # take no value
 _OPTIONS = (*_SWITCHES, "--help", "--config")
 _METAVARS = {"whole": "N", "number": "NUMBER", "one": "WORD", "mapping": "YAML", "true": "BOOL"}
-_TITLES = {
+TITLES = {
     "device": "where to train",
     "data": "what to learn from",
     "model": "what is trained",
@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for switch, text in _SWITCHES.items():
         parser.add_argument(switch, action="store_true", help=text)
-    groups = {name: parser.add_argument_group(f"{name} ({text})") for name, text in _TITLES.items()}
+    groups = {name: parser.add_argument_group(f"{name} ({text})") for name, text in TITLES.items()}
     for row in table():
         groups[row.name.partition(".")[0]].add_argument(
             f"--{row.name}",
@@ -171,7 +171,4 @@ def _metavar(row: Setting) -> str:
 
 
 def _help(row: Setting) -> str:
-    limits = f"One of {row.limits}" if row.kind.startswith("one of") else row.limits.capitalize()
-    default = "" if "Default:" in row.text else f"Default: {row.default}."
-    told = [row.text, f"{limits}." if limits else "", default]
-    return " ".join(filter(None, told)).replace("%", "%%")
+    return described(row).replace("%", "%%")

@@ -9,17 +9,23 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
+    from tasks import signals, streams
+
+    streams.keep()
+    signals.catch()
     from flows.desk import leave, main  # answers --help and bad settings before prefect is imported
 
     leave(main(sys.argv[1:]))
 
+from functools import partial
 from typing import Any
 
-from prefect import flow
+from prefect.runtime import flow_run
 
+from flows.training import Training
 from tasks.detect_device import detect_device
 from tasks.engine.config import RunConfig
-from tasks.flow_run import describe, publish
+from tasks.flow_run import describe, publish, run_name, waited_s
 from tasks.preflight import check_fit, resolved
 from tasks.prepare_data import prepare_data
 from tasks.record import Record
@@ -28,7 +34,7 @@ from tasks.release_memory import release_memory
 from tasks.train_model import train_model
 
 
-@flow(name="train")
+@partial(Training, name="train", flow_run_name=run_name)
 def train(
     config: RunConfig = RunConfig(),  # noqa: B008 (frozen; Prefect's form shows it)
     overrides: dict[str, Any] | None = None,
@@ -42,7 +48,8 @@ def train(
     """
     with redacted_errors():
         config = resolved(config, overrides)
-    with redacted_errors(), Record(config, flow_run=describe()) as record:
+    named = Record(config, flow_run=describe(), name=flow_run.name, waited_s=waited_s())
+    with redacted_errors(), named as record:
         device = record.timed(
             detect_device,
             config.device,

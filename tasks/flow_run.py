@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 
+import psutil
 from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_API_URL
 
 from tasks.engine import report
+from tasks.engine.config import RunConfig
+from tasks.engine.settings import ConfigError, from_mapping, override
 from tasks.prefect_server import is_temporary
+from tasks.record import default_name
 from tasks.redaction import link
+
+# Unix time at which somebody asked for this run.
+ASKED_AT: ContextVar[float | None] = ContextVar("ASKED_AT", default=None)
 
 
 def describe() -> dict[str, str]:
@@ -27,6 +37,28 @@ def describe() -> dict[str, str]:
     if not is_temporary(PREFECT_API_URL.value() or ""):
         found["prefect.flow_run_url"] = link(flow_run.ui_url or "")
     return {k: str(v) for k, v in found.items() if v}
+
+
+def run_name() -> str:
+    """What a training is called, in Prefect as in MLflow: as asked, else by what it trains on what
+    and when. Prefect asks for it when the flow begins."""
+    asked = flow_run.parameters or {}
+    config = asked.get("config") or {}
+    try:
+        if not isinstance(config, RunConfig):
+            config = from_mapping(config)
+        config = override(config, asked.get("overrides"))
+    except ConfigError:
+        config = RunConfig()  # the flow itself will say what is wrong
+    return default_name(config)
+
+
+def waited_s() -> float:
+    """Seconds that a person has waited for this run by now; a worker's process is there for it."""
+    began = ASKED_AT.get()
+    if began is None and "PREFECT__FLOW_RUN_ID" in os.environ:
+        began = psutil.Process().create_time()
+    return 0.0 if began is None else max(0.0, time.time() - began)
 
 
 def publish(run: Mapping[str, Any]) -> None:

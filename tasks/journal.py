@@ -78,7 +78,8 @@ class Journal:
     def open(self, experiment: str | None) -> None:
         """Begin to open the experiment. `create` waits for it."""
         where = self.where.model_copy(update={"experiment": experiment or self.where.experiment})
-        self._tell({"do": "open", "where": where.model_dump()})
+        prefect_api = os.environ.get("PREFECT_API_URL", "")  # a desk has set it
+        self._tell({"do": "open", "where": where.model_dump(), "prefect_api": prefect_api})
 
     def create(
         self,
@@ -153,10 +154,11 @@ class Journal:
         self.notes.append(text)
         log.warning("%s", text)
 
-    def close(self, run: Mapping[str, Any]) -> None:
+    def close(self, run: Mapping[str, Any]) -> dict[str, float]:
         """Send what is left, with the files of the folder, and end the run with `run["status"]`.
 
-        Raises TrackingError where MLflow does not answer; everything is then still in the folder.
+        Returns the times that only the end could tell. Raises TrackingError where MLflow does not
+        answer; everything is then still in the folder.
         """
         with suppress(OSError):  # a full disk; it is for sending later, and also goes by the pipe
             self._restore()
@@ -164,8 +166,10 @@ class Journal:
         with self._telling:
             self._closing = {"do": "close", "run": dict(run)}
             self._tell(self._closing)
-        while "closed" not in self._answer(self.where.give_up_s + CLOSE_S):
+        while "closed" not in (answer := self._answer(self.where.give_up_s + CLOSE_S)):
             pass  # there is much of it, and it goes on
+        times: dict[str, float] = answer["times"]
+        return times
 
     def _tell(self, what: dict[str, Any]) -> None:
         assert self._sender is not None and self._sender.stdin is not None, "not entered"
@@ -209,6 +213,7 @@ class Journal:
         order = {
             "do": "resume",
             "where": self.where.model_dump(),
+            "prefect_api": os.environ.get("PREFECT_API_URL", ""),
             "folder": str(self.folder),
             "run_id": self.run_id,
             "experiment_id": self.experiment_id,

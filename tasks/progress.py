@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PLAIN_EVERY_S = 5.0
+QUIET_S = 30.0  # no longer without a line, however long an epoch or a step takes
 DRAW_EVERY_S = 0.1
 BAR_COLUMNS = 12
 SCORES = (
-    ("val/accuracy", "val {}"),
+    ("val/accuracy", "val accuracy {}"),
     ("val/r2", "val R2 {}"),
     ("val/perplexity", "val perplexity {}"),
     ("val/mae", "val mae {}"),
@@ -96,7 +97,15 @@ class Progress:
             return
         self._untold = True
         told_epoch, told_s = self._told or (0, self._began_s)
-        if now_s - told_s >= PLAIN_EVERY_S and self._epoch() > told_epoch:
+        quiet_s = now_s - told_s
+        if quiet_s >= PLAIN_EVERY_S and (self._epoch() > told_epoch or quiet_s >= QUIET_S):
+            self._tell(now_s)
+
+    def still(self) -> None:
+        """Say how far it is where that has not been said for long: within a step of minutes."""
+        now_s = self._now_s()
+        _, told_s = self._told or (0, self._began_s)
+        if self._bar is None and now_s - told_s >= QUIET_S:
             self._tell(now_s)
 
     def _epoch(self) -> int:
@@ -129,8 +138,9 @@ class Progress:
         left_steps = self._total_steps - self._step
         if self._ended or left_steps <= 0:
             return [seconds(now_s - self._began_s)]
-        if self._first is None or self._step <= self._first[0]:
-            return []  # one log point has no pace yet
+        if self._first is None or self._step <= self._first[0]:  # one log point has no pace yet
+            so_far_s = now_s - self._began_s
+            return [f"{clock(so_far_s)} so far"] if so_far_s >= QUIET_S else []
         first_step, first_s = self._first
         left_s = left_steps * (now_s - first_s) / (self._step - first_step)
         return [f"{clock(left_s)} left"]

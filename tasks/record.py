@@ -9,6 +9,7 @@ import json
 import logging
 import shlex
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,6 +21,8 @@ from uuid import uuid4
 
 import psutil
 
+from tasks import serve, signals
+from tasks.engine import unused
 from tasks.engine.assembly import steps_of
 from tasks.engine.config import RunConfig
 from tasks.engine.facts import DataFacts, DeviceFacts, ReleaseFacts, TrainFacts
@@ -28,8 +31,9 @@ from tasks.engine.oom_files import OutOfMemory
 from tasks.engine.past import WANTED, Past, alike
 from tasks.engine.settings_file import to_yaml
 from tasks.engine.timing import Stopwatch
+from tasks.engine.units import clock
 from tasks.journal import Journal, JournalError
-from tasks.progress import Progress
+from tasks.progress import QUIET_S, Progress
 from tasks.redaction import link, redacted, without_secrets
 from tasks.release_memory import LeakError
 from tasks.where import TrackingError, where
@@ -37,6 +41,7 @@ from tasks.where import TrackingError, where
 P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+LISTEN_EVERY_S = 5.0
 _ended: list[dict[str, Any]] = []
 
 
@@ -45,22 +50,41 @@ def last_ended() -> dict[str, Any] | None:
     return _ended[-1] if _ended else None
 
 
+def default_name(config: RunConfig) -> str:
+    """What a run is called: as asked, else by what it trains on what and when."""
+    return config.run.name or f"{config.model.name}-{config.data.source}-{_stamp()}"
+
+
+def _stamp() -> str:
+    return datetime.now().strftime("%Y%m%d-%H%M%S")
+
+
 class Record:
     """One run: its journal, its progress line, and the report at its end."""
 
-    def __init__(self, config: RunConfig, *, flow_run: dict[str, str]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        flow_run: dict[str, str],
+        name: str | None = None,
+        waited_s: float = 0.0,
+    ) -> None:
+        """name: of the flow run, which is then this run's too.
+        waited_s: how long a person has been waiting by now, for imports and servers."""
         self.config = config
         self.run: dict[str, Any] = {}  # what the report is made from, once the run has ended
         self._flow_run = flow_run
         self._where = where()
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        self.folder = Path(self._where.runs) / f"{stamp}-{uuid4().hex[:8]}"
-        self._name = config.run.name or f"{config.model.name}-{config.data.source}-{stamp}"
+        self.folder = Path(self._where.runs) / f"{_stamp()}-{uuid4().hex[:8]}"
+        self._name = name or default_name(config)
         self._watch = Stopwatch()
-        self._stages: dict[str, float] = {}
+        self._stages = {"time/start_s": waited_s}
+        self._stage = "starting"
         self._series: dict[str, float] = {}  # last values
         self._summary: dict[str, float] = {}
         self._tags: dict[str, str] = {}
+        self._warnings: list[str] = []
         self._owners: list[dict[str, Any]] = []
         self._kept: list[dict[str, Any]] = []  # memory that no tensor holds, by name
         self._failure: tuple[str, str] | None = None  # status and reason of the first failure
@@ -71,8 +95,12 @@ class Record:
         self._screen = ExitStack()
         self._journal = Journal(self._where, self.folder)
         self._progress: Progress | None = None
+        self._over = threading.Event()
 
     def __enter__(self) -> Record:
+        threading.Thread(target=self._tell_in_silence, daemon=True).start()
+        for line in unused.told(self.config):
+            log.warning("%s", line)
         self._journal.__enter__()
         self._journal.open(self.config.run.experiment)
         return self
@@ -82,16 +110,30 @@ class Record:
     ) -> None:
         try:
             self._screen.close()
+            self._progress, self._stage = None, "sending it to MLflow"
             if isinstance(error, LeakError):
                 self.released(error.facts)
             if self._journal.run_id:
                 self._end(error)
         finally:
+            self._over.set()
             self._journal.__exit__()
+
+    def _tell_in_silence(self) -> None:
+        """A line at least every half minute, whatever takes so long."""
+        silent_s = 0.0
+        while not self._over.wait(LISTEN_EVERY_S):
+            silent_s += LISTEN_EVERY_S
+            if self._progress is not None:
+                self._progress.still()
+            elif silent_s >= QUIET_S:
+                silent_s = 0.0
+                log.info("%s: %s so far", self._stage, clock(self._watch.total_s()))
 
     def timed(self, stage: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a task, and keep how long it took under its name."""
         name = getattr(stage, "name", stage.__class__.__name__)
+        self._stage = name.replace("_", " ")
         began = time.perf_counter()
         try:
             return stage(*args, **kwargs)
@@ -111,10 +153,11 @@ class Record:
             **({"data.notes": "; ".join(data.notes)} if data.notes else {}),
             "alike": alike(self.config, device, data),
         }
+        self._warn(data.warnings)
         began = time.perf_counter()
         measured = self._journal.create(
             name=self._name,
-            params=without_secrets(self.config.flat()),
+            params=without_secrets(unused.params(self.config)),
             tags=without_secrets(self._tags),
             wanted=WANTED,
         )
@@ -139,7 +182,12 @@ class Record:
         """Keep what the training measured."""
         self.held_bytes = facts.held_bytes
         self._summary |= facts.metrics
+        if self._progress is not None:
+            self._progress.update(
+                facts.metrics, self._step
+            )  # its last line says what the report says
         self._tags |= facts.tags
+        self._warn(facts.warnings)
         if facts.stats:
             self._write("memory/stats.json", json.dumps(facts.stats, indent=1))
 
@@ -147,6 +195,12 @@ class Record:
         self._files[name] = text
         (self.folder / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.folder / name).write_text(text)
+
+    def _warn(self, warnings: tuple[str, ...]) -> None:
+        """Keep what a person should doubt, in the report and as a tag."""
+        self._warnings += warnings
+        if self._warnings:
+            self._tags["warnings"] = "\n".join(self._warnings)
 
     def released(self, facts: ReleaseFacts) -> None:
         """Keep the proof that the memory was given back."""
@@ -168,7 +222,7 @@ class Record:
         self._owners = [asdict(owner) for owner in facts.owners]
 
     def _end(self, error: BaseException | None) -> None:
-        self._summary |= {**self._stages, "time/total_s": self._watch.total_s()}
+        self._summary |= self._stages
         new = {k: v for k, v in self._summary.items() if self._series.get(k) != v}
         if error is not None:
             self._fail(error)
@@ -196,9 +250,14 @@ class Record:
             "experiment_id": self._journal.experiment_id,
             "name": self._name,
             "status": status,
-            "params": self.config.flat(),
+            "params": unused.params(self.config),
             "tags": self._tags,
-            "metrics": {**self._series, **self._summary},
+            "metrics": {
+                **self._series,
+                **self._summary,
+                "time/total_s": self._stages["time/start_s"] + self._watch.total_s(),
+            },
+            "warnings": self._warnings,
             "owners": self._owners,
             "kept": self._kept,
             "error": reason,
@@ -208,7 +267,7 @@ class Record:
         self.run = without_secrets(self.run)
         _ended.append(self.run)
         try:
-            self._journal.close(self.run)
+            self.run["metrics"] |= self._journal.close(self.run)
         except TrackingError as unsent:
             log.error(
                 "%s. Nothing is lost: send it with `python -m tasks.tracking %s`",
@@ -220,9 +279,10 @@ class Record:
         """The first failure is the reason; what the release says after it must not hide it."""
         if self._failure is None:
             # A signal may have been overtaken by an error of the clearing up that it caused.
-            signals = [e for e in chain(error) if not isinstance(e, Exception)]
-            status = "KILLED" if signals else "FAILED"
-            self._failure = status, str(error) or type(error).__name__
+            ends = [e for e in chain(error) if not isinstance(e, Exception)]
+            status = "KILLED" if ends or signals.exit_code() else "FAILED"
+            said = signals.in_words() if signals.exit_code() else str(error)
+            self._failure = status, said or type(error).__name__
             if isinstance(error, OutOfMemory):
                 self._oom = asdict(error.explanation)
 
@@ -234,7 +294,8 @@ class Record:
             return link(uri).rstrip("/") + path
         here = Path("Makefile").is_file() and Path("tasks/serve.py").is_file()
         command = "make ui" if here else "python -m tasks.serve ui"
-        return f"{command}   # then http://127.0.0.1:5000{path}"
+        address, variable = serve.mlflow_address()
+        return f"{variable}{command}   # then {address}{path}"
 
 
 def _found(device: DeviceFacts) -> dict[str, str]:

@@ -122,6 +122,20 @@ def ui() -> int:
     os.execv(sys.executable, [sys.executable, "-m", "mlflow", "server", *arguments])
 
 
+def mlflow_address() -> tuple[str, str]:
+    """Where MLflow's pages are, or will be once `ui` has been called; and what is to be set before
+    that command, where the port is not the usual one."""
+    try:
+        up = [c for c in remembered(FOLDER) if c.name == "mlflow" and c.process()]
+        port = port_from(*MLFLOW_PORT)
+    except ServeError:  # it is `up` and `ui` that have to be told
+        return f"http://127.0.0.1:{MLFLOW_PORT[1]}", ""
+    if up:
+        return up[0].address, ""
+    variable, usual = MLFLOW_PORT
+    return f"http://127.0.0.1:{port}", "" if port == usual else f"{variable}={port} "
+
+
 def _plan() -> serve_up.Plan:
     chosen = where()
     prefect, mlflow = port_from(*PREFECT_PORT), port_from(*MLFLOW_PORT)

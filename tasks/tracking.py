@@ -26,7 +26,7 @@ from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it 
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  # noqa: E402
 
-from tasks import tracking_store  # noqa: E402
+from tasks import prefect_left, tracking_store  # noqa: E402
 from tasks.engine import report  # noqa: E402
 from tasks.redaction import redact_output, redacted  # noqa: E402
 from tasks.surroundings import code_version  # noqa: E402
@@ -45,6 +45,7 @@ class Session:
         self.answer = answer
         self.client: MlflowClient | None = None
         self.where: Where | None = None
+        self.prefect_api = ""
         self.experiment_id = ""
         self.sender: Sender | None = None
         self.is_swept = False
@@ -55,6 +56,7 @@ class Session:
         match order.pop("do"):
             case "open":
                 self.where = Where(**order["where"])
+                self.prefect_api = order.get("prefect_api", "")
                 self.client, self.experiment_id = tracking_store.open_experiment(self.where)
                 return {"ready": True}
             case "create":
@@ -74,14 +76,13 @@ class Session:
                 return {"resumed": True}
             case "close":
                 assert self.sender is not None
-                self.close(order["run"])
-                return {"closed": True}
+                return {"closed": True, "times": self.close(order["run"])}
         raise AssertionError("an unknown instruction")
 
     def resume(self, order: dict[str, Any]) -> None:
         """Go on with a run whose sending process ended. Ends this one too where it can't."""
         self.where, folder = Where(**order["where"]), Path(order["folder"])
-        self.experiment_id = order["experiment_id"]
+        self.experiment_id, self.prefect_api = order["experiment_id"], order["prefect_api"]
         try:
             self.client = MlflowClient(self.where.tracking_uri)
             run = self.client.get_run(order["run_id"])
@@ -111,8 +112,15 @@ class Session:
             # Somebody else's runs and files: not worth this run's end.
             with suppress(MlflowException, OSError, ValueError):
                 close_the_dead(self.client, self.where, self.experiment_id)
+            self.crash_the_dead()
 
-    def close(self, run: dict[str, Any]) -> None:
+    def crash_the_dead(self) -> None:
+        """In Prefect too. Its server may be gone, or ask for a password: then the next run does."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            if self.prefect_api:
+                prefect_left.crash_the_dead(self.prefect_api)
+
+    def close(self, run: dict[str, Any]) -> dict[str, float]:
         """End the run, trying again until `give_up_s` have passed."""
         assert self.sender is not None and self.where is not None
         self.sender.told_progress = partial(self.answer, {"sending": True})
@@ -132,6 +140,7 @@ class Session:
         """The training process is gone. If it did not close the run, it was killed."""
         if self.sender is not None and not self.sender.state.closed:
             resend(self.sender)
+            self.crash_the_dead()
         if self.where is not None:
             if self.client is not None and self.sender is not None:  # MLflow answers, as it seems
                 send_the_unsent(self.client, self.where)

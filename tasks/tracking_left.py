@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
 from mlflow import MlflowClient
 from mlflow.entities import Run, ViewType
 from mlflow.exceptions import MlflowException
 
 from tasks.journal_lines import metrics_before
+from tasks.prefect_left import is_alive
 from tasks.redaction import redacted
 from tasks.tracking_run import Sender, State, lock
 from tasks.where import Where
@@ -51,14 +51,6 @@ def _passed_over(which: str) -> Iterator[None]:
 
 def _folders(chosen: Where) -> set[str]:
     return {file.parent.name for file in Path(chosen.runs).glob("*/sent.json")}
-
-
-def is_alive(pid: str, started_at: str) -> bool:
-    """Whether that very process is there; a pid alone may be another process by now."""
-    try:
-        return abs(psutil.Process(int(pid)).create_time() - float(started_at)) < 1
-    except (psutil.NoSuchProcess, ValueError):
-        return False
 
 
 def send_the_unsent(client: MlflowClient, chosen: Where) -> None:

@@ -33,6 +33,7 @@ PIECE_BYTES = 2**15  # of the journal, where the training needs all cores: some 
 PARAMS = 100
 TAG_LIMIT = 7900  # characters; over 8,000 MLflow cuts, or refuses
 LOCK = "sending.lock"
+REPORT = "report.html"
 OURS = ("sent.json", "run.json", LOCK, RESERVE, "model")  # of a run's folder, what is no artifact
 
 
@@ -110,11 +111,12 @@ class Sender:
             self.wait_s = min(30.0, 2 * self.wait_s)
         self.pace.worked(time.process_time() - began)
 
-    def close(self, run: dict[str, Any]) -> None:
-        """Send all that is left and end the run. Raises what MLflow raises."""
+    def close(self, run: dict[str, Any]) -> dict[str, float]:
+        """Send all that is left and end the run; the times that only its end could tell. Raises
+        what MLflow raises."""
         (self.folder / RESERVE).unlink(missing_ok=True)  # where its process has died
         try:
-            self._send_the_rest(run)
+            times = self._send_the_rest(run)
         finally:
             self.telemetry.close()
             # Whatever else went wrong, the run is over, and says how it ended.
@@ -124,8 +126,10 @@ class Sender:
         # Only now: what was sent is a copy with the same rights, and is for all who may see MLflow.
         for path in self.folder.rglob("*"):
             path.chmod(0o700 if path.is_dir() else 0o600)
+        return times
 
-    def _send_the_rest(self, run: dict[str, Any]) -> None:
+    def _send_the_rest(self, run: dict[str, Any]) -> dict[str, float]:
+        began = time.perf_counter()
         run_id = self.state.run_id
         self.tags |= {k: str(v) for k, v in run.get("tags", {}).items()}
         self.flush()
@@ -134,17 +138,26 @@ class Sender:
         run["series"] = series(self.folder / "metrics.jsonl")
         command = run.get("open_command", "make ui")
         plots = report.plots(run, self._made("plots"))
-        page = report.html(run, plots, open_command=command)
-        (self.folder / "report.html").write_text(page, encoding="utf-8")
-        note = report.markdown(run, open_command=command)
-        self.client.set_tag(run_id, "mlflow.note.content", note)
         (self.folder / "environment.txt").write_text(environment())
         has_model = (self.folder / "model" / "spec.json").is_file()
         if run["status"] == "FINISHED" and has_model and not self.state.has_model:
             self._send_model()
         for name in sorted(os.listdir(self.folder)):
-            if name not in OURS:
+            if name not in (*OURS, REPORT):
                 self._artifact(self.folder / name)
+        # What is left takes next to no time, and shows what all of it took.
+        times = {"time/close_s": time.perf_counter() - began}
+        if "time/total_s" in run["metrics"]:
+            times["time/total_s"] = run["metrics"]["time/total_s"] + times["time/close_s"]
+        run["metrics"] = {**run["metrics"], **times}
+        now_ms = int(time.time() * 1000)
+        self._send([(k, v, now_ms, self.step) for k, v in times.items()])
+        page = report.html(run, plots, open_command=command)
+        (self.folder / REPORT).write_text(page, encoding="utf-8")
+        self._artifact(self.folder / REPORT)
+        note = report.markdown(run, open_command=command)
+        self.client.set_tag(run_id, "mlflow.note.content", note)
+        return times
 
     def _tell_damage(self) -> None:
         """Nothing comes any more: what is no whole line by now will never be one."""

@@ -65,16 +65,16 @@ def admit(
     rows = min(asked_micro_batch(config), past_micro_batch or config.train.batch_size)
     if device.kind == "cpu" and config.memory.limit_mib is None:
         return Admission(None, "", rows, "a cpu without memory.limit_mib gives what it has")
-    asked = _Asked(config, data, device, rows, past_peak_bytes, past_reserved_bytes)
+    # A limit is the whole process's: what it holds from before is not for this training.
+    held_bytes = allocator(torch.device(device.name)).read().get("reserved", 0)
+    asked = _Asked(config, data, device, rows, past_peak_bytes, past_reserved_bytes, held_bytes)
     untold = asked.untold()
     if untold is not None:
         return Admission(None, "", rows, untold)
     asked.refuse_hopeless_limit()
-    held_bytes = allocator(torch.device(device.name)).read().get("reserved", 0)
     until = now() + config.memory.wait_s
     is_told = False
     while True:
-        # A limit is the whole process's: what it holds from before is not for this training.
         room = room_bytes(config, free() if free else free_bytes(device), held_bytes=held_bytes)
         admission = asked.fitting(room)
         if admission is not None:
@@ -106,13 +106,15 @@ class _Asked:
         rows: int,
         past_peak_bytes: float | None,
         past_reserved_bytes: float | None,
+        held_bytes: int,
     ) -> None:
         self._config, self._data, self._device = config, data, device
+        self._held_bytes = held_bytes
         self._rows, self._past_peak_bytes = rows, past_peak_bytes
         self._past_needed_bytes = past_reserved_bytes or past_peak_bytes
         self._forecasts: dict[int, Forecast] = {}
         self._limit_bytes = room_bytes(config, None)
-        self.most_bytes = room_bytes(config, device.total_bytes)
+        self.most_bytes = room_bytes(config, device.total_bytes, held_bytes=held_bytes)
 
     def forecast(self, rows: int) -> Forecast:
         if rows not in self._forecasts:
@@ -167,11 +169,13 @@ class _Asked:
     def refusal(self, room: float, found: tuple[Holder, ...]) -> str:
         """Why the training can't be had; starts with the setting at fault."""
         least_bytes = self.forecast(1).needed_bytes
-        if least_bytes > self._limit_bytes:
+        if least_bytes + self._held_bytes > self._limit_bytes:
+            held = f" beside {_size(self._held_bytes)} that this process holds already"
             return (
-                f"memory.limit_mib: must be at least {math.ceil(least_bytes / MIB)}, for one row "
-                f"at a time (got {self._config.memory.limit_mib:g}); raise it, or make the model "
-                "smaller"
+                f"memory.limit_mib: must be at least "
+                f"{math.ceil((least_bytes + self._held_bytes) / MIB)}, for one row at a time"
+                f"{held if self._held_bytes else ''} (got {self._config.memory.limit_mib:g}); "
+                "raise it, or make the model smaller"
             )
         remedy = "make the model smaller, or choose another device"
         if least_bytes <= self.most_bytes:

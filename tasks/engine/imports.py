@@ -6,10 +6,12 @@ It travels with logged models, so it imports nothing of this project.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
 import re
+import signal
 import sys
 import sysconfig
 import traceback
@@ -19,8 +21,10 @@ from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
+T = TypeVar("T")
 ALLOW = "HEADROOM_ALLOW_IMPORTS"
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 OWN = ("flows", "tasks")  # this project's
@@ -150,20 +154,59 @@ def _imported(module: str, *, setting: str, refusal: type[ValueError]) -> Module
     try:
         with redirect_stdout(sys.stderr):
             return importlib.import_module(module)
-    except (Exception, SystemExit) as error:
-        if is_ours(error):
+    except BaseException as error:
+        if is_asked(error):
             raise
         told = f"{setting}: {module} cannot be imported: {told_of(error)}"
     raise refusal(told)
 
 
-def is_ours(error: BaseException) -> bool:
-    """Whether it is the end that a signal asked for: raised in this project, not in a user's."""
+def ends_told(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, which raises RuntimeError where a user's code would have ended the process.
+
+    What is raised says nothing that no file takes (half of a surrogate pair).
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            error.args = tuple(_text(one) if isinstance(one, str) else one for one in error.args)
+            raise
+        except BaseException as error:
+            if is_asked(error):
+                raise
+            told = told_of(error)
+        raise RuntimeError(told)
+
+    return call
+
+
+def is_asked(error: BaseException) -> bool:
+    """Whether it is the end that a signal or Prefect asked for; a user's own `sys.exit()` is not.
+
+    A handler of this project raises in its own file. Python's own, which knows Ctrl-C alone, can't
+    be told from a user's KeyboardInterrupt.
+    """
+    if isinstance(error, Exception):
+        return False
+    if type(error).__module__.partition(".")[0] == "prefect":
+        return True
+    if isinstance(error, KeyboardInterrupt):
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            return True
+    elif not isinstance(error, SystemExit):
+        return False
     frames = traceback.extract_tb(error.__traceback__)
     here = str(Path(__file__).parent.parent.parent) + os.sep
     inner = frames[-1].filename if frames else ""
-    ours = [here + name + os.sep for name in OWN]
-    return isinstance(error, SystemExit) and inner.startswith(tuple(ours))
+    return inner.startswith(tuple(here + name + os.sep for name in OWN))
+
+
+def _text(said: str) -> str:
+    """What a file takes: half of a surrogate pair as its escape."""
+    return said.encode(errors="backslashreplace").decode()
 
 
 def told_of(error: BaseException) -> str:
@@ -172,10 +215,10 @@ def told_of(error: BaseException) -> str:
     Its frames are let go of: they may hold a model.
     """
     place = _place(error)
-    text = " ".join(str(error).split())
+    text = " ".join(_text(str(error)).split())
     if text.startswith("Caught ") and " in DataLoader worker" in text:
         # A worker sends the whole traceback as text, of which the last line is the error.
-        last = str(error).strip().splitlines()[-1]
+        last = _text(str(error)).strip().splitlines()[-1]
         return f"{_in_text(str(error))}{last}"[:500]
     if isinstance(error, SyntaxError):
         text = error.msg

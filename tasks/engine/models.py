@@ -6,7 +6,6 @@ tokens (batch, tokens, outputs).
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tasks.engine.model_args import problems
 from tasks.engine.transformer import Transformer
 
 CHECKED_TOKENS = 8  # of a row: a context of 1,024 would cost GPT-2's size 3 s on two cores
@@ -53,7 +53,7 @@ def mlp(
     hidden: Sequence[int] = (128, 64),
     dropout: float = 0.0,
 ) -> nn.Module:
-    widths = _positive("hidden", hidden)
+    widths = list(hidden)
     layers: list[nn.Module] = [nn.Flatten()]
     for fan_in, fan_out in zip([math.prod(input_shape), *widths], widths, strict=False):
         layers += [nn.Linear(fan_in, fan_out), nn.ReLU(), *_dropout(dropout)]
@@ -65,7 +65,6 @@ def cnn(
     input_shape: Sequence[int], outputs: int, *, width: int = 32, dropout: float = 0.0
 ) -> nn.Module:
     """Two stages of 3x3 convolutions, each halving the image, and one linear layer."""
-    (wide,) = _positive("width", [width])
     if len(input_shape) != 3 or min(input_shape[1:]) < 4:
         raise ModelError(
             "model.name: cnn needs images of shape (channels, height, width) of at least 4 x 4 "
@@ -73,17 +72,17 @@ def cnn(
         )
     channels, height, width_px = input_shape
     return nn.Sequential(
-        nn.Conv2d(channels, wide, 3, padding=1),
+        nn.Conv2d(channels, width, 3, padding=1),
         nn.ReLU(),
-        nn.Conv2d(wide, wide, 3, padding=1),
+        nn.Conv2d(width, width, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(wide, 2 * wide, 3, padding=1),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
         *_dropout(dropout),
-        nn.Linear(2 * wide * (height // 4) * (width_px // 4), outputs),
+        nn.Linear(2 * width * (height // 4) * (width_px // 4), outputs),
     )
 
 
@@ -98,28 +97,14 @@ def transformer(
     positions: str = "rope",
 ) -> nn.Module:
     """A GPT. The smallest GPT-2 has layers 12, heads 12, width 768, positions learned."""
-    (deep,) = _positive("layers", [layers], most=1000)
-    (many,) = _positive("heads", [heads])
-    (wide,) = _positive("width", [width])
-    if positions not in ("rope", "learned"):
-        raise ModelError(f"model.args: positions must be rope or learned (got {positions!r})")
-    if wide % many:
-        raise ModelError(
-            f"model.args: width must be a multiple of heads (got width {wide} for {many} heads)"
-        )
-    if positions == "rope" and wide // many % 2:
-        raise ModelError(
-            f"model.args: width / heads must be even for positions rope (got {wide} / {many} = "
-            f"{wide // many}); use another width, or positions learned"
-        )
     (context,) = input_shape
     return Transformer(
         outputs,
         context=context,
-        layers=deep,
-        heads=many,
-        width=wide,
-        dropout=_share(dropout),
+        layers=layers,
+        heads=heads,
+        width=width,
+        dropout=dropout,
         rope=positions == "rope",
     )
 
@@ -139,12 +124,9 @@ def build(
 
     Raises ModelError for an unknown argument or one out of range.
     """
-    factory = MODELS[name]
-    known = list(inspect.signature(factory).parameters)[2:]
-    for unknown in sorted(set(args) - set(known)):
-        takes = f"takes {', '.join(known)}" if known else "takes no arguments"
-        raise ModelError(f"model.args: {unknown!r} is unknown; the model {name} {takes}")
-    return factory(tuple(input_shape), outputs, **args)
+    if wrong := problems(name, args):
+        raise ModelError(f"model.args: {wrong[0]}")
+    return MODELS[name](tuple(input_shape), outputs, **args)
 
 
 def check(
@@ -233,20 +215,5 @@ def _is_counted(module: nn.Module) -> bool:
     return isinstance(module, kinds) or theirs == ("transformers.pytorch_utils", "Conv1D")
 
 
-def _positive(name: str, values: Any, *, most: int = 2**20) -> list[int]:
-    fits = isinstance(values, Sequence) and not isinstance(values, str)
-    if not fits or not all(type(v) is int and 1 <= v <= most for v in values):
-        raise ModelError(
-            f"model.args: {name} must be whole numbers from 1 to {most} (got {values!r})"
-        )
-    return list(values)
-
-
-def _share(dropout: Any) -> float:
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise ModelError(f"model.args: dropout must be from 0 to below 1 (got {dropout!r})")
-    return dropout
-
-
-def _dropout(share: Any) -> list[nn.Module]:
-    return [nn.Dropout(share)] if _share(share) else []
+def _dropout(share: float) -> list[nn.Module]:
+    return [nn.Dropout(share)] if share else []

@@ -242,7 +242,7 @@ class MicroBatches:
             self._what,
             self.tried[-1],
             self.rows,
-            why,
+            ". ".join(why.split(". ")[:2]),  # a device's own words go on for a paragraph
         )
 
     def _grow(self) -> None:

@@ -1,11 +1,13 @@
-"""The import paths among the settings, held against what can be told without running any of the
-code behind them: forbidden ones, those of Python's own, and modules that are not there.
+"""The import paths among the settings and the arguments of a built-in model, held against what can
+be told without running any code or reading any data: forbidden paths, those of Python's own,
+modules that are not there, arguments that the model does not take.
 """
 
 from __future__ import annotations
 
 from tasks.engine.config import RunConfig
 from tasks.engine.imports import problem, unknown_word
+from tasks.engine.model_args import problems
 from tasks.engine.section import is_import
 from tasks.engine.settings import ConfigError
 
@@ -22,8 +24,11 @@ def paths(config: RunConfig) -> dict[str, str]:
 
 
 def check(config: RunConfig) -> None:
-    """Raises ConfigError with every path that can't be used; imports nothing."""
-    problems = [problem(setting, path) for setting, path in paths(config).items()]
-    told = dict.fromkeys(text for text in (unknown_word(), *problems) if text is not None)
+    """Raises ConfigError with every path and argument that can't be used; imports nothing."""
+    found = [problem(setting, path) for setting, path in paths(config).items()]
+    told = list(dict.fromkeys(text for text in (unknown_word(), *found) if text is not None))
+    if not is_import(config.model.name):
+        wrong = problems(config.model.name, config.model.args)
+        told += [f"model.args: {text}" for text in wrong]
     if told:
         raise ConfigError(*told)

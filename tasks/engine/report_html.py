@@ -14,7 +14,8 @@ from typing import Any
 from tasks.engine.phrases import Block, Report, Section
 from tasks.engine.units import number, percent, printable
 
-ALT = {"loss": "Loss by step", "time": "Where the time went", "memory": "Where the memory went"}
+# The plots on the page. That of the times shows the same bars once more.
+ALT = {"loss": "Loss by step", "memory": "Where the memory went"}
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6470; --line: #d8dde3;
@@ -60,7 +61,7 @@ def html(
         f'<p class="status {kind}">{escape(report.status)}</p><h1>{name}</h1>',
         f'<p class="facts">{escape(", ".join(report.headline))}</p>{error}',
         *(_section(section) for section in report.sections),
-        *(_picture(path) for path in plot_files),
+        *(_picture(path) for path in plot_files if path.stem in ALT),
         f"<h2>Open it in MLflow</h2><pre>{escape(command)}</pre>",
         "<h2>All of it</h2>",
         *(_details(title, run.get(key)) for title, key in _DETAILS),
@@ -105,8 +106,7 @@ def _table(block: Block) -> str:
 
 def _picture(path: Path) -> str:
     data = base64.b64encode(path.read_bytes()).decode("ascii")
-    alt = escape(ALT.get(path.stem, path.stem))
-    return f'<img alt="{alt}" src="data:image/png;base64,{data}">'
+    return f'<img alt="{ALT[path.stem]}" src="data:image/png;base64,{data}">'
 
 
 def _details(title: str, values: Mapping[str, Any] | None) -> str:

@@ -16,7 +16,6 @@ from tasks.engine.units import percent
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderResult
     from rich.table import Table
-    from rich.text import Text
 
 WIDEST = 112  # columns; longer bars say no more
 STATUS_STYLES = {"FINISHED": "bold green", "FAILED": "bold red", "KILLED": "bold yellow"}
@@ -39,19 +38,7 @@ def terminal(report: Report, command: str) -> Group:
         body.add_row("", "")
         body.add_row(section.title, Group(*_lines(section), *_blocks(section)))
     opening = Text.assemble(("\nOpen     ", "bold"), command, overflow="fold")
-    return Group(_title(report), Constrain(body, width=WIDEST), opening)
-
-
-def _title(report: Report) -> Text:
-    from rich.text import Text
-
-    title = Text()
-    if report.status:
-        title.append(f"{report.status:<9}", style=STATUS_STYLES.get(report.status, "bold"))
-    title.append(report.name, style="bold")
-    for fact in report.headline:
-        title.append(f"  {fact}")
-    return title
+    return Group(_Title(report), Constrain(body, width=WIDEST), opening)
 
 
 def _lines(section: Section) -> Iterator[_Line]:
@@ -87,6 +74,26 @@ def _bars(block: Block) -> Table:
     titled.add_row(Text(block.title, style="dim", no_wrap=True))
     titled.add_row(table)
     return titled
+
+
+@dataclass(frozen=True)
+class _Title:
+    """Status, name and headline on one line, or the headline on a second one, and never in two."""
+
+    report: Report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        report, title = self.report, Text()
+        if report.status:
+            title.append(f"{report.status:<9}", style=STATUS_STYLES.get(report.status, "bold"))
+        title.append(report.name, style="bold")
+        facts = "  ".join(report.headline)
+        if facts:
+            fits = title.cell_len + 2 + len(facts) <= options.max_width
+            title.append("  " if fits else "\n         ").append(facts)
+        yield title
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,23 @@ def override(config: RunConfig, overrides: Mapping[str, Any] | None) -> RunConfi
     return _validated(config.flat(), asked, problems=[])
 
 
+def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
+    """The settings of a plain dict, in sections or by dotted names, as a notebook has them.
+
+    Raises ConfigError with every problem.
+    """
+    if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
+        rule = "must be a RunConfig or a dict of sections, such as {'optim': {'lr': 0.01}}"
+        raise ConfigError(f"config: {rule} (got {shown(settings)})")
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in _SECTIONS and isinstance(value, Mapping):
+            flat |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            flat[name] = value
+    return override(RunConfig(), flat)
+
+
 def _from_file(file: str) -> tuple[list[Entry], list[Refused]]:
     root = parse(read_text(file))
     if root is None or (root.kind == "scalar" and root.value is None):

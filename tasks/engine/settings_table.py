@@ -39,6 +39,8 @@ _SYNONYMS = {
     "bf16": "train.precision",
     "random_seed": "train.seed",
     "early_stopping": "train.patience",
+    "save_best_only": "train.keep",
+    "load_best_model_at_end": "train.keep",
     "grad_accum": "train.accumulate",
     "accumulate_grad_batches": "train.accumulate",
     "gradient_accumulation_steps": "train.accumulate",
@@ -89,6 +91,13 @@ def markdown_table() -> str:
         name, kind, default, limits, text = (cell.replace("|", "\\|") for cell in row)
         lines.append(f"| `{name}` | {kind} | `{default}` | {limits} | {text} |")
     return "\n".join(lines) + "\n"
+
+
+def described(row: Setting) -> str:
+    """What a setting does, its limits and its default, in sentences."""
+    limits = f"One of {row.limits}" if row.kind.startswith("one of") else row.limits.capitalize()
+    default = "" if "Default:" in row.text else f"Default: {row.default}."
+    return " ".join(filter(None, [row.text, f"{limits}." if limits else "", default]))
 
 
 def unknown(name: str) -> str:

@@ -26,7 +26,7 @@ import numpy as np
 from tasks.engine.raw import DataError, shorten, size
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 STALE_S = 60  # a temporary folder younger than this may not be locked yet
 BLOCK_BYTES = 1 << 22  # of a file, with a checksum each: they are verified side by side
 READERS = 4
@@ -195,7 +195,8 @@ def refusals(cache: Path) -> Iterator[None]:
 
 def check_room(cache: Path, needed_bytes: int) -> None:
     """Raises DataError where the folder cannot be made, or its disk lacks room for the arrays."""
-    there = next(p for p in (cache, *cache.parents) if p.exists())
+    # Unlike pathlib's, False for any error: a name may be too long.
+    there = next(p for p in (cache, *cache.parents) if os.path.exists(p))
     shown = shorten(str(cache), 300)
     if not there.is_dir():
         raise DataError(f"data.cache: {shown} lies under {there}, a file; name another folder")

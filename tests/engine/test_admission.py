@@ -1,10 +1,13 @@
 """Who gets the memory: history before forecast, smaller before waiting, waiting before refusing."""
 
 import logging
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from tasks.engine import admission
 from tasks.engine.admission import admit
 from tasks.engine.config import MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from tasks.engine.data import prepare
@@ -168,6 +171,20 @@ def test_a_limit_is_room_too(data, gpu, cpu):
     assert asked(config, data, cpu, on_cpu).micro_batch == 64
     with pytest.raises(DeviceError, match="^memory.limit_mib: must be at least "):
         asked(config, data, gpu, on_gpu)  # cuBLAS alone takes more
+
+
+def test_a_limit_names_itself_where_what_is_held_already_makes_it_too_small(data, gpu, monkeypatch):
+    """A process that held memory from before was told that the device had too little free."""
+    held = {"reserved": 64 * MIB}
+    monkeypatch.setattr(admission, "allocator", lambda _: SimpleNamespace(read=lambda: held))
+    need_mib = forecast(config_of(), data, gpu, micro_batch=1).needed_bytes / MIB
+    with pytest.raises(DeviceError) as caught:
+        asked(config_of(limit_mib=need_mib + 1), data, gpu, Machine(2**33))
+    least = math.ceil(need_mib + 64)
+    assert str(caught.value).startswith(
+        f"memory.limit_mib: must be at least {least}, for one row at a time beside 64.0 MiB that "
+        "this process holds already (got "
+    )
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])

@@ -132,10 +132,10 @@ def test_what_an_import_prints_does_not_mix_with_the_output(
 
 
 def test_an_exit_that_a_signal_asked_for_is_no_mistake_of_the_user(own: Own) -> None:
-    """Told apart by where it was raised: in this project, as flows/desk.py does for SIGTERM."""
+    """Told apart by where it was raised: in this project, by tasks/signals.py."""
     own("mine", "import signal, os\ndef f():\n    os.kill(os.getpid(), signal.SIGTERM)\n")
     code = (
-        "import signal\nfrom flows.desk import _leave\nsignal.signal(signal.SIGTERM, _leave)\n"
+        "from tasks import signals\nsignals.catch()\nsignals.begin()\n"
         "from tasks.engine.imports import found\nfrom tasks.engine.calling import called\n"
         "f = found('mine:f', setting='a.b', refusal=ValueError)\n"
         "called(f, {}, setting='a.b', path='mine:f', refusal=ValueError)\n"

@@ -261,19 +261,23 @@ def test_it_grows_back_when_there_is_room_and_waits_longer_when_there_is_none(mo
     assert limited.micro.tried == [ROWS, ROWS]
 
 
-def test_what_only_saves_time_is_given_back_where_not_even_one_row_fits() -> None:
-    """A batch that was read ahead held the room that a step lacked."""
+def test_what_only_saves_time_is_given_back_where_not_even_one_row_fits(caplog) -> None:
+    """A batch that was read ahead held the room that a step lacked. Each halving was told with
+    all that PyTorch says about memory."""
+    told = "CUDA out of memory. Tried to allocate 2.00 MiB"
+    text = f"{told}. GPU 0 has a total capacity of 23.6 GiB of which 1.2 GiB is free. See also"
     training, spared, ahead = _Training(dropout=0.3), _Training(dropout=0.3, fixed=True), [1]
 
     def too_much(module: nn.Module, *_: object) -> None:
         if ahead:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+            raise torch.OutOfMemoryError(text)
 
     training.model[0].register_forward_hook(too_much)
     training.micro._give_back = lambda: bool(ahead and ahead.pop())
     assert training.train(2) == spared.train(2)
     assert training.micro.tried == [32, 16, 8, 4, 2]
     assert training.micro.rows == ROWS and training.micro.recovered == 6
+    assert caplog.messages[0].endswith(f"{ROWS} rows: going on with {ROWS // 2} ({told})")
     _assert_equal(training, spared)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tasks.engine import report
+from tasks.engine import plots, report
 from tasks.engine.sections import sections
 from tasks.engine.units import clock, mebibytes, milliseconds, number, percent, printable, seconds
 
@@ -221,6 +221,23 @@ def test_a_cpu_run_tells_what_a_person_asks() -> None:
         assert phrase in text
 
 
+@pytest.mark.parametrize("name", ["mlp-digits-20261122-041031", "transformer-text-20261122-041031"])
+def test_no_headline_is_broken_at_80_columns(name: str) -> None:
+    """One line ended in "4.30 s in", the next was "all  on cpu"."""
+    lines = _terminal({**_cpu(), "name": name}, width=80).splitlines()
+    facts = "val/accuracy 0.9833  4.21 s in all  on cpu"
+    short = f"FINISHED {name}  {facts}"
+    assert lines[:1] == [short] or lines[:2] == [f"FINISHED {name}", f"         {facts}"]
+
+
+def test_the_page_shows_each_thing_once(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in PLOTS]
+    for file in files:
+        file.write_bytes(b"x")
+    page = report.html(_cpu(), files, open_command=COMMAND)
+    assert page.count("stages of the run") == 1 and page.count("<img") == 2
+
+
 def test_a_gpu_run_tells_where_its_memory_went() -> None:
     text = _terminal(_cuda())
     for phrase in (
@@ -341,7 +358,7 @@ def test_the_page_stands_alone_and_runs_nothing(tmp_path: Path) -> None:
     tags = [tag for tag, _ in parser.seen]
     assert not {"script", "link", "iframe", "a", "object"} & set(tags)
     images = [attributes for tag, attributes in parser.seen if tag == "img"]
-    assert len(images) == len(files) == 3
+    assert len(images) == 2 and len(files) == 3
     assert all((a["src"] or "").startswith("data:image/png;base64,") for a in images)
     assert not [a for _, attributes in parser.seen for a in attributes if a.startswith("on")]
     assert "default-src 'none'" in page and "prefers-color-scheme: dark" in page
@@ -381,6 +398,25 @@ def test_plots_are_large_enough_to_read(make: Make, tmp_path: Path) -> None:
 )
 def test_only_what_has_data_is_drawn(run: dict[str, Any], names: list[str], tmp_path: Path) -> None:
     assert [f.name for f in report.plots(run, tmp_path)] == names
+
+
+def test_the_epoch_whose_weights_are_logged_is_told_and_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The picture's last point is the last epoch; the number beside it must be the best one's."""
+    run = _cpu()
+    last_step = run["series"]["val/accuracy"][-1][0]
+    run["series"]["val/accuracy"] = [[1, 0.5, 0], [2, 0.875, 0], [last_step, 0.75, 0]]
+    # The run's final value, which MLflow has at the last step too.
+    run["series"]["val/accuracy"].append([last_step, 0.875, 1])
+    run["metrics"] |= {"val/accuracy": 0.875, "train/best_epoch": 2.0, "train/epoch": 3.0}
+    text = report.markdown(run, open_command=COMMAND)
+    assert "the weights are those of epoch 2 of 3: its val/loss is the lowest" in text
+    marked = []
+    monkeypatch.setattr(plots, "_mark", lambda ax, point, text: marked.append((point, text)))
+    report.plots(run, tmp_path)
+    assert marked == [((2, 0.875), "0.875")]
+    assert plots._points(run, "val/accuracy")[-1] == (last_step, 0.75)
 
 
 def test_a_report_reads_the_same_from_json() -> None:

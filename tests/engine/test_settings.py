@@ -10,8 +10,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tasks.engine import own_paths, unused
 from tasks.engine.config import RunConfig
-from tasks.engine.settings import ConfigError, override, resolve
+from tasks.engine.settings import ConfigError, from_mapping, override, resolve
 from tasks.engine.settings_file import MAX_BYTES, Refused, parse_value, scalar, to_yaml
 from tasks.engine.settings_table import markdown_table, table, unknown
 
@@ -454,3 +455,73 @@ def test_yaml_1_1_would_have_read_it_differently() -> None:
     assert yaml.safe_load("1e-3") == "1e-3" and scalar("1e-3") == 0.001
     assert yaml.safe_load("off") is False and scalar("off") == "off"
     assert yaml.safe_load("12:30") == 750 and scalar("12:30") == "12:30"
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        (
+            {"data.source": "csv", "data.path": "a.csv", "data.rows": 5000},
+            "data.rows: has no effect (got 5000): it is for data.source synthetic (this is csv)",
+        ),
+        (
+            {"optim": {"name": "sgd", "beta2": 0.9}},
+            "optim.beta2: has no effect (got 0.9): it is for AdamW (optim.name is sgd)",
+        ),
+        (
+            {"train": {"patience": 30}},
+            "train.patience: has no effect (got 30): the run ends after 20 epochs, by train.epochs",
+        ),
+        (
+            {"data.source": "text", "data.split_seed": 3},
+            "data.split_seed: has no effect (got 3): it is not for tokens (data.source is text)",
+        ),
+        (
+            {"data.context": 64},
+            "data.context: has no effect (got 64): it is for data.source text or tokens "
+            "(this is digits)",
+        ),
+    ],
+)
+def test_a_setting_without_effect_is_told(asked: dict[str, Any], line: str) -> None:
+    """data.rows with a csv file was taken in silence."""
+    assert unused.told(from_mapping(asked)) == [line]
+
+
+def test_a_setting_without_meaning_is_no_param_of_the_run() -> None:
+    params = unused.params(from_mapping({"data.source": "text", "optim.name": "sgd"}))
+    assert params["data.context"] == 128 and params["train.patience"] == 0
+    assert not {"data.rows", "data.scale", "data.drop", "optim.beta2"} & set(params)
+    assert not unused.told(RunConfig())
+
+
+def test_arguments_of_a_built_in_model_are_checked_by_the_settings_alone() -> None:
+    """They were built, and refused, after the data had been prepared."""
+    config = from_mapping({"model.args": {"hidden": 256, "droput": 0.1}})
+    with pytest.raises(ConfigError) as caught:
+        own_paths.check(config)
+    assert caught.value.problems == (
+        "model.args: hidden must be a list of whole numbers from 1 to 1,048,576, such as [256] "
+        "(got 256)",
+        "model.args: 'droput' is unknown; the model mlp takes hidden, dropout; "
+        "did you mean dropout?",
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"train": {"epochz": 2}}, "train.epochz: unknown setting; did you mean train.epochs?"),
+        ({"optim.lr": "0.1"}, "optim.lr: must be a number (got '0.1'); drop the quotes"),
+        ({"optim": None}, "optim: is empty; write its settings under it, or leave it out"),
+        (
+            [1],
+            "config: must be a RunConfig or a dict of sections, such as {'optim': {'lr': 0.01}} "
+            "(got [1])",
+        ),
+    ],
+)
+def test_a_dict_of_a_notebook_is_refused_as_a_file_is(given: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(given)
+    assert str(caught.value) == told

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import socket
 import sqlite3
@@ -149,6 +150,34 @@ def test_up_is_up_and_a_second_up_starts_nothing(service: Service) -> None:
     assert (service.project / ".headroom/serve/state.json").read_text() == before
     assert service.serve("status").count(" up ") == 3
     assert answers(f"http://127.0.0.1:{service.env['HEADROOM_MLFLOW_PORT']}/health")
+
+
+def test_the_prefect_commands_of_the_readme_work_in_a_fresh_shell(service: Service) -> None:
+    """As they were written they asked a server that Prefect started for itself, and hung."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    commands = [block for block in blocks if "prefect " in block]
+    assert len(commands) == 2
+    api = f"{service.url}/api"
+    call("PATCH", f"{api}/work_pools/headroom", {"is_paused": True})  # they are only asked for
+    try:
+        for block in commands:
+            script = block.replace("http://127.0.0.1:4200/api", api)
+            script = script.replace(".venv/bin/activate", "./activate")
+            (service.project / "activate").write_text(f"PATH={Path(sys.executable).parent}:$PATH\n")
+            home = {"HOME": str(service.project), "PATH": os.environ["PATH"]}
+            done = subprocess.run(
+                ["sh", "-ec", script], cwd=service.project, env=home, capture_output=True, text=True
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "Created flow run" in done.stdout
+        assert "train" in done.stdout.rpartition("Created flow run")[2], "what flow-run ls shows"
+        asked = call("POST", f"{api}/flow_runs/filter", {"sort": "START_TIME_DESC"})
+        runs = [run for run in asked if not run["auto_scheduled"]]
+        assert len(runs) == 2
+        for run in runs:
+            call("DELETE", f"{api}/flow_runs/{run['id']}")
+    finally:
+        call("PATCH", f"{api}/work_pools/headroom", {"is_paused": False})
 
 
 def test_it_listens_on_this_machine_only(service: Service) -> None:

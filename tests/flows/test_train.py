@@ -20,7 +20,6 @@ from tasks import journal
 from tasks.engine import predictor, training
 from tasks.engine.admission import Admission
 from tasks.engine.config import RunConfig
-from tasks.engine.models import ModelError
 from tasks.engine.oom_files import OutOfMemory
 from tasks.engine.raw import DataError
 from tasks.engine.readings import Diverged
@@ -57,7 +56,8 @@ def test_a_run_on_digits_leaves_every_group_of_the_record(place: Path) -> None:
     assert run.info.run_name == "my run"
     assert client.get_experiment(run.info.experiment_id).name == "mine"
     assert params["optim.lr"] == "0.002" and params["data.source"] == "digits"
-    assert set(params) == set(RunConfig().flat())
+    assert set(params) < set(RunConfig().flat())
+    assert not {"data.context", "data.rows", "data.drop", "data.args"} & set(params), "mean nothing"
 
     assert tags["device"] == "cpu" and tags["device.kind"] == "cpu"
     assert tags["device.reason"].startswith("cpu")
@@ -107,7 +107,33 @@ def test_a_run_on_digits_leaves_every_group_of_the_record(place: Path) -> None:
         reports = prefect.read_artifacts()
         flow_run = prefect.read_flow_run(tags["prefect.flow_run_id"])
     assert any(made["run_id"] in (artifact.key or "") for artifact in reports)
+    assert flow_run.name == made["name"] == "my run"
     assert flow_run.state_name == "Completed"
+
+
+def test_a_run_is_found_by_one_name_in_prefect_and_mlflow(place: Path) -> None:
+    made = train({"data.rows": 100, "data.source": "synthetic"}, overrides={"train.epochs": 1})
+    assert made["name"].startswith("mlp-synthetic-")
+    with get_client(sync_client=True) as prefect:
+        flow_run = prefect.read_flow_run(made["tags"]["prefect.flow_run_id"])
+    assert flow_run.name == made["name"]
+    assert _client().get_run(made["run_id"]).info.run_name == made["name"]
+
+
+def test_the_form_shows_the_limits_and_the_groups_and_overrides_first() -> None:
+    form = train.parameters.model_dump()
+    assert [
+        p["title"] for p in sorted(form["properties"].values(), key=lambda p: p["position"])
+    ] == [
+        "overrides",
+        "config",
+    ]
+    sections = form["definitions"]["RunConfig"]["properties"]
+    assert sections["optim"]["title"] == "optim"
+    assert sections["optim"]["description"] == "how it learns"
+    lr = form["definitions"]["OptimConfig"]["properties"]["lr"]
+    assert lr["title"] == "optim.lr"
+    assert lr["description"] == "Peak learning rate. Above 0, at most 1,000. Default: 0.002."
 
 
 def test_the_logged_model_predicts_what_the_training_process_would(
@@ -138,6 +164,31 @@ def test_a_second_run_reuses_the_prepared_data_and_gives_the_same_bits(place: Pa
     assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
     first, second = (run.data.tags["data.fingerprint"] for run in _runs())
     assert first == second
+
+
+def test_the_best_epoch_is_what_is_logged_and_what_is_doubtful_is_said(place: Path) -> None:
+    """A run on noise ended with its last epoch, the worst, FINISHED and green."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(200, 8)).astype(np.float32)
+    y = random.normal(size=200)
+    np.savez(place / "noise.npz", x=np.r_[x, x[:20]], y=np.r_[y, y[:20]])
+    made = _train(
+        data={"source": "npz", "path": str(place / "noise.npz"), "cache": str(place / "data")},
+        optim={"lr": 0.05},
+        train={"epochs": 8, "batch_size": 16},
+    )
+    client = _client()
+    run = client.get_run(made["run_id"]).data
+    history = client.get_metric_history(made["run_id"], "val/loss")
+    losses = {m.step: m.value for m in sorted(history, key=lambda m: -m.timestamp)}
+    assert run.metrics["val/loss"] == min(losses.values()) < losses[max(losses)]
+    epoch = int(run.metrics["train/best_epoch"])
+    assert losses[sorted(losses)[epoch - 1]] == min(losses.values())
+    assert "are training rows too" in run.tags["warnings"]
+    assert f"those of epoch {epoch} of 8" in run.tags["mlflow.note.content"]
+    assert "are training rows too" in run.tags["mlflow.note.content"]
+    report = Path(client.download_artifacts(made["run_id"], "report.html", str(place)))
+    assert "are training rows too" in report.read_text()
 
 
 def test_overrides_reach_into_sections_that_a_deployment_set() -> None:
@@ -240,7 +291,7 @@ def test_a_leak_is_found_and_its_owner_named(on_leak: str, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("sections", "kind", "message"),
     [
-        ({"model": {"args": {"hiden": [3]}}}, ModelError, "model.args: 'hiden' is unknown"),
+        ({"model": {"args": {"hiden": [3]}}}, ConfigError, "model.args: 'hiden' is unknown"),
         ({"data": {"source": "csv", "path": "no.csv"}}, DataError, "data.path: .*no.csv"),
         ({"train": {"batch_size": 5000}}, ConfigError, "train.batch_size: must be at most the 14"),
         ({"train": {"loss": "mse"}}, ConfigError, "train.loss: mse does not fit"),

@@ -91,13 +91,28 @@ def test_plain_lines_come_at_most_every_five_seconds(caplog: Any) -> None:
     ]
 
 
-def test_plain_lines_come_at_most_once_an_epoch(caplog: Any) -> None:
+def test_a_long_epoch_has_a_plain_line_every_half_minute(caplog: Any) -> None:
+    """There was one line an epoch, were it hours long."""
     clock = Clock()
-    with _plain(clock, total_steps=100, epochs=2) as progress:
+    with _plain(clock, total_steps=100, epochs=1) as progress:
         for step in range(1, 101):
-            clock.s += 60
+            clock.s += 6
             progress.update(METRICS, step)
-    assert [m.split("  ")[0] for m in caplog.messages] == ["epoch 1/2", "epoch 2/2", "epoch 2/2"]
+    ends = [message.split("  ")[-1] for message in caplog.messages]
+    assert ends[1:4] == ["9:24 left", "8:54 left", "8:24 left"] and len(ends) == 21
+
+
+def test_a_step_of_minutes_has_a_line_every_half_minute_too(caplog: Any) -> None:
+    clock = Clock()
+    with _plain(clock) as progress:
+        for _ in range(14):
+            clock.s += 5
+            progress.still()
+        assert caplog.messages == ["epoch 1/10  0:30 so far", "epoch 1/10  1:00 so far"]
+        progress.update(METRICS, 20)
+        clock.s += 29
+        progress.still()
+        assert len(caplog.messages) == 3
 
 
 def test_the_last_line_always_comes_and_tells_how_long_it_took(caplog: Any) -> None:
@@ -107,7 +122,7 @@ def test_the_last_line_always_comes_and_tells_how_long_it_took(caplog: Any) -> N
         clock.s += 1.5
         progress.update({"val/accuracy": 0.9833, "train/epoch": 10.0}, 100)
     assert caplog.messages == [
-        "epoch 10/10  loss 0.412  val 0.9833  41,200 samples/s  peak 6.10 GiB  1.50 s"
+        "epoch 10/10  loss 0.412  val accuracy 0.9833  41,200 samples/s  peak 6.10 GiB  1.50 s"
     ]
 
 

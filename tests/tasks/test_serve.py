@@ -116,6 +116,17 @@ def test_a_port_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: s
         serve_processes.port_from(*serve.MLFLOW_PORT)
 
 
+def test_the_link_to_a_run_has_the_port_that_is_served(
+    folder: Path, sleeper: Component, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was 5000 whatever HEADROOM_MLFLOW_PORT and `make serve` said."""
+    assert serve.mlflow_address() == ("http://127.0.0.1:5000", "")
+    monkeypatch.setenv("HEADROOM_MLFLOW_PORT", "5055")
+    assert serve.mlflow_address() == ("http://127.0.0.1:5055", "HEADROOM_MLFLOW_PORT=5055 ")
+    serve_processes.remember(folder, [replace(sleeper, name="mlflow", address="http://here:1")])
+    assert serve.mlflow_address() == ("http://here:1", "")
+
+
 def test_up_refuses_while_a_part_has_died_and_ends_nothing(
     folder: Path,
     sleeper: Component,

@@ -70,7 +70,8 @@ def test_whoever_waits_for_a_long_end_hears_that_it_goes_on(tmp_path: Path, monk
     session.obey({"do": "create", **order})
     lines = [line_of({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 36)]
     (folder / "metrics.jsonl").write_bytes(b"".join(lines))
-    assert session.obey({"do": "close", "run": END}) == {"closed": True}
+    answer = session.obey({"do": "close", "run": END})
+    assert answer is not None and answer["closed"] and answer["times"]["time/close_s"] > 0
     assert heard == [{"sending": True}] * 4
     assert session.sender is not None and session.sender.held is not None
     session.sender.held.close()
@@ -82,7 +83,7 @@ def test_the_end_waits_while_there_are_signs_of_it(tmp_path: Path, monkeypatch) 
     kept = journal.Journal(where, tmp_path)
 
     def answers() -> None:
-        for answer in [{"sending": True}] * 4 + [{"closed": True}]:
+        for answer in [{"sending": True}] * 4 + [{"closed": True, "times": {}}]:
             time.sleep(0.15)  # longer than the time without a sign, all together
             kept._answers.put(answer)
 

@@ -1,0 +1,66 @@
+"""The flow of a training as Python and Prefect's form meet it. Called from a notebook it takes a
+plain dict, has the same server, lines, report and refusals as the command; in the form it has its
+settings in groups, with their limits. A worker calls neither: it plays the flow itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefect import Flow
+from prefect.context import FlowRunContext
+from prefect.utilities.callables import ParameterSchema
+
+from flows import desk
+from flows.commandline import TITLES
+from tasks.engine.config import RunConfig
+from tasks.engine.settings import from_mapping
+from tasks.engine.settings_table import described, table
+from tasks.preflight import BAD_INPUT, resolved
+
+
+class Training(Flow[..., dict[str, Any]]):
+    """A flow of `config` and `overrides`."""
+
+    def __init__(self, fn: Any, **settings: Any) -> None:
+        super().__init__(fn, **settings)
+        self.parameters = _form(self.parameters)
+
+    def __call__(  # type: ignore[override]
+        self,
+        config: RunConfig | Mapping[str, Any] = RunConfig(),  # noqa: B008 (frozen)
+        overrides: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Train, print the report, and return the run. Raises what the run raises; what is wrong
+        with what was asked is one sentence, without the frames of pydantic and Prefect."""
+        try:
+            given = config if isinstance(config, RunConfig) else from_mapping(config)
+            asked = resolved(given, overrides)
+            if FlowRunContext.get() is not None:  # a step of somebody's own flow
+                return super().__call__(config=asked)
+            with desk.called():
+                run: dict[str, Any] = super().__call__(config=asked)
+        except BAD_INPUT as error:
+            raise error.with_traceback(None) from None
+        desk.show(run)
+        return run
+
+
+def _form(parameters: ParameterSchema) -> ParameterSchema:
+    """The same parameters, `overrides` first, each setting under its dotted name and with its
+    limits in words."""
+    first = ("overrides", "config")
+    properties = {name: parameters.properties[name] for name in first}
+    for position, name in enumerate(first):
+        properties[name]["position"] = position
+    sections = parameters.definitions["RunConfig"]["properties"]
+    for section, title in TITLES.items():
+        sections[section] |= {"title": section, "description": title}
+    for row in table():
+        section, _, name = row.name.partition(".")
+        kind = RunConfig.model_fields[section].annotation
+        assert isinstance(kind, type)
+        fields = parameters.definitions[kind.__name__]["properties"]
+        fields[name] |= {"title": row.name, "description": described(row)}
+    return parameters.model_copy(update={"properties": properties})
