@@ -1,38 +1,49 @@
 """A run's record as the training process keeps it: every metric goes to a local file first, and a
 second process (`tracking.py`) sends it to MLflow, so that no step ever waits for a database and
-nothing is lost where MLflow is away. This process never imports mlflow.
+nothing is lost where MLflow is away, where that process is killed (another goes on), or where the
+run's folder is removed. This process never imports mlflow.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from tasks.journal_lines import line_of
 from tasks.redaction import redacted
 from tasks.where import TrackingError, Where
 
 OPEN_S = 180.0  # the first use of a new database on a busy machine, with room to spare
 CLOSE_S = 120.0  # without a sign of it, beside the time for a store that is away
+RESTARTS = 5  # of a sending process that ends in mid-run: on a host without memory each may
+RESERVE = "reserve"  # a file that holds the room for a run's end on a disk that fills up
+RESERVE_BYTES = 1 << 20
 
+log = logging.getLogger(__name__)
 _spare: list[subprocess.Popen[str]] = []
 
 
 def warm_up(where: Where) -> None:
     """Start the sending process ahead of need: it imports mlflow while this one imports torch."""
     _spare.append(_spawn(where))
+
+
+class JournalError(RuntimeError):
+    """A run that has begun can't be kept any more; the text starts with the setting at fault."""
 
 
 class Journal:
@@ -43,21 +54,26 @@ class Journal:
         self.folder = folder
         self.run_id = ""
         self.experiment_id = ""
+        self.notes: list[str] = []  # what befell the record on its way
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._metrics: FileIO | None = None
         self._sender: subprocess.Popen[str] | None = None
+        self._closing: dict[str, Any] | None = None
+        self._is_left = False
+        self._telling = threading.Lock()  # while orders go to a sending process, or it is replaced
 
     def __enter__(self) -> Journal:
         self._sender = _spare.pop() if _spare else _spawn(self.where)
-        threading.Thread(target=self._listen, args=(self._sender,), daemon=True).start()
+        here = copy_context()  # Prefect knows by it which run's log this is
+        threading.Thread(target=here.run, args=(self._listen,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_left = True
         if self._metrics is not None:
             self._metrics.close()
-        if self._sender is not None and self._sender.stdin is not None:
-            with suppress(OSError):  # it has gone already
-                self._sender.stdin.close()  # it ends by itself: what is unsent, it still sends
+        if self._sender is not None:
+            _let_go(self._sender)  # it ends by itself: what is unsent, it still sends
 
     def open(self, experiment: str | None) -> None:
         """Begin to open the experiment. `create` waits for it."""
@@ -79,9 +95,12 @@ class Journal:
         `alike`.
         """
         self._answer(OPEN_S)
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Unbuffered: what was logged survives the death of this process.
-        self._metrics = open(self.folder / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
+        try:
+            self._metrics = self._opened()
+            with open(self.folder / RESERVE, "wb") as reserve:
+                os.posix_fallocate(reserve.fileno(), 0, RESERVE_BYTES)
+        except OSError as error:
+            raise TrackingError(self._refusal(error)) from None
         self._tell(
             {
                 "do": "create",
@@ -101,10 +120,39 @@ class Journal:
         """Keep metrics of a step. Costs one short write; sent later, by the other process."""
         assert self._metrics is not None, "log() before create()"
         try:
-            _append(self._metrics, _line(metrics, step, unix_ms=int(time.time() * 1000)))
+            self._restore()
+            _append(self._metrics, line_of(metrics, step, unix_ms=int(time.time() * 1000)))
         except OSError as error:
-            place = f"{self.folder} can't be written"
-            raise TrackingError(f"runs: {place} ({error.strerror}); make room there") from None
+            raise JournalError(self._refusal(error)) from None
+
+    def make_room(self) -> None:
+        """Give the run's end the room that was kept for it."""
+        with suppress(OSError):
+            (self.folder / RESERVE).unlink()
+
+    def _opened(self) -> FileIO:
+        self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        # Unbuffered: what was logged survives the death of this process.
+        return open(self.folder / "metrics.jsonl", "ab+", buffering=0)
+
+    def _restore(self) -> None:
+        """A journal that was removed is still there as long as it is open: it is written anew."""
+        if self._metrics is None or os.path.exists(self.folder / "metrics.jsonl"):
+            return
+        new = self._opened()
+        self._metrics.seek(0)
+        shutil.copyfileobj(self._metrics, new)
+        self._metrics.close()
+        self._metrics = new
+        self._note(f"{self.folder} was removed in mid-run; it was written anew")
+
+    def _refusal(self, error: OSError) -> str:
+        return f"runs: {self.folder} can't be written ({error.strerror}); make room there"
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        log.warning("%s", text)
 
     def close(self, run: Mapping[str, Any]) -> dict[str, float]:
         """Send what is left, with the files of the folder, and end the run with `run["status"]`.
@@ -113,9 +161,12 @@ class Journal:
         answer; everything is then still in the folder.
         """
         with suppress(OSError):  # a full disk; it is for sending later, and also goes by the pipe
+            self._restore()
             (self.folder / "run.json").write_text(json.dumps(run, indent=1))
-        self._tell({"do": "close", "run": dict(run)})
-        while "sending" in (answer := self._answer(self.where.give_up_s + CLOSE_S)):
+        with self._telling:
+            self._closing = {"do": "close", "run": dict(run)}
+            self._tell(self._closing)
+        while "closed" not in (answer := self._answer(self.where.give_up_s + CLOSE_S)):
             pass  # there is much of it, and it goes on
         times: dict[str, float] = answer["times"]
         return times
@@ -135,15 +186,55 @@ class Journal:
             raise TrackingError(redacted(answer["error"]))
         return answer
 
-    def _listen(self, sender: subprocess.Popen[str]) -> None:
-        assert sender.stdout is not None
-        with sender.stdout as answers:
-            for line in answers:
-                with suppress(json.JSONDecodeError):  # a library that prints
-                    self._answers.put(json.loads(line))
-        sender.wait()
-        log = Path(self.where.runs) / "tracking.log"
-        self._answers.put({"error": f"tracking_uri: the sending process ended; see {log}"})
+    def _listen(self) -> None:
+        """Hand on the answers, of one sending process after the other where they end too early."""
+        for restarts in range(1 + RESTARTS):
+            sender = self._sender
+            assert sender is not None and sender.stdout is not None
+            with sender.stdout as answers:
+                for line in answers:
+                    with suppress(json.JSONDecodeError):  # a library that prints
+                        self._answers.put(json.loads(line))
+            code = sender.wait()
+            if self._is_left or not self.run_id:
+                break
+            again = "; it is started again" if restarts < RESTARTS else ""
+            self._note(f"the sending process ended in mid-run (exit code {code}){again}")
+            if restarts == RESTARTS:
+                break
+            time.sleep(2**restarts - 1)
+            if not self._replaced():
+                break
+        seen = Path(self.where.runs) / "tracking.log"
+        self._answers.put({"error": f"tracking_uri: the sending process ended; see {seen}"})
+
+    def _replaced(self) -> bool:
+        """Whether another sending process goes on where the last one was."""
+        order = {
+            "do": "resume",
+            "where": self.where.model_dump(),
+            "prefect_api": os.environ.get("PREFECT_API_URL", ""),
+            "folder": str(self.folder),
+            "run_id": self.run_id,
+            "experiment_id": self.experiment_id,
+        }
+        with self._telling:
+            assert self._sender is not None
+            _let_go(self._sender)
+            try:
+                self._sender = _spawn(self.where)
+            except TrackingError:
+                return False
+            self._tell(order)
+            if self._closing is not None:
+                self._tell(self._closing)
+        return True
+
+
+def _let_go(sender: subprocess.Popen[str]) -> None:
+    assert sender.stdin is not None
+    with suppress(OSError):  # it has gone already
+        sender.stdin.close()
 
 
 def _append(file: FileIO, line: bytes) -> None:
@@ -152,14 +243,6 @@ def _append(file: FileIO, line: bytes) -> None:
     if written != len(line):
         file.truncate(file.tell() - (written or 0))
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _line(metrics: Mapping[str, float], step: int, *, unix_ms: int) -> bytes:
-    """The line as JSON, by json.dumps() only where it takes its words for what is no number."""
-    values = orjson.dumps(metrics)
-    if b"null" in values:
-        values = json.dumps(metrics).encode()
-    return b'{"step":%d,"t":%d,"metrics":%b}\n' % (step, unix_ms, values)
 
 
 def _spawn(where: Where) -> subprocess.Popen[str]:

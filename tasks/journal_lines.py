@@ -1,12 +1,14 @@
 """A run's journal read back, line by line: in batches for MLflow, and as series for the pictures.
-It may be larger than the host's memory.
+It may be larger than the host's memory, and damaged: each line ends with a checksum of what is
+before it, so that no flipped bit becomes a number that nobody measured.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,29 +18,52 @@ import orjson
 Sample = tuple[str, float, int, int]  # name, value, unix ms, step
 BATCH = 10_000  # metrics: other runs wait some 0.1 s while so many are written to a database
 MOST_POINTS = 4096  # of a series: more than a picture shows
+CHECK = b',"crc32":'  # behind what it is the checksum of; journals of older versions have none
 
 
 def batches(
-    journal: BinaryIO, offset: int, *, most_bytes: float = math.inf
+    journal: BinaryIO,
+    offset: int,
+    *,
+    most_bytes: float = math.inf,
+    damaged: list[int] | None = None,
 ) -> Iterator[tuple[list[Sample], int]]:
     """Whole lines from `offset` on, as batches, each with the offset behind it; half a line waits
-    for its end. most_bytes: to stop after, at the end of a line."""
+    for its end. most_bytes: to stop after, at the end of a line. damaged: gets the offset of each
+    line that had to be skipped."""
     journal.seek(offset)
     until, sent = offset + most_bytes, offset
     batch: list[Sample] = []
     for line in journal:
         if offset >= until or not line.endswith(b"\n"):
             break
-        entry = _decoded(line)
-        unix_ms, step = entry["t"], entry["step"]
-        # MLflow would store an infinity as 1.797e308, a number that nobody measured.
-        batch += [(k, v, unix_ms, step) for k, v in entry["metrics"].items() if not math.isinf(v)]
+        try:
+            unix_ms, step, metrics = _read(line)
+            # MLflow would store an infinity as 1.797e308, a number that nobody measured.
+            batch += [(k, v, unix_ms, step) for k, v in metrics.items() if not math.isinf(v)]
+        except _DAMAGE:
+            if damaged is not None:
+                damaged.append(offset)
         offset += len(line)
         if len(batch) >= BATCH:
             yield batch, offset
             batch, sent = [], offset
     if offset > sent:
         yield batch, offset
+
+
+def metrics_before(journal: Path, offset: int) -> dict[str, float]:
+    """The metrics of the line that ends there. Raises OSError or ValueError where none does."""
+    begin = max(0, offset - 2**20)
+    with open(journal, "rb") as lines:
+        lines.seek(begin)
+        before = lines.read(offset - begin)
+    if len(before) != offset - begin or not before.endswith(b"\n"):
+        raise ValueError(f"no line ends at byte {offset}")
+    try:
+        return _read(before[:-1].rpartition(b"\n")[2] + b"\n")[2]
+    except _DAMAGE as error:
+        raise ValueError(f"the line that ends at byte {offset} is damaged") from error
 
 
 class _Thinned:
@@ -70,12 +95,37 @@ def series(journal: Path) -> dict[str, list[list[float]]]:
         for line in lines:
             if not line.endswith(b"\n"):
                 break
-            entry = _decoded(line)
-            for key, value in entry["metrics"].items():
-                if key not in found:
-                    found[key] = _Thinned()
-                found[key].add([entry["step"], value, entry["t"]])
+            with suppress(*_DAMAGE):
+                unix_ms, step, metrics = _read(line)
+                for key, value in metrics.items():
+                    if key not in found:
+                        found[key] = _Thinned()
+                    found[key].add([step, value, unix_ms])
     return {key: thinned.points() for key, thinned in found.items()}
+
+
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError)  # what reading a damaged line raises
+
+
+def line_of(metrics: Mapping[str, float], step: int, *, unix_ms: int) -> bytes:
+    """The line as JSON, by json.dumps() only where it takes its words for what is no number."""
+    values = orjson.dumps(metrics)
+    if b"null" in values:
+        values = json.dumps(metrics).encode()
+    line = b'{"step":%d,"t":%d,"metrics":%b' % (step, unix_ms, values)
+    return b"%b%b%d}\n" % (line, CHECK, zlib.crc32(line))
+
+
+def _read(line: bytes) -> tuple[int, int, dict[str, float]]:
+    """Unix ms, step and metrics of a line; raises one of _DAMAGE."""
+    said, mark, crc = line.rpartition(CHECK)
+    if mark and crc != b"%d}\n" % zlib.crc32(said):
+        raise ValueError("it is not what was written")
+    entry = _decoded(line)
+    unix_ms, step = int(entry["t"]), int(entry["step"])
+    if max(abs(unix_ms), abs(step)) >= 2**63:
+        raise ValueError("no whole number of a database")
+    return unix_ms, step, {key: float(value) for key, value in entry["metrics"].items()}
 
 
 def _decoded(line: bytes) -> dict[str, Any]:

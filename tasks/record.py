@@ -32,7 +32,7 @@ from tasks.engine.past import WANTED, Past, alike
 from tasks.engine.settings_file import to_yaml
 from tasks.engine.timing import Stopwatch
 from tasks.engine.units import clock
-from tasks.journal import Journal
+from tasks.journal import Journal, JournalError
 from tasks.progress import QUIET_S, Progress
 from tasks.redaction import link, redacted, without_secrets
 from tasks.release_memory import LeakError
@@ -90,6 +90,7 @@ class Record:
         self._failure: tuple[str, str] | None = None  # status and reason of the first failure
         self._oom: dict[str, Any] | None = None  # how memory ran out
         self.held_bytes = 0  # on the device, at the end of the training
+        self._files: dict[str, str] = {}  # of the folder, by name
         self._step = 0
         self._screen = ExitStack()
         self._journal = Journal(self._where, self.folder)
@@ -161,10 +162,10 @@ class Record:
             wanted=WANTED,
         )
         self._stages["time/open_run_s"] = time.perf_counter() - began
-        (self.folder / "config.yaml").write_text(redacted(to_yaml(self.config.model_dump())))
+        self._write("config.yaml", redacted(to_yaml(self.config.model_dump())))
         checks = [asdict(check) for check in device.checks]
         facts = {k: v for k, v in asdict(device).items() if k != "checks"}
-        (self.folder / "device.json").write_text(json.dumps({**facts, "checks": checks}, indent=1))
+        self._write("device.json", json.dumps({**facts, "checks": checks}, indent=1))
         steps = steps_of(self.config, data)
         self._progress = self._screen.enter_context(Progress(steps, self.config.train.epochs))
         return Past(measured)
@@ -188,9 +189,12 @@ class Record:
         self._tags |= facts.tags
         self._warn(facts.warnings)
         if facts.stats:
-            (self.folder / "memory").mkdir(exist_ok=True)
-            stats = json.dumps(facts.stats, indent=1)
-            (self.folder / "memory" / "stats.json").write_text(stats)
+            self._write("memory/stats.json", json.dumps(facts.stats, indent=1))
+
+    def _write(self, name: str, text: str) -> None:
+        self._files[name] = text
+        (self.folder / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.folder / name).write_text(text)
 
     def _warn(self, warnings: tuple[str, ...]) -> None:
         """Keep what a person should doubt, in the report and as a tag."""
@@ -220,12 +224,27 @@ class Record:
     def _end(self, error: BaseException | None) -> None:
         self._summary |= self._stages
         new = {k: v for k, v in self._summary.items() if self._series.get(k) != v}
-        self._journal.log(new, self._step)
         if error is not None:
             self._fail(error)
+        self._journal.make_room()
+        try:
+            self._journal.log(new, self._step)
+            for name in [n for n in self._files if not (self.folder / n).is_file()]:
+                self._write(name, self._files[name])  # the folder was removed
+        except (JournalError, OSError) as lost:
+            self._fail(lost)
+            self._close()
+            if error is None:
+                raise
+            return
+        self._close()
+
+    def _close(self) -> None:
         status, reason = self._failure or ("FINISHED", None)
         if reason is not None:
             self._tags["end.reason"] = reason
+        if self._journal.notes:
+            self._tags["journal.notes"] = "; ".join(self._journal.notes)
         self.run = {
             "run_id": self._journal.run_id,
             "experiment_id": self._journal.experiment_id,

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 SHORTEST = 8  # characters of a secret to look for: a shorter one may be an ordinary word
 _NAMED = re.compile(
@@ -81,23 +81,28 @@ def redacted_errors() -> Iterator[None]:
         raise
 
 
-def redact_output() -> None:
-    """From here on nothing that this process prints holds a secret."""
-    sys.stdout, sys.stderr = _Redacting.around(sys.stdout), _Redacting.around(sys.stderr)
+def redact_output(*, is_log: bool = False) -> None:
+    """From here on nothing that this process prints holds a secret.
+
+    is_log: it goes to a file, and a full disk under that is no reason to end.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Redacting):  # None: it is closed
+            setattr(sys, name, _Redacting(stream, is_forgiving=is_log))
 
 
 class _Redacting:
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    @classmethod
-    def around(cls, stream: TextIO) -> TextIO:
-        """The stream itself where it redacts already, or is closed and None."""
-        is_done = stream is None or isinstance(stream, cls)
-        return stream if is_done else cast(TextIO, cls(stream))
+    def __init__(self, stream: TextIO, *, is_forgiving: bool) -> None:
+        self._stream, self._is_forgiving = stream, is_forgiving
 
     def write(self, text: str) -> int:
-        return self._stream.write(redacted(text))
+        try:
+            self._stream.write(redacted(text))
+        except OSError:
+            if not self._is_forgiving:
+                raise
+        return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -30,10 +30,10 @@ from tasks import prefect_left, tracking_store  # noqa: E402
 from tasks.engine import report  # noqa: E402
 from tasks.redaction import redact_output, redacted  # noqa: E402
 from tasks.surroundings import code_version  # noqa: E402
-from tasks.tracking_left import close_the_dead, resend, send_the_unsent  # noqa: E402
+from tasks.tracking_left import close_the_dead, resend, run_of, send_the_unsent, state_of  # noqa: E402
 from tasks.tracking_past import recall  # noqa: E402
-from tasks.tracking_run import Sender, State, create  # noqa: E402
-from tasks.where import TrackingError, Where, where  # noqa: E402
+from tasks.tracking_run import Sender, State, create, lock, telemetry  # noqa: E402
+from tasks.where import Where, where  # noqa: E402
 
 SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell
 
@@ -71,10 +71,28 @@ class Session:
                 state = self.sender.state
                 ids = {"run_id": state.run_id, "experiment_id": state.experiment_id}
                 return {**ids, "past": past}
+            case "resume":
+                self.resume(order)
+                return {"resumed": True}
             case "close":
                 assert self.sender is not None
                 return {"closed": True, "times": self.close(order["run"])}
         raise AssertionError("an unknown instruction")
+
+    def resume(self, order: dict[str, Any]) -> None:
+        """Go on with a run whose sending process ended. Ends this one too where it can't."""
+        self.where, folder = Where(**order["where"]), Path(order["folder"])
+        self.experiment_id, self.prefect_api = order["experiment_id"], order["prefect_api"]
+        try:
+            self.client = MlflowClient(self.where.tracking_uri)
+            run = self.client.get_run(order["run_id"])
+            state = state_of(self.client, run, folder)
+            self.sender = Sender(self.client, self.where, folder, state, held=lock(folder))
+        except (MlflowException, OSError) as error:
+            print(f"{folder}: not resumed: {redacted(str(error))}", file=sys.stderr)
+            sys.exit(1)
+        self.sender.telemetry = telemetry(run.data.tags)
+        self.opened_at = time.monotonic()
 
     def idle(self) -> None:
         """Between instructions: send what is new, then what makes the end faster."""
@@ -139,7 +157,7 @@ def main() -> None:
             print(json.dumps(answer), file=answers)
 
     session = Session(tell)
-    redact_output()
+    redact_output(is_log=True)
     while True:
         pause_s = session.where.flush_s if session.where is not None and session.is_swept else 0.05
         if not select.select([0], [], [], pause_s)[0]:
@@ -161,15 +179,15 @@ def main() -> None:
 def send_folder(folder: Path) -> int:
     """Send one run's folder now."""
     try:
-        state = State(**json.loads((folder / "sent.json").read_text()))
         client = MlflowClient(where().tracking_uri)
-        if not resend(Sender(client, where(), folder, state)):
+        run = run_of(client, folder).info
+        if not resend(Sender(client, where(), folder, State(run.run_id, run.experiment_id))):
             print(f"{folder}: not sent: another process is sending it", file=sys.stderr)
             return 1
-    except (OSError, TrackingError, MlflowException) as error:
+    except (OSError, ValueError, MlflowException) as error:
         print(f"{folder}: not sent: {redacted(str(error))}", file=sys.stderr)
         return 1
-    print(f"{folder}: sent, run {state.run_id}")
+    print(f"{folder}: sent, run {run.run_id}")
     return 0
 
 

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import socket
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlflow import MlflowClient
-from mlflow.entities import ViewType
+from mlflow.entities import Run, ViewType
 from mlflow.exceptions import MlflowException
 
+from tasks.journal_lines import metrics_before
 from tasks.prefect_left import is_alive
+from tasks.redaction import redacted
 from tasks.tracking_run import Sender, State, lock
 from tasks.where import Where
 
@@ -31,7 +35,18 @@ def close_the_dead(client: MlflowClient, chosen: Where, experiment_id: str) -> N
             continue
         name = tags.get("journal", "")  # anybody's text: only a folder of ours is opened
         folder = Path(chosen.runs) / name if name in _folders(chosen) else Path()
-        resend(Sender(client, chosen, folder, State(run.info.run_id, experiment_id)))
+        with _passed_over(run.info.run_id):
+            resend(Sender(client, chosen, folder, State(run.info.run_id, experiment_id)))
+
+
+@contextmanager
+def _passed_over(which: str) -> Iterator[None]:
+    """Whatever is wrong with one run that was left, the others are sent; it stays as it is."""
+    try:
+        yield
+    except Exception as error:  # of what lies in anybody's folder
+        told = f"{type(error).__name__}: {redacted(str(error))}"
+        print(f"{which}: left behind, and not sent: {told}", file=sys.stderr)
 
 
 def _folders(chosen: Where) -> set[str]:
@@ -41,17 +56,69 @@ def _folders(chosen: Where) -> set[str]:
 def send_the_unsent(client: MlflowClient, chosen: Where) -> None:
     """Send what earlier runs could not, and whose processes are gone."""
     for name in sorted(_folders(chosen)):
-        # Whatever is wrong with one of them, the others are sent; it stays to be sent by hand.
-        with suppress(MlflowException, OSError, ValueError, TypeError):
-            folder = Path(chosen.runs) / name
-            state = State(**json.loads((folder / "sent.json").read_text()))
-            if not state.closed and _is_gone(client, state):
-                resend(Sender(client, chosen, folder, state))
+        folder = Path(chosen.runs) / name
+        with _passed_over(name):
+            said = _said(folder)
+            if said is not None and said.closed:
+                continue
+            run = run_of(client, folder)
+            if _is_gone(run):
+                ids = run.info.run_id, run.info.experiment_id
+                resend(Sender(client, chosen, folder, State(*ids)))
 
 
-def _is_gone(client: MlflowClient, state: State) -> bool:
+def _said(folder: Path) -> State | None:
+    """What sent.json says; None where it says nothing that can be read."""
+    with suppress(OSError, ValueError, TypeError):
+        return State(**json.loads((folder / "sent.json").read_text()))
+    return None
+
+
+def run_of(client: MlflowClient, folder: Path) -> Run:
+    """The run that has this journal. MLflow is asked: sent.json may be damaged, or of another run.
+
+    Raises ValueError where there is none.
+    """
+    said = _said(folder)
+    if said is not None:
+        with suppress(MlflowException):
+            run = client.get_run(said.run_id)
+            if run.data.tags.get("journal") == folder.name:
+                return run
+    ids = [experiment.experiment_id for experiment in client.search_experiments()]
+    name = folder.name.replace("'", "")
+    found = client.search_runs(ids, f"tags.journal = '{name}'", max_results=1)
+    if not found:
+        raise ValueError("MLflow has no run of this journal")
+    return found[0]
+
+
+def state_of(client: MlflowClient, run: Run, folder: Path) -> State:
+    """How far the run was sent: what sent.json says, as far as the journal and MLflow agree with
+    it; else from the start. What is sent twice is kept once."""
+    whole = State(run.info.run_id, run.info.experiment_id)
+    said = _said(folder)
+    if said is None or said.run_id != whole.run_id:
+        return whole
+    if said.closed and run.info.status != "RUNNING":
+        return said
+    with suppress(MlflowException):
+        if said.model_id and client.get_logged_model(said.model_id).source_run_id == whole.run_id:
+            whole.model_id, whole.has_model = said.model_id, said.has_model
+    try:
+        before = metrics_before(folder / "metrics.jsonl", said.offset) if said.offset else {}
+    except (OSError, ValueError, TypeError) as error:
+        print(f"{folder}: sent again from the start: {error}", file=sys.stderr)
+        return whole
+    if any(run.data.metrics.get(name) != value for name, value in before.items()):
+        return whole  # it is not the newest that MLflow holds: less was sent, or more
+    whole.offset, whole.damaged = said.offset, said.damaged
+    return whole
+
+
+def _is_gone(run: Run) -> bool:
     """Whether its process was one of this host and is no more."""
-    tags = client.get_run(state.run_id).data.tags
+    tags = run.data.tags
     is_here = tags.get("host") == socket.gethostname()
     return is_here and not is_alive(tags.get("pid", ""), tags.get("process.started_at", ""))
 
@@ -73,18 +140,19 @@ def resend(sender: Sender) -> bool:
 
 
 def _resend(sender: Sender) -> None:
-    with suppress(OSError, ValueError, TypeError):
-        sender.state = State(**json.loads((sender.folder / "sent.json").read_text()))
-    if sender.state.closed:
-        return
+    stored = sender.client.get_run(sender.state.run_id)
     if not sender.folder.is_dir() or sender.folder == Path():
         sender.client.set_tag(sender.state.run_id, "end.reason", DEAD)
         sender.client.set_terminated(sender.state.run_id, "KILLED")
         return
-    stored = sender.client.get_run(sender.state.run_id)
+    sender.state = state_of(sender.client, stored, sender.folder)
+    if sender.state.closed:
+        return
     try:
         run = json.loads((sender.folder / "run.json").read_text())
-    except (OSError, ValueError):
+        if run["status"] not in ("FINISHED", "FAILED", "KILLED"):
+            raise ValueError("no end of a run")
+    except (OSError, ValueError, KeyError, TypeError):
         run = {"status": stored.info.status}  # all that is known of an end on a full disk
         if run["status"] == "RUNNING":
             run = {"status": "KILLED", "error": DEAD, "tags": {"end.reason": DEAD}}

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fcntl import LOCK_EX, LOCK_NB, flock
@@ -22,6 +22,7 @@ from mlflow.entities import Param, RunTag
 from tasks import tracking_metrics, tracking_model
 from tasks.engine import report
 from tasks.engine.telemetry import Telemetry
+from tasks.journal import RESERVE
 from tasks.journal_lines import Sample, batches, series
 from tasks.pace import Pace
 from tasks.redaction import redacted
@@ -33,7 +34,7 @@ PARAMS = 100
 TAG_LIMIT = 7900  # characters; over 8,000 MLflow cuts, or refuses
 LOCK = "sending.lock"
 REPORT = "report.html"
-OURS = ("sent.json", "run.json", LOCK, "model")  # of a run's folder, what is no artifact
+OURS = ("sent.json", "run.json", LOCK, RESERVE, "model")  # of a run's folder, what is no artifact
 
 
 @dataclass
@@ -46,6 +47,7 @@ class State:
     closed: bool = False
     model_id: str = ""  # of the model logged, once it exists
     has_model: bool = False  # whether all of it is there
+    damaged: int = 0  # lines that had to be skipped
 
 
 @dataclass
@@ -68,12 +70,16 @@ class Sender:
     def flush(self, *, most_bytes: float = math.inf) -> None:
         """Send the metrics that are new, of so many bytes of the journal. Raises what MLflow
         raises; nothing is lost then."""
+        bad: list[int] = []
         with suppress(FileNotFoundError), open(self.folder / "metrics.jsonl", "rb") as journal:
-            for batch, offset in batches(journal, self.state.offset, most_bytes=most_bytes):
+            found = batches(journal, self.state.offset, most_bytes=most_bytes, damaged=bad)
+            for batch, offset in found:
                 if batch:
                     self.step = batch[-1][-1]
                     self._send(batch)
                 self.state.offset = offset
+                self.state.damaged += len(bad)
+                bad.clear()
                 self._keep()
                 self.told_progress()
         now_ms = int(time.time() * 1000)
@@ -108,6 +114,7 @@ class Sender:
     def close(self, run: dict[str, Any]) -> dict[str, float]:
         """Send all that is left and end the run; the times that only its end could tell. Raises
         what MLflow raises."""
+        (self.folder / RESERVE).unlink(missing_ok=True)  # where its process has died
         try:
             times = self._send_the_rest(run)
         finally:
@@ -126,6 +133,7 @@ class Sender:
         run_id = self.state.run_id
         self.tags |= {k: str(v) for k, v in run.get("tags", {}).items()}
         self.flush()
+        self._tell_damage()
         run = {**run, "run_id": run_id, "experiment_id": self.state.experiment_id}
         run["series"] = series(self.folder / "metrics.jsonl")
         command = run.get("open_command", "make ui")
@@ -150,6 +158,15 @@ class Sender:
         note = report.markdown(run, open_command=command)
         self.client.set_tag(run_id, "mlflow.note.content", note)
         return times
+
+    def _tell_damage(self) -> None:
+        """Nothing comes any more: what is no whole line by now will never be one."""
+        journal = self.folder / "metrics.jsonl"
+        whole_bytes = journal.stat().st_size if journal.is_file() else 0
+        bad = self.state.damaged + (whole_bytes > self.state.offset)
+        if bad:
+            print(f"{journal}: {bad} damaged lines were skipped", file=sys.stderr)
+            self.client.set_tag(self.state.run_id, "journal.damaged_lines", str(bad))
 
     def _send_model(self) -> None:
         """Once, however often the rest is sent."""
@@ -195,10 +212,14 @@ def create(
         client.log_batch(run.info.run_id, params=entries[i : i + PARAMS])
     state = State(run.info.run_id, experiment_id)
     sender = Sender(client, chosen, folder, state, held=lock(folder))
-    if tags.get("device.kind") == "cuda":
-        sender.telemetry = Telemetry(tags.get("device.uuid"))
+    sender.telemetry = telemetry(tags)
     sender._keep()
     return sender
+
+
+def telemetry(tags: Mapping[str, str]) -> Telemetry:
+    """Of the device that the run's tags name, where it is one that tells."""
+    return Telemetry(tags.get("device.uuid") if tags.get("device.kind") == "cuda" else None)
 
 
 def lock(folder: Path) -> TextIO | None:

@@ -93,6 +93,7 @@ def uri(tmp_path: Path) -> Iterator[str]:
     door.server_close()
 
 
+@pytest.mark.timeout(600)  # a server and two runs
 def test_nothing_that_a_run_leaves_holds_a_secret(place: Path, uri: str) -> None:
     home = place / "prefect"
     environment = {

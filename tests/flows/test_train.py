@@ -1,6 +1,9 @@
 """The whole flow, in this process, on a real Prefect server and a real SQLite MLflow."""
 
+import errno
 import json
+import os
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from mlflow.entities import Run
 from prefect.client.orchestration import get_client
 
 from flows.train import train
+from tasks import journal
 from tasks.engine import predictor, training
 from tasks.engine.admission import Admission
 from tasks.engine.config import RunConfig
@@ -20,6 +24,8 @@ from tasks.engine.oom_files import OutOfMemory
 from tasks.engine.raw import DataError
 from tasks.engine.readings import Diverged
 from tasks.engine.settings import ConfigError
+from tasks.journal import JournalError
+from tasks.preflight import BAD_INPUT
 from tasks.release_memory import LeakError
 from tasks.where import where
 
@@ -303,3 +309,30 @@ def test_what_cannot_work_is_refused_before_a_run_exists(
     database = place / "mlflow.db"
     assert not database.exists() or _runs() == []
     assert not list((place / ".headroom" / "runs").glob("*/"))
+
+
+@pytest.mark.parametrize("what", ["a full disk", "no room at all"])
+def test_a_run_whose_journal_cannot_be_kept_is_failed_with_that_reason(
+    place: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A full disk ended as bad input, and the run as KILLED, without what it had measured last."""
+    append = journal._append
+
+    def failing(file: FileIO, line: bytes) -> None:
+        (folder,) = (place / ".headroom" / "runs").glob("*-*")
+        if json.loads(line)["step"] < 20:
+            append(file, line)
+        elif what == "a full disk" and not (folder / journal.RESERVE).is_file():
+            append(file, line)  # the room that was kept
+        else:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(journal, "_append", failing)
+    words = "^runs: .* can't be written .No space left on device.; make room there$"
+    with pytest.raises(JournalError, match=words):
+        _train(**QUICK)
+    assert not issubclass(JournalError, BAD_INPUT)  # so that the exit code is 1
+    (run,) = _runs()
+    assert run.info.status == "FAILED"
+    assert "No space left on device" in run.data.tags["end.reason"]
+    assert ("memory/release_ok" in run.data.metrics) == (what == "a full disk")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tasks import journal_lines
-from tasks.journal_lines import batches, series
+from tasks.journal_lines import batches, line_of, series
 
 
 def _lines(count: int) -> bytes:
@@ -71,3 +71,22 @@ def test_a_long_series_is_thinned_evenly_and_keeps_both_ends(tmp_path: Path, cou
 
 def test_no_journal_has_no_series(tmp_path: Path) -> None:
     assert series(tmp_path / "metrics.jsonl") == {}
+
+
+def test_no_flipped_bit_becomes_a_number_that_nobody_measured(tmp_path: Path) -> None:
+    """A bit of a dead run's journal once stopped the sending of healthy ones with a KeyError."""
+    true = [({"a": 1 / s, "b/c": float(s)}, s) for s in range(1, 6)]
+    data = b"".join(line_of(metrics, step, unix_ms=7) for metrics, step in true)
+    whole = {(k, v, 7, step) for metrics, step in true for k, v in metrics.items()}
+    journal = tmp_path / "metrics.jsonl"
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        damaged: list[int] = []
+        found = [s for batch, _ in batches(io.BytesIO(flipped), 0, damaged=damaged) for s in batch]
+        assert set(found) <= whole and len(found) >= 6  # the flipped line, and one that joined it
+        assert damaged or len(found) == len(whole) or bit // 8 == len(data) - 1, bit
+        if bit % 37 == 0:
+            journal.write_bytes(flipped)
+            drawn = {(k, v, t, s) for k, points in series(journal).items() for s, v, t in points}
+            assert drawn == set(found)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import sqlite3
@@ -266,3 +267,68 @@ def test_a_line_that_the_disk_takes_half_of_is_taken_back(tmp_path: Path) -> Non
     _append(file, b'{"step": 3}\n')
     file.close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 3}\n'
+
+
+@pytest.mark.parametrize("when", ["in mid-run", "at the end"])
+def test_a_sending_process_that_is_killed_is_replaced_and_nothing_is_lost(
+    tmp_path: Path, when: str
+) -> None:
+    """The run stayed RUNNING without a metric, and the command said nothing."""
+    where = _where(tmp_path)
+    with Journal(where, tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        journal.create(name="first", params={}, tags={})
+        for step in range(1, 51):
+            journal.log({"train/loss": 1 / step}, step)
+        assert journal._sender is not None
+        os.kill(journal._sender.pid, signal.SIGKILL)
+        if when == "in mid-run":
+            _until(lambda: journal.notes)
+        for step in range(51, 101):
+            journal.log({"train/loss": 1 / step}, step)
+        journal.close(_run())
+    told = "the sending process ended in mid-run (exit code -9); it is started again"
+    assert journal.notes == [told]
+    client = MlflowClient(where.tracking_uri)
+    assert client.get_run(journal.run_id).info.status == "FINISHED"
+    losses = client.get_metric_history(journal.run_id, "train/loss")
+    assert [m.step for m in losses] == list(range(1, 101))
+
+
+def test_a_sending_process_that_ends_again_and_again_is_told(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("tasks.journal.RESTARTS", 1)
+    monkeypatch.setattr("tasks.journal.CLOSE_S", 30)
+    where = _where(tmp_path, give_up_s=0.1)
+    with Journal(where, tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        journal.create(name="first", params={}, tags={})
+        first = journal._sender
+        assert first is not None
+        first.kill()
+        _until(lambda: journal._sender is not first)
+        assert journal._sender is not None
+        journal._sender.kill()
+        with pytest.raises(TrackingError, match="the sending process ended; see"):
+            journal.close(_run())
+    assert len(journal.notes) == 2
+
+
+def test_a_folder_that_is_removed_in_mid_run_is_written_anew(tmp_path: Path) -> None:
+    """The run was FINISHED without a metric."""
+    where = _where(tmp_path)
+    with Journal(where, tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        journal.create(name="first", params={}, tags={})
+        for step in range(1, 11):
+            journal.log({"train/loss": 1 / step}, step)
+        shutil.rmtree(tmp_path / "runs")
+        for step in range(11, 21):
+            journal.log({"train/loss": 1 / step}, step)
+        shutil.rmtree(tmp_path / "runs")
+        journal.close(_run())
+    assert len(journal.notes) == 2 and "was removed in mid-run" in journal.notes[0]
+    client = MlflowClient(where.tracking_uri)
+    assert client.get_run(journal.run_id).info.status == "FINISHED"
+    losses = client.get_metric_history(journal.run_id, "train/loss")
+    assert [m.step for m in losses] == list(range(1, 21))
+    assert "metrics.jsonl" in {f.path for f in client.list_artifacts(journal.run_id)}

@@ -7,9 +7,11 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from fcntl import LOCK_EX, flock
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,8 @@ from mlflow.exceptions import MlflowException
 
 from tasks import tracking_left, tracking_run
 from tasks.engine import models, predictor
+from tasks.journal import Journal
+from tasks.journal_lines import line_of
 from tasks.tracking_store import open_experiment
 from tasks.where import Where
 from tests.tasks.test_tracking_model import SPECS
@@ -74,8 +78,6 @@ def _left(where: Where, host: str) -> tuple[MlflowClient, str, Path]:
 
 
 def test_what_an_earlier_run_could_not_send_is_sent_by_the_next(where: Where) -> None:
-    from tasks.journal import Journal
-
     client, run_id, folder = _left(where, socket.gethostname())
     with Journal(where, Path(where.runs) / "next") as journal:
         journal.open(None)
@@ -165,3 +167,71 @@ def test_a_folder_that_mlflow_does_not_know_is_passed_over(where: Where) -> None
     tracking_left.send_the_unsent(client, where)
     with pytest.raises(MlflowException):
         client.get_run("0")
+
+
+def _sent_json(folder: Path, **more: Any) -> None:
+    said = json.loads((folder / "sent.json").read_text())
+    (folder / "sent.json").write_text(json.dumps({**said, **more}))
+
+
+def _cut(folder: Path) -> None:
+    (folder / "sent.json").write_text((folder / "sent.json").read_text()[:-20])
+
+
+def _odd_line(folder: Path) -> None:
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2].replace(b"metrics", b"metrisc")
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+
+
+def test_what_is_damaged_in_a_dead_run_costs_no_other_and_no_whole_line(where: Where) -> None:
+    """A flipped bit in a dead run's journal stopped the sending of the healthy ones."""
+    client, experiment_id = open_experiment(where)
+    dead = {"host": socket.gethostname(), "pid": "4194304", "process.started_at": "1.0"}
+    lines = [line_of({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 5)]
+
+    def died(name: str) -> tuple[str, Path]:
+        """Half of it was sent."""
+        folder = Path(where.runs) / name
+        folder.mkdir(parents=True)
+        ids = {"experiment_id": experiment_id, "folder": folder}
+        sender = tracking_run.create(client, where, **ids, name=name, params={}, tags=dead)
+        (folder / "metrics.jsonl").write_bytes(b"".join(lines[:2]))
+        sender.flush()
+        (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+        assert sender.held is not None
+        sender.held.close()
+        return sender.state.run_id, folder
+
+    other, _ = died("other")
+    damages: dict[str, Callable[[Path], None]] = {
+        "a line": _odd_line,
+        "half a line": lambda f: os.truncate(f / "metrics.jsonl", len(b"".join(lines)) - 9),
+        "sent.json": _cut,
+        "beyond the file": lambda f: _sent_json(f, offset=10**9),
+        "into a line": lambda f: _sent_json(f, offset=len(lines[0]) + 9),
+        "further than what MLflow has": lambda f: _sent_json(f, offset=len(b"".join(lines))),
+        "closed": lambda f: _sent_json(f, closed=True),
+        "of another run": lambda f: _sent_json(f, run_id=other, offset=len(b"".join(lines))),
+    }
+    ids = {}
+    for name, damage in damages.items():
+        ids[name], folder = died(name)
+        damage(folder)
+    with Journal(where, Path(where.runs) / "healthy") as journal:
+        journal.open(None)
+        journal.create(name="healthy", params={}, tags={})
+        journal.log({"train/loss": 0.5}, 1)
+        until = time.monotonic() + 240
+        while any(client.get_run(i).info.status == "RUNNING" for i in [other, *ids.values()]):
+            assert time.monotonic() < until, (Path(where.runs) / "tracking.log").read_text()
+            time.sleep(0.1)
+        journal.close(END)
+    healthy = client.get_run(journal.run_id)
+    assert (healthy.info.status, healthy.data.metrics) == ("FINISHED", {"train/loss": 0.5})
+    lost = {"a line": {3}, "half a line": {4}}
+    for name, run_id in {"other": other, **ids}.items():
+        steps = {m.step for m in client.get_metric_history(run_id, "train/loss")}
+        assert steps == {1, 2, 3, 4} - lost.get(name, set()), name
+        told = client.get_run(run_id).data.tags.get("journal.damaged_lines")
+        assert told == ("1" if name in lost else None), name

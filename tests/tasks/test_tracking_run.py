@@ -8,7 +8,7 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks import journal, journal_lines, tracking, tracking_run
-from tasks.journal import _line
+from tasks.journal_lines import line_of
 from tasks.pace import Pace
 from tasks.tracking_store import open_experiment
 from tasks.where import TrackingError, Where
@@ -32,7 +32,7 @@ def test_a_training_that_needs_all_cores_is_sent_in_pieces_and_whole_at_its_end(
     )
     clock = [0.0]
     sender.pace = Pace(now_s=lambda: clock[0], idle_s=lambda: 0.0)
-    lines = [_line({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 3001)]
+    lines = [line_of({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 3001)]
     (folder / "metrics.jsonl").write_bytes(b"".join(lines))
 
     def sent() -> int:
@@ -68,7 +68,7 @@ def test_whoever_waits_for_a_long_end_hears_that_it_goes_on(tmp_path: Path, monk
     folder.mkdir(parents=True)
     order = {"folder": str(folder), "name": "n", "params": {}, "tags": {"alike": ""}, "wanted": []}
     session.obey({"do": "create", **order})
-    lines = [_line({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 36)]
+    lines = [line_of({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 36)]
     (folder / "metrics.jsonl").write_bytes(b"".join(lines))
     answer = session.obey({"do": "close", "run": END})
     assert answer is not None and answer["closed"] and answer["times"]["time/close_s"] > 0

@@ -2,7 +2,6 @@ from pathlib import Path
 
 import pytest
 
-from tasks.redaction import redacted
 from tasks.where import TrackingError, Where, where
 
 
@@ -58,22 +57,6 @@ def test_a_place_that_would_lose_the_record_is_refused(text: str, message: str) 
 
 def test_an_empty_file_means_the_defaults() -> None:
     assert _where("# nothing\n").experiment == "headroom"
-
-
-@pytest.mark.parametrize(
-    ("text", "kept"),
-    [
-        ("postgresql://ann:s3cr:et@db/x", "postgresql://ann:***@db/x"),
-        (
-            "no http://:pw@h and mysql+pymysql://u:p%40@h:1/d",
-            "no http://:***@h and mysql+pymysql://u:***@h:1/d",
-        ),
-        ("http://u:a/b@h", "http://u:***@h"),  # a slash should have been written %2F
-        ("sqlite:////tmp/a.db", "sqlite:////tmp/a.db"),
-    ],
-)
-def test_passwords_are_hidden(text: str, kept: str) -> None:
-    assert redacted(text) == kept
 
 
 def test_a_refused_uri_does_not_show_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
