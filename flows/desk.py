@@ -8,30 +8,30 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import signal
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from types import FrameType
 from typing import Any, NoReturn
 
 import psutil
 
 from flows.commandline import parse
-from tasks import journal, prefect_server
+from tasks import journal, prefect_left, prefect_server, signals
 from tasks.engine import unused
 from tasks.engine.own_paths import check as check_imports
 from tasks.engine.settings import ConfigError
 from tasks.engine.settings_file import to_yaml
 from tasks.engine.units import printable
+from tasks.redaction import redact_output
 from tasks.where import TrackingError, where
 
 
 def main(argv: Sequence[str]) -> int:
     """Run what the command line says. Returns the exit code."""
+    redact_output()
     try:
         asked = parse(argv)
         if asked.explain_device:
@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
 def leave(code: int) -> NoReturn:
     """End the process when everything is written and flushed, without taking its modules apart,
     which would cost up to another second."""
+    signals.finish()
     atexit._run_exitfuncs()  # Prefect's last logs and events among them
     logging.shutdown()
     with suppress(OSError):  # whoever read it has gone
@@ -78,11 +79,7 @@ def at_server(play: Callable[[], int], *, debug: bool) -> int:
     """The exit code of a flow that `play` runs: what it returns, or what the error says that ends
     it, which is printed; with `debug` it is raised again. A Prefect server is there, and Prefect
     not yet imported.
-
-    Signals end the process as an exit does, with everything left in order.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
     home, api_url = prefect_server.home(), None
     with ExitStack() as server:
         try:
@@ -97,26 +94,24 @@ def at_server(play: Callable[[], int], *, debug: bool) -> int:
 
 def _played(play: Callable[[], int], *, debug: bool) -> int:
     try:
+        from prefect import tags
         from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
         # A heartbeat tells a distant server that a run is alive; here it costs 0.9 s at the exit.
-        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-            return play()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except SystemExit as error:
-        code = int(error.code or 0)
-        if code > 128:
-            print(signal.strsignal(code - 128).lower(), file=sys.stderr)  # terminated, hangup
-        return code
-    except Exception as error:
+        heartless = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+        with heartless, tags(prefect_left.tag()):
+            return play() or signals.exit_code() or 0
+    except BaseException as error:
         from tasks.preflight import BAD_INPUT
 
+        # Whatever a signal has become on its way up.
+        if isinstance(error, KeyboardInterrupt) or signals.exit_code():
+            print(signals.in_words(), file=sys.stderr)
+            return signals.exit_code() or 130
         if isinstance(error, BAD_INPUT):
             print(error, file=sys.stderr)
             return 2
-        if debug:
+        if debug and isinstance(error, Exception):
             raise
         print(f"failed: {error}", file=sys.stderr)
         return 1
@@ -135,6 +130,7 @@ def show(run: Mapping[str, Any]) -> None:
 def called() -> Iterator[None]:
     """What `at_server` does for a command, for a call from Python: a shared server where none is
     named, our lines and none of Prefect's. Afterwards all is as it was."""
+    from prefect import tags
     from prefect.logging.handlers import PrefectConsoleHandler
     from prefect.settings import (
         PREFECT_API_URL,
@@ -148,6 +144,7 @@ def called() -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
+        stack.enter_context(tags(prefect_left.tag()))
         stack.callback(ASKED_AT.reset, ASKED_AT.set(time.time()))
         if prefect_server.is_needed() and not PREFECT_API_URL.value():
             url = stack.enter_context(prefect_server.shared(prefect_server.home()))
@@ -178,6 +175,7 @@ def _play(asked: Namespace) -> int:
     from tasks.record import last_ended
 
     ASKED_AT.set(psutil.Process().create_time())
+    signals.begin()
     try:
         train(asked.config)
     except Exception as error:
@@ -198,10 +196,6 @@ def _set_up_prefect(api_url: str | None, *, debug: bool) -> None:
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
         os.environ.setdefault("PREFECT_LOGGING_INTERNAL_LEVEL", "CRITICAL")
     _tell_lines()
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def _dry_run(asked: Namespace) -> int:

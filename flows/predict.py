@@ -9,6 +9,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
+    from tasks import signals, streams
+
+    streams.keep()
+    signals.catch()
     from flows.desk import leave
     from flows.predict_desk import main  # answers --help and bad words before prefect is imported
 
@@ -48,7 +52,7 @@ def predict(
         keep: Columns of the input that go to the output too.
         device: Where to predict: auto, cpu, cuda, cuda:1, ...
         overwrite: Whether an output that exists may be replaced.
-        experiment: Of whose runs latest is the newest. Default: what mlflow.yaml says.
+        experiment: Of whose runs latest is the newest that fits. Default: what mlflow.yaml says.
         limit_mib: The most memory to allocate on the device, in MiB.
     """
     wanted = order(
@@ -75,6 +79,7 @@ def predict(
     return {
         **asdict(facts),
         "run_id": model.run_id,
+        "model_id": model.model_id,
         "device": found.name,
         "reason": found.reason,
         "released_bytes": released.released_bytes,

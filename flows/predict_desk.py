@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 from flows.desk import at_server
-from tasks import model_store
+from tasks import model_store, signals
 from tasks.engine.predict_order import order
 from tasks.engine.settings import ConfigError
+from tasks.redaction import redact_output
 from tasks.where import TrackingError, where
 
 _DESCRIPTION = """\
@@ -51,6 +52,7 @@ _SWITCHES = {
 
 def main(argv: Sequence[str]) -> int:
     """Predict what the command line says. Returns the exit code."""
+    redact_output()
     try:
         asked = parse(argv)
         debug = asked.pop("debug")
@@ -118,6 +120,7 @@ def _play(asked: dict[str, Any]) -> int:
     from flows.predict import predict
     from tasks.engine.units import number, seconds
 
+    signals.begin()
     done = predict(**asked)
     speed = number(done["rows"] / done["predict_s"])
     print(

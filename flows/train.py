@@ -9,6 +9,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
+    from tasks import signals, streams
+
+    streams.keep()
+    signals.catch()
     from flows.desk import leave, main  # answers --help and bad settings before prefect is imported
 
     leave(main(sys.argv[1:]))
@@ -25,6 +29,7 @@ from tasks.flow_run import describe, publish, run_name, waited_s
 from tasks.preflight import check_fit, resolved
 from tasks.prepare_data import prepare_data
 from tasks.record import Record
+from tasks.redaction import redacted_errors
 from tasks.release_memory import release_memory
 from tasks.train_model import train_model
 
@@ -41,8 +46,10 @@ def train(
         overrides: Dotted names over `config`, e.g. {"optim.lr": 0.01, "train.epochs": 5}. Prefect
             merges nested parameters of a deployment shallowly; this merges them truly.
     """
-    config = resolved(config, overrides)
-    with Record(config, flow_run=describe(), name=flow_run.name, waited_s=waited_s()) as record:
+    with redacted_errors():
+        config = resolved(config, overrides)
+    named = Record(config, flow_run=describe(), name=flow_run.name, waited_s=waited_s())
+    with redacted_errors(), named as record:
         device = record.timed(
             detect_device,
             config.device,

@@ -4,6 +4,7 @@ input held against it, so that what cannot fit is refused before a device is tou
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from prefect import task
@@ -18,12 +19,12 @@ from tasks.where import where
 
 @task(cache_policy=NO_CACHE)
 def find_model(order: Order, *, folder: str) -> ModelFacts:
-    """The model that predicts; files that are not on this machine are put into `folder`.
+    """The model that predicts; files that are not on this machine are put into `folder`. latest is
+    the newest that can take the input.
 
     Raises TrackingError where there is none, DataError where it cannot take the input.
     """
     place = where()
     place = place.model_copy(update={"experiment": order.experiment or place.experiment})
-    model = model_store.model_of(order.run, place, folder=Path(folder))
-    predicting.check(order, model)
-    return model
+    fits = partial(predicting.check, order)
+    return model_store.model_of(order.run, place, folder=Path(folder), check=fits)

@@ -19,6 +19,7 @@ from tasks.engine.config import RunConfig
 from tasks.engine.settings import ConfigError, from_mapping, override
 from tasks.prefect_server import is_temporary
 from tasks.record import default_name
+from tasks.redaction import link
 
 # Unix time at which somebody asked for this run.
 ASKED_AT: ContextVar[float | None] = ContextVar("ASKED_AT", default=None)
@@ -34,7 +35,7 @@ def describe() -> dict[str, str]:
         return {}
     found = {"prefect.flow_run_id": flow_run.id, "prefect.deployment": deployment.name}
     if not is_temporary(PREFECT_API_URL.value() or ""):
-        found["prefect.flow_run_url"] = flow_run.ui_url
+        found["prefect.flow_run_url"] = link(flow_run.ui_url or "")
     return {k: str(v) for k, v in found.items() if v}
 
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import orjson
 
-from tasks.where import TrackingError, Where, redacted
+from tasks.redaction import redacted
+from tasks.where import TrackingError, Where
 
 OPEN_S = 180.0  # the first use of a new database on a busy machine, with room to spare
 CLOSE_S = 120.0  # without a sign of it, beside the time for a store that is away
@@ -61,7 +62,8 @@ class Journal:
     def open(self, experiment: str | None) -> None:
         """Begin to open the experiment. `create` waits for it."""
         where = self.where.model_copy(update={"experiment": experiment or self.where.experiment})
-        self._tell({"do": "open", "where": where.model_dump()})
+        prefect_api = os.environ.get("PREFECT_API_URL", "")  # a desk has set it
+        self._tell({"do": "open", "where": where.model_dump(), "prefect_api": prefect_api})
 
     def create(
         self,
@@ -77,7 +79,7 @@ class Journal:
         `alike`.
         """
         self._answer(OPEN_S)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Unbuffered: what was logged survives the death of this process.
         self._metrics = open(self.folder / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
         self._tell(
@@ -163,8 +165,8 @@ def _line(metrics: Mapping[str, float], step: int, *, unix_ms: int) -> bytes:
 def _spawn(where: Where) -> subprocess.Popen[str]:
     runs = Path(where.runs)
     try:
-        runs.mkdir(parents=True, exist_ok=True)
-        log = open(runs / "tracking.log", "a")  # noqa: SIM115
+        runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log = open(runs / "tracking.log", "a", opener=_private)  # noqa: SIM115
     except OSError as error:
         raise TrackingError(f"runs: {runs} can't be written ({error.strerror})") from None
     with log:
@@ -177,6 +179,10 @@ def _spawn(where: Where) -> subprocess.Popen[str]:
             env={**os.environ, "PYTHONPATH": _project_first()},
             start_new_session=True,  # Ctrl-C is for the training; the record still has to be closed
         )
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _project_first() -> str:

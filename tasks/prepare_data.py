@@ -11,6 +11,7 @@ from tasks import forks
 from tasks.engine.data import prepare
 from tasks.engine.data_config import DataConfig
 from tasks.engine.facts import DataFacts
+from tasks.redaction import redacted_errors
 
 
 @task(cache_policy=NO_CACHE)
@@ -20,4 +21,5 @@ def prepare_data(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> Da
     batch_size, seed: of the training, for a source of the user's own.
     """
     forks.let_them_end()
-    return prepare(data, batch_size=batch_size, seed=seed)
+    with redacted_errors():
+        return prepare(data, batch_size=batch_size, seed=seed)

@@ -21,7 +21,7 @@ from uuid import uuid4
 
 import psutil
 
-from tasks import serve
+from tasks import serve, signals
 from tasks.engine import unused
 from tasks.engine.assembly import steps_of
 from tasks.engine.config import RunConfig
@@ -34,6 +34,7 @@ from tasks.engine.timing import Stopwatch
 from tasks.engine.units import clock
 from tasks.journal import Journal
 from tasks.progress import QUIET_S, Progress
+from tasks.redaction import link, redacted, without_secrets
 from tasks.release_memory import LeakError
 from tasks.where import TrackingError, where
 
@@ -83,6 +84,7 @@ class Record:
         self._series: dict[str, float] = {}  # last values
         self._summary: dict[str, float] = {}
         self._tags: dict[str, str] = {}
+        self._warnings: list[str] = []
         self._owners: list[dict[str, Any]] = []
         self._kept: list[dict[str, Any]] = []  # memory that no tensor holds, by name
         self._failure: tuple[str, str] | None = None  # status and reason of the first failure
@@ -150,12 +152,16 @@ class Record:
             **({"data.notes": "; ".join(data.notes)} if data.notes else {}),
             "alike": alike(self.config, device, data),
         }
+        self._warn(data.warnings)
         began = time.perf_counter()
         measured = self._journal.create(
-            name=self._name, params=unused.params(self.config), tags=self._tags, wanted=WANTED
+            name=self._name,
+            params=without_secrets(unused.params(self.config)),
+            tags=without_secrets(self._tags),
+            wanted=WANTED,
         )
         self._stages["time/open_run_s"] = time.perf_counter() - began
-        (self.folder / "config.yaml").write_text(to_yaml(self.config.model_dump()))
+        (self.folder / "config.yaml").write_text(redacted(to_yaml(self.config.model_dump())))
         checks = [asdict(check) for check in device.checks]
         facts = {k: v for k, v in asdict(device).items() if k != "checks"}
         (self.folder / "device.json").write_text(json.dumps({**facts, "checks": checks}, indent=1))
@@ -180,10 +186,17 @@ class Record:
                 facts.metrics, self._step
             )  # its last line says what the report says
         self._tags |= facts.tags
+        self._warn(facts.warnings)
         if facts.stats:
             (self.folder / "memory").mkdir(exist_ok=True)
             stats = json.dumps(facts.stats, indent=1)
             (self.folder / "memory" / "stats.json").write_text(stats)
+
+    def _warn(self, warnings: tuple[str, ...]) -> None:
+        """Keep what a person should doubt, in the report and as a tag."""
+        self._warnings += warnings
+        if self._warnings:
+            self._tags["warnings"] = "\n".join(self._warnings)
 
     def released(self, facts: ReleaseFacts) -> None:
         """Keep the proof that the memory was given back."""
@@ -225,12 +238,14 @@ class Record:
                 **self._summary,
                 "time/total_s": self._stages["time/start_s"] + self._watch.total_s(),
             },
+            "warnings": self._warnings,
             "owners": self._owners,
             "kept": self._kept,
             "error": reason,
             "oom": self._oom,
             "open_command": self.open_command(),
         }
+        self.run = without_secrets(self.run)
         _ended.append(self.run)
         try:
             self.run["metrics"] |= self._journal.close(self.run)
@@ -245,9 +260,10 @@ class Record:
         """The first failure is the reason; what the release says after it must not hide it."""
         if self._failure is None:
             # A signal may have been overtaken by an error of the clearing up that it caused.
-            signals = [e for e in chain(error) if not isinstance(e, Exception)]
-            status = "KILLED" if signals else "FAILED"
-            self._failure = status, str(error) or type(error).__name__
+            ends = [e for e in chain(error) if not isinstance(e, Exception)]
+            status = "KILLED" if ends or signals.exit_code() else "FAILED"
+            said = signals.in_words() if signals.exit_code() else str(error)
+            self._failure = status, said or type(error).__name__
             if isinstance(error, OutOfMemory):
                 self._oom = asdict(error.explanation)
 
@@ -256,7 +272,7 @@ class Record:
         path = f"/#/experiments/{self._journal.experiment_id}/runs/{self._journal.run_id}"
         uri = self._where.tracking_uri
         if uri.startswith("http"):
-            return uri.rstrip("/") + path
+            return link(uri).rstrip("/") + path
         here = Path("Makefile").is_file() and Path("tasks/serve.py").is_file()
         command = "make ui" if here else "python -m tasks.serve ui"
         address, variable = serve.mlflow_address()

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from tasks import serve_down, serve_prefect, serve_up
+from tasks.redaction import redacted
 from tasks.serve_processes import (
     Component,
     ServeError,
@@ -27,7 +28,7 @@ from tasks.serve_processes import (
     remembered,
     require_free,
 )
-from tasks.where import TrackingError, redacted, where
+from tasks.where import TrackingError, where
 
 PROJECT = Path(__file__).absolute().parent.parent
 FOLDER = PROJECT / ".headroom" / "serve"

@@ -120,7 +120,7 @@ def crash_the_dead(api: str) -> int:
     dead = [run["id"] for run in running if run["id"] not in alive]
     message = "Its process was gone when the service came up."
     for run in dead:
-        _set_state(api, run, type="CRASHED", message=message)
+        set_state(api, run, type="CRASHED", message=message)
     return len(dead)
 
 
@@ -131,7 +131,7 @@ def skip_the_missed(api: str) -> int:
     asked = {"state": {"type": {"any_": ["SCHEDULED"]}}, "expected_start_time": {"before_": now}}
     missed = [run["id"] for run in _runs(api, asked) if run["auto_scheduled"]]
     for run in missed:
-        _set_state(api, run, type="CANCELLED", message="Its time passed while no service was up.")
+        set_state(api, run, type="CANCELLED", message="Its time passed while no service was up.")
     return len(missed)
 
 
@@ -141,7 +141,8 @@ def _runs(api: str, flow_runs: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _set_state(api: str, run: str, *, type: str, message: str) -> None:
+def set_state(api: str, run: str, *, type: str, message: str) -> None:
+    """Give a flow run that state, whatever Prefect's rules say."""
     state = {"type": type, "message": message}
     call("POST", f"{api}/flow_runs/{run}/set_state", {"state": state, "force": True})
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 # MLflow's defaults wait four minutes for a server that is away; the journal waits better.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -26,28 +26,16 @@ from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it 
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  # noqa: E402
 
-from tasks import tracking_store  # noqa: E402
+from tasks import prefect_left, tracking_store  # noqa: E402
 from tasks.engine import report  # noqa: E402
+from tasks.redaction import redact_output, redacted  # noqa: E402
 from tasks.surroundings import code_version  # noqa: E402
 from tasks.tracking_left import close_the_dead, resend, send_the_unsent  # noqa: E402
 from tasks.tracking_past import recall  # noqa: E402
 from tasks.tracking_run import Sender, State, create  # noqa: E402
-from tasks.where import TrackingError, Where, redacted, where  # noqa: E402
+from tasks.where import TrackingError, Where, where  # noqa: E402
 
 SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell
-
-
-class Redacting:
-    """A stream that hides the passwords of URIs: libraries print them in their errors."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        return self._stream.write(redacted(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 class Session:
@@ -57,6 +45,7 @@ class Session:
         self.answer = answer
         self.client: MlflowClient | None = None
         self.where: Where | None = None
+        self.prefect_api = ""
         self.experiment_id = ""
         self.sender: Sender | None = None
         self.is_swept = False
@@ -67,6 +56,7 @@ class Session:
         match order.pop("do"):
             case "open":
                 self.where = Where(**order["where"])
+                self.prefect_api = order.get("prefect_api", "")
                 self.client, self.experiment_id = tracking_store.open_experiment(self.where)
                 return {"ready": True}
             case "create":
@@ -104,6 +94,13 @@ class Session:
             # Somebody else's runs and files: not worth this run's end.
             with suppress(MlflowException, OSError, ValueError):
                 close_the_dead(self.client, self.where, self.experiment_id)
+            self.crash_the_dead()
+
+    def crash_the_dead(self) -> None:
+        """In Prefect too. Its server may be gone, or ask for a password: then the next run does."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            if self.prefect_api:
+                prefect_left.crash_the_dead(self.prefect_api)
 
     def close(self, run: dict[str, Any]) -> dict[str, float]:
         """End the run, trying again until `give_up_s` have passed."""
@@ -125,6 +122,7 @@ class Session:
         """The training process is gone. If it did not close the run, it was killed."""
         if self.sender is not None and not self.sender.state.closed:
             resend(self.sender)
+            self.crash_the_dead()
         if self.where is not None:
             if self.client is not None and self.sender is not None:  # MLflow answers, as it seems
                 send_the_unsent(self.client, self.where)
@@ -141,7 +139,7 @@ def main() -> None:
             print(json.dumps(answer), file=answers)
 
     session = Session(tell)
-    sys.stderr = cast(TextIO, Redacting(sys.stderr))
+    redact_output()
     while True:
         pause_s = session.where.flush_s if session.where is not None and session.is_swept else 0.05
         if not select.select([0], [], [], pause_s)[0]:

@@ -10,11 +10,11 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 from mlflow import MlflowClient
 from mlflow.entities import ViewType
 from mlflow.exceptions import MlflowException
 
+from tasks.prefect_left import is_alive
 from tasks.tracking_run import Sender, State, lock
 from tasks.where import Where
 
@@ -36,14 +36,6 @@ def close_the_dead(client: MlflowClient, chosen: Where, experiment_id: str) -> N
 
 def _folders(chosen: Where) -> set[str]:
     return {file.parent.name for file in Path(chosen.runs).glob("*/sent.json")}
-
-
-def is_alive(pid: str, started_at: str) -> bool:
-    """Whether that very process is there; a pid alone may be another process by now."""
-    try:
-        return abs(psutil.Process(int(pid)).create_time() - float(started_at)) < 1
-    except (psutil.NoSuchProcess, ValueError):
-        return False
 
 
 def send_the_unsent(client: MlflowClient, chosen: Where) -> None:

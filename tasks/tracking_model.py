@@ -25,6 +25,7 @@ from mlflow.types.schema import AnyType
 
 from tasks.engine.own_inputs import is_structured, wanted
 from tasks.engine.raw_rows import raw_of
+from tasks.engine.sealing import seal
 
 if TYPE_CHECKING:
     from tasks.tracking_run import State
@@ -42,6 +43,7 @@ CODE = (
     "engine/own_inputs.py",
     "engine/predictor.py",
     "engine/raw_rows.py",
+    "engine/sealing.py",
     "engine/transformer.py",
 )
 REQUIREMENTS = ("torch", "numpy", "pandas")
@@ -92,6 +94,9 @@ def _write(path: Path, trained: Path, spec: dict[str, Any], *, run_id: str) -> N
     python = f"python: {platform.python_version()}\n"
     (path / "python_env.yaml").write_text(python + "dependencies: [-r requirements.txt]\n")
     model.save(str(path / "MLmodel"))
+    # Not MLflow's own files, which it may write anew.
+    kept = (f for part in ("data", "code") for f in sorted((path / part).rglob("*")))
+    seal(path / "data", [f for f in kept if f.is_file()])
 
 
 def _example(trained: Path, spec: dict[str, Any]) -> Any:

@@ -1,6 +1,6 @@
 """Finds a logged model in MLflow and brings its files to this machine; in a process of its own, as
-all that imports mlflow. One question comes as a line of JSON, one answer goes back. It refuses to
-create anything, and ends when the process that asked does.
+all that imports mlflow. A question comes as a line of JSON, its answer goes back, until the process
+that asks has done. It refuses to create anything.
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import threading
+from collections.abc import Collection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -28,13 +31,15 @@ PAGE = 50  # models asked for at once
 NEWEST = [{"field_name": "creation_timestamp", "ascending": False}]
 
 
-def found(client: MlflowClient, where: Where, run: str, folder: str) -> dict[str, str]:
+def found(
+    client: MlflowClient, where: Where, run: str, folder: str, skipped: Collection[str] = ()
+) -> dict[str, str]:
     """The folder, run and id of the model that `run` names; downloaded to `folder` if need be.
 
-    Raises TrackingError where there is no such model.
+    skipped: ids of models that latest is not. Raises TrackingError where there is no such model.
     """
     if run == "latest":
-        model = _latest(client, where)
+        model = _latest(client, where, skipped)
     elif run.startswith("models:/"):
         model = _registered(client, run)
     else:
@@ -52,7 +57,7 @@ def found(client: MlflowClient, where: Where, run: str, folder: str) -> dict[str
     }
 
 
-def _latest(client: MlflowClient, where: Where) -> LoggedModel:
+def _latest(client: MlflowClient, where: Where, skipped: Collection[str]) -> LoggedModel:
     experiment = client.get_experiment_by_name(where.experiment)
     token = None
     while experiment is not None:
@@ -64,7 +69,7 @@ def _latest(client: MlflowClient, where: Where) -> LoggedModel:
             page_token=token,
         )
         for model in page:
-            if _is_whole(client, model):
+            if model.model_id not in skipped and _is_whole(client, model):
                 return model
         token = page.token
         if not token:
@@ -129,7 +134,8 @@ def _files(model: LoggedModel, where: Where, folder: str) -> Path:
     from mlflow.artifacts import download_artifacts
 
     uri = f"models:/{model.model_id}"
-    return Path(download_artifacts(uri, dst_path=folder, tracking_uri=where.tracking_uri))
+    apart = f"{folder}/{model.model_id}"  # from one that was skipped
+    return Path(download_artifacts(uri, dst_path=apart, tracking_uri=where.tracking_uri))
 
 
 def _answer(question: dict[str, Any]) -> dict[str, str]:
@@ -139,29 +145,25 @@ def _answer(question: dict[str, Any]) -> dict[str, str]:
         if path is not None and not path.is_file():
             raise TrackingError(f"run: nothing was trained yet: there is no {path}; train first")
         client = MlflowClient(where.tracking_uri)
-        return found(client, where, question["run"], question["folder"])
+        return found(client, where, question["run"], question["folder"], question["skipped"])
     except Exception as error:  # whatever it is, the process that asked has to hear of it
         return {"error": explained(error, where)}
 
 
-def _end_with_the_asker() -> None:
-    os.read(0, 1)
-    os._exit(1)
+def _read(questions: SimpleQueue[str]) -> None:
+    for line in iter(sys.stdin.readline, ""):
+        questions.put(line)
+    os._exit(0)  # who asked has done, or is gone; there is nothing to clear up
 
 
 def main() -> None:
-    """Answer one question on standard input: where, run, folder."""
+    """Answer the questions on standard input: where, run, folder, skipped."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is not an answer
-    line = b""
-    while not line.endswith(b"\n"):
-        read = os.read(0, 1 << 16)
-        if not read:
-            return
-        line += read
-    threading.Thread(target=_end_with_the_asker, daemon=True).start()
-    print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
-    os._exit(0)  # the thread reads on, and there is nothing to clear up
+    questions: SimpleQueue[str] = SimpleQueue()
+    threading.Thread(target=_read, args=(questions,), daemon=True).start()
+    while True:
+        print(json.dumps(_answer(json.loads(questions.get()))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

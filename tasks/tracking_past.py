@@ -17,7 +17,8 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it is imported)
 from mlflow.exceptions import MlflowException  # noqa: E402
 
-from tasks.where import Where, redacted  # noqa: E402
+from tasks.redaction import redacted  # noqa: E402
+from tasks.where import Where  # noqa: E402
 
 NEWEST = 20  # runs to look through; each may lack what another has measured
 

@@ -24,8 +24,9 @@ from tasks.engine import report
 from tasks.engine.telemetry import Telemetry
 from tasks.journal_lines import Sample, batches, series
 from tasks.pace import Pace
+from tasks.redaction import redacted
 from tasks.surroundings import environment
-from tasks.where import Where, redacted
+from tasks.where import Where
 
 PIECE_BYTES = 2**15  # of the journal, where the training needs all cores: some 5 ms of one
 PARAMS = 100
@@ -115,6 +116,9 @@ class Sender:
             self.client.set_terminated(self.state.run_id, run["status"])
         self.state.closed = True
         self._keep()
+        # Only now: what was sent is a copy with the same rights, and is for all who may see MLflow.
+        for path in self.folder.rglob("*"):
+            path.chmod(0o700 if path.is_dir() else 0o600)
         return times
 
     def _send_the_rest(self, run: dict[str, Any]) -> dict[str, float]:

@@ -17,7 +17,8 @@ from mlflow import MlflowClient
 from mlflow import __version__ as mlflow_version
 from mlflow.exceptions import MlflowException
 
-from tasks.where import TrackingError, Where, redacted
+from tasks.redaction import redacted
+from tasks.where import TrackingError, Where
 
 # MLflow's pages for training rather than those for language models' traces.
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}

@@ -15,6 +15,7 @@ from tasks.engine import training
 from tasks.engine.config import RunConfig
 from tasks.engine.facts import DataFacts, DeviceFacts, TrainFacts
 from tasks.engine.past import Past
+from tasks.redaction import redacted_errors
 
 
 @task(cache_policy=NO_CACHE)
@@ -29,4 +30,5 @@ def train_model(
 ) -> TrainFacts:
     """Train on `device`; the model, and what memory has to tell, are left in `folder`."""
     forks.let_them_end()
-    return training.train(config, device, data, past=past, folder=Path(folder), log=log)
+    with redacted_errors():
+        return training.train(config, device, data, past=past, folder=Path(folder), log=log)

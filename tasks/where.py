@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tasks.redaction import redacted
+
 SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")
+EXPERIMENT_LETTERS = 250  # of a name, at most
 
 
 class TrackingError(ValueError):
@@ -24,7 +26,7 @@ class Where(BaseModel):
 
     tracking_uri: str = "sqlite:///mlflow.db"
     artifacts: str = "mlartifacts"
-    experiment: str = Field("headroom", min_length=1, max_length=250)
+    experiment: str = Field("headroom", min_length=1, max_length=EXPERIMENT_LETTERS)
     runs: str = ".headroom/runs"
     flush_s: float = Field(2, gt=0, le=3600)
     give_up_s: float = Field(60, gt=0, le=3600)
@@ -55,6 +57,11 @@ def where() -> Where:
         "tracking_uri": os.environ.get("MLFLOW_TRACKING_URI"),
         "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME"),
     }
+    if len(environment["experiment"] or "") > EXPERIMENT_LETTERS:
+        raise TrackingError(
+            f"MLFLOW_EXPERIMENT_NAME: must be at most {EXPERIMENT_LETTERS} characters "
+            f"(got {len(environment['experiment'] or ''):,})"
+        )
     chosen = _validated(settings).model_copy(update={k: v for k, v in environment.items() if v})
     # A path in the file belongs to the file's folder, one in the environment to the caller's.
     uri_base = Path.cwd() if environment["tracking_uri"] else base
@@ -65,11 +72,6 @@ def where() -> Where:
             "runs": str((base / chosen.runs).absolute()),
         }
     )
-
-
-def redacted(text: str) -> str:
-    """The text without the passwords of the URIs in it."""
-    return re.sub(r"(\w://[^\s:/@]*):[^\s@]*@", r"\1:***@", text)
 
 
 def _candidates() -> tuple[Path, Path]:

@@ -17,9 +17,11 @@ from tasks.engine.allocators import NoAllocator, Space
 from tasks.engine.ledger import LIBRARIES, MIB, REST, Ledger
 from tasks.engine.live import live_tensors
 
+BEST = "best_weights"
 OWNERS = (
     "parameters",
     "buffers",
+    BEST,
     "gradients",
     "optimizer_state",
     "data",
@@ -82,11 +84,12 @@ class Accounts:
             return {}
         found = {owner: self._owners.get(owner, 0) / MIB for owner in OWNERS}
         found[REST] += max(0.0, (peak_mib or 0.0) - sum(found.values()))
-        is_told = {LIBRARIES, "graph"} & self._owners.keys()
+        seldom = {BEST, LIBRARIES, "graph"}
+        is_told = seldom & self._owners.keys()
         return {
             f"memory/{owner}_mib": mib
             for owner, mib in found.items()
-            if owner not in (LIBRARIES, "graph") or owner in is_told
+            if owner not in seldom or owner in is_told
         }
 
     def _settle(self, owned: Owned) -> None:

@@ -44,6 +44,11 @@ def steps_of(config: RunConfig, data: DataFacts) -> int:
     return config.train.epochs * math.ceil(data.train_rows / batch_rows)
 
 
+def keeps_best(config: RunConfig) -> bool:
+    """Whether weights are kept beside those that are trained: of one epoch there are no others."""
+    return config.train.keep == "best" and config.train.epochs > 1
+
+
 def model_of(config: RunConfig, data: DataFacts, device: torch.device) -> nn.Module:
     """The model on its device, with the weights that the seed of now draws."""
     # Drawn on the CPU: the same seed then gives the same weights on every device.
@@ -129,13 +134,20 @@ def optimizer_of(config: RunConfig, model: nn.Module) -> optim.Optimizer:
         weight_decay=o.weight_decay,
         momentum=o.momentum,
         beta2=o.beta2,
+        undecayed=optim.undecayed(model),
     )
 
 
 def rate_of(config: RunConfig, *, steps: int) -> Callable[[int], float]:
     """The learning rate of each step of a run of `steps`."""
     o = config.optim
-    return optim.schedule(o.schedule, lr=o.lr, total_steps=steps, warmup_fraction=o.warmup_fraction)
+    return optim.schedule(
+        o.schedule,
+        lr=o.lr,
+        total_steps=steps,
+        warmup_fraction=o.warmup_fraction,
+        min_fraction=o.min_lr_fraction,
+    )
 
 
 def plan_of(config: RunConfig) -> Plan:
@@ -168,6 +180,10 @@ def spec_of(config: RunConfig, data: DataFacts, *, outputs: int) -> dict[str, An
         "feature_names": data.feature_names,
         "offset": data.offset,
         "scale": data.scale,
+        "target_offset": data.target_offset,
+        "target_scale": data.target_scale,
         "columns": None if data.columns is None else [asdict(c) for c in data.columns],
         "missing": data.missing,
+        "na": data.na,
+        "decimal": data.decimal,
     }

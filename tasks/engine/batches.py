@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,15 +17,14 @@ import torch
 from torch import Tensor
 
 from tasks.engine.allocators import drop_cache
-from tasks.engine.layout import Layout, laid_out
+from tasks.engine.layout import Layout, Windows, laid_out
 from tasks.engine.memory import clear_frames, is_oom
-from tasks.engine.staging import PINNING, Array, Lane, Mark, Rows, dtype_of, read
+from tasks.engine.staging import PINNING, Array, Lane, Mark, Rows, read
 from tasks.engine.units import mebibytes
 from tasks.engine.unmapped import Unmapped
 
 TRAIN_SHARE, VAL_SHARE = 2 / 3, 1 / 3  # of the room: both parts may then live there
 RESIDENT_SHARE = 0.5  # of the room; the rest is for the model, its gradients and activations
-BLOCK_BYTES = 16 * 1024**2  # of one copy on the way to the device: the host never holds all rows
 MIB = 1024**2
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,9 @@ class Batches(Protocol):
     def steps(self, batch_size: int) -> int:
         """Batches of one epoch."""
 
+    def order(self, *, seed: int, epoch: int) -> Tensor:
+        """The rows of an epoch, as `shuffled` takes them: the same for the same seed and epoch."""
+
     def shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[tuple[Any, Any]]:
         """Batches in the given order of rows (int64, on the host); `mark` ends data_wait and h2d.
 
@@ -70,7 +73,21 @@ class Batches(Protocol):
         """Give back what was kept for the next iteration."""
 
 
-class Resident:
+class _Kept:
+    """What rows have in common wherever they are kept."""
+
+    def __init__(self, first: Tensor | np.ndarray, layout: Layout) -> None:
+        self._layout = layout
+        self._rows, self.order = layout.rows(len(first)), partial(layout.order, len(first))
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def steps(self, batch_size: int) -> int:
+        return math.ceil(len(self) / batch_size)
+
+
+class Resident(_Kept):
     """Rows on the device, one tensor or two as the layout says.
 
     in_place: all batches come in the memory of the first, as a recorded graph reads them.
@@ -82,25 +99,20 @@ class Resident:
     def __init__(
         self, parts: tuple[Tensor, ...], layout: Layout, *, reason: str, in_place: bool
     ) -> None:
+        super().__init__(parts[0], layout)
         self.reason = reason
-        self._parts, self._layout, self._in_place = parts, layout, in_place
+        self._parts, self._in_place = parts, in_place
         self._batch: list[Tensor] = []  # where the batches are gathered, if in place
 
     @property
     def x(self) -> Tensor:
         """All inputs, as a batch would hold them."""
-        return self._layout.open(self._parts)[0]
+        return self._layout.open(self._wholes())[0]
 
     @property
     def y(self) -> Tensor:
         """All targets."""
-        return self._layout.open(self._parts)[1]
-
-    def __len__(self) -> int:
-        return len(self._parts[0])
-
-    def steps(self, batch_size: int) -> int:
-        return math.ceil(len(self) / batch_size)
+        return self._layout.open(self._wholes())[1]
 
     def shuffled(
         self, batch_size: int, order: Tensor, mark: Mark
@@ -110,7 +122,7 @@ class Resident:
         order = (order.pin_memory() if pins else order).to(device, non_blocking=pins)
         rows = min(batch_size, len(order))
         if self._in_place and (not self._batch or len(self._batch[0]) != rows):
-            self._batch = [torch.empty_like(self._flat(part)[:rows]) for part in self._parts]
+            self._batch = [torch.empty_like(self._flat(part)[:rows]) for part in self._wholes()]
         for chosen in order.split(batch_size):
             batch = self._layout.open(self._gathered(chosen))
             mark("data_wait")
@@ -118,7 +130,7 @@ class Resident:
             del batch  # before the next one
 
     def in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for parts in zip(*(part.split(batch_size) for part in self._parts), strict=True):
+        for parts in zip(*(part.split(batch_size) for part in self._wholes()), strict=True):
             yield self._layout.open(parts)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -133,8 +145,11 @@ class Resident:
     def _gathered(self, chosen: Tensor) -> Iterator[Tensor]:
         for i, part in enumerate(self._parts):
             out = self._batch[i][: len(chosen)] if self._in_place else None
-            rows = torch.index_select(self._flat(part), 0, chosen, out=out)
+            rows = self._layout.gathered(self._flat(part), chosen, out=out)
             yield rows.permute(0, 3, 1, 2) if self._is_images(part) else rows
+
+    def _wholes(self) -> list[Tensor]:
+        return [self._layout.whole(part) for part in self._parts]
 
     def _flat(self, part: Tensor) -> Tensor:
         # index_select returns contiguous rows whatever it is given; in this view images are.
@@ -144,7 +159,7 @@ class Resident:
         return self._layout.channels_last and part.dim() == 4
 
 
-class Streamed:
+class Streamed(_Kept):
     """Rows on disk, memory-mapped; each batch is gathered on the host, then sent."""
 
     def __init__(
@@ -158,19 +173,16 @@ class Streamed:
         is_spare: bool,
     ) -> None:
         """is_spare: rows are read and not mapped, so that the files take no memory."""
+        super().__init__(arrays[0], layout)
         self.residency, self.reason = residency, reason
         self.copy_s: float | None = None
-        self._layout, self._device = layout, device
+        self._device = device
         self._arrays: tuple[Array, ...] = tuple(map(Unmapped, arrays)) if is_spare else arrays
+        if layout.context:
+            self._arrays = tuple(Windows(text, layout.context + 1) for text in self._arrays)
         self._idle: Lane | None = None  # of the last iteration, for the next
         self._busy: list[Lane] = []
         self._is_ahead = True  # while there is room for two batches
-
-    def __len__(self) -> int:
-        return len(self._arrays[0])
-
-    def steps(self, batch_size: int) -> int:
-        return math.ceil(len(self) / batch_size)
 
     def shuffled(
         self, batch_size: int, order: Tensor, mark: Mark
@@ -187,7 +199,8 @@ class Streamed:
         starts = range(0, len(self), batch_size)
 
         def rows_from(batch: int) -> Iterator[Rows]:
-            return (slice(at, min(at + batch_size, len(self))) for at in starts[batch:])
+            ends = ((at, min(at + batch_size, len(self))) for at in starts[batch:])
+            return (self._layout.span(first, last) for first, last in ends)
 
         return self._read(rows_from, most_rows=min(batch_size, len(self)), mark=lambda phase: None)
 
@@ -265,7 +278,7 @@ def feed(
     need, room = mebibytes(need_bytes / MIB), mebibytes(room_bytes / MIB)
     if need_bytes <= RESIDENT_SHARE * room_bytes:
         reason = f"{need} of rows take at most half of the {room} of room on {device}"
-        parts = tuple(_moved(array, device, layout) for array in arrays)
+        parts = tuple(layout.moved(array, device) for array in arrays)
         return Resident(parts, layout, reason=reason, in_place=device.type == "cuda")
     pins = device.type in PINNING
     how = "through pinned memory" if pins else "from disk"
@@ -274,26 +287,3 @@ def feed(
     return Streamed(
         arrays, layout, device=device, residency=residency, reason=reason, is_spare=is_spare
     )
-
-
-def row_order(rows: int, *, seed: int, epoch: int) -> Tensor:
-    """A permutation of the rows, int64 (rows,), the same for the same seed and epoch."""
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    return torch.randperm(rows, generator=generator)
-
-
-def _moved(array: np.ndarray, device: torch.device, layout: Layout) -> Tensor:
-    """All rows on the device, sent in blocks."""
-    images = layout.channels_last and array.ndim == 4
-    whole = torch.empty(
-        array.shape,
-        dtype=dtype_of(array),
-        device=device,
-        memory_format=torch.channels_last if images else torch.contiguous_format,
-    )
-    rows = max(1, BLOCK_BYTES * len(array) // max(1, array.nbytes))
-    for start in range(0, len(array), rows):
-        # A copy even on the CPU: a memory map would bring its page faults into the step.
-        block = torch.from_numpy(np.array(array[start : start + rows]))
-        whole[start : start + rows] = block.to(device)
-    return whole

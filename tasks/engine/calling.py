@@ -13,7 +13,7 @@ from contextlib import redirect_stdout
 from difflib import get_close_matches
 from typing import Any
 
-from tasks.engine.imports import is_ours, told_of
+from tasks.engine.imports import is_asked, told_of
 
 MOST_SHOWN = 12
 _NO_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory", re.IGNORECASE)
@@ -78,8 +78,8 @@ def called(
             return factory(**given)
     except MemoryError:
         raise
-    except (Exception, SystemExit) as error:
-        if is_ours(error) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
+    except BaseException as error:
+        if is_asked(error) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
             raise
         told = f"{setting}: {path} raised: {told_of(error)}"
     raise refusal(told)

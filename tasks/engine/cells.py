@@ -13,9 +13,11 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import compute
 
+from tasks.engine.numerals import CODE, Spelling, patterns
+
 NUMBER, TEXT, CATEGORY, EMPTY = "number", "text", "category", "empty"
-# What Python's float() takes, infinities left out.
-NUMERAL = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
+AS_IT_IS = Spelling()
+IN_CACHE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Cells:
     values: np.ndarray
     whole: bool = False  # integers or booleans
     words: tuple[str, ...] = ()  # as they are, stripped; several may be the same word
-    numerals: np.ndarray | None = None  # which of the words read as numbers
+    forms: np.ndarray | None = None  # what each of the words looks like, see numerals.py
+    nothing: tuple[str, ...] = ()  # words that were read as missing
 
     @property
     def missing(self) -> np.ndarray:
@@ -49,24 +52,53 @@ def kind_of(kind: pa.DataType) -> str:
     return EMPTY if types.is_null(kind) else str(kind)
 
 
-def cells_of(array: pa.Array, into: np.ndarray | None = None) -> Cells:
+def cells_of(
+    array: pa.Array, into: np.ndarray | None = None, *, spelling: Spelling = AS_IT_IS
+) -> Cells:
     """The cells of an Arrow array. into: where numbers are put, (rows,) float64."""
     kind = kind_of(array.type)
     if kind == NUMBER:
-        values = numbers(array)
+        values = numbers(array, spelling)
         if into is not None:
             into[:] = values
             values = into
         return Cells(kind, values, whole=not pa.types.is_floating(array.type))
     if kind in (TEXT, CATEGORY):
-        return _words(array, kind)
+        return _words(array, kind, spelling)
     nothing = np.full(len(array), np.nan) if into is None else into
     nothing[:] = np.nan
     return Cells(kind, nothing)
 
 
-def numbers(array: pa.Array) -> np.ndarray:
+def numbers(array: pa.Array, spelling: Spelling = AS_IT_IS) -> np.ndarray:
     """Numbers in their own type; float64 with NaN where some are missing. Booleans are bool."""
+    values = _plain_numbers(array)
+    if spelling.missing_numbers:
+        missing = np.isin(values, spelling.missing_numbers)
+        return np.where(missing, np.nan, values) if missing.any() else values
+    return values
+
+
+def may_hold_codes(lines: bytes) -> bool:
+    """Whether some cell may begin with a zero and another digit; sees gigabytes a second."""
+    given = np.frombuffer(lines, np.uint8)
+    for at in range(0, len(given), IN_CACHE_BYTES):
+        part = given[at : at + IN_CACHE_BYTES + 2]
+        found = part[1:-1] == ord("0")
+        found &= part[:-2] <= ord(",")  # a tab, comma, blank, quote or end of line too
+        found &= part[2:] >= ord("0")
+        if found.any():
+            return True
+    return lines[:1] == b"0" and lines[1:2].isdigit()
+
+
+def holds_codes(texts: pa.Array) -> bool:
+    """Whether a text is of digits, the first a zero and not the last."""
+    found = compute.match_substring_regex(texts, patterns(".")[CODE])
+    return bool(compute.any(found).as_py())
+
+
+def _plain_numbers(array: pa.Array) -> np.ndarray:
     if array.null_count:
         if pa.types.is_boolean(array.type):
             array = array.cast(pa.uint8())
@@ -76,22 +108,24 @@ def numbers(array: pa.Array) -> np.ndarray:
     return np.from_dlpack(array)  # Arrow's own to_numpy imports pandas
 
 
-def _words(array: pa.Array, kind: str) -> Cells:
+def _words(array: pa.Array, kind: str, spelling: Spelling) -> Cells:
     if kind == TEXT:
         if pa.types.is_string_view(array.type):
             array = array.cast(pa.string())
         array = array.dictionary_encode()
     texts = array.dictionary.cast(pa.string())
     values = _filled(array.indices.cast(pa.int64()), -1)
-    words = tuple((word or "").strip() for word in texts.to_pylist())
-    numerals = np.zeros(len(words), dtype=bool)
-    if kind == TEXT and words:
-        found = compute.match_substring_regex(texts, NUMERAL)
-        numerals = _filled(found.cast(pa.uint8()), 0).astype(bool)
-    blank = np.array([not word for word in words], dtype=bool)
+    given = [word or "" for word in texts.to_pylist()]
+    words = tuple(word.strip() for word in given)
+    forms = np.zeros(len(words), dtype=np.int64)
+    for form, pattern in patterns(spelling.decimal).items() if kind == TEXT and words else ():
+        found = compute.match_substring_regex(texts, pattern)
+        forms[(forms == 0) & _filled(found.cast(pa.uint8()), 0).astype(bool)] = form
+    nothing = (set(spelling.na) - {""}).intersection(given)
+    blank = np.array([not w or g in nothing for w, g in zip(words, given, strict=True)], dtype=bool)
     if blank.any():
         values = np.where((values >= 0) & blank[values], -1, values)
-    return Cells(kind, values, words=words, numerals=numerals)
+    return Cells(kind, values, words=words, forms=forms, nothing=tuple(sorted(nothing)))
 
 
 def _filled(array: pa.Array, missing: float) -> np.ndarray:

@@ -5,16 +5,18 @@ passed, each column by its name and its first bad cell, all columns at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
-from tasks.engine.cells import CATEGORY, EMPTY, NUMBER, TEXT, Cells, cells_of, numbers, refused_type
+from tasks.engine.cells import CATEGORY, EMPTY, NUMBER, TEXT, Cells, cells_of, refused_type
+from tasks.engine.data_config import DataConfig
 from tasks.engine.growing import Growing
-from tasks.engine.raw import MOST_SHOWN, DataError, Raw, shorten
-from tasks.engine.seen import MOST_CATEGORIES, Seen
+from tasks.engine.numerals import Spelling
+from tasks.engine.raw import MOST_SHOWN, DataError, Raw, listed, shorten
+from tasks.engine.seen import MOST_CATEGORIES, Seen, absent
 from tasks.engine.spool import Spool
 from tasks.engine.table import Table
 
@@ -49,24 +51,22 @@ class Block:
         return bool(in_target or np.isnan(self.least).any())
 
 
-def block_of(features: Sequence[pa.Array], target: pa.Array | None, rows: int) -> Block:
+def block_of(
+    features: Sequence[pa.Array], target: pa.Array | None, rows: int, spelling: Spelling
+) -> Block:
     """Takes columns out of Arrow; for threads: it leaves Python's lock most of the time."""
     matrix = np.empty((len(features), rows))
-    cells = tuple(cells_of(array, row) for array, row in zip(features, matrix, strict=True))
+    cells = tuple(
+        cells_of(array, row, spelling=spelling) for array, row in zip(features, matrix, strict=True)
+    )
     for row, of in zip(matrix, cells, strict=True):
         if of.kind in (TEXT, CATEGORY):
             row[:] = 0  # its codes are known when the blocks before it are
     least = matrix.min(axis=1, initial=np.inf)
     most = matrix.max(axis=1, initial=-np.inf)
     types = tuple(array.type for array in (*features, *([] if target is None else [target])))
-    return Block(matrix, cells, least, most, None if target is None else _target(target), types)
-
-
-def _target(array: pa.Array) -> Cells:
-    cells = cells_of(array)
-    if cells.kind != NUMBER:
-        return cells
-    return Cells(NUMBER, numbers(array), whole=cells.whole)  # large integers stay exact
+    of_target = None if target is None else cells_of(target, spelling=spelling)
+    return Block(matrix, cells, least, most, of_target, types)
 
 
 class Gathering:
@@ -80,13 +80,16 @@ class Gathering:
         spool: Spool,
         label: str,
         note: str,
-        missing: str,
+        data: DataConfig,
+        look: Callable[[str, int], str] | None = None,
     ) -> None:
+        """look: what stands in a cell of a column and row of a file of text."""
         self.names, self.spool = tuple(names), spool
         self._seen = [Seen(name) for name in names]
         self._target_seen = Seen(target)
         self._targets = Growing()
-        self._label, self._note, self._missing = label, note, missing
+        self._label, self._note, self._missing = label, note, data.missing
+        self._look, self._decimal, self._na = look, data.decimal if look else None, data.na
 
     def append(self, block: Block) -> None:
         """All columns of the next rows."""
@@ -116,16 +119,17 @@ class Gathering:
         """The whole table. Raises DataError with a line for each column at fault."""
         if not self.spool.rows:
             raise DataError(f"data.path: {self._label} has no rows{self._note}; write some")
-        found = [
-            seen.problem(
+        problems = self._target_problems()
+        for seen in self._seen:
+            found = seen.problem(
                 target=self._target_seen.name,
                 label=self._label,
                 note=self._note,
                 missing=self._missing,
+                decimal=self._decimal,
+                look=self._look,
             )
-            for seen in self._seen
-        ]
-        problems = [*self._target_problems(), *(line for line in found if line)]
+            problems += [found] if found else []
         if problems:
             more = len(problems) - MOST_SHOWN
             rest = [f"data.path: and {more} more columns like these"] if more > 0 else []
@@ -142,7 +146,11 @@ class Gathering:
         return self._raw(table)
 
     def _raw(self, table: Table) -> Raw:
-        notes: tuple[str, ...] = ()
+        notes: tuple[str, ...] = tuple(
+            f"{listed(sorted(s.na))} was read as missing in {shorten(s.name)} (data.na)"
+            for s in self._seen
+            if s.na
+        )
         kept, target = None, self._target()
         if self._missing == "drop" and any(table.holes):
             kept = table.whole_rows()
@@ -153,7 +161,7 @@ class Gathering:
                     "data.drop"
                 )
             left_out = int((~kept).sum())
-            notes = (f"{left_out:,} of {len(kept):,} rows with missing values were left out",)
+            notes += (f"{left_out:,} of {len(kept):,} rows with missing values were left out",)
             table, target = table.only(kept), target[kept]
         return Raw(
             features=table,
@@ -164,6 +172,8 @@ class Gathering:
             row_note=self._note,
             notes=notes,
             kept=kept,
+            decimal=self._decimal,
+            na=self._na,
         )
 
     def _see(self, block: Block, place: int, column: int, start: int) -> None:
@@ -200,10 +210,10 @@ class Gathering:
                 "choose another target"
             ]
         if seen.holes:
+            word = self._look(seen.name, seen.first_hole) if self._look else ""
             return [
                 f"data.target: {label} row {seen.first_hole + 1}{self._note}, column "
-                f"{shorten(seen.name)}: is missing (as in {seen.holes:,} rows); fill it in or drop "
-                "the rows"
+                f"{shorten(seen.name)}: {absent(seen.holes, word, 'fill it in or drop the rows')}"
             ]
         return []
 

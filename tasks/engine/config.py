@@ -62,13 +62,16 @@ class OptimConfig(Section):
     lr: Annotated[Float, Field(gt=0, le=1000)] = 2e-3
     """Peak learning rate."""
     weight_decay: Annotated[Float, Field(ge=0, le=1000)] = 0.01
-    """Decoupled (AdamW) or L2 (SGD) weight decay."""
+    """Decoupled (AdamW) or L2 (SGD) weight decay. Norms, biases (all parameters of one axis) and
+    embeddings have none."""
     momentum: Annotated[Float, Field(ge=0, lt=1)] = 0.9
     """Momentum of SGD (Nesterov); AdamW's beta1."""
     beta2: Annotated[Float, Field(ge=0, lt=1)] = 0.999
     """AdamW's beta2."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """Learning rate after the warm-up: falling to 0 along a cosine, or constant."""
+    """Learning rate after the warm-up: falling along a cosine, or constant."""
+    min_lr_fraction: Annotated[Float, Field(ge=0, le=1)] = 0.0
+    """Share of the peak learning rate that the cosine falls to."""
     warmup_fraction: Annotated[Float, Field(ge=0, le=1)] = 0.05
     """Share of all steps in which the learning rate rises linearly from 0."""
     clip_norm: Annotated[Float, Field(gt=0)] | None = None
@@ -104,8 +107,9 @@ class TrainConfig(Section):
     deterministic: Bool = False
     """Only what gives the same bits again: algorithms, and threads not chosen by timing."""
     patience: Annotated[Int, Field(ge=0, le=10**6)] = 0
-    """Stop after this many epochs without a better validation loss, and keep the best weights;
-    0: never."""
+    """Stop after this many epochs without a better validation loss; 0: never."""
+    keep: Literal["best", "last"] = "best"
+    """Which weights are logged: those of the epoch with the lowest validation loss, or the last."""
     log_every: Annotated[Int, Field(ge=1, le=10**9)] = 10
     """Optimizer steps between two log points, at which the host waits for the device."""
 

@@ -18,8 +18,10 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import csv as pa_csv
 
+from tasks.engine.cells import AS_IT_IS, holds_codes, may_hold_codes
 from tasks.engine.columns import BROKEN, Block, block_of
 from tasks.engine.in_order import in_order
+from tasks.engine.numerals import Spelling
 from tasks.engine.raw import MOST_SHOWN, DataError, shorten, size
 
 LONGEST_BYTES = 16 * 1024**2  # of a header, and of a row
@@ -36,6 +38,7 @@ class TextTable:
     width: int  # cells in a row
     block_bytes: int
     threads: int
+    spelling: Spelling = AS_IT_IS
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,17 @@ def blocks(
             yield block
 
 
+def written(table: TextTable, place: int, row: int) -> str:
+    """What stands in a cell of the column at `place`, as it is written; the file is read up to
+    it."""
+    for lines in _lines(table):
+        cells = _arrow(table, lines, [place], types={place: pa.string()}, nulls=[]).column(0)
+        if row < len(cells):
+            return str(cells[row].as_py())
+        row -= len(cells)
+    return ""
+
+
 @dataclass(frozen=True)
 class _Wanted:
     """Columns by their place in the file; those whose type need not be found out have it here."""
@@ -102,8 +116,9 @@ def _parsed(table: TextTable, wanted: _Wanted, lines: bytes) -> Block | _Refused
         if parsed is None:
             parsed = _arrow(table, lines, places)
         columns = [_one(parsed.column(i)) for i in range(len(places))]
+        _keep_codes(table, lines, places, columns)
         target = None if wanted.target is None else columns.pop()
-        return block_of(columns, target, parsed.num_rows)
+        return block_of(columns, target, parsed.num_rows, table.spelling)
     except BROKEN as error:
         return _Refused(lines, str(error))
 
@@ -117,6 +132,20 @@ def _typed(table: TextTable, lines: bytes, wanted: _Wanted) -> pa.Table | None:
             if types:
                 return _arrow(table, lines, wanted.places, types=types, nulls=nulls)
     return None
+
+
+def _keep_codes(
+    table: TextTable, lines: bytes, places: Sequence[int], columns: list[pa.Array]
+) -> None:
+    """Puts text where Arrow made whole numbers of cells such as 007: the zeros are part of them."""
+    whole = [i for i, column in enumerate(columns) if pa.types.is_integer(column.type)]
+    if not whole or not may_hold_codes(lines):
+        return
+    again = [places[i] for i in whole]
+    texts = _arrow(table, lines, again, types=dict.fromkeys(again, pa.string()))
+    for i, column in zip(whole, texts.columns, strict=True):
+        if holds_codes(_one(column)):
+            columns[i] = _one(column)
 
 
 def _one(column: pa.ChunkedArray) -> pa.Array:
@@ -142,8 +171,8 @@ def _arrow(
         convert_options=pa_csv.ConvertOptions(
             include_columns=[str(i) for i in wanted],
             column_types={str(i): kind for i, kind in (types or {}).items()},
-            null_values=nulls,
-            strings_can_be_null=True,
+            null_values=["", *table.spelling.na] if nulls is None else nulls,
+            decimal_point=table.spelling.decimal,
         ),
     )
 

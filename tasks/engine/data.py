@@ -17,6 +17,7 @@ import numpy as np
 from tasks.engine import rows, store, windows
 from tasks.engine.data_config import TABLE_FILES, TOKEN_SOURCES, DataConfig
 from tasks.engine.facts import Column, DataFacts
+from tasks.engine.imports import ends_told
 from tasks.engine.origins import Hashing, Origin, origin_of, refuse_changed
 from tasks.engine.raw import DataError, Raw, cache_folder, check_memory
 from tasks.engine.section import is_import
@@ -30,6 +31,8 @@ _OUTPUTS = {
     "tokens": "different tokens",
 }
 
+NOTES_SAID = 5  # in the terminal; all stand in the manifest and the run
+
 log = logging.getLogger(__name__)
 
 
@@ -37,8 +40,9 @@ log = logging.getLogger(__name__)
 class Arrays:
     """The prepared arrays, mapped from disk and read-only.
 
-    x: (rows, *input_shape) float32, scaled; y: (rows,) int64 classes or (rows, 1) float32.
-    Tokens: x and y (rows, context) uint8 or uint16, overlapping views of one array, of which y is
+    x: (rows, *input_shape) float32, scaled; y: (rows,) int64 classes or (rows, k) float32,
+    amounts scaled.
+    Tokens: x and y (rows, context) uint8 or uint16, overlapping views of one text, of which y is
     one token further on.
     """
 
@@ -63,6 +67,7 @@ def check(data: DataConfig) -> None:
     store.check_room(cache, needed_bytes)
 
 
+@ends_told
 def prepare(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> DataFacts:
     """The facts of the prepared data, which is taken from the cache where it is there and whole.
 
@@ -94,6 +99,10 @@ def prepare(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> DataFac
         facts.fingerprint,
         ", prepared earlier" if reused else "",
     )
+    for note in facts.notes[:NOTES_SAID]:
+        log.info("data: %s", note)
+    for warning in facts.warnings:
+        log.warning("%s", warning)
     return facts
 
 
@@ -109,7 +118,7 @@ def load(facts: DataFacts) -> Arrays:
             f"data.cache: the arrays in {facts.folder} are gone or damaged ({error}); start again"
         ) from None
     if facts.task == "tokens":
-        parts = [view for part in parts for view in (part[:, :-1], part[:, 1:])]
+        parts = [view for text in parts for view in windows.rows_of(text, facts.input_shape[0])]
     return Arrays(*parts)
 
 
@@ -156,7 +165,7 @@ def _settings(data: DataConfig) -> dict[str, Any]:
     if data.source != "synthetic":
         unused |= {"rows", "features", "classes"}
     if data.source in TOKEN_SOURCES:
-        unused |= {"target", "task", "split_seed", "scale"}
+        unused |= {"target", "task", "split_seed", "scale", "scale_target"}
     else:
         unused |= {"context", "vocab"}
     return data.model_dump(exclude=unused)
@@ -201,13 +210,19 @@ def _facts(data: DataConfig, folder: Path, manifest: dict[str, Any], *, reused: 
         feature_names=None if features is None else tuple(features),
         offset=tuple(meaning["offset"]),
         scale=tuple(meaning["scale"]),
+        target_offset=tuple(meaning.get("target_offset", (0.0,))),
+        target_scale=tuple(meaning.get("target_scale", (1.0,))),
         bytes=sum(entry["bytes"] for entry in files.values()),
         fingerprint=manifest["fingerprint"],
         reused=reused,
         columns=_columns(meaning),
         class_rows=_class_rows(meaning),
         missing=data.missing,
+        na=None if data.na is None else tuple(data.na),
+        decimal=data.decimal,
         notes=tuple(meaning.get("notes", ())),
+        warnings=tuple(meaning.get("warnings", ())),
+        guess=meaning["guess"],
     )
 
 

@@ -44,6 +44,12 @@ class DataConfig(Section):
     missing: Literal["fail", "drop", "mean"] = "fail"
     """Rows with missing features, of csv, tsv and parquet. fail: refuse them; drop: leave them out;
     mean: take the mean of the training rows, and for text the category `missing`."""
+    na: list[Text] | None = None
+    """Words that mean missing in csv, tsv and parquet, beside the empty cell; those that are
+    numbers, such as -999, also among numbers. Default: NA, N/A, NULL, NaN and the like in csv and
+    tsv, none in parquet."""
+    decimal: Literal[".", ","] = "."
+    """The decimal mark of numbers in csv and tsv."""
     task: Literal["auto", "classification", "multilabel", "regression", "tokens"] = "auto"
     """What to learn. auto: the next token of the sources text and tokens; else classification
     where the target is text, boolean or whole numbers with at most 100 different values, multilabel
@@ -60,6 +66,11 @@ class DataConfig(Section):
     scale: Bool = True
     """Standardize each feature with mean and deviation of the training rows (images: of all their
     pixels together). Tokens stay as they are."""
+    scale_target: Bool = True
+    """Standardize the target of a regression, each of its columns, with mean and deviation of the
+    training rows. Predictions, val/mae, and what a loss and metrics of your own are given are in
+    its units all the same; a model of your own learns the standardized one, so false where its
+    outputs are bounded (a softplus at the end). Data sets and loaders stay as they are."""
     rows: Annotated[Int, Field(ge=10, le=10**9)] = 10_000
     """Rows of the synthetic source."""
     features: Annotated[Int, Field(ge=1, le=10**6)] = 64
@@ -118,11 +129,16 @@ class DataConfig(Section):
                 f"args: are for a source of your own, package.module:factory (got {self.source}); "
                 "drop them"
             )
-        for name, is_set in (("drop", bool(self.drop)), ("missing", self.missing != "fail")):
-            if is_set and self.source not in TABLE_FILES:
+        for name, is_set, takes in (
+            ("drop", bool(self.drop), TABLE_FILES),
+            ("missing", self.missing != "fail", TABLE_FILES),
+            ("na", self.na is not None, TABLE_FILES),
+            ("decimal", self.decimal != ".", ("csv", "tsv")),
+        ):
+            if is_set and self.source not in takes:
                 raise ValueError(
                     f"{name}: has no meaning for source {self.source}; drop it, or set data.source "
-                    f"to one of {', '.join(TABLE_FILES)}"
+                    f"to one of {', '.join(takes)}"
                 )
         return self
 

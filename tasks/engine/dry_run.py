@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tasks.engine import assembly, models, tree
+from tasks.engine.accounts import BEST
+from tasks.engine.best import tensors_of
 from tasks.engine.config import RunConfig
 from tasks.engine.device import resolve_precision
 from tasks.engine.evaluation import eval_rows
@@ -113,9 +115,9 @@ def dry_run(
         )
         ledger.own("data", (*train.tensors(), *val.tensors()))
         # On a CPU the weights of the best epoch are kept where the others are.
-        keeps_best = config.train.patience and facts.kind == "cpu"
-        best = [t.clone() for t in model.state_dict().values()] if keeps_best else []
-        ledger.own("best_weights", best)
+        keeps_best = assembly.keeps_best(config) and facts.kind == "cpu"
+        best = [t.clone() for _, t in tensors_of(model)] if keeps_best else []
+        ledger.own(BEST, best)
         peaks.mark(SETUP)
         peaks.settle()
         step = assembly.step_of(
@@ -250,7 +252,8 @@ def _evaluate(
         if loss is None:
             loss_of(config.train, data, outputs.device)(outputs, y)
     if data.task == "classification":
-        _ = outputs.argmax(1) == y
+        told = outputs.argmax(1)
+        _ = told == y, told.square()
     elif data.task == "regression":
         _ = torch.cat([*kept, outputs])
     peaks.mark(EVALUATION)

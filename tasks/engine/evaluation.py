@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tasks.engine import tree
 from tasks.engine.batches import Batches
+from tasks.engine.doubts import ALIKE
 from tasks.engine.facts import DataFacts
 from tasks.engine.forward import Forward, Plain
 from tasks.engine.losses import Metrics
@@ -55,6 +56,7 @@ class Judge:
     phases: Phases
     forward: Callable[[nn.Module], Forward] = Plain
     metrics: Metrics = field(default_factory=dict)  # the user's own, the mean over the rows each
+    target_scale: tuple[float, ...] = (1.0,)  # a regression's error in the target's units, over it
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,10 @@ def evaluate(model: nn.Module, batches: Batches, judge: Judge) -> dict[str, floa
     """val/loss over all rows, with val/accuracy for a classification, also val/f1 for several
     labels, val/r2 and val/mae for a regression, val/perplexity = exp(val/loss) for tokens; waits
     for the device.
+
+    Where a regression's target was scaled, val/loss is that of the scaled target (a mean squared
+    error of 1 is as good as the mean), or of the user's own loss in the target's units, as val/r2,
+    val/mae and the user's metrics are.
 
     Raises oom.MemoryExhausted.
     """
@@ -105,12 +111,27 @@ def _evaluated(
     sums = {name: total.item() for name, total in whole.values.items()}
     loss = sums["loss"] / rows
     own = {f"val/{name}": sums[f"own/{name}"] / rows for name in judge.metrics}
-    return {"val/loss": loss, **_figures(judge.task, sums, rows, loss, whole.pairs), **own}
+    figures = {"val/loss": loss, **_figures(judge, sums, rows, loss, whole.pairs), **own}
+    return figures | ({ALIKE: 1.0} if _are_alike(sums, whole.pairs) else {})
+
+
+def _are_alike(sums: dict[str, float], pairs: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether every row was given the same answer, of more than one."""
+    if pairs:
+        first, count = pairs[0][0][:1], sum(len(outputs) for outputs, _ in pairs)
+        return count > 1 and all(bool((outputs == first).all()) for outputs, _ in pairs)
+    told = sums.get("told", 0)  # of whole numbers, whose sums are exact: no variance
+    return told > 1 and told * sums["told_squares"] == sums["told_sum"] ** 2
 
 
 def _figures(
-    task: str, sums: dict[str, float], rows: int, loss: float, pairs: list[tuple[Tensor, Tensor]]
+    judge: Judge,
+    sums: dict[str, float],
+    rows: int,
+    loss: float,
+    pairs: list[tuple[Tensor, Tensor]],
 ) -> dict[str, float]:
+    task = judge.task
     if task == "classification":
         return {"val/accuracy": sums["hits"] / rows}
     if task == "multilabel":
@@ -121,7 +142,7 @@ def _figures(
         }
     if task == "tokens":
         return {"val/perplexity": math.exp(min(loss, MAX_LOG_PERPLEXITY))}
-    return _errors(pairs)
+    return _errors(pairs, torch.tensor(judge.target_scale, dtype=torch.float64))
 
 
 def _judged(forward: Forward, x: Any, y: Any, judge: Judge) -> _Sums:
@@ -143,7 +164,10 @@ def _part(forward: Forward, x: Any, y: Any, judge: Judge) -> _Sums:
         loss = (judge.loss(outputs, y) if loss is None else loss) * rows
     values = {"loss": loss}
     if judge.task == "classification":
-        values["hits"] = (outputs.argmax(1) == y).sum()
+        told = outputs.argmax(1)
+        values["hits"] = (told == y).sum()
+        values["told"] = torch.tensor(told.numel())
+        values["told_sum"], values["told_squares"] = told.sum(), told.square().sum()
     elif judge.task == "multilabel":
         is_told, is_so = outputs > 0, y > 0.5
         values["hits"] = (is_told == is_so).sum()
@@ -164,11 +188,11 @@ def _summed(parts: list[_Sums]) -> _Sums:
     )
 
 
-def _errors(pairs: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    outputs, targets = (torch.cat(part).cpu().double() for part in zip(*pairs, strict=True))
+def _errors(pairs: list[tuple[Tensor, Tensor]], scale: Tensor) -> dict[str, float]:
+    # The offset is in no difference.
+    outputs, targets = (torch.cat(part).cpu() * scale for part in zip(*pairs, strict=True))
     error = outputs - targets
     spread = (targets - targets.mean(0)).square().sum()
-    return {
-        "val/r2": (1 - error.square().sum() / spread).item() if spread > 0 else math.nan,
-        "val/mae": error.abs().mean().item(),
-    }
+    # Of a target that never changes r2 is not known.
+    r2 = {"val/r2": (1 - error.square().sum() / spread).item()} if spread > 0 else {}
+    return {**r2, "val/mae": error.abs().mean().item()}

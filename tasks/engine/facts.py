@@ -72,9 +72,17 @@ class DataFacts:
     columns: tuple[Column, ...] | None = None  # of a table, before it became inputs
     class_rows: tuple[int, ...] | None = None  # training rows of each class
     missing: str = "fail"  # what was done with rows that miss a feature: fail, drop or mean
+    na: tuple[str, ...] | None = None  # the words that meant missing; None: the default ones
+    decimal: str = "."  # the decimal mark of numbers in text
     notes: tuple[str, ...] = ()  # what else was done to the data, for a person
+    warnings: tuple[str, ...] = ()  # what a person should doubt in it
+    # Of the best answer that is the same for all validation rows: the accuracy of a classification,
+    # the loss of tokens.
+    guess: float | None = None
     batch: Any | None = None  # of a loader: what its batches hold, as tree.described tells it
     batch_rows: int | None = None  # of a loader: rows of its batches
+    target_offset: tuple[float, ...] = (0.0,)  # y_scaled = (y - offset) / scale, of a regression
+    target_scale: tuple[float, ...] = (1.0,)
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,7 @@ class TrainFacts:
     model_folder: str  # spec.json and weights.pt
     held_bytes: int  # in use on the device at the end of the training, before anything was freed
     stats: dict[str, Any] = field(default_factory=dict)  # the allocator's raw statistics
+    warnings: tuple[str, ...] = ()  # what a person should doubt in the results
 
 
 @dataclass(frozen=True)

@@ -40,13 +40,21 @@ def fed(
     return rows, send(arrays.val_x, arrays.val_y, room_bytes=VAL_SHARE * room)
 
 
-def example(data: DataFacts, val: Batches) -> dict[str, np.ndarray]:
-    """Two rows as their user has them, by the name of the input; the only one is called x."""
-    if data.batch is None:
-        return {"x": _raw(prepared.load(data).val_x[:2], data)}
+def first_rows(val: Batches) -> Any:
+    """The inputs of two rows to validate on, as a batch holds them."""
     with closing(val.in_order(2)) as batches:  # type: ignore[type-var]
         x, _ = next(batches)
-        rows = tree.mapped(tree.head(x, 2), lambda tensor: tensor.detach().cpu())
+        return tree.head(x, 2)
+
+
+def example(data: DataFacts, x: Any) -> dict[str, np.ndarray]:
+    """Two rows as their user has them, by the name of the input; the only one is called x.
+
+    x: what first_rows gives.
+    """
+    if data.batch is None:
+        return {"x": _raw(prepared.load(data).val_x[:2], data)}
+    rows = tree.mapped(x, lambda tensor: tensor.detach().cpu())
     return {name: value.numpy() for name, value in inputs_by_name(rows).items()}
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from tasks.engine import tree
-from tasks.engine.batches import BLOCK_BYTES, RESIDENT_SHARE, TRAIN_SHARE, VAL_SHARE
+from tasks.engine.batches import RESIDENT_SHARE, TRAIN_SHARE, VAL_SHARE
 from tasks.engine.config import RunConfig
 from tasks.engine.data import load
 from tasks.engine.facts import DataFacts, DeviceFacts
-from tasks.engine.layout import laid_out
+from tasks.engine.layout import BLOCK_BYTES, laid_out
 from tasks.engine.limits import rows_room_bytes
 from tasks.engine.staging import PINNING, dtype_of
 
@@ -27,7 +27,7 @@ class _Part:
     """One kept array: inputs, targets, or both in one."""
 
     rows: int
-    shape: tuple[int, ...]  # of a row
+    shape: tuple[int, ...]  # of a row; of a text's tokens ()
     dtype: torch.dtype
     bytes: int
     channels_last: bool
@@ -90,14 +90,21 @@ class Rows:
 
     def in_order(self, rows: int) -> tuple[Tensor, Tensor]:
         """A batch to validate on."""
-        return self._layout.open([part[:rows] for part in self._whole] or self._made(rows))
+        whole = [self._layout.whole(part)[:rows] for part in self._whole]
+        return self._layout.open(whole or self._made(rows))
 
     def let_go(self) -> None:
         """An epoch is over: no batch is left but the memory that all of them come in."""
         self._next = []
 
     def _made(self, rows: int) -> list[Tensor]:
-        return [part.empty(rows, self._device) for part in self._parts]
+        if self._layout.context is None:
+            return [part.empty(rows, self._device) for part in self._parts]
+        shape = (rows, self._layout.context + 1)
+        if self._whole:  # where each token of the rows lies
+            torch.empty(shape, dtype=torch.int64, device=self._device)
+        text = self._parts[0].dtype
+        return [torch.empty(shape, dtype=text, device=self._device)]
 
     def _sent(self, part: _Part) -> Tensor:
         whole = part.empty(part.rows, self._device)

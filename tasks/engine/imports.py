@@ -1,15 +1,17 @@
 """Code of the user's own, found by its import path `package.module:attribute` from the working
 directory, as `python -m` finds it. It refuses what is no code of a user (Python's own modules and
-this project's) before that is touched, and every import path where HEADROOM_ALLOW_IMPORTS is 0. It
-travels with logged models, so it imports nothing of this project.
+this project's) before that is touched, and every import path where HEADROOM_ALLOW_IMPORTS says no.
+It travels with logged models, so it imports nothing of this project.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
 import re
+import signal
 import sys
 import sysconfig
 import traceback
@@ -19,9 +21,12 @@ from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
+T = TypeVar("T")
 ALLOW = "HEADROOM_ALLOW_IMPORTS"
+YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 OWN = ("flows", "tasks")  # this project's
 _IN_TEXT = re.compile(r'File "([^"]+)", line (\d+)')
 PACKAGES = ("site-packages", "dist-packages")
@@ -30,11 +35,14 @@ _STANDARD = os.path.realpath(sysconfig.get_path("stdlib"))
 
 def problem(setting: str, path: str) -> str | None:
     """Why this import path can't be used, as far as can be told without running any of it."""
-    if os.environ.get(ALLOW, "1") == "0":
+    allowed = os.environ.get(ALLOW, "1")
+    if allowed.strip().lower() in NO:
         return (
-            f"{setting}: import paths are forbidden here by {ALLOW}=0 (got {path}); choose a "
-            "built-in one, or lift that"
+            f"{setting}: import paths are forbidden here by {ALLOW}={allowed} (got {path}); choose "
+            "a built-in one, or lift that"
         )
+    if (told := unknown_word()) is not None:
+        return told
     module = path.partition(":")[0]
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top in OWN:
@@ -49,6 +57,14 @@ def problem(setting: str, path: str) -> str | None:
             f"{os.getcwd()} and among the installed packages"
         )
     return None
+
+
+def unknown_word() -> str | None:
+    """Why HEADROOM_ALLOW_IMPORTS isn't understood: a guard that is misspelt must not stand open."""
+    word = os.environ.get(ALLOW, "1")
+    if word.strip().lower() in (*YES, *NO):
+        return None
+    return f"{ALLOW}: must be one of {', '.join((*YES, *NO[:-1]))}, or empty (got {word[:80]!r})"
 
 
 def spec_of(module: str) -> ModuleSpec | None:
@@ -138,20 +154,59 @@ def _imported(module: str, *, setting: str, refusal: type[ValueError]) -> Module
     try:
         with redirect_stdout(sys.stderr):
             return importlib.import_module(module)
-    except (Exception, SystemExit) as error:
-        if is_ours(error):
+    except BaseException as error:
+        if is_asked(error):
             raise
         told = f"{setting}: {module} cannot be imported: {told_of(error)}"
     raise refusal(told)
 
 
-def is_ours(error: BaseException) -> bool:
-    """Whether it is the end that a signal asked for: raised in this project, not in a user's."""
+def ends_told(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, which raises RuntimeError where a user's code would have ended the process.
+
+    What is raised says nothing that no file takes (half of a surrogate pair).
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            error.args = tuple(_text(one) if isinstance(one, str) else one for one in error.args)
+            raise
+        except BaseException as error:
+            if is_asked(error):
+                raise
+            told = told_of(error)
+        raise RuntimeError(told)
+
+    return call
+
+
+def is_asked(error: BaseException) -> bool:
+    """Whether it is the end that a signal or Prefect asked for; a user's own `sys.exit()` is not.
+
+    A handler of this project raises in its own file. Python's own, which knows Ctrl-C alone, can't
+    be told from a user's KeyboardInterrupt.
+    """
+    if isinstance(error, Exception):
+        return False
+    if type(error).__module__.partition(".")[0] == "prefect":
+        return True
+    if isinstance(error, KeyboardInterrupt):
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            return True
+    elif not isinstance(error, SystemExit):
+        return False
     frames = traceback.extract_tb(error.__traceback__)
     here = str(Path(__file__).parent.parent.parent) + os.sep
     inner = frames[-1].filename if frames else ""
-    ours = [here + name + os.sep for name in OWN]
-    return isinstance(error, SystemExit) and inner.startswith(tuple(ours))
+    return inner.startswith(tuple(here + name + os.sep for name in OWN))
+
+
+def _text(said: str) -> str:
+    """What a file takes: half of a surrogate pair as its escape."""
+    return said.encode(errors="backslashreplace").decode()
 
 
 def told_of(error: BaseException) -> str:
@@ -160,10 +215,10 @@ def told_of(error: BaseException) -> str:
     Its frames are let go of: they may hold a model.
     """
     place = _place(error)
-    text = " ".join(str(error).split())
+    text = " ".join(_text(str(error)).split())
     if text.startswith("Caught ") and " in DataLoader worker" in text:
         # A worker sends the whole traceback as text, of which the last line is the error.
-        last = str(error).strip().splitlines()[-1]
+        last = _text(str(error)).strip().splitlines()[-1]
         return f"{_in_text(str(error))}{last}"[:500]
     if isinstance(error, SyntaxError):
         text = error.msg

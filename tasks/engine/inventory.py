@@ -1,6 +1,6 @@
 """The tensors of a model and of a batch, by the names that their user knows: parameters, buffers,
-tensors that were never registered and so stay where they were made, and the entries of a batch. It
-gives words, never tensors, and reads no property of a foreign object.
+tensors that were never registered and so stay where they were made, and the entries of a batch. An
+inventory holds words, never tensors; it reads no property of a foreign object.
 """
 
 from __future__ import annotations
@@ -109,6 +109,13 @@ def tensors_in(path: str, value: Any, depth: int = DEEPEST) -> Iterator[tuple[st
     elif depth and isinstance(value, list | tuple):
         for at, inner in enumerate(value[:MOST]):
             yield from tensors_in(f"{path}[{at}]", inner, depth - 1)
+
+
+def unsaved(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors by their paths that a model holds, and its state_dict does not."""
+    saved = model.state_dict().keys()
+    held = _tensors(_modules(model, ""), {})
+    return {path: tensor for path, _, tensor in held if path not in saved}
 
 
 def held_by(thing: Any) -> dict[str, Any]:

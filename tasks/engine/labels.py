@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tasks.engine.numerals import TEXT, WRITTEN, form_of, remedy
 from tasks.engine.raw import MOST_SHOWN, DataError, Raw, listed, shorten
 from tasks.engine.split import BLOCK_ROWS, drawn
 
@@ -24,8 +25,7 @@ class Labels:
     """Targets ready to be learnt.
 
     values: (n,) classes in the smallest whole numbers; (n, k) float32 of 0 and 1 for several
-    labels; or (n, k) float32 in the target's own units, which are not scaled: metrics are read in
-    them.
+    labels; or (n, k) numbers as the target has them.
     """
 
     task: str
@@ -61,11 +61,13 @@ def encode(raw: Raw, task: str) -> Labels:
         (target[part] == np.round(target[part])).all() for part in blocks_of(len(target))
     )
     few = None
+    notes: tuple[str, ...] = ()
     if task == "auto":
         few = _distinct(target, most=MOST_AUTO_CLASSES) if whole else None
         task = "regression" if few is None else "classification"
+        notes = () if whole else _nearly_classes(raw)
     if task == "regression":
-        return Labels("regression", target.astype(np.float32).reshape(-1, 1), None)
+        return Labels("regression", target.reshape(-1, 1), None, notes)
     if not whole:
         row = int(np.flatnonzero(target != np.round(target))[0])
         raise DataError(
@@ -73,6 +75,21 @@ def encode(raw: Raw, task: str) -> Labels:
             f"(got {target[row].item()!r}); set data.task to regression, or mend the labels"
         )
     return _numbered(raw, few)
+
+
+def _nearly_classes(raw: Raw) -> tuple[str, ...]:
+    """A note where a few fractions among few whole numbers made a regression of the target."""
+    target = raw.target
+    odd = np.flatnonzero(target != np.round(target))
+    if 10 * len(odd) > len(target):
+        return ()
+    if _distinct(np.delete(target, odd), most=MOST_AUTO_CLASSES) is None:
+        return ()
+    row = int(odd[0])
+    return (
+        f"learnt as a regression, since {raw.label_at(row)} holds {target[row].item()!r} (of "
+        f"{len(target):,}, {len(odd):,} are fractions); if these are classes, mend it",
+    )
 
 
 def _wide(raw: Raw, task: str) -> Labels:
@@ -87,7 +104,7 @@ def _wide(raw: Raw, task: str) -> Labels:
             "row, and a class is one; save its argmax, or set data.task to multilabel or regression"
         )
     if task == "regression":
-        return Labels("regression", target.astype(np.float32), None)
+        return Labels("regression", target, None)
     if not binary.all():
         row, column = np.argwhere(~binary)[0].tolist()
         raise DataError(
@@ -104,24 +121,46 @@ def _text(raw: Raw, task: str) -> Labels:
         found.update(raw.target[part].tolist())
     names = sorted(found)
     for name in names:
-        missing = name.strip().lower() in MISSING
+        missing = raw.na is None and name.strip().lower() in MISSING
         if missing or any(ord(c) < 32 or 0xD800 <= ord(c) < 0xE000 for c in name):
             rule = "stands for a missing label" if missing else "is not printable text"
+            way_out = ", or list the words that mean missing in data.na" if missing else ""
             row = raw.target.tolist().index(name)
             raise DataError(
                 f"data.target: {raw.label_at(row)}: {shorten(name)} {rule}; mend or drop the row, "
-                "or give the class another name"
+                f"or give the class another name{way_out}"
             )
-    if task != "auto" and task != "classification":
-        raise DataError(
-            f"data.target: {raw.label_at(0)}: a {task} needs numbers (got {shorten(raw.target[0])}"
-            "); set data.task to classification, or choose another target"
-        )
+    if task != "classification":
+        _refuse_amounts(raw, task, names)
     index = {name: i for i, name in enumerate(names)}
     values = np.empty(len(raw.target), dtype=np.min_scalar_type(len(names)))
     for part in blocks_of(len(values)):
         values[part] = [index[text] for text in raw.target[part].tolist()]
     return _several(raw, Labels("classification", values, tuple(names)))
+
+
+def _refuse_amounts(raw: Raw, task: str, names: list[str]) -> None:
+    """Raises DataError for text where numbers are asked for, and for numbers that came as text."""
+    forms = {name: form_of(name, raw.decimal or ".") for name in names}
+    otherwise = [name for name in names if forms[name] == WRITTEN]
+    words = [name for name in names if forms[name] == TEXT]
+    if task == "auto" and (
+        2 * len(words) > len(names) or not (otherwise or len(names) > MOST_AUTO_CLASSES)
+    ):
+        return
+    texts, odd = raw.target.tolist(), set(otherwise or words or names)
+    row = next(i for i, text in enumerate(texts) if text in odd)
+    if otherwise:
+        mend = remedy(texts[row], raw.decimal)
+    elif 2 * len(words) > len(names):
+        mend = "choose another target"
+    else:
+        mend = "mend or drop such rows" if words else "save it as numbers, not as text"
+    raise DataError(
+        f"data.target: {raw.label_at(row)}: a {'regression' if task == 'auto' else task} needs "
+        f"numbers (got {shorten(texts[row])}); {mend}, or set data.task to classification if each "
+        "text is a class"
+    )
 
 
 def _distinct(target: np.ndarray, most: int | None = None) -> np.ndarray | None:
@@ -206,8 +245,12 @@ def validation_rows(raw: Raw, labels: Labels, *, fraction: float, seed: int) -> 
         if lonely:
             raise DataError(
                 f"data.target: {raw.label} has classes of one row, which cannot be in both parts: "
-                f"{listed(lonely, MOST_SHOWN)}; add rows of them, drop them, or set data.task to "
-                "regression if these are amounts"
+                f"{listed(lonely, MOST_SHOWN)}; add rows of them, or drop them"
+                + (
+                    ", or set data.task to regression if these are amounts"
+                    if raw.target.dtype.kind != "O"
+                    else ""
+                )
             )
     quota = counts * fraction
     taken = np.clip(np.floor(quota), 1, counts - 1).astype(np.int64)

@@ -54,6 +54,10 @@ class Loaded:
         """The loader's own number of batches, whatever the size asked for."""
         return self._batches
 
+    def order(self, *, seed: int, epoch: int) -> Tensor:
+        """None: the loader has its own."""
+        return torch.empty(0, dtype=torch.int64)
+
     def shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[tuple[Any, Any]]:
         """The loader's batches in its own order and of its own size."""
         return self._read(mark)

@@ -5,15 +5,16 @@ for the device at readings only, and stops where the loss is no longer a number.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tasks.engine.batches import Batches, row_order
+from tasks.engine.batches import Batches
+from tasks.engine.best import Best
+from tasks.engine.doubts import ALIKE
 from tasks.engine.evaluation import Judge, evaluate
 from tasks.engine.oom import Fitting, told_in
 from tasks.engine.optim import Optimizer
@@ -49,6 +50,7 @@ class Tools:
     watch: Stopwatch
     speeds: Callable[[float], dict[str, float]]  # more of them, from the samples a second
     log: Log
+    best: Best = field(default_factory=Best)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Fitted:
     steps: int
     epochs: int
     stopped_early: bool
-    metrics: dict[str, float]  # the last values, or those of the best epoch where it was kept
+    metrics: dict[str, float]  # of the weights that the model has: the best epoch's, or the last
 
 
 def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: Tools) -> Fitted:
@@ -69,7 +71,6 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
     readings = Readings(
         t.device, phases=t.phases, watch=watch, rate=t.rate, speeds=t.speeds, log=t.log
     )
-    best = _Best(plan.patience)
     metrics: dict[str, float] = {}
     step = epoch = 0
     last_step = plan.epochs * train.steps(plan.batch_size)
@@ -81,7 +82,7 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
     with told_in("training", step=lambda: step):
         for epoch in range(plan.epochs):  # noqa: B007 (its last value is a result)
             model.train()
-            order = row_order(len(train), seed=plan.seed, epoch=epoch)
+            order = train.order(seed=plan.seed, epoch=epoch)
             t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
             readings.begin()
             batches = train.shuffled(plan.batch_size, order, t.phases.mark)
@@ -105,12 +106,17 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
             readings.drain(epoch)
             metrics = evaluate(model, val, t.judge)
             watch.lap("eval")
-            t.log({**metrics, "train/epoch": epoch + 1.0}, step)
+            logged = {name: value for name, value in metrics.items() if name != ALIKE}
+            t.log({**logged, "train/epoch": epoch + 1.0}, step)
             watch.lap("log")
-            if best.is_enough(metrics, model):
+            t.best.judged(metrics, epoch + 1)
+            if plan.patience and t.best.waited >= plan.patience:
                 break
+            if epoch + 1 < plan.epochs:
+                t.best.keep(model)
+                watch.lap("checkpoint")
     stopped_early = epoch + 1 < plan.epochs
-    return Fitted(step, epoch + 1, stopped_early, best.restored(model, metrics))
+    return Fitted(step, epoch + 1, stopped_early, t.best.restored(model, metrics))
 
 
 def _sent(batches: Iterator[tuple[Any, Any]], *, step: Callable[[], int]) -> Iterator[Any]:
@@ -129,29 +135,3 @@ def batch_of(error: BaseException) -> tuple[Any, Any]:
             found = (here["x"], here["y"]) if {"x", "y"} <= here.keys() else found
         trace = trace.tb_next
     return found
-
-
-class _Best:
-    """Keeps the weights of the best epoch, and says when to stop. patience 0: never, keeps none."""
-
-    def __init__(self, patience: int) -> None:
-        self._patience = patience
-        self._waited = 0
-        self._metrics = {"val/loss": math.inf}
-        self._weights: dict[str, Tensor] = {}
-
-    def is_enough(self, metrics: dict[str, float], model: nn.Module) -> bool:
-        if not self._patience:
-            return False
-        if metrics["val/loss"] < self._metrics["val/loss"]:
-            self._metrics, self._waited = metrics, 0
-            self._weights = {k: v.detach().cpu().clone() for k, v in model.state_dict().items()}
-        else:
-            self._waited += 1
-        return self._waited >= self._patience
-
-    def restored(self, model: nn.Module, metrics: dict[str, float]) -> dict[str, float]:
-        if not self._weights:
-            return metrics
-        model.load_state_dict(self._weights)
-        return self._metrics

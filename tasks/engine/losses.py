@@ -57,7 +57,8 @@ def loss_of(train: TrainConfig, data: DataFacts, device: torch.device) -> Loss:
                 f"train.class_weights: has no meaning with a loss of your own ({train.loss}); drop "
                 "it, and weigh the classes there"
             )
-        return found(train.loss, setting="train.loss", refusal=ConfigError)
+        own = found(train.loss, setting="train.loss", refusal=ConfigError)
+        return in_units(own, data, device)
     fits = FITTING[data.task]
     if train.loss not in ("auto", fits):
         raise ConfigError(
@@ -72,6 +73,34 @@ def loss_of(train: TrainConfig, data: DataFacts, device: torch.device) -> Loss:
         "mse": mse_loss,
     }
     return losses[fits]
+
+
+@dataclass(frozen=True)
+class _InUnits:
+    """A function of the user's own, given outputs and targets in the units of a regression's
+    target, as the logged model predicts them."""
+
+    function: Callable[[Any, Any], Any]
+    offset: Tensor
+    scale: Tensor
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Any:
+        return self.function(
+            outputs.float() * self.scale + self.offset, targets * self.scale + self.offset
+        )
+
+
+def in_units(
+    function: Callable[[Any, Any], Any], data: DataFacts, device: torch.device
+) -> Callable[[Any, Any], Any]:
+    """The user's function, which sees nothing of how the target was scaled for the training."""
+    if (set(data.target_offset), set(data.target_scale)) == ({0.0}, {1.0}):
+        return function
+    offset, scale = (
+        torch.tensor(of, dtype=torch.float32, device=device)
+        for of in (data.target_offset, data.target_scale)
+    )
+    return _InUnits(function, offset, scale)
 
 
 def gives_own_loss(train: TrainConfig) -> bool:

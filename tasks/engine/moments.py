@@ -66,11 +66,11 @@ def _counted(table: Table, for_training: np.ndarray, block: tuple[int, int]) -> 
         np.bincount(codes[~np.isnan(codes)].astype(np.int64), minlength=len(known))
         for codes, known in zip(values[~numeric], words, strict=True)
     )
-    return Counted(_moments(numbers, chosen, holes=any(holes) and table.kept is None), counts)
+    return Counted(moments_of(numbers, chosen, holes=any(holes) and table.kept is None), counts)
 
 
-def _moments(values: np.ndarray, chosen: np.ndarray, *, holes: bool) -> Moments:
-    """values: (columns, rows); chosen: (rows,) 1 where a row counts, else 0."""
+def moments_of(values: np.ndarray, chosen: np.ndarray, *, holes: bool) -> Moments:
+    """Of one block. values: (columns, rows); chosen: (rows,) 1 where a row counts, else 0."""
     if not holes:
         count = np.full(len(values), chosen.sum())
         mean = values @ chosen / np.maximum(count, 1)

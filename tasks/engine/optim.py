@@ -19,10 +19,20 @@ class Optimizer:
     # that a step with infinite gradients is skipped by the kernel, without a wait of the host.
     _step_supports_amp_scaling = True
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        weight_decay: float,
+        undecayed: Iterable[nn.Parameter] = (),
+    ) -> None:
+        """undecayed: those of the parameters that have no weight decay."""
         self.params = [p for p in parameters if p.requires_grad]
         self.param_groups = [{"params": self.params}]
         self.lr: float | Tensor = lr
+        free = set(map(id, undecayed))
+        self.decays = [0.0 if id(p) in free else weight_decay for p in self.params]
 
     def set_lr(self, lr: float) -> None:
         """The rate of the next steps; in place where steps are replayed, which read a tensor."""
@@ -49,6 +59,14 @@ class Optimizer:
     def _with_grads(self) -> list[int]:
         return [i for i, p in enumerate(self.params) if p.grad is not None]
 
+    def _by_decay(self, which: list[int]) -> list[tuple[float, list[int]]]:
+        """The same parameters, those of one weight decay at a time.
+
+        A call of the kernel each, of which only the first may run out of memory: it loads it.
+        """
+        decays = sorted({self.decays[i] for i in which})
+        return [(decay, [i for i in which if self.decays[i] == decay]) for decay in decays]
+
 
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
@@ -62,9 +80,10 @@ class AdamW(Optimizer):
         beta1: float,
         beta2: float,
         eps: float = 1e-8,
+        undecayed: Iterable[nn.Parameter] = (),
     ) -> None:
-        super().__init__(parameters, lr=lr)
-        self.weight_decay, self.beta1, self.beta2, self.eps = weight_decay, beta1, beta2, eps
+        super().__init__(parameters, lr=lr, weight_decay=weight_decay, undecayed=undecayed)
+        self.beta1, self.beta2, self.eps = beta1, beta2, eps
         self.means: list[Tensor] = []
         self.squares: list[Tensor] = []
         self.steps: list[Tensor] = []
@@ -83,30 +102,30 @@ class AdamW(Optimizer):
         which = self._with_grads()
         if len(which) < len(self.params) and len(set(map(id, self.steps))) == 1:
             self.steps = [count.clone() for count in self.steps]
-        steps = [self.steps[i] for i in which]
-        counts = list({id(count): count for count in steps}.values())
+        counts = list({id(self.steps[i]): self.steps[i] for i in which}.values())
         # A step that is skipped for infinite gradients does not count.
         found_inf = getattr(self, "found_inf", None)
         taken = [1.0 if found_inf is None else 1.0 - found_inf] * len(counts)
         torch._foreach_add_(counts, taken)
         try:
-            torch._fused_adamw_(
-                [self.params[i] for i in which],
-                [_gradient(self.params[i]) for i in which],
-                [self.means[i] for i in which],
-                [self.squares[i] for i in which],
-                [],
-                steps,
-                lr=self.lr,  # type: ignore[arg-type] # a number or a tensor: it has both overloads
-                beta1=self.beta1,
-                beta2=self.beta2,
-                weight_decay=self.weight_decay,
-                eps=self.eps,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=getattr(self, "grad_scale", None),
-                found_inf=found_inf,
-            )
+            for weight_decay, part in self._by_decay(which):
+                torch._fused_adamw_(
+                    [self.params[i] for i in part],
+                    [_gradient(self.params[i]) for i in part],
+                    [self.means[i] for i in part],
+                    [self.squares[i] for i in part],
+                    [],
+                    [self.steps[i] for i in part],
+                    lr=self.lr,  # type: ignore[arg-type] # a number or a tensor: it has both
+                    beta1=self.beta1,
+                    beta2=self.beta2,
+                    weight_decay=weight_decay,
+                    eps=self.eps,
+                    amsgrad=False,
+                    maximize=False,
+                    grad_scale=getattr(self, "grad_scale", None),
+                    found_inf=found_inf,
+                )
         except RuntimeError:
             # Where memory runs out it is tried again: even the loading of a kernel takes some.
             torch._foreach_sub_(counts, taken)
@@ -126,9 +145,10 @@ class Sgd(Optimizer):
         lr: float,
         weight_decay: float,
         momentum: float,
+        undecayed: Iterable[nn.Parameter] = (),
     ) -> None:
-        super().__init__(parameters, lr=lr)
-        self.weight_decay, self.momentum = weight_decay, momentum
+        super().__init__(parameters, lr=lr, weight_decay=weight_decay, undecayed=undecayed)
+        self.momentum = momentum
         self.momenta: list[Tensor] = []
 
     @torch.no_grad()
@@ -136,21 +156,21 @@ class Sgd(Optimizer):
         if self.momentum and not self.momenta:
             # From zeros the first step gives momentum * 0 + gradient: what torch.optim starts with.
             self.momenta = [torch.zeros_like(p) for p in self.params]
-        which = self._with_grads()
-        torch._fused_sgd_(
-            [self.params[i] for i in which],
-            [_gradient(self.params[i]) for i in which],
-            [self.momenta[i] for i in which] if self.momentum else [],
-            weight_decay=self.weight_decay,
-            momentum=self.momentum,
-            lr=self.lr,  # type: ignore[arg-type] # a number or a tensor: it has both overloads
-            dampening=0.0,
-            nesterov=self.momentum > 0,
-            maximize=False,
-            is_first_step=False,
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
-        )
+        for weight_decay, part in self._by_decay(self._with_grads()):
+            torch._fused_sgd_(
+                [self.params[i] for i in part],
+                [_gradient(self.params[i]) for i in part],
+                [self.momenta[i] for i in part] if self.momentum else [],
+                weight_decay=weight_decay,
+                momentum=self.momentum,
+                lr=self.lr,  # type: ignore[arg-type] # a number or a tensor: it has both overloads
+                dampening=0.0,
+                nesterov=self.momentum > 0,
+                maximize=False,
+                is_first_step=False,
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=getattr(self, "found_inf", None),
+            )
 
     def state_tensors(self) -> list[Tensor]:
         return list(self.momenta)
@@ -169,20 +189,44 @@ def make(
     weight_decay: float,
     momentum: float,
     beta2: float,
+    undecayed: Iterable[nn.Parameter] = (),
 ) -> Optimizer:
     """The optimizer called `adamw` or `sgd`."""
     if name == "sgd":
-        return Sgd(parameters, lr=lr, weight_decay=weight_decay, momentum=momentum)
-    return AdamW(parameters, lr=lr, weight_decay=weight_decay, beta1=momentum, beta2=beta2)
+        return Sgd(
+            parameters, lr=lr, weight_decay=weight_decay, momentum=momentum, undecayed=undecayed
+        )
+    return AdamW(
+        parameters,
+        lr=lr,
+        weight_decay=weight_decay,
+        beta1=momentum,
+        beta2=beta2,
+        undecayed=undecayed,
+    )
+
+
+def undecayed(model: nn.Module) -> list[nn.Parameter]:
+    """Norms, biases and embeddings: the parameters of which small values are no simpler model."""
+    whole = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
+    kept = [
+        p for module in model.modules() if isinstance(module, whole) for p in module.parameters()
+    ]
+    return kept + [p for p in model.parameters() if p.dim() < 2]
 
 
 def schedule(
-    name: str, *, lr: float, total_steps: int, warmup_fraction: float
+    name: str,
+    *,
+    lr: float,
+    total_steps: int,
+    warmup_fraction: float,
+    min_fraction: float = 0.0,
 ) -> Callable[[int], float]:
     """The learning rate of step 0, 1, ..., total_steps - 1.
 
-    It rises linearly to `lr` over the warm-up, then stays, or falls along half a cosine (SGDR,
-    Loshchilov & Hutter 2017, arXiv:1608.03983, one period, no restart).
+    It rises linearly to `lr` over the warm-up, then stays, or falls to `min_fraction` of it along
+    half a cosine (SGDR, Loshchilov & Hutter 2017, arXiv:1608.03983, one period, no restart).
     """
     warmup = round(warmup_fraction * total_steps)
 
@@ -192,6 +236,6 @@ def schedule(
         if name == "constant":
             return lr
         done = (step - warmup) / max(1, total_steps - warmup)
-        return lr * 0.5 * (1 + math.cos(math.pi * done))
+        return lr * (min_fraction + (1 - min_fraction) * 0.5 * (1 + math.cos(math.pi * done)))
 
     return at

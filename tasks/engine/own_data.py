@@ -5,6 +5,7 @@ or no rows to validate on, in one sentence; whatever the user's code prints goes
 
 from __future__ import annotations
 
+import multiprocessing.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from tasks.engine.imports import found, told_of
 from tasks.engine.memory import is_oom
 from tasks.engine.own_arrays import Pair, checked, is_array, raw_of, tensor
 from tasks.engine.raw import DataError, Raw
+from tasks.engine.split import STREAM
 
 TAKEN = (
     "(x, y) tensors or arrays, ((x, y), (x_val, y_val)), a Dataset, a DataLoader, or a pair of "
@@ -86,6 +88,10 @@ def made(data: DataConfig, feeding: Feeding, *, pins: bool = False) -> Raw | Fee
     train, val = (
         _loader(part, feeding, shuffles=i == 0, pins=pins) for i, part in enumerate(parts)
     )
+    if getattr(train, "num_workers", 0) or getattr(val, "num_workers", 0):
+        # One folder for the sockets of all workers, that goes with this process: a worker that is
+        # killed would leave one of its own.
+        multiprocessing.util.get_temp_dir()
     return Feeds(train, val, _classes(parts[0]))
 
 
@@ -112,6 +118,10 @@ def _as_sets(data: DataConfig, pairs: list[Pair], feeding: Feeding, pins: bool) 
     train, val = (
         _loader(part, feeding, shuffles=i == 0, pins=pins) for i, part in enumerate(parts)
     )
+    if getattr(train, "num_workers", 0) or getattr(val, "num_workers", 0):
+        # One folder for the sockets of all workers, that goes with this process: a worker that is
+        # killed would leave one of its own.
+        multiprocessing.util.get_temp_dir()
     most = max(int(y.max()) for _, y in pairs) if pairs[0][1].dtype.kind in "iu" else -1
     return Feeds(train, val, tuple(map(str, range(most + 1))) if most >= 0 else None)
 
@@ -134,7 +144,8 @@ def _split(part: Any, data: DataConfig) -> list[Any]:
         raise DataError(
             f"data.source: {data.source} gives {rows} row, and a split needs at least 2; give more"
         )
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(data.split_seed)).tolist()
+    seed = STREAM << 32 | data.split_seed
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
     parts: list[Any] = [Subset(given, order[held:]), Subset(given, sorted(order[:held]))]
     return [_alike(part, some, i == 0) for i, some in enumerate(parts)]
 

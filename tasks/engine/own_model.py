@@ -21,6 +21,7 @@ from tasks.engine.config import RunConfig
 from tasks.engine.facts import DataFacts
 from tasks.engine.forward import NoOutputs, free
 from tasks.engine.imports import found, told_of
+from tasks.engine.inventory import unsaved
 from tasks.engine.losses import check_loss, gives_own_loss, loss_of
 from tasks.engine.memory import is_oom
 from tasks.engine.models import ModelError
@@ -159,10 +160,17 @@ def _forward(model: nn.Module, x: Any, y: Any, name: str, *, takes_loss: bool = 
     try:
         outputs, loss = free(model, takes_loss=takes_loss)(x)
         outputs.float()
+        lost = _lost(model, outputs if loss is None else loss)
         if not (outputs if loss is None else loss).requires_grad:
             told = (
                 f"model.name: {name} gives outputs that no parameter has a share in; compute them "
                 "with gradients, without detach() or no_grad"
+            )
+        elif lost:
+            told = (
+                f"model.name: {name} computes with {lost}, which PyTorch does not know: it would "
+                "be neither trained nor saved; keep a list of layers in an nn.ModuleList, a dict "
+                "in an nn.ModuleDict, a tensor in an nn.Parameter, as attributes of the module"
             )
         else:
             return outputs.detach()
@@ -178,6 +186,28 @@ def _forward(model: nn.Module, x: Any, y: Any, name: str, *, takes_loss: bool = 
             f"{told_of(error)}"
         )
     raise ModelError(told)
+
+
+def _lost(model: nn.Module, result: Tensor) -> str:
+    """What has a share in the result and wants gradients, and is no parameter of the model; empty
+    where all is. What the forward pass has made itself is none of it."""
+    known = {id(parameter) for parameter in model.parameters()}
+    held = {id(tensor): path for path, tensor in unsaved(model).items()}
+    waiting: list[Any] = [result.grad_fn]
+    seen, shares = set(), {}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [inner for inner, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)  # of what gathers a leaf's gradient
+        if leaf is None or id(leaf) in known:
+            continue
+        if id(leaf) in held or isinstance(leaf, nn.Parameter):
+            shares[id(leaf)] = held.get(id(leaf), f"a parameter of shape {tuple(leaf.shape)}")
+    names = sorted(shares.values())
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _refuse_untrainable(model: nn.Module, name: str) -> None:

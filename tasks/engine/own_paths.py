@@ -6,7 +6,7 @@ modules that are not there, arguments that the model does not take.
 from __future__ import annotations
 
 from tasks.engine.config import RunConfig
-from tasks.engine.imports import problem
+from tasks.engine.imports import problem, unknown_word
 from tasks.engine.model_args import problems
 from tasks.engine.section import is_import
 from tasks.engine.settings import ConfigError
@@ -26,7 +26,7 @@ def paths(config: RunConfig) -> dict[str, str]:
 def check(config: RunConfig) -> None:
     """Raises ConfigError with every path and argument that can't be used; imports nothing."""
     found = [problem(setting, path) for setting, path in paths(config).items()]
-    told = [text for text in found if text is not None]
+    told = list(dict.fromkeys(text for text in (unknown_word(), *found) if text is not None))
     if not is_import(config.model.name):
         wrong = problems(config.model.name, config.model.args)
         told += [f"model.args: {text}" for text in wrong]

@@ -15,6 +15,7 @@ from pyarrow import parquet
 from tasks.engine.cells import refused_types
 from tasks.engine.columns import BROKEN, Block, block_of
 from tasks.engine.data_config import DataConfig
+from tasks.engine.numerals import Spelling
 from tasks.engine.raw import DataError, shorten
 from tasks.engine.table_memory import Budget
 from tasks.engine.table_names import Chosen, choose
@@ -31,6 +32,7 @@ class Parts:
     counts: tuple[int, ...]  # rows of each, as it claims
     label: str
     chosen: Chosen
+    spelling: Spelling
 
     @property
     def rows(self) -> int:
@@ -67,7 +69,7 @@ class Parts:
                     batch.validate(full=True)
                     arrays = [batch.column(name) for name in names]
                     of_target = None if target is None else arrays.pop()
-                    yield block_of(arrays, of_target, batch.num_rows)
+                    yield block_of(arrays, of_target, batch.num_rows, self.spelling)
         except BROKEN as error:
             if isinstance(error, DataError):
                 raise
@@ -102,7 +104,7 @@ def opened(files: Sequence[Path], data: DataConfig) -> Parts:
     problems += refused_types(judged, chosen.target_name, label)
     if problems:
         raise DataError("\n".join(problems))
-    return Parts(tuple(files), tuple(counts), label, chosen)
+    return Parts(tuple(files), tuple(counts), label, chosen, Spelling(na=tuple(data.na or ())))
 
 
 def _fields(schema: pa.Schema) -> list[pa.Field]:

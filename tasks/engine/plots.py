@@ -78,7 +78,9 @@ def _loss(run: Mapping[str, Any]) -> Figure | None:
         name, title = score
         points = _points(run, name)
         _draw(axes[-1], [("", GREEN, points)], title)
-        _mark(axes[-1], points[-1], f"{points[-1][1]:.4g}")
+        value = (run.get("metrics") or {}).get(name)
+        told = next((p for p in points if p[1] == value), points[-1])  # of the weights kept
+        _mark(axes[-1], told, f"{told[1]:.4g}")
     return axes[0].figure  # type: ignore[return-value]
 
 
@@ -116,7 +118,10 @@ def _unit(largest_mib: float) -> tuple[str, float]:
 def _points(run: Mapping[str, Any], name: str) -> Points:
     """The finite values of a series by step, thinned to what a picture can show."""
     given = (run.get("series") or {}).get(name) or ()
-    points = sorted((float(p[0]), float(p[1])) for p in given)
+    first: dict[float, float] = {}  # of a step: what is said again at the end is of a kept epoch
+    for p in given:
+        first.setdefault(float(p[0]), float(p[1]))
+    points = sorted(first.items())
     points = [p for p in points if math.isfinite(p[1]) and abs(p[1]) < 1e300]  # MLflow's inf
     stride = -(-len(points) // MOST_POINTS) or 1
     return points[::stride]

@@ -202,6 +202,12 @@ def _output(given: str | None, *, overwrite: bool) -> tuple[str, list[str]]:
     shown = shorten(str(path), 300)
     kind = OUTPUTS.get(path.suffix.lower(), "")
     problems = [] if kind else [_unknown_ending("output", shown, OUTPUTS)]
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # a name that is too long, a folder that must not be looked into
+        return kind, [*problems, f"output: {shown}: {error.strerror}; name another file"]
     if path.is_dir():
         return kind, [*problems, f"output: {shown} is a folder; name a file in it"]
     if os.path.lexists(path):

@@ -20,6 +20,7 @@ import torch
 from tasks.engine import memory, predictor
 from tasks.engine.allocators import drop_cache
 from tasks.engine.facts import DeviceFacts, ModelFacts, PredictFacts
+from tasks.engine.imports import ends_told
 from tasks.engine.limits import limited
 from tasks.engine.models import ModelError
 from tasks.engine.predict_order import Order
@@ -27,6 +28,7 @@ from tasks.engine.prediction_files import opened
 from tasks.engine.raw import DataError, shorten
 from tasks.engine.row_batches import Batch, Needs, count, cut, first_hole, needs_of
 from tasks.engine.row_files import amount, batches, check_rows
+from tasks.engine.sealing import check_seal
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class Told(Protocol):
 
 def spec_of(model: ModelFacts) -> dict[str, Any]:
     """What the model says of itself. Raises ModelError where that can't be read."""
+    check_seal(Path(model.folder), "spec.json")
     try:
         spec: dict[str, Any] = json.loads((Path(model.folder) / "spec.json").read_text())
         needs_of(spec)
@@ -106,6 +109,7 @@ def predict(order: Order, device: DeviceFacts, model: ModelFacts, *, told: Told)
     raise NoRoom(_no_room(order, device, failure))
 
 
+@ends_told
 def _predict(order: Order, facts: DeviceFacts, model: ModelFacts, *, told: Told) -> PredictFacts:
     device = torch.device(facts.name)
     spec = spec_of(model)

@@ -18,7 +18,8 @@ from torch import nn
 from tasks.engine.building import again as build_again
 from tasks.engine.models import Standardize, build
 from tasks.engine.own_inputs import batches, checked, is_structured
-from tasks.engine.raw_rows import inputs_of
+from tasks.engine.raw_rows import array_of, inputs_of, refuse_no_number
+from tasks.engine.sealing import check_seal
 from tasks.engine.transformer import Transformer
 
 ROWS = 4096  # rows predicted at once
@@ -40,22 +41,35 @@ class Predictor:
 
     @torch.inference_mode()
     def outputs(self, rows: Any) -> np.ndarray:
-        """What the network returns, float32 (rows, outputs): logits, or regressed values; NaN for
-        a row that misses what nothing stands for."""
+        """What the network returns, (rows, outputs): logits, or regressed values in the units of
+        their target; NaN for a row that misses what nothing stands for."""
         if self.spec.get("columns"):
             missing = self.spec.get("missing", "fail")
-            given = inputs_of(rows, self.spec["columns"], missing=missing)
+            na = self.spec.get("na")
+            given = inputs_of(rows, self.spec["columns"], missing=missing, na=na)
             found = self._outputs(given.x)
+            refuse_no_number(found[given.whole], self.spec["task"])
             found[~given.whole] = np.nan
             return found
-        return self._outputs(self._array(rows))
+        x = array_of(rows, self.spec["feature_names"], tuple(self.spec["input_shape"]))
+        found = self._outputs(x)
+        whole = ~np.isnan(x).any(tuple(range(1, x.ndim)))
+        refuse_no_number(found[whole], self.spec["task"])
+        return found
 
     def _outputs(self, x: np.ndarray) -> np.ndarray:
         parts = [
             self.model(torch.from_numpy(x[i : i + ROWS]).to(self.device)).cpu()
             for i in range(0, len(x), ROWS)
         ]
-        return torch.cat(parts).float().numpy() if parts else np.empty((0, self.spec["outputs"]))
+        if not parts:
+            return np.empty((0, self.spec["outputs"]))
+        found = torch.cat(parts).float().numpy()
+        if self.spec["task"] != "regression":
+            return found
+        # In float64: float32 knows a date in seconds to two minutes.
+        scale = np.array(self.spec.get("target_scale", 1.0))
+        return found * scale + self.spec.get("target_offset", 0.0)
 
     def predict(self, rows: Any, params: dict[str, Any] | None = None) -> Any:
         """A DataFrame with a row for each one given: `prediction`, and for a classification its
@@ -67,22 +81,6 @@ class Predictor:
         (rows, *input_shape). Raises ValueError where columns are missing or shapes do not fit.
         """
         return _table(self.spec, torch.from_numpy(self.outputs(rows)))
-
-    def _array(self, rows: Any) -> np.ndarray:
-        names = self.spec["feature_names"]
-        if hasattr(rows, "columns") and names:
-            missing = [name for name in names if name not in rows.columns]
-            if missing:
-                raise ValueError(f"rows: the column {missing[0]!r} is missing; needs {names}")
-            rows = rows[names]
-        x = np.ascontiguousarray(rows, dtype=np.float32)
-        shape = tuple(self.spec["input_shape"])
-        if x.ndim == 2 and x.shape[1] == int(np.prod(shape)):
-            x = x.reshape(len(x), *shape)
-        if x.shape[1:] != shape:
-            sizes = ", ".join(map(str, shape))
-            raise ValueError(f"rows: must have the shape (rows, {sizes}) (got {x.shape})")
-        return x
 
 
 def _table(spec: dict[str, Any], outputs: torch.Tensor) -> Any:
@@ -251,31 +249,35 @@ def save(model: nn.Module, spec: dict[str, Any], folder: Path) -> None:
 
 
 def load(folder: str | Path) -> Predictor | TokenPredictor:
-    """The model of `folder` on the CPU."""
+    """The model of `folder` on the CPU. Raises ModelError, also where a file was changed."""
     folder = Path(folder)
+    check_seal(folder)
     spec = json.loads((folder / "spec.json").read_text())
+    model = rebuilt(spec, folder)
+    if isinstance(model, Transformer):
+        return TokenPredictor(spec, model)
+    inputs = spec.get("inputs")
+    if spec["task"] == "tokens" and (inputs is None or inputs["kind"] == "rows"):
+        causal = Causal(model, spec["input_shape"][0])
+        return OwnTokenPredictor(spec, causal)  # type: ignore[arg-type]
+    if is_structured(spec):
+        return OwnPredictor(spec, model)
+    return Predictor(spec, nn.Sequential(Standardize(spec["offset"], spec["scale"]), model))
+
+
+def rebuilt(spec: dict[str, Any], folder: Path) -> nn.Module:
+    """The network on the CPU with its weights, as it takes scaled inputs; of a user's own model
+    the outputs alone."""
     weights = torch.load(folder / "weights.pt", weights_only=True, map_location="cpu")
     if ":" in spec["model"]:
-        return _own(spec, weights, folder)
+        again = build_again(spec, folder)
+        again.model.load_state_dict(weights)
+        return again
     model = build(
         spec["model"], input_shape=spec["input_shape"], outputs=spec["outputs"], args=spec["args"]
     )
     model.load_state_dict(weights)
-    if isinstance(model, Transformer):
-        return TokenPredictor(spec, model)
-    return Predictor(spec, nn.Sequential(Standardize(spec["offset"], spec["scale"]), model))
-
-
-def _own(spec: dict[str, Any], weights: dict[str, Any], folder: Path) -> Predictor | TokenPredictor:
-    again = build_again(spec, folder)
-    again.model.load_state_dict(weights)
-    inputs = spec["inputs"]
-    if spec["task"] == "tokens" and (inputs is None or inputs["kind"] == "rows"):
-        causal = Causal(again, spec["input_shape"][0])
-        return OwnTokenPredictor(spec, causal)  # type: ignore[arg-type]
-    if is_structured(spec):
-        return OwnPredictor(spec, again)
-    return Predictor(spec, nn.Sequential(Standardize(spec["offset"], spec["scale"]), again))
+    return model
 
 
 def _load_pyfunc(path: str) -> Predictor | TokenPredictor:

@@ -55,6 +55,7 @@ class Raw:
     target: (n,) numbers, booleans, or `str` in an object array; or (n, k) numbers.
     validation: (n,) booleans where the source brought a split of its own.
     kept: which rows of the file these are, (rows of the file,) booleans; None: all.
+    decimal: data.decimal of a file of text; None for others. na: data.na.
     """
 
     features: Any
@@ -66,6 +67,8 @@ class Raw:
     notes: tuple[str, ...] = ()
     validation: np.ndarray | None = None
     kept: np.ndarray | None = None
+    decimal: str | None = None
+    na: Sequence[str] | None = None
 
     def row(self, row: int) -> str:
         """The words for a row, from 0, as it is counted in the file."""
@@ -114,7 +117,7 @@ def source_file(data: DataConfig) -> Path:
 def source_files(data: DataConfig) -> tuple[Path, ...]:
     """The file at data.path, or all *.parquet in the folder there, by name; each as source_file."""
     path = source_path(data)
-    if data.source != "parquet" or not path.is_dir():
+    if data.source != "parquet" or not os.path.isdir(path):  # unlike pathlib's, False for any error
         return (source_file(data),)
     shown = shorten(str(path), 300)
     try:

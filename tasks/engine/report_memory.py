@@ -17,6 +17,7 @@ OWNERS = tuple(
     for label, owner in (
         ("parameters", "parameters"),
         ("buffers", "buffers"),
+        ("best weights", "best_weights"),
         ("gradients", "gradients"),
         ("optimizer", "optimizer_state"),
         ("data", "data"),

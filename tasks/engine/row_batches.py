@@ -16,6 +16,7 @@ import numpy as np
 from tasks.engine.own_inputs import is_structured, wanted
 from tasks.engine.predict_order import Order
 from tasks.engine.raw import DataError
+from tasks.engine.raw_rows import NOTHING
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,6 +35,8 @@ class Needs:
     inputs: tuple[str, ...] = ()  # names of arrays, where a model of the user's own takes several
     is_own: bool = False  # takes arrays of other types and shapes, which it judges itself
     width: int = 1  # values of a row
+    na: tuple[str, ...] = ()  # words that mean missing in text, beside the empty cell
+    decimal: str = "."  # the decimal mark of numbers in text
 
     @property
     def is_of_text(self) -> bool:
@@ -59,6 +62,8 @@ def needs_of(spec: Mapping[str, Any]) -> Needs:
         inputs=tuple(own) if len(own) > 1 else (),
         is_own=bool(own),
         width=max(1, sum(map(math.prod, shapes))),
+        na=tuple(NOTHING if spec.get("na") is None else spec["na"]),
+        decimal=spec.get("decimal", "."),
     )
 
 

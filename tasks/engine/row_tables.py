@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def read_csv(order: Order, needs: Needs) -> Iterator[Batch]:
     types, chosen = _csv_schema(order, needs)
     try:
         with open(path, "rb", buffering=0) as file:
-            reader = _reader(file, order, types)
+            reader = _reader(file, order, types, needs)
             while True:
                 try:
                     part = reader.read_next_batch()
@@ -53,7 +54,7 @@ def read_csv(order: Order, needs: Needs) -> Iterator[Batch]:
                 yield _batch(table, chosen, order, path.name, first, file.tell(), BELOW)
                 first += len(table)
     except BROKEN as error:
-        raise DataError(_found_in_csv(order, types, error)) from None
+        raise DataError(_found_in_csv(order, types, needs, error)) from None
     if not first:
         none = pa.schema(list(types.items())).empty_table()
         yield _batch(_stripped(none), chosen, order, path.name, 0, path.stat().st_size, BELOW)
@@ -107,6 +108,7 @@ def _reader(
     file: Any,
     order: Order,
     types: dict[str, pa.DataType] | None,
+    needs: Needs,
     on_ragged: Callable[[Any], str] | None = None,
 ) -> Any:
     """A streaming reader of the columns of `types`, or of all as pyarrow would take them.
@@ -120,7 +122,11 @@ def _reader(
             delimiter=DELIMITERS[order.reads], invalid_row_handler=on_ragged
         ),
         convert_options=pa_csv.ConvertOptions(
-            include_columns=list(types or ()), column_types=types, strings_can_be_null=False
+            include_columns=list(types or ()),
+            column_types=types,
+            null_values=["", *needs.na],
+            strings_can_be_null=False,
+            decimal_point=needs.decimal,
         ),
     )
 
@@ -130,9 +136,9 @@ def _csv_schema(order: Order, needs: Needs) -> tuple[dict[str, pa.DataType], Cho
     path = Path(order.input)
     try:
         with open(path, "rb", buffering=0) as file:
-            fields = list(_reader(file, order, None).schema)
+            fields = list(_reader(file, order, None, needs).schema)
     except BROKEN as error:
-        raise DataError(_found_in_csv(order, None, error)) from None
+        raise DataError(_found_in_csv(order, None, needs, error)) from None
     names = [field.name.strip() for field in fields]
     if len(names) == 1 and any(mark in names[0] for mark in ",;\t|"):
         raise DataError(
@@ -202,7 +208,9 @@ def _near(name: str, names: Sequence[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def _found_in_csv(order: Order, types: dict[str, pa.DataType] | None, error: BaseException) -> str:
+def _found_in_csv(
+    order: Order, types: dict[str, pa.DataType] | None, needs: Needs, error: BaseException
+) -> str:
     """What pyarrow stumbled over, by row and column: read again, all of it as bytes."""
     path, first = Path(order.input), 0
     ragged: list[Any] = []
@@ -215,11 +223,11 @@ def _found_in_csv(order: Order, types: dict[str, pa.DataType] | None, error: Bas
     numbers = [name for name, kind in (types or {}).items() if not _is_text(kind)]
     try:
         with open(path, "rb", buffering=0) as file:
-            reader = _reader(file, order, plain, on_ragged=keep)
+            reader = _reader(file, order, plain, needs, on_ragged=keep)
             for part in reader if plain else ():
                 for name, column in zip(part.schema.names, part.columns, strict=True):
                     for i, cell in enumerate(column.to_pylist()):
-                        wrong = _wrong_cell(cell, is_number=name in numbers)
+                        wrong = _wrong_cell(cell, needs, is_number=name in numbers)
                         if wrong:
                             row = f"row {first + i + 1}{BELOW}, column {shorten(name.strip())}"
                             return f"input: {path.name} {row}: {wrong}; mend the cell"
@@ -239,20 +247,21 @@ def _found_in_csv(order: Order, types: dict[str, pa.DataType] | None, error: Bas
     return f"input: {path.name} cannot be read as text ({shorten(str(error), 160)}); mend it"
 
 
-def _wrong_cell(cell: bytes | None, *, is_number: bool) -> str:
+def _wrong_cell(cell: bytes | None, needs: Needs, *, is_number: bool) -> str:
     if cell is None:
         return ""
     try:
         text = cell.decode()
     except UnicodeDecodeError:
         return f"is not UTF-8 (got {shorten(cell)})"
-    if not is_number or text in pa_csv.ConvertOptions().null_values:
+    if not is_number or text in ("", *needs.na):
         return ""
-    try:
-        float(text)
-    except ValueError:
-        return f"must be a number (got {shorten(text)})"
-    return ""
+    comma = needs.decimal == ","
+    with suppress(ValueError):
+        float("no" if comma and "." in text else text.replace(needs.decimal, "."))
+        return ""
+    as_trained = ", with a decimal comma as data.decimal of the training" if comma else ""
+    return f"must be a number{as_trained} (got {shorten(text)})"
 
 
 def _opened(path: Path) -> pa_parquet.ParquetFile:

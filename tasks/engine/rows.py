@@ -1,6 +1,6 @@
 """Makes of a table, or of images, the four arrays that training maps: labels encoded, rows split,
-features scaled, written in blocks. What cannot be learnt from is refused by `labels.py` and
-`scaling.py`, before anything is written or while it is.
+features and amounts scaled, written in blocks. What cannot be learnt from is refused by `labels.py`
+and `scaling.py`, before anything is written or while it is.
 """
 
 from __future__ import annotations
@@ -8,18 +8,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tasks.engine import store
+from tasks.engine import doubts, store
 from tasks.engine.data_config import DataConfig
 from tasks.engine.encoding import fit
 from tasks.engine.facts import Column
-from tasks.engine.labels import Labels, blocks_of, class_counts, encode, validation_rows
-from tasks.engine.raw import Raw
+from tasks.engine.labels import (
+    LARGEST_TARGET,
+    Labels,
+    blocks_of,
+    class_counts,
+    encode,
+    validation_rows,
+)
+from tasks.engine.moments import Moments, moments_of, standard
+from tasks.engine.raw import DataError, Raw
 from tasks.engine.scaling import Scaling, measure, scaled
 from tasks.engine.table import Table
 
@@ -37,7 +45,7 @@ def draft(raw: Raw, data: DataConfig) -> store.Draft:
     )
     table = raw.features if isinstance(raw.features, Table) else None
     inputs = raw.features.size if table is None else len(table) * table.inputs
-    write = partial(_written, raw=raw, labels=labels, validation=validation, scale=data.scale)
+    write = partial(_written, raw=raw, labels=labels, validation=validation, data=data)
     return store.Draft(4 * inputs + 8 * len(labels.values) * labels.values[:1].size, write)
 
 
@@ -64,11 +72,18 @@ def _inputs(raw: Raw, *, for_training: np.ndarray, scale: bool) -> _Inputs:
 
 
 def _written(
-    folder: Path, *, raw: Raw, labels: Labels, validation: np.ndarray, scale: bool
+    folder: Path, *, raw: Raw, labels: Labels, validation: np.ndarray, data: DataConfig
 ) -> dict[str, Any]:
     """Writes the four arrays; the manifest of what they are."""
-    inputs = _inputs(raw, for_training=~validation, scale=scale)
-    files = _write_parts(folder, inputs=inputs, labels=labels, validation=validation)
+    inputs = _inputs(raw, for_training=~validation, scale=data.scale)
+    target = _target_scaling(labels, for_training=~validation, scale=data.scale_target)
+    targets = _scaled_targets(raw, labels, target)
+    width = int(np.prod(inputs.shape)) + labels.values[:1].size
+    keys = doubts.Keys(len(validation), width)
+    files = _write_parts(
+        folder, inputs=inputs, labels=labels, targets=targets, validation=validation, keys=keys
+    )
+    class_rows = _class_rows(labels, validation)
     columns = None if inputs.columns is None else [asdict(column) for column in inputs.columns]
     meaning = {
         "task": labels.task,
@@ -79,19 +94,63 @@ def _written(
         "feature_names": inputs.names,
         "offset": inputs.scaling.offset.tolist(),
         "scale": inputs.scaling.scale.tolist(),
+        "target_offset": target.offset.tolist(),
+        "target_scale": target.scale.tolist(),
         "rows": {"train": int((~validation).sum()), "val": int(validation.sum())},
-        "class_rows": _class_rows(labels, validation),
+        "class_rows": class_rows,
         "columns": columns,
-        "notes": list(raw.notes + inputs.notes + labels.notes),
+        "notes": list(raw.notes + labels.notes + inputs.notes),
+        "guess": doubts.guess(class_rows),
+        "warnings": list(doubts.of_data(raw, labels, validation, keys)),
     }
     return store.manifest_for(meaning, files)
 
 
+def _target_scaling(labels: Labels, *, for_training: np.ndarray, scale: bool) -> Scaling:
+    """Mean and deviation of each column of a regression's target; what changes nothing of others.
+    Constant columns get scale 1."""
+    if labels.task != "regression" or not scale:
+        return Scaling(np.zeros(1), np.ones(1))
+    found = (
+        moments_of(
+            labels.values[part].T.astype(np.float64),
+            for_training[part].astype(np.float64),
+            holes=False,
+        )
+        for part in blocks_of(len(labels.values))
+    )
+    return Scaling(*standard(reduce(Moments.plus, found), int(for_training.sum())))
+
+
+def _scaled_targets(
+    raw: Raw, labels: Labels, scaling: Scaling
+) -> Iterator[tuple[slice, np.ndarray]]:
+    """The targets in blocks of rows, scaled.
+
+    Errors: DataError where one lies so far from the training rows that its square is no number.
+    """
+    for part in blocks_of(len(labels.values)):
+        with np.errstate(over="ignore"):  # of tiny deviations, looked for right below
+            y = (labels.values[part] - scaling.offset) / scaling.scale
+        far = np.argwhere(~(np.abs(y) <= LARGEST_TARGET))
+        if len(far):
+            raise DataError(
+                f"data.target: {raw.label_at(part.start + int(far[0][0]))}: lies more than "
+                f"{LARGEST_TARGET:g} deviations from the training rows; mend or drop the row"
+            )
+        yield part, y
+
+
 def _write_parts(
-    folder: Path, *, inputs: _Inputs, labels: Labels, validation: np.ndarray
+    folder: Path,
+    *,
+    inputs: _Inputs,
+    labels: Labels,
+    targets: Iterator[tuple[slice, np.ndarray]],
+    validation: np.ndarray,
+    keys: doubts.Keys,
 ) -> dict[str, Any]:
     rows = {"train": ~validation, "val": validation}
-    values = labels.values
     kind = "<i8" if labels.task == "classification" else "<f4"
     with ExitStack() as stack:
         parts = {}
@@ -99,14 +158,16 @@ def _write_parts(
             count = int(chosen.sum())
             for axis, shape, dtype in (
                 ("x", inputs.shape, "<f4"),
-                ("y", values.shape[1:], kind),
+                ("y", labels.values.shape[1:], kind),
             ):
                 file = f"{name}_{axis}.npy"
                 writer = store.PartWriter(folder / file, shape=(count, *shape), dtype=dtype)
                 parts[file] = stack.enter_context(writer)
-            for part in blocks_of(len(values)):
-                parts[f"{name}_y.npy"].append(values[part][chosen[part]].astype(kind))
+        for part, y in targets:
+            for name, chosen in rows.items():
+                parts[f"{name}_y.npy"].append(y[chosen[part]].astype(kind))
         for part, x in inputs.blocks:
+            keys.add(part, x, labels.values[part])
             for name, chosen in rows.items():
                 parts[f"{name}_x.npy"].append(x[chosen[part]])
         return {file: writer.finish() for file, writer in parts.items()}

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tasks.engine.raw import DataError, Raw
+from tasks.engine.raw_rows import LARGEST
 
-LARGEST_FEATURE = 1e30  # beyond it float32 overflows soon; 1e38 is some format's "missing"
+LARGEST_FEATURE = LARGEST  # 1e38 is some format's "missing"; predictions hold the same
 LARGEST_SCALED = 1e30
 BLOCK_VALUES = 1 << 19  # 4 MiB of float64
 

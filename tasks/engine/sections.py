@@ -44,7 +44,9 @@ def sections(run: Mapping[str, Any], *, limit: int = 400) -> Report:
     learned = _numbers(run, finite=False)
     metrics = _numbers(run, finite=True)
     tags = _texts(run, limit)
+    warnings = tuple(printable(words, limit=limit) for words in run.get("warnings") or ())
     found = (
+        Section("Warnings", warnings, ok=False),
         _trained(run, learned, limit),
         _device(tags, metrics),
         _time(metrics),
@@ -99,6 +101,10 @@ def _trained(run: Mapping[str, Any], learned: Numbers, limit: int) -> Section:
     ]
     shown = [k for k in ("train/loss", *HEADLINE_METRICS) if k in learned]
     results = [f"{k} {number(learned[k])}" for k in dict.fromkeys(shown)]
+    kept = []
+    if {"train/best_epoch", "train/epoch"} <= learned.keys():
+        best, last = (number(learned[k]) for k in ("train/best_epoch", "train/epoch"))
+        kept.append(f"the weights are those of epoch {best} of {last}: its val/loss is the lowest")
     pace = said(
         learned,
         ("speed/samples_per_s", "{} samples/s"),
@@ -108,7 +114,7 @@ def _trained(run: Mapping[str, Any], learned: Numbers, limit: int) -> Section:
     if "speed/mfu" in learned:
         pace.append(f"{percent(learned['speed/mfu'])} of the device's peak (MFU)")
     recipe = [printable(part, limit=min(limit, 160)) for part in recipe]
-    return Section("Trained", (*joined(recipe), *joined(results), *joined(pace)))
+    return Section("Trained", (*joined(recipe), *joined(results), *kept, *joined(pace)))
 
 
 def _device(tags: Mapping[str, str], metrics: Numbers) -> Section:

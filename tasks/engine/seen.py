@@ -5,16 +5,23 @@ the cells read as numbers is taken for a column of numbers with something stray 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tasks.engine.cells import CATEGORY, EMPTY, NUMBER, TEXT, Cells, refused_type
+from tasks.engine.numerals import CODE, DIGITS, FORMS, NUMERAL, WRITTEN, remedy
+from tasks.engine.numerals import TEXT as WORDS
 from tasks.engine.raw import shorten
 from tasks.engine.scaling import LARGEST_FEATURE
 
 MOST_CATEGORIES = 1000  # of one column; more are an id, a name or free text
 MISSING_CATEGORY = "missing"
+FILL = "fill it in, or set data.missing to drop or mean"
+FEWEST_OF_AN_ID = 20  # texts, of which nearly each is there once
+INEXACT = 2.0**53  # from here on float64 loses digits of whole numbers
+NO_INTEGER = 2.0**63  # from here on Arrow takes a CSV's whole numbers for fractions
 
 
 @dataclass
@@ -29,18 +36,19 @@ class Seen:
     first_hole: int = 0
     largest: float = 0.0  # in size
     far: tuple[int, float] | None = None  # the first number that is too large
+    long: tuple[int, float] | None = None  # the first that may be whole, and loses digits
     words: dict[str, int] = field(default_factory=dict)  # codes of the different texts
-    texts: int = 0
-    numerals: int = 0  # texts that read as numbers
-    first: tuple[int, str] | None = None  # the first text
-    stray: tuple[int, str] | None = None  # the first text that is no number
+    forms: np.ndarray = field(default_factory=lambda: np.zeros(len(FORMS), dtype=np.int64))
+    first: dict[int, tuple[int, str]] = field(default_factory=dict)  # the first text of each form
+    na: set[str] = field(default_factory=set)  # words that were read as missing
 
     def numbers(self, cells: Cells, start: int, *, least: float, most: float) -> None:
         """A block of numbers. least, most: of them, NaN where some are missing."""
         self._count(cells, start)
         self.whole = self.whole and cells.whole
         size = max(-least, most)
-        if not size <= LARGEST_FEATURE:  # or NaN
+        limit = INEXACT if cells.whole else NO_INTEGER
+        if not size < limit:  # or NaN
             missing = cells.missing
             self._holes(missing, start)
             sizes = np.where(missing, 0, np.abs(cells.values))
@@ -48,6 +56,9 @@ class Seen:
             if size > LARGEST_FEATURE and self.far is None:
                 row = int(np.argmax(sizes > LARGEST_FEATURE))
                 self.far = (start + row, float(cells.values[row]))
+            if size >= limit and self.long is None:
+                row = int(np.argmax(sizes >= limit))
+                self.long = (start + row, float(cells.values[row]))
         self.largest = max(self.largest, size)
 
     def nothing(self, cells: Cells, start: int) -> None:
@@ -63,15 +74,13 @@ class Seen:
         if missing.any():
             self._holes(missing, start)
         counts = np.bincount(cells.values[~missing], minlength=len(cells.words))
-        assert cells.numerals is not None
-        self.texts += int(counts.sum())
-        self.numerals += int(counts[cells.numerals].sum())
-        if self.first is None and self.texts:
-            self.first = self._place(cells, ~missing, start)
-        if self.stray is None:
-            odd = np.append(~cells.numerals, False)[cells.values]  # -1 is the last: missing
-            if odd.any():
-                self.stray = self._place(cells, odd, start)
+        assert cells.forms is not None
+        self.na.update(cells.nothing)
+        self.forms += np.bincount(cells.forms, counts, len(FORMS)).astype(np.int64)
+        for form in set(cells.forms[counts > 0].tolist()) - set(self.first):
+            those = np.append(cells.forms == form, False)[cells.values]  # -1 is the last: missing
+            row = int(np.argmax(those))
+            self.first[form] = (start + row, cells.words[cells.values[row]])
         codes = np.full(len(cells.words) + 1, np.nan)
         for i in np.flatnonzero(counts):
             if most is None or len(self.words) <= most:
@@ -87,58 +96,92 @@ class Seen:
             return CATEGORY
         return "mixed" if len(kinds) > 1 else next(iter(kinds))
 
-    def problem(self, *, target: str, label: str, note: str, missing: str) -> str | None:
-        """Why this feature can't be learnt from."""
+    def problem(
+        self,
+        *,
+        target: str,
+        label: str,
+        note: str,
+        missing: str,
+        decimal: str | None,
+        look: Callable[[str, int], str] | None,
+    ) -> str | None:
+        """Why this feature can't be learnt from. decimal, look: of a file of text, see
+        data.decimal, and what stands in a cell of a column and row."""
         where = f"data.path: {label} column {shorten(self.name)}"
+        row = f"data.path: {label} row "
         cell = f"{note}, column {shorten(self.name)}: "
         kind = self.kind()
         if kind not in (NUMBER, CATEGORY, EMPTY):
             return refused_type(self.name, kind, target=target, label=label)
         if self.holes == self.rows:
             return f"{where}: holds no value in any row; leave the column out by data.drop"
-        if self.far is not None:
-            return (
-                f"data.path: {label} row {self.far[0] + 1}{cell}must be a number of at most "
-                f"{LARGEST_FEATURE:g} in size (got {self.far[1]!r}); mend or drop such rows, or "
-                "leave the column out by data.drop"
-            )
+        found = self._far_problem(row, cell, look)
         if kind == CATEGORY:
-            found = self._text_problem(f"data.path: {label} row ", cell) or self._words_problem(
+            found = self._text_problem(row, cell, decimal) or self._words_problem(
                 where, missing=missing
             )
-            if found:
-                return found
-        if self.holes and missing == "fail":
-            return (
-                f"data.path: {label} row {self.first_hole + 1}{cell}is missing (as in "
-                f"{self.holes:,} rows); fill it in, or set data.missing to drop or mean"
-            )
-        return None
+        if found is None and self.holes and missing == "fail":
+            word = look(self.name, self.first_hole) if look else ""
+            return f"{row}{self.first_hole + 1}{cell}{absent(self.holes, word, FILL)}"
+        return found
 
-    def _text_problem(self, row: str, cell: str) -> str | None:
-        if CATEGORY in self.kinds or 2 * self.numerals < self.texts:
+    def _far_problem(
+        self, row: str, cell: str, look: Callable[[str, int], str] | None
+    ) -> str | None:
+        if self.long is not None:
+            at, value = self.long
+            text = look(self.name, at).strip() if look else f"{value:.0f}" if self.whole else ""
+            if text.lstrip("+-").isdigit():
+                return (
+                    f"{row}{at + 1}{cell}must be below 2**53 in size, since larger whole numbers "
+                    f"lose digits (got {text}); if it is an id, leave the column out by data.drop, "
+                    "else write it in a larger unit"
+                )
+        if self.far is None:
             return None
-        place = self.stray or self.first
-        assert place is not None
-        told = f"{row}{place[0] + 1}{cell}must be a number (got {shorten(place[1])})"
-        if self.stray is None:
-            return f"{told}, not text; save it as numbers, or as a column of categories"
         return (
-            f"{told}, as {self.numerals:,} of its {self.texts:,} cells are; mend such cells, or "
+            f"{row}{self.far[0] + 1}{cell}must be a number of at most "
+            f"{LARGEST_FEATURE:g} in size (got {self.far[1]!r}); mend or drop such rows, or "
             "leave the column out by data.drop"
         )
 
+    def _text_problem(self, row: str, cell: str, decimal: str | None) -> str | None:
+        """Why text is rather a column of numbers. Whole numbers are text where some begin with a
+        zero, as zip codes do."""
+        texts, amounts = int(self.forms.sum()), int(self.forms[[NUMERAL, WRITTEN]].sum())
+        is_text = CATEGORY in self.kinds or 2 * self.forms[WORDS] > texts
+        if is_text or (self.forms[CODE] and not amounts):
+            return None
+        form = next(f for f in (WRITTEN, WORDS, CODE, NUMERAL, DIGITS) if f in self.first)
+        at, word = self.first[form]
+        told = f"{row}{at + 1}{cell}must be a number (got {shorten(word)})"
+        if form == WRITTEN:
+            return f"{told}; {remedy(word, decimal)}, or leave the column out by data.drop"
+        if form == WORDS:
+            return (
+                f"{told}, as {texts - self.forms[WORDS]:,} of its {texts:,} cells are; mend such "
+                "cells, or leave the column out by data.drop"
+            )
+        return f"{told}, not text; save it as numbers, or as a column of categories"
+
     def _words_problem(self, where: str, *, missing: str) -> str | None:
+        texts, first = int(self.forms.sum()), shorten(next(iter(self.words)))
         if len(self.words) > MOST_CATEGORIES:
             return (
                 f"{where}: has more than {MOST_CATEGORIES:,} different texts, such as "
-                f"{shorten(next(iter(self.words)))}: too many for a category; leave the column "
-                "out by data.drop"
+                f"{first}: too many for a category; leave the column out by data.drop"
+            )
+        if CATEGORY not in self.kinds and len(self.words) >= max(FEWEST_OF_AN_ID, 0.9 * texts):
+            return (
+                f"{where}: has {len(self.words):,} different texts in {texts:,} rows, such as "
+                f"{first}, as a name or an id has, of which nothing can be learnt; leave the "
+                "column out by data.drop"
             )
         if len(self.words) + (missing == "mean" and self.holes > 0) < 2:
             return (
-                f"{where}: holds {shorten(next(iter(self.words)))} in every row, of which nothing "
-                "can be learnt; leave the column out by data.drop"
+                f"{where}: holds {first} in every row, of which nothing can be learnt; leave the "
+                "column out by data.drop"
             )
         return None
 
@@ -152,6 +195,12 @@ class Seen:
             self.first_hole = start + int(np.argmax(missing))
         self.holes += count
 
-    def _place(self, cells: Cells, those: np.ndarray, start: int) -> tuple[int, str]:
-        row = int(np.argmax(those))
-        return start + row, cells.words[cells.values[row]]
+
+def absent(rows: int, word: str, mend: str) -> str:
+    """What is said of a missing value. word: what stands there, where that is known."""
+    if not word:
+        return f"is missing (as in {rows:,} rows); {mend}"
+    return (
+        f"is missing (as in {rows:,} rows), as {shorten(word)} is read; {mend}, or list the words "
+        "that mean missing in data.na"
+    )

@@ -39,6 +39,8 @@ _SYNONYMS = {
     "bf16": "train.precision",
     "random_seed": "train.seed",
     "early_stopping": "train.patience",
+    "save_best_only": "train.keep",
+    "load_best_model_at_end": "train.keep",
     "grad_accum": "train.accumulate",
     "accumulate_grad_batches": "train.accumulate",
     "gradient_accumulation_steps": "train.accumulate",

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -25,10 +26,10 @@ import numpy as np
 from tasks.engine.raw import DataError, shorten, size
 
 MANIFEST = "manifest.json"
-FORMAT = 1
-HASHED_BYTES = 64 * 1024**2  # up to here each reuse compares checksums, above it sizes only
+FORMAT = 2
 STALE_S = 60  # a temporary folder younger than this may not be locked yet
-BLOCK_BYTES = 1 << 22
+BLOCK_BYTES = 1 << 22  # of a file, with a checksum each: they are verified side by side
+READERS = 4
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ def file_sha256(path: Path) -> str:
 
 def fingerprint(meaning: Mapping[str, Any], files: Mapping[str, Any]) -> str:
     """16 hex digits that stand for the prepared content and what it means, not for where it is."""
+    # The content is in by its SHA-256.
+    files = {p: {k: v for k, v in entry.items() if k != "crc32"} for p, entry in files.items()}
     said = json.dumps([FORMAT, meaning, files], sort_keys=True, allow_nan=False)
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
@@ -71,8 +74,10 @@ class PartWriter:
     def __init__(self, path: Path, *, shape: tuple[int, ...], dtype: str) -> None:
         self._file = open(path, "wb")  # noqa: SIM115, closed by __exit__
         self._hash = hashlib.sha256()
+        self._blocks: list[int] = []
+        self._hashed = 0
         self._hasher = ThreadPoolExecutor(1)
-        self._hashing: Future[None] = self._hasher.submit(self._hash.update, b"")
+        self._hashing: Future[None] = self._hasher.submit(self._digest, b"")
         self._shape, self._dtype, self._written = shape, np.dtype(dtype), 0
         header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(self, header)
@@ -87,9 +92,20 @@ class PartWriter:
     def write(self, data: Any) -> int:
         self._hashing.result()
         # In a thread, while the rows are written and the next ones made; not to be changed since.
-        self._hashing = self._hasher.submit(self._hash.update, data)
+        self._hashing = self._hasher.submit(self._digest, data)
         self._written += memoryview(data).nbytes
         return self._file.write(data)
+
+    def _digest(self, data: Any) -> None:
+        self._hash.update(data)
+        left = memoryview(data).cast("B")
+        while left:
+            within = self._hashed % BLOCK_BYTES
+            if not within:
+                self._blocks.append(0)
+            part, left = left[: BLOCK_BYTES - within], left[BLOCK_BYTES - within :]
+            self._blocks[-1] = zlib.crc32(part, self._blocks[-1])
+            self._hashed += len(part)
 
     def append(self, rows: np.ndarray) -> None:
         """Rows of the shape and type that were announced."""
@@ -107,23 +123,22 @@ class PartWriter:
             "dtype": self._dtype.str,
             "bytes": self._written,
             "sha256": self._hash.hexdigest(),
+            "crc32": self._blocks,
         }
 
 
 def manifest_of(folder: Path) -> dict[str, Any] | None:
     """The manifest of a whole folder; None where there is none, or where anything in it is off.
 
-    Sizes, headers and the manifest's own fingerprint always; the files' checksums while they are
-    below 64 MiB together.
+    Sizes, headers, checksums, and the manifest's own fingerprint.
     """
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files = manifest["files"]
         if manifest["fingerprint"] != fingerprint(manifest["meaning"], files):
             raise ValueError("its manifest was changed")
-        total_bytes = sum(entry["bytes"] for entry in files.values())
         for part, entry in files.items():
-            _verify(folder / part, entry, hashed=total_bytes < HASHED_BYTES)
+            _verify(folder / part, entry)
     except FileNotFoundError:
         if folder.is_dir():
             log.warning("data.cache: %s lacks a file; it is prepared anew", folder)
@@ -144,14 +159,26 @@ def prepared_from(cache: Path, source: str) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def _verify(path: Path, entry: Mapping[str, Any], *, hashed: bool) -> None:
+def _verify(path: Path, entry: Mapping[str, Any]) -> None:
     if path.stat().st_size != entry["bytes"]:
         raise ValueError(f"{path.name} has another size than it was written with")
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     if list(array.shape) != entry["shape"] or array.dtype.str != entry["dtype"]:
         raise ValueError(f"{path.name} has another header than it was written with")
-    if hashed and file_sha256(path) != entry["sha256"]:
+    blocks = entry.get("crc32")  # older ones have none
+    is_same = file_sha256(path) == entry["sha256"] if blocks is None else _has(path, blocks)
+    if not is_same:
         raise ValueError(f"{path.name} has other content than it was written with")
+
+
+def _has(path: Path, blocks: list[int]) -> bool:
+    """Whether the file's blocks have these checksums."""
+    with open(path, "rb") as file, ThreadPoolExecutor(READERS) as readers:
+
+        def crc32(number: int) -> int:
+            return zlib.crc32(os.pread(file.fileno(), BLOCK_BYTES, number * BLOCK_BYTES))
+
+        return list(readers.map(crc32, range(len(blocks)))) == blocks
 
 
 @contextmanager
@@ -168,7 +195,8 @@ def refusals(cache: Path) -> Iterator[None]:
 
 def check_room(cache: Path, needed_bytes: int) -> None:
     """Raises DataError where the folder cannot be made, or its disk lacks room for the arrays."""
-    there = next(p for p in (cache, *cache.parents) if p.exists())
+    # Unlike pathlib's, False for any error: a name may be too long.
+    there = next(p for p in (cache, *cache.parents) if os.path.exists(p))
     shown = shorten(str(cache), 300)
     if not there.is_dir():
         raise DataError(f"data.cache: {shown} lies under {there}, a file; name another folder")

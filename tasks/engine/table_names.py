@@ -1,6 +1,6 @@
 """The names of a table's columns: which are left out, which is the target, which are learnt from.
 It refuses names that are missing, doubled or unprintable, and settings that name what is not there,
-all at once.
+all at once, and a first line that holds no names.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tasks.engine.data_config import DataConfig
+from tasks.engine.numerals import is_number
 from tasks.engine.raw import DataError, listed, pick_target, shorten
 
 
@@ -53,7 +54,7 @@ def choose(names: Sequence[str], data: DataConfig, label: str) -> Chosen:
             target = pick_target(left, data.target, label)
         except DataError as error:
             problems.append(str(error))
-            if any(_is_numeral(name) for name in left):
+            if any(is_number(name) for name in left):
                 problems.append(
                     f"data.path: {label} has numbers for names; put the columns' names in line 1"
                 )
@@ -101,8 +102,20 @@ def _unfit(names: Sequence[str], left: Sequence[str], label: str) -> list[str]:
     return problems
 
 
-def _is_numeral(name: str) -> bool:
-    try:
-        return float(name) == float(name)
-    except ValueError:
-        return False
+def looks_headless(names: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+    """Whether a first line is rather a row of the table than its columns' names, by some rows below
+    it. Names such as 0, 1, 2 or 2019, 2020, 2021 are names."""
+    numerals = [float(name) for name in names if is_number(name)]
+    steps = [b - a for a, b in zip(numerals, numerals[1:], strict=False)]
+    below = [row for row in rows if len(row) == len(names) and list(row) != list(names)]
+    columns = [{cell.strip() for cell in column} for column in zip(*below, strict=True)]
+    if len(numerals) == len(names):
+        one_step = set(steps) == {1.0} if len(names) < 3 else len(set(steps)) == 1
+        return not (one_step and steps[0] and all(n.is_integer() for n in numerals))
+    alike = [
+        all(is_number(cell) for cell in cells if cell) if is_number(name) else name in cells
+        for name, cells in zip(names, columns, strict=False)
+    ]
+    in_order = all(step > 0 for step in steps) or len(set(steps)) == 1
+    few = 2 * len(numerals) < len(names)
+    return bool(alike) and (all(alike) or not (in_order or few or not numerals))

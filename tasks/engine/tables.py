@@ -8,27 +8,33 @@ from __future__ import annotations
 
 import csv
 import io
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from tasks.engine import parquet_parts
 from tasks.engine.columns import Gathering
-from tasks.engine.csv_blocks import BELOW, LONGEST_BYTES, TextTable, blocks, not_utf8
+from tasks.engine.csv_blocks import BELOW, LONGEST_BYTES, TextTable, blocks, not_utf8, written
 from tasks.engine.data_config import DataConfig
 from tasks.engine.in_order import usable_threads
+from tasks.engine.numerals import Spelling
 from tasks.engine.raw import (
     DataError,
     Raw,
     allowed_bytes,
     cache_folder,
+    listed,
     shorten,
     source_file,
     source_files,
 )
+from tasks.engine.raw_rows import NOTHING
 from tasks.engine.spool import Spool
 from tasks.engine.table_memory import SMALLEST_ROW_BYTES, Budget, budget, check_rows
-from tasks.engine.table_names import Chosen, choose
+from tasks.engine.table_names import Chosen, choose, looks_headless
 
+HEAD_ROWS, HEAD_BYTES = 50, 1 << 16  # held against the names
 MARKS = {"csv": (",", "commas"), "tsv": ("\t", "tabs")}
 
 
@@ -56,8 +62,9 @@ def read_text(data: DataConfig) -> Raw:
         width=len(names),
         block_bytes=allowed.block_bytes,
         threads=allowed.threads or usable_threads(),
+        spelling=Spelling(data.decimal, tuple(NOTHING if data.na is None else data.na)),
     )
-    gathering = _gathering(data, chosen, allowed, label=path.name, note=BELOW)
+    gathering = _gathering(data, chosen, allowed, label=path.name, table=table)
     for block in blocks(table, chosen.features, chosen.target):
         gathering.append(block)
         check_rows(gathering.spool.rows, data, path.name, row_bytes=gathering.row_bytes)
@@ -81,17 +88,29 @@ def _once_more(gathering: Gathering, table: TextTable, chosen: Chosen) -> None:
 
 
 def _gathering(
-    data: DataConfig, chosen: Chosen, allowed: Budget, *, label: str, note: str
+    data: DataConfig,
+    chosen: Chosen,
+    allowed: Budget,
+    *,
+    label: str,
+    table: TextTable | None = None,
 ) -> Gathering:
+    """table: the file of text, if it is one."""
     folder, kept = cache_folder(data), allowed.kept_bytes
     spool = Spool(len(chosen.features), folder=folder, kept_bytes=kept)
+
+    def look(name: str, row: int) -> str:
+        assert table is not None
+        return written(table, chosen.names.index(name), row)
+
     return Gathering(
         chosen.feature_names,
         chosen.target_name,
         spool=spool,
         label=label,
-        note=note,
-        missing=data.missing,
+        note="" if table is None else BELOW,
+        data=data,
+        look=None if table is None else look,
     )
 
 
@@ -117,7 +136,19 @@ def _header(path: Path, source: str) -> tuple[list[str], int]:
         raise DataError(f"data.path: {path.name} has a header with unbalanced quotes; mend line 1")
     names = [cell.strip() for cell in cells]
     _refuse_other_marks(names, source, path.name)
+    if looks_headless(names, _first_rows(head[len(line) :], MARKS[source][0])):
+        raise DataError(
+            f"data.path: {path.name} line 1 looks like a row, not like names ({listed(names, 4)}); "
+            "put the columns' names in line 1"
+        )
     return names, len(whole) - len(head) + len(line)
+
+
+def _first_rows(lines: bytes, mark: str) -> list[list[str]]:
+    text = io.StringIO(lines[:HEAD_BYTES].decode("utf-8", "replace"))
+    with suppress(csv.Error):
+        return list(islice(csv.reader(text, delimiter=mark), HEAD_ROWS))
+    return []
 
 
 def _refuse_other_marks(names: list[str], source: str, label: str) -> None:
@@ -144,7 +175,7 @@ def read_parquet(data: DataConfig) -> Raw:
     chosen, label = parts.chosen, parts.label
     check_rows(parts.rows, data, label, row_bytes=SMALLEST_ROW_BYTES)
     allowed = budget(allowed_bytes(data), columns=len(chosen.features))
-    gathering = _gathering(data, chosen, allowed, label=label, note="")
+    gathering = _gathering(data, chosen, allowed, label=label)
     gathering.spool.reserve(parts.rows, block_rows=allowed.block_rows)
     for block, places, start in parts.blocks(allowed):
         gathering.put(block, places, start)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from tasks.engine.accounts import OWNERS
+from tasks.engine.accounts import BEST, OWNERS
 from tasks.engine.ledger import ACTIVATIONS, LIBRARIES, MIB, REST, Ledger
 from tasks.engine.units import mebibytes
 
@@ -18,6 +18,7 @@ COLUMNS = 480  # of the picture: a point each two pixels
 COLOURS = {
     "parameters": "#0072b2",
     "buffers": "#f0e442",
+    BEST: "#999933",
     "gradients": "#d55e00",
     "optimizer_state": "#e69f00",
     "data": "#009e73",

@@ -17,9 +17,11 @@ from tasks.engine.assembly import model_of, plan_of, rate_of, settled, spec_of, 
 from tasks.engine.broken import outlived
 from tasks.engine.config import RunConfig
 from tasks.engine.device import resolve_precision
+from tasks.engine.doubts import ALIKE, of_results
 from tasks.engine.facts import DataFacts, DeviceFacts, TrainFacts
-from tasks.engine.feeding import example, fed
+from tasks.engine.feeding import example, fed, first_rows
 from tasks.engine.graph import may_replay, own_stream
+from tasks.engine.imports import ends_told
 from tasks.engine.keeping import keep
 from tasks.engine.limits import limited
 from tasks.engine.loop import Tools, batch_of, fit
@@ -31,6 +33,7 @@ from tasks.engine.peaks import Peak
 from tasks.engine.precision import matmul_mode
 from tasks.engine.raw import DataError
 from tasks.engine.readings import Log
+from tasks.engine.reloading import check_reloads
 from tasks.engine.seeds import seeded
 from tasks.engine.settings import ConfigError
 from tasks.engine.snapshot import recording
@@ -40,6 +43,7 @@ from tasks.engine.timing import Stopwatch
 from tasks.engine.workbench import workbench
 
 
+@ends_told
 def check(config: RunConfig, data: DataFacts) -> Checked:
     """Refuse what can't be trained before a device is touched; what two rows have shown.
 
@@ -87,6 +91,7 @@ def train(
     )
 
 
+@ends_told
 def _train(
     config: RunConfig,
     facts: DeviceFacts,
@@ -159,6 +164,7 @@ def _train(
             watch=watch,
             speeds=rates(data, work=work, peak_flops_per_s=peak.flops_per_s if peak else None),
             log=log,
+            best=bench.best,
         )
         exhausted = mistake = None
         try:
@@ -197,8 +203,12 @@ def _train(
             draw(bench.phases.accounts.ledger, folder, title=title, lines=[])
         watch.lap("log")
         spec = spec_of(config, data, outputs=checked.outputs)
-        keep(model, spec, example(data, val), folder / "model")
+        x = first_rows(val)
+        keep(model, spec, example(data, x), folder / "model")
+        check_reloads(model, x, folder / "model", precision=precision)
+        del x
         watch.lap("checkpoint")
+        alike = bool(fitted.metrics.pop(ALIKE, 0))
     return TrainFacts(
         metrics={
             **fitted.metrics,
@@ -220,6 +230,7 @@ def _train(
         model_folder=str(folder / "model"),
         held_bytes=held_bytes,
         stats=stats,
+        warnings=of_results(data, fitted.metrics, loss=config.train.loss, alike=alike),
     )
 
 

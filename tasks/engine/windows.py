@@ -1,19 +1,17 @@
-"""Cuts a text of tokens into rows: each holds `context` tokens and the one after them, so that it
-is input and target at once, and its last token is the next row's first. It keeps the end of the
-text apart for validation: no token is in both parts.
+"""Keeps a text of tokens, to be cut into rows: each holds `context` tokens and the one after them,
+so that it is input and target at once, and its last token is the next row's first. It keeps the
+end of the text apart for validation: no token is in both parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
-from tasks.engine import store
+from tasks.engine import doubts, store
 from tasks.engine.data_config import DataConfig
 from tasks.engine.tokens import BLOCK_TOKENS, BYTES, Tokens
 
@@ -22,23 +20,25 @@ PARTS = ("train.npy", "val.npy")
 
 def draft(tokens: Tokens, data: DataConfig) -> store.Draft:
     """The rows of both parts, ready to be written; the text holds a row for each."""
-    row, count = data.context + 1, len(tokens.values)
+    row, count = data.context + 1, len(tokens.values)  # a part holds one row at least
     held_out = min(max(round(count * data.validation_fraction), row), count - row)
     parts = {
         "train": tokens.values[: count - held_out],
         "val": tokens.values[count - held_out :],
     }
     dtype = np.dtype("<u2" if tokens.vocabulary > BYTES else "u1")
-    needed_bytes = sum(_rows(part, data.context) for part in parts.values()) * row * dtype.itemsize
     write = partial(
         _written, parts=parts, context=data.context, vocabulary=tokens.vocabulary, dtype=dtype
     )
-    return store.Draft(needed_bytes, write)
+    return store.Draft(count * dtype.itemsize, write)
 
 
-def _rows(values: np.ndarray, context: int) -> int:
-    """Whole rows only: the last few tokens of a part, fewer than a context, are left out."""
-    return (len(values) - 1) // context
+def rows_of(text: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of a text and the same one token further on, as views: the last few tokens, fewer than a
+    context, are left out."""
+    count = (len(text) - 1) // context
+    x, y = (text[at : at + count * context].reshape(count, context) for at in (0, 1))
+    return x, y
 
 
 def _written(
@@ -51,10 +51,10 @@ def _written(
 ) -> dict[str, Any]:
     files = {}
     for name, values in parts.items():
-        shape = (_rows(values, context), context + 1)
+        shape = values.shape
         with store.PartWriter(folder / f"{name}.npy", shape=shape, dtype=dtype.str) as writer:
-            for rows in _windows(values, context):
-                writer.append(rows.astype(dtype))
+            for start in range(0, len(values), BLOCK_TOKENS):
+                writer.append(values[start : start + BLOCK_TOKENS].astype(dtype))
             files[f"{name}.npy"] = writer.finish()
     meaning = {
         "task": "tokens",
@@ -65,17 +65,8 @@ def _written(
         "feature_names": None,
         "offset": [0.0],
         "scale": [1.0],
-        "rows": {name: _rows(values, context) for name, values in parts.items()},
+        "rows": {name: (len(values) - 1) // context for name, values in parts.items()},
+        "guess": doubts.guess_tokens(parts["val"]),
         "tokens": {name: len(values) for name, values in parts.items()},
     }
     return store.manifest_for(meaning, files)
-
-
-def _windows(values: np.ndarray, context: int) -> Iterator[np.ndarray]:
-    """The rows (n, context + 1) in blocks, as views of the values."""
-    step = max(1, BLOCK_TOKENS // context)
-    total = _rows(values, context)
-    for first in range(0, total, step):
-        last = min(first + step, total)
-        block = values[first * context : last * context + 1]
-        yield sliding_window_view(block, context + 1)[::context]

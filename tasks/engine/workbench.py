@@ -10,16 +10,17 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from tasks.engine.accounts import Accounts, Owned
+from tasks.engine.accounts import BEST, Accounts, Owned
 from tasks.engine.assembly import forward_of, optimizer_of, step_of
 from tasks.engine.batches import Batches
+from tasks.engine.best import Best
 from tasks.engine.compiling import Known, TunedStep
 from tasks.engine.config import RunConfig
 from tasks.engine.evaluation import Judge, eval_rows
 from tasks.engine.facts import DataFacts, DeviceFacts
 from tasks.engine.ledger import Ledger
 from tasks.engine.limits import room_bytes
-from tasks.engine.losses import loss_of, metrics_of
+from tasks.engine.losses import in_units, loss_of, metrics_of
 from tasks.engine.memory import Meter
 from tasks.engine.oom import MicroBatches
 from tasks.engine.optim import Optimizer
@@ -55,6 +56,7 @@ class Workbench:
     tuned: TunedStep
     judge: Judge
     steps: int  # of the whole run
+    best: Best
 
     def measured(self) -> dict[str, float]:
         """Under the names of the run record. Call it before the model is freed."""
@@ -102,7 +104,8 @@ def workbench(
     batch_size = config.train.batch_size
     optimizer = optimizer_of(config, model)
 
-    owned = _Owned(fed, model, optimizer)
+    best = Best(keeps=config.train.keep == "best")
+    owned = _Owned(fed, model, optimizer, best)
     phases = Phases(
         phase_clock(device),
         meter,
@@ -146,9 +149,10 @@ def workbench(
         micro=fitting(most, whole=most, what="eval", give_back=fed[1].give_back),
         phases=phases,
         forward=forward_of(config),
-        metrics=metrics_of(config.train),
+        metrics={n: in_units(m, data, device) for n, m in metrics_of(config.train).items()},
+        target_scale=data.target_scale,
     )
-    return Workbench(optimizer, phases, micro, tuned, judge, steps)
+    return Workbench(optimizer, phases, micro, tuned, judge, steps, best)
 
 
 @dataclass
@@ -158,6 +162,7 @@ class _Owned:
     fed: tuple[Batches, Batches]
     model: nn.Module
     optimizer: Optimizer
+    best: Best
     recorded: list[Tensor] = field(default_factory=list)
 
     def __call__(self) -> Owned:
@@ -165,6 +170,7 @@ class _Owned:
             "data": [tensor for rows in self.fed for tensor in rows.tensors()],
             "parameters": self.model.parameters(),
             "buffers": self.model.buffers(),
+            BEST: self.best.tensors(),
             "graph": self.recorded,
             "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
             "optimizer_state": self.optimizer.state_tensors(),

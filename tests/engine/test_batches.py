@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from tasks.engine import staging
-from tasks.engine.batches import BLOCK_BYTES, MIB, Resident, Streamed, feed, row_order
-from tasks.engine.layout import laid_out
+from tasks.engine.batches import MIB, Resident, Streamed, feed
+from tasks.engine.layout import BLOCK_BYTES, laid_out, row_order
+from tasks.engine.windows import rows_of
 
 CPU = torch.device("cpu")
 AWAY = torch.device("meta")  # not the CPU, and can't read pinned memory: what MPS is, without data
@@ -36,13 +37,12 @@ def on_disk(tmp_path):
     return tuple(np.load(tmp_path / f"{n}.npy", mmap_mode="r") for n in "xy")
 
 
-def tokens(tmp_path, *, dtype, high: int, rows: int = 9, context: int = 5):
-    """Rows of tokens on disk, mapped, and the two views of them that a training reads."""
-    kept = np.random.default_rng(0).integers(0, high, (rows, context + 1)).astype(dtype)
-    kept[0, :3] = high - 1
-    np.save(tmp_path / "rows.npy", kept)
-    mapped = np.load(tmp_path / "rows.npy", mmap_mode="r")
-    return kept, mapped[:, :-1], mapped[:, 1:]
+def tokens(tmp_path, *, dtype, high: int, count: int = 48, context: int = 5):
+    """A text on disk, mapped, and the two views of its rows that a training reads."""
+    kept = np.random.default_rng(0).integers(0, high, count).astype(dtype)
+    kept[:3] = high - 1
+    np.save(tmp_path / "text.npy", kept)
+    return kept, *rows_of(np.load(tmp_path / "text.npy", mmap_mode="r"), context)
 
 
 def test_data_that_fits_lives_on_the_device_and_says_so(on_disk) -> None:
@@ -84,7 +84,7 @@ def test_batches_are_those_of_plain_indexing(room_bytes, rows, size, seed, used)
 
 def test_many_blocks_arrive_whole_and_detached_from_the_file(monkeypatch) -> None:
     assert BLOCK_BYTES >= MIB
-    monkeypatch.setattr("tasks.engine.batches.BLOCK_BYTES", 40)
+    monkeypatch.setattr("tasks.engine.layout.BLOCK_BYTES", 40)
     x = np.arange(70, dtype=np.float32).reshape(35, 2)
     fed = feed(x, np.arange(35), device=CPU, room_bytes=PLENTY)
     assert torch.equal(fed.x, torch.from_numpy(x))
@@ -100,17 +100,39 @@ def test_tokens_stay_narrow_and_arrive_as_they_were(tmp_path, room_bytes, dtype,
     assert len(arrays) == 1 and arrays[0].nbytes == kept.nbytes, "moved once, not twice"
     fed = feed(x, y, device=CPU, room_bytes=room_bytes)
     wide = torch.from_numpy(kept.astype(np.int64))
-    order = row_order(len(kept), seed=0, epoch=0)
-    straight = torch.arange(len(kept))
-    for batches, chosen in ((fed.shuffled(4, order, nothing), order), (fed.in_order(4), straight)):
-        for (got_x, got_y), expected in zip(batches, wide[chosen].split(4), strict=True):
+    order = fed.order(seed=0, epoch=0)
+    straight = torch.arange(len(fed)) * 5
+    for batches, begins in ((fed.shuffled(4, order, nothing), order), (fed.in_order(4), straight)):
+        rows = wide.unfold(0, 6, 1)[begins]
+        for (got_x, got_y), expected in zip(batches, rows.split(4), strict=True):
             assert got_x.dtype == got_y.dtype == torch.int64
             assert got_x.is_contiguous() and got_y.is_contiguous()
             assert torch.equal(got_x[:, 1:], got_y[:, :-1])
             # A streamed batch holds its rows in the order of the file.
             got = torch.cat([got_x, got_y[:, -1:]], 1)
             assert sorted(got.tolist()) == sorted(expected.tolist())
-    assert layout.shared and wide.max() == high - 1
+    assert layout.context == 5 and wide.max() == high - 1
+
+
+@pytest.mark.parametrize("room_bytes", [0, PLENTY])
+def test_rows_of_tokens_begin_elsewhere_in_each_epoch_and_are_judged_where_they_were(
+    tmp_path, room_bytes
+) -> None:
+    """Always cut at the same tokens, a text was learnt from less well than by nanoGPT."""
+    _, x, y = tokens(tmp_path, dtype=np.uint8, high=256, count=1003, context=50)
+    fed = feed(x, y, device=CPU, room_bytes=room_bytes)
+    shifts = set()
+    for epoch in range(20):
+        begins = fed.order(seed=3, epoch=epoch)
+        assert torch.equal(begins, fed.order(seed=3, epoch=epoch))
+        assert len(begins) == len(fed) == 20 and begins.min() >= 0
+        assert begins.max() + 50 < 1003, "no row reaches beyond the text"
+        *apart, last = begins.sort().values.diff().tolist()
+        assert set(apart) == {50} and 0 < last <= 50, "no token twice, but at the end"
+        shifts.add(begins.min().item())
+    assert len(shifts) > 10 and max(shifts) < 50
+    judged = torch.cat([rows for rows, _ in fed.in_order(6)])
+    assert torch.equal(judged, torch.from_numpy(x.astype(np.int64)))
 
 
 def test_arrays_that_only_look_shared_are_kept_apart() -> None:
@@ -121,7 +143,7 @@ def test_arrays_that_only_look_shared_are_kept_apart() -> None:
         (base.copy(), base[:, 0].copy()),
     ):
         arrays, layout = laid_out(np.ascontiguousarray(x), y, channels_last=False)
-        assert len(arrays) == 2 and not layout.shared
+        assert len(arrays) == 2 and layout.context is None
     with pytest.raises(AssertionError, match="side by side"):
         laid_out(base[:, 1:], base[:, :-1], channels_last=False)
 

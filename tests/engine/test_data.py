@@ -67,7 +67,7 @@ def test_auto_learns_classes_from_at_most_100_whole_numbers_and_amounts_from_the
     assert encode(_raw(np.arange(200) % 101), "auto").task == "regression"
     amounts = encode(_raw([0.5, 1.0]), "auto")
     assert amounts.task == "regression" and amounts.values.tolist() == [[0.5], [1.0]]
-    assert (amounts.values.dtype, amounts.class_names) == (np.float32, None)
+    assert amounts.class_names is None
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_auto_learns_classes_from_at_most_100_whole_numbers_and_amounts_from_the
     [
         ([1, 1, 1], "auto", "given.csv has one class only .'1'.; a classification needs at"),
         ([1.0, 2.5], "classification", "row 2.*must be text, a boolean or a whole number .got 2.5"),
-        (["a", "b"], "regression", "a regression needs numbers .got 'a'.; set data.task to class"),
+        (["a", "b"], "regression", "a regression needs numbers .got 'a'.; .* set data.task to cl"),
         (["a", ""], "auto", "row 2, target 'y': '' stands for a missing label; mend or drop"),
         (["a", "NaN"], "auto", "row 2, target 'y': 'NaN' stands for a missing label"),
         (["a", "b\0"], "auto", "row 2, target 'y': 'b.x00' is not printable text"),
@@ -173,6 +173,14 @@ def test_the_split_follows_its_seed_and_nothing_else():
     assert (first == same).all() and (first != other).any() and first.sum() == 200
 
 
+def test_the_split_owes_nothing_to_rows_that_their_user_drew_with_the_same_seed():
+    """Story: houses made with default_rng(0) had the small ones, and no other, to validate on."""
+    area = np.random.default_rng(0).random(1000)
+    raw = _raw(area, area[:, None])
+    chosen = validation_rows(raw, encode(raw, "regression"), fraction=0.2, seed=0)
+    assert abs(area[chosen].mean() - 0.5) < 0.1
+
+
 def test_a_class_of_one_row_is_named():
     raw = _raw([0, 0, 1, 1, 7, 9])
     words = "^data.target: .* classes of one row.*: '7', '9'; add rows .* data.task to regression"
@@ -256,7 +264,7 @@ def test_the_arrays_on_disk_are_what_offset_and_scale_say(tmp_path):
     arrays = data.load(facts)
     assert (facts.task, facts.feature_names, facts.class_names) == ("regression", ("a", "b"), None)
     x = np.concatenate([arrays.train_x, arrays.val_x]) * facts.scale + facts.offset
-    y = np.concatenate([arrays.train_y, arrays.val_y])
+    y = np.concatenate([arrays.train_y, arrays.val_y]) * facts.target_scale + facts.target_offset
     assert y.shape == (50, 1) and facts.scale[1] == 1.0
     np.testing.assert_allclose(x[:, 0] + 0.5, y[:, 0], atol=1e-5)
 
@@ -265,6 +273,47 @@ def test_without_scaling_the_values_stay_as_they_are(tmp_path):
     facts = data.prepare(_cached(tmp_path, DataConfig(scale=False)))
     assert (facts.offset, facts.scale) == ((0.0,), (1.0,))
     assert data.load(facts).train_x.max() == 16
+
+
+def _amounts(tmp_path: Path, **more) -> DataConfig:
+    """A date in seconds, a constant, and small amounts; of 100 rows."""
+    y = np.array([[1.7e9 + i, 0.1, 1e-6 * (i % 7)] for i in range(100)])
+    np.savez(tmp_path / "given.npz", x=np.arange(200.0).reshape(100, 2), y=y)
+    return _cached(tmp_path, DataConfig(path=str(tmp_path / "given.npz"), **more))
+
+
+def test_each_column_of_a_regressions_target_is_scaled_by_the_training_rows_only(tmp_path):
+    facts = data.prepare(_amounts(tmp_path))
+    arrays = data.load(facts)
+    assert facts.task == "regression" and arrays.train_y.shape == (80, 3)
+    np.testing.assert_allclose(arrays.train_y.mean(0), 0, atol=1e-6)
+    np.testing.assert_allclose(arrays.train_y.std(0), [1, 0, 1], atol=1e-5)
+    assert abs(float(arrays.val_y[:, 0].mean())) > 1e-3
+    # float32 knows such a date to two minutes.
+    dates = np.concatenate([arrays.train_y, arrays.val_y]) * facts.target_scale
+    np.testing.assert_allclose(
+        np.sort(dates[:, 0] + facts.target_offset[0]), 1.7e9 + np.arange(100), rtol=0, atol=1e-3
+    )
+    meaning = json.loads(Path(facts.folder, "manifest.json").read_text())["meaning"]
+    assert meaning["target_scale"] == list(facts.target_scale) and facts.target_scale[1] == 1.0
+
+
+def test_a_target_that_is_not_scaled_is_another_preparation(tmp_path):
+    scaled_facts, plain = (
+        data.prepare(_amounts(tmp_path, scale_target=scale)) for scale in (True, False)
+    )
+    assert (plain.target_offset, plain.target_scale) == ((0.0,), (1.0,))
+    assert plain.fingerprint != scaled_facts.fingerprint and plain.folder != scaled_facts.folder
+    assert data.load(plain).train_y[:, 1].tolist() == [np.float32(0.1)] * 80
+
+
+def test_a_validation_target_that_scaling_would_make_infinite_is_refused(tmp_path):
+    y = np.where(np.arange(40) < 39, 1e-12 * np.arange(40), 1e15)
+    x = np.zeros((40, 1))
+    raw = _raw(y, x, validation=np.arange(40) >= 30)
+    draft = rows.draft(raw, DataConfig(task="regression"))
+    with pytest.raises(DataError, match="row 40, target 'y': lies more than 1e.15 deviations"):
+        draft.write(tmp_path)
 
 
 def test_the_manifest_tells_what_was_prepared_from_what(tmp_path):
@@ -342,6 +391,21 @@ def test_a_damaged_cache_is_noticed_and_prepared_anew(tmp_path, caplog, part, da
     assert "is prepared anew" in caplog.text
     assert again == first and data.prepare(config).reused
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [Path(first.folder).name]
+
+
+def test_large_prepared_arrays_are_not_used_unchecked(tmp_path, caplog):
+    """Above 64 MiB only sizes were looked at, and a damaged block was trained on."""
+    config = _cached(tmp_path).model_copy(update={"rows": 70_000, "features": 256})
+    first = data.prepare(config)
+    assert first.bytes > 64 * 1024**2
+    with open(Path(first.folder, "train_x.npy"), "r+b") as file:
+        file.seek(40_000_003)
+        byte = file.read(1)[0]
+        file.seek(40_000_003)
+        file.write(bytes([byte ^ 16]))
+    again = data.prepare(config)
+    assert "train_x.npy has other content than it was written with" in caplog.text
+    assert again == first and data.prepare(config).reused
 
 
 PREPARE = (

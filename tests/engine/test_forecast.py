@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tasks.engine import assembly
-from tasks.engine.batches import feed, row_order
+from tasks.engine.batches import feed
+from tasks.engine.best import Best
 from tasks.engine.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from tasks.engine.data import load, prepare
 from tasks.engine.data_config import DataConfig
@@ -76,6 +77,9 @@ def really(config: RunConfig, data: DataFacts, device: DeviceFacts) -> dict[str,
         )
         val = feed(arrays.val_x, arrays.val_y, device=cpu, room_bytes=room, channels_last=images)
         ledger.own("data", (*rows.tensors(), *val.tensors()))
+        best = Best(keeps=assembly.keeps_best(config))
+        best.judged({"val/loss": 0.0}, 1)
+        best.keep(model)
         step = assembly.step_of(
             config,
             data,
@@ -86,7 +90,7 @@ def really(config: RunConfig, data: DataFacts, device: DeviceFacts) -> dict[str,
             micro=Fixed(asked_micro_batch(config)),
             mark=mark,
         )
-        order = row_order(len(rows), seed=0, epoch=0)[: 2 * config.train.batch_size]
+        order = rows.order(seed=0, epoch=0)[: 2 * config.train.batch_size]
         mark("setup")
         for x, y in rows.shuffled(config.train.batch_size, order, mark):
             ledger.own("batch", (x, y))
@@ -159,7 +163,7 @@ def test_a_model_larger_than_any_host_is_forecast_without_its_weights(
 def test_a_gpu_that_is_not_here_is_forecast_with_its_blocks_and_libraries(
     prepared: dict[str, DataFacts], cpu: DeviceFacts
 ) -> None:
-    config = config_of("mlp", batch_size=64, precision="bf16")
+    config = config_of("mlp", batch_size=64, precision="bf16", keep="last")
     gpu = replace(cpu, name="cuda:0", kind="cuda", index=0, bf16=True)
     here, there = forecast(config, prepared["mlp"], cpu), forecast(config, prepared["mlp"], gpu)
     libraries = there.owners["libraries"]
@@ -181,10 +185,12 @@ def test_the_largest_micro_batch_is_the_first_half_that_fits(
     assert largest_micro_batch(config, data, device, need[1] - 1) is None
 
 
-def test_patience_keeps_a_second_set_of_weights_on_a_cpu(
+def test_the_best_weights_are_a_second_set_on_a_cpu(
     prepared: dict[str, DataFacts], cpu: DeviceFacts
 ) -> None:
-    plain, patient = (
-        forecast(config_of("mlp", batch_size=64, patience=n), prepared["mlp"], cpu) for n in (0, 2)
+    best, last, once = (
+        forecast(config_of("mlp", batch_size=64, keep=keep, epochs=n), prepared["mlp"], cpu)
+        for keep, n in (("best", 2), ("last", 2), ("best", 1))
     )
-    assert patient.peak_bytes - plain.peak_bytes == plain.parameter_bytes
+    assert best.peak_bytes - last.peak_bytes == last.parameter_bytes
+    assert once.peak_bytes == last.peak_bytes

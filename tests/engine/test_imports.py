@@ -79,15 +79,25 @@ def test_all_wrong_paths_of_the_settings_are_told_at_once(own: Own) -> None:
     assert starts == ["model.name", "data.source", "train.metrics.best"]
 
 
+@pytest.mark.parametrize("word", ["0", "false", "FALSE", "no", "off", ""])
 def test_a_deployment_can_forbid_every_import_path(
-    own: Own, monkeypatch: pytest.MonkeyPatch
+    own: Own, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     own("mine_d", "open('ran', 'w').close()\ndef f(): ...\n")
-    monkeypatch.setenv("HEADROOM_ALLOW_IMPORTS", "0")
-    assert "forbidden here by HEADROOM_ALLOW_IMPORTS=0 (got mine_d:f)" in _refused("mine_d:f")
+    monkeypatch.setenv("HEADROOM_ALLOW_IMPORTS", word)
+    assert f"forbidden here by HEADROOM_ALLOW_IMPORTS={word} (got mine_d:f)" in _refused("mine_d:f")
     assert not os.path.exists("ran")
-    monkeypatch.setenv("HEADROOM_ALLOW_IMPORTS", "1")
+    monkeypatch.setenv("HEADROOM_ALLOW_IMPORTS", "yes")
     assert _found("mine_d:f")
+
+
+def test_a_word_that_neither_allows_nor_forbids_imports_is_refused_by_every_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ "False" was once read as leave to import."""
+    monkeypatch.setenv("HEADROOM_ALLOW_IMPORTS", "flase")
+    with pytest.raises(ConfigError, match="^HEADROOM_ALLOW_IMPORTS: must be one of 1, .*'flase'"):
+        check(RunConfig())
 
 
 @pytest.mark.parametrize(
@@ -122,10 +132,10 @@ def test_what_an_import_prints_does_not_mix_with_the_output(
 
 
 def test_an_exit_that_a_signal_asked_for_is_no_mistake_of_the_user(own: Own) -> None:
-    """Told apart by where it was raised: in this project, as flows/desk.py does for SIGTERM."""
+    """Told apart by where it was raised: in this project, by tasks/signals.py."""
     own("mine", "import signal, os\ndef f():\n    os.kill(os.getpid(), signal.SIGTERM)\n")
     code = (
-        "import signal\nfrom flows.desk import _leave\nsignal.signal(signal.SIGTERM, _leave)\n"
+        "from tasks import signals\nsignals.catch()\nsignals.begin()\n"
         "from tasks.engine.imports import found\nfrom tasks.engine.calling import called\n"
         "f = found('mine:f', setting='a.b', refusal=ValueError)\n"
         "called(f, {}, setting='a.b', path='mine:f', refusal=ValueError)\n"

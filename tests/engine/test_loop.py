@@ -12,6 +12,7 @@ from torch import nn
 from tasks.engine import optim
 from tasks.engine.accounts import Accounts
 from tasks.engine.batches import feed, row_order
+from tasks.engine.best import Best
 from tasks.engine.evaluation import Judge, evaluate
 from tasks.engine.ledger import Ledger
 from tasks.engine.loaders import Loaded
@@ -55,6 +56,7 @@ def _tools(
     micro_rows: int = 1024,
     clip_norm: float | None = None,
     task: str = "classification",
+    best: Best | None = None,
 ) -> Tools:
     accounts = Accounts(Ledger(CPU), lambda: {"parameters": model.parameters()})
     phases = Phases(HostClock(), Meter(CPU), accounts, count_every=5)
@@ -79,6 +81,7 @@ def _tools(
         watch=Stopwatch(),
         speeds=lambda samples_per_s: {},
         log=log,
+        best=best or Best(),
     )
 
 
@@ -178,6 +181,68 @@ def test_patience_stops_and_keeps_the_best_weights() -> None:
     assert fitted.metrics["val/loss"] == min(losses)
     again = evaluate(model, _data(40, seed=2), _tools(model, None).judge)
     assert again["val/loss"] == pytest.approx(min(losses))
+
+
+def _judged_again(model: nn.Module) -> float:
+    return evaluate(model, _data(40, seed=2), _tools(model, None).judge)["val/loss"]
+
+
+def test_the_weights_are_those_of_the_best_epoch_unless_the_last_are_asked_for() -> None:
+    """Without patience the last epoch was logged, even where an earlier one was better."""
+    for keeps in (True, False):
+        model = _model()
+        model.insert(1, nn.BatchNorm1d(8))  # whose running statistics belong to the weights
+        fitted, logged = _fit(model, replace(PLAN, epochs=12), lr=0.9, best=Best(keeps=keeps))
+        losses = [m["val/loss"] for _, m in logged if "val/loss" in m]
+        best = losses.index(min(losses))
+        assert 0 < best < 11 and not fitted.stopped_early and fitted.epochs == len(losses) == 12
+        assert _judged_again(model) == pytest.approx(losses[best if keeps else -1])
+        assert fitted.metrics["val/loss"] == losses[best if keeps else -1]
+        assert fitted.metrics.get("train/best_epoch") == (best + 1 if keeps else None)
+
+
+def test_weights_are_copied_only_where_training_goes_on_after_a_better_epoch() -> None:
+    model, best = _model(), Best()
+    best.judged({"val/loss": 2.0}, 1)
+    best.keep(model)
+    (kept, *_) = best.tensors()
+    first = kept.clone()
+    with torch.no_grad():
+        model[0].weight += 1
+    best.judged({"val/loss": 3.0}, 2)
+    best.keep(model)  # worse: nothing is copied
+    assert torch.equal(kept, first)
+    best.judged({"val/loss": 1.0}, 3)
+    best.keep(model)
+    assert torch.equal(kept, first + 1) and next(best.tensors()) is kept
+    one = Best()
+    _fit(_model(), replace(PLAN, epochs=1), best=one)
+    assert list(one.tensors()) == [] and one.epoch == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_validation_loss_that_is_no_number_is_never_the_best(bad: float) -> None:
+    model, best = _model(), Best()
+    assert best.restored(model, {"val/loss": bad}) == {"val/loss": bad}
+    for epoch, loss in enumerate((bad, 2.0, bad, bad), start=1):
+        best.judged({"val/loss": loss}, epoch)
+        best.keep(model)
+        with torch.no_grad():
+            model[0].weight.fill_(epoch)
+    assert best.waited == 2
+    assert best.restored(model, {"val/loss": bad}) == {"val/loss": 2.0, "train/best_epoch": 2}
+    assert (model[0].weight == 1).all()
+
+
+def test_a_buffer_that_grows_is_kept_as_it_was() -> None:
+    model, best = _model(), Best()
+    model.register_buffer("seen", torch.ones(2))
+    best.judged({"val/loss": 1.0}, 1)
+    best.keep(model)
+    model.seen = torch.zeros(5)
+    best.judged({"val/loss": 2.0}, 2)
+    best.restored(model, {})
+    assert model.seen.tolist() == [1, 1]
 
 
 def test_clipping_bounds_the_gradients_of_every_step() -> None:

@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -55,6 +56,53 @@ def test_steps_are_those_of_torch_optim(name: str, weight_decay: float) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+class Mixed(nn.Module):
+    """One of each kind of parameter, a norm over several axes and a tied one among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 6)
+        self.norm = nn.LayerNorm((3, 6))
+        self.hidden = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 5)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.hidden(self.norm(self.embedding(tokens))))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_norms_biases_and_embeddings_have_no_weight_decay(name: str) -> None:
+    torch.manual_seed(0)
+    mine = Mixed()
+    theirs = copy.deepcopy(mine)
+    made = optim.make(
+        name,
+        mine.parameters(),
+        lr=0.05,
+        weight_decay=0.5,
+        momentum=0.9,
+        beta2=0.99,
+        undecayed=optim.undecayed(mine),
+    )
+    decayed = [theirs.hidden.weight]
+    rest = [p for p in theirs.parameters() if p is not theirs.hidden.weight]
+    groups = [{"params": decayed}, {"params": rest, "weight_decay": 0.0}]
+    reference: torch.optim.Optimizer
+    if name == "adamw":
+        reference = torch.optim.AdamW(groups, lr=0.05, betas=(0.9, 0.99), weight_decay=0.5)
+    else:
+        reference = torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.5, nesterov=True)
+    tokens = torch.randint(5, (8, 3))
+    for _ in range(6):
+        for model, optimizer in ((mine, made), (theirs, reference)):
+            optimizer.zero_grad()
+            model(tokens).logsumexp(-1).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = optim.AdamW([used, unused], lr=0.1, weight_decay=0.1, beta1=0.9, beta2=0.99)
@@ -100,6 +148,13 @@ def test_the_rate_rises_then_falls_along_a_cosine() -> None:
     assert [at(0), at(4), at(9)] == pytest.approx([0.1, 0.5, 1.0])
     assert [at(10), at(60)] == pytest.approx([1.0, 0.5])
     assert 0 < at(109) < 0.001
+
+
+def test_the_rate_falls_to_its_floor_and_not_below() -> None:
+    at = optim.schedule(
+        "cosine", lr=2.0, total_steps=110, warmup_fraction=10 / 110, min_fraction=0.1
+    )
+    assert [at(10), at(60), at(110)] == pytest.approx([2.0, 1.1, 0.2])
 
 
 def test_a_constant_rate_stays_after_the_warm_up() -> None:

@@ -230,3 +230,52 @@ def test_the_same_seed_draws_the_same_weights(own: Own) -> None:
     first = own_model.build(config, ROWS).layer.weight
     torch.manual_seed(1)
     assert torch.equal(own_model.build(config, ROWS).layer.weight, first)
+
+
+LISTED = HEAD + (
+    "OUTSIDE = nn.Linear(6, 6)\n"
+    "class Net(nn.Module):\n"
+    "    def __init__(self, outputs):\n"
+    "        super().__init__()\n"
+    "        self.last = nn.Linear(6, outputs)\n"
+    "        {made}\n"
+    "    def forward(self, x):\n"
+    "        return self.last({used})\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("made", "used", "words"),
+    [
+        ("self.deep = [nn.Linear(6, 6), nn.ReLU()]", "self.deep[1](self.deep[0](x))", "deep[0].bi"),
+        ("self.by = {'a': (nn.Linear(6, 6),)}", "self.by['a'][0](x)", "by['a'][0].bias, "),
+        ("self.w = torch.ones(6, requires_grad=True)", "x * self.w", "with w, which"),
+        ("pass", "OUTSIDE(x)", r"a parameter of shape (6, 6), a parameter of shape (6,)"),
+    ],
+)
+def test_layers_that_pytorch_does_not_know_are_refused_by_name(
+    own: Own, made: str, used: str, words: str
+) -> None:
+    """They were neither trained nor saved: 0.875 in the training, 0.62 from the logged model."""
+    own("mine", LISTED.format(made=made, used=used))
+    with pytest.raises(ModelError, match="^model.name: mine:Net computes with ") as got:
+        _check()
+    assert words in str(got.value) and "in an nn.ModuleList" in str(got.value)
+
+
+@pytest.mark.parametrize(
+    ("made", "used"),
+    [
+        ("self.deep = [nn.Linear(6, 6)]", "x"),  # never used
+        ("self.deep = [nn.Linear(6, 6)]; self.same = self.deep[0]", "self.deep[0](x)"),
+        ("self.teacher = [nn.Linear(6, 6).requires_grad_(False)]", "x + self.teacher[0](x)"),
+        ("pass", "torch.autograd.grad(x.requires_grad_().square().sum(), x, create_graph=True)[0]"),
+        ("pass", "x + torch.zeros(6, requires_grad=True)"),  # made on the way
+        ("nn.utils.parametrizations.weight_norm(self.last)", "x"),
+    ],
+)
+def test_what_is_registered_too_or_made_on_the_way_is_no_lost_layer(
+    own: Own, made: str, used: str
+) -> None:
+    own("mine", LISTED.format(made=made, used=used))
+    assert _check().outputs == 3

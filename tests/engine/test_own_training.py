@@ -2,6 +2,7 @@
 for tuples and dicts of tensors as for one tensor."""
 
 import math
+import multiprocessing.util
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,6 +28,7 @@ from tasks.engine.losses import loss_of
 from tasks.engine.models import ModelError
 from tasks.engine.oom import Fixed
 from tasks.engine.optim import make
+from tasks.engine.raw import DataError
 from tasks.engine.settings import ConfigError
 from tasks.engine.step import Step, Watched
 
@@ -88,6 +90,13 @@ def plain():
     made = TensorDataset(torch.randn(60, 4), torch.arange(60) % 2)
     made.classes = ["no", "yes"]
     return made
+def amounts(fed=False):
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    y = 1000 + 100 * x[:, :1]
+    return TensorDataset(x, y) if fed else (x, y)
+def relative(outputs, targets): return ((outputs - targets) / targets).abs().mean()
+class Line(nn.Linear):
+    def __init__(self): super().__init__(4, 1)
 def mean_of(outputs, targets): return outputs.mean()
 def of_two(outputs, targets):
     if len(outputs) > 2: raise TypeError("two, but stack expects each tensor to be equal size")
@@ -96,11 +105,11 @@ def of_two(outputs, targets):
 
 
 def _trained(own: Own, tmp_path: Path, *, model: str, source: str, **train: Any) -> TrainFacts:
-    own("mine", MINE)
+    own("mine", MINE + train.pop("more", ""))
     config = RunConfig.model_validate(
         {
             "model": {"name": model, "args": train.pop("args", {})},
-            "data": {"source": source},
+            "data": {"source": source, **train.pop("data", {})},
             "train": {"epochs": 2, "batch_size": 16, **train.pop("train", {})},
             **train,
         }
@@ -173,6 +182,127 @@ def test_a_loss_that_holds_tensors_or_reads_values_is_foretold_or_says_why_not(
     more = {"train": {"loss": f"mine:{loss}"}, "memory": {"limit_mib": 4096.0}}
     facts = _trained(own, tmp_path, model="linear", source="mine:plain", **more)
     assert re.search(why, facts.tags["memory.admission"]), facts.tags
+
+
+@pytest.mark.parametrize("fed", [False, True])
+def test_a_loss_and_metrics_of_ones_own_see_what_the_logged_model_predicts(
+    own: Own, tmp_path: Path, fed: bool
+) -> None:
+    """In the target's units, though arrays are scaled, and data sets are fed as they are."""
+    own("mine", MINE)
+    figures = {"loss": "mine:relative", "metrics": {"off": "mine:relative"}, "batch_size": 16}
+    config = RunConfig.model_validate(
+        {
+            "model": {"name": "mine:Line"},
+            "data": {"source": "mine:amounts", "args": {"fed": fed}},
+            "train": figures,
+        }
+    )
+    data = prepare(config.data, batch_size=16)
+    assert (data.target_scale == (1.0,)) == fed
+    facts = training.train(
+        config, detect("cpu"), data, folder=tmp_path / "run", log=lambda m, s: None
+    )
+    assert facts.metrics["val/loss"] == pytest.approx(facts.metrics["val/off"], rel=1e-5)
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    predicted = predictor.load(facts.model_folder).predict(x.numpy())["prediction"].to_numpy()
+    y = 1000 + 100 * x[:, 0].numpy()
+    off = np.abs(predicted / y - 1).mean()
+    assert off == pytest.approx(facts.metrics["val/off"], rel=0.4)
+    assert off > 0.9 if fed else off < 0.1
+
+
+ENDING = """
+import sys
+class Odd(BaseException): ...
+def late(kind):
+    if kind == "exit": sys.exit(0)
+    if kind == "text": raise ValueError(chr(0xd800))
+    raise {"odd": Odd, "generator": GeneratorExit, "interrupt": KeyboardInterrupt}[kind]("enough")
+class Ending(Net):
+    def __init__(self, outputs, kind):
+        super().__init__(outputs)
+        self.kind = kind
+    def forward(self, a, b):
+        self.calls += 1
+        if self.calls > 3: late(self.kind)
+        return self.left(a)
+class Rows(Pairs):
+    def __init__(self, kind): self.kind = kind
+    def __getitem__(self, i): return super().__getitem__(i) if i < 50 else late(self.kind)
+def rows(kind): return DataLoader(Rows(kind), 10), DataLoader(Pairs(), 10)
+def none(kind): late(kind)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("exit", "it exits with 0"),
+        ("odd", "Odd: enough"),
+        ("generator", "GeneratorExit: enough"),
+        ("interrupt", "KeyboardInterrupt: enough"),
+        ("text", r"\\ud800"),
+    ],
+)
+def test_an_end_that_a_users_code_asks_for_is_an_error_with_its_words(
+    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, words: str
+) -> None:
+    """`sys.exit(0)` in a loss ended the run with nothing trained and exit code 0."""
+    monkeypatch.setattr("signal.getsignal", lambda number: None)  # a handler of this project's
+    place = r"mine.py:\d+: " if kind != "text" else ""
+    with pytest.raises((RuntimeError, ValueError), match=place + words):
+        _trained(
+            own,
+            tmp_path,
+            model="mine:Ending",
+            source="mine:pairs",
+            args={"kind": kind},
+            more=ENDING,
+        )
+    with pytest.raises((RuntimeError, ValueError), match=place + words):
+        _trained(
+            own,
+            tmp_path,
+            model="mine:Net",
+            source="mine:rows",
+            data={"args": {"kind": kind}},
+            more=ENDING,
+        )
+    with pytest.raises(ValueError, match="^data.source: mine:none raised: mine.py:.*" + words):
+        _trained(
+            own,
+            tmp_path,
+            model="mine:Net",
+            source="mine:none",
+            data={"args": {"kind": kind}},
+            more=ENDING,
+        )
+
+
+KILLED = """
+import os
+class Late(Pairs):
+    def __getitem__(self, i):
+        if i == 50: os.kill(os.getpid(), 9)
+        return super().__getitem__(i)
+def late(): return DataLoader(Late(), 10, num_workers=2), DataLoader(Pairs(), 10)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_worker_that_is_killed_is_said_and_leaves_nothing_of_its_own(
+    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each left a folder for its sockets among the temporary files."""
+    there = tmp_path / "temporary"
+    there.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(there))
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)
+    with pytest.raises(DataError, match="the loader raised: .*DataLoader worker"):
+        _trained(own, tmp_path, model="mine:Net", source="mine:late", more=KILLED)
+    ours = multiprocessing.util.get_temp_dir()  # goes with this process
+    assert [str(file) for file in there.iterdir()] == [ours]
 
 
 def test_a_metric_that_raises_is_told_under_its_setting(own: Own, tmp_path: Path) -> None:

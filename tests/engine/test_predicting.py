@@ -183,6 +183,35 @@ def test_a_number_that_is_missing_is_no_guess(
         _predict(_order(tmp_path / "x.npy"), model, cpu)
 
 
+@pytest.mark.parametrize("value", [3e38, -2e30])
+@pytest.mark.parametrize("kind", ["csv", "npy"])
+def test_a_number_beyond_the_bound_of_training_is_refused_with_its_row_and_column(
+    tmp_path: Path, cpu: DeviceFacts, kind: str, value: float
+) -> None:
+    """Its prediction was empty, and the exit code 0."""
+    model, rows = _model(tmp_path, SPEC), _rows(5000)
+    rows.loc[4321, "b"] = value
+    rows.to_csv(tmp_path / "x.csv", index=False)
+    np.save(tmp_path / "x.npy", rows.to_numpy(np.float32))
+    said = r"row 4322.*: the column 'b' must hold numbers of at most 1e\+30 in size \(got "
+    with pytest.raises(DataError, match=rf"^input: x\.{kind} {said}"):
+        _predict(_order(tmp_path / f"x.{kind}"), model, cpu)
+
+
+def test_a_row_for_which_the_model_gives_no_number_is_refused(
+    tmp_path: Path, cpu: DeviceFacts
+) -> None:
+    """Within the bound of a number, and 1e32 deviations from the rows of the training."""
+    model = _model(tmp_path, {**SPEC, "scale": [1e-20, 2.0, 4.0]})
+    rows = _rows(50)
+    rows["a"] = 1.0
+    rows.loc[41, "a"] = 1e25
+    rows.to_csv(tmp_path / "x.csv", index=False)
+    said = r"row 42.*: the model gives no number for a row that misses none; "
+    with pytest.raises(DataError, match=rf"^input: x\.csv {said}"):
+        _predict(_order(tmp_path / "x.csv"), model, cpu)
+
+
 def test_a_kept_column_must_not_hide_a_prediction(tmp_path: Path, cpu: DeviceFacts) -> None:
     model = _model(tmp_path, SPEC)
     _rows(3).assign(prediction=1).to_csv(tmp_path / "rows.csv", index=False)

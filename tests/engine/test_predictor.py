@@ -54,6 +54,10 @@ def test_a_regression_returns_values(tmp_path: Path) -> None:
     _, loaded = _saved(tmp_path, task="regression", outputs=1, class_names=None)
     predicted = loaded.predict(np.zeros((4, 3)))
     assert list(predicted.columns) == ["prediction"] and len(predicted) == 4
+    network = loaded.outputs(np.zeros((4, 3)))
+    units = {"target_offset": [1.7e9], "target_scale": [100.0]}
+    loaded.spec |= units
+    np.testing.assert_array_equal(loaded.predict(np.zeros((4, 3))), network * 100 + 1.7e9)
 
 
 def test_no_rows_give_no_predictions(tmp_path: Path) -> None:

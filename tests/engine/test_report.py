@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tasks.engine import report
+from tasks.engine import plots, report
 from tasks.engine.sections import sections
 from tasks.engine.units import clock, mebibytes, milliseconds, number, percent, printable, seconds
 
@@ -398,6 +398,25 @@ def test_plots_are_large_enough_to_read(make: Make, tmp_path: Path) -> None:
 )
 def test_only_what_has_data_is_drawn(run: dict[str, Any], names: list[str], tmp_path: Path) -> None:
     assert [f.name for f in report.plots(run, tmp_path)] == names
+
+
+def test_the_epoch_whose_weights_are_logged_is_told_and_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The picture's last point is the last epoch; the number beside it must be the best one's."""
+    run = _cpu()
+    last_step = run["series"]["val/accuracy"][-1][0]
+    run["series"]["val/accuracy"] = [[1, 0.5, 0], [2, 0.875, 0], [last_step, 0.75, 0]]
+    # The run's final value, which MLflow has at the last step too.
+    run["series"]["val/accuracy"].append([last_step, 0.875, 1])
+    run["metrics"] |= {"val/accuracy": 0.875, "train/best_epoch": 2.0, "train/epoch": 3.0}
+    text = report.markdown(run, open_command=COMMAND)
+    assert "the weights are those of epoch 2 of 3: its val/loss is the lowest" in text
+    marked = []
+    monkeypatch.setattr(plots, "_mark", lambda ax, point, text: marked.append((point, text)))
+    report.plots(run, tmp_path)
+    assert marked == [((2, 0.875), "0.875")]
+    assert plots._points(run, "val/accuracy")[-1] == (last_step, 0.75)
 
 
 def test_a_report_reads_the_same_from_json() -> None:

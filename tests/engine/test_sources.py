@@ -143,7 +143,10 @@ def test_a_csv_gives_numbers_booleans_and_stripped_labels(tmp_path):
         (",a,y\n0,1,2\n", "^data.path: .* column 1 has no name; .* index=False"),
         ("y\n1\n2\n", "^data.path: .* no column beside 'y' to learn from"),
         ("a;b;y\n1;2;3\n", "^data.path: .* is separated by semicolons .*; separate its cells by"),
-        ("1.5,2.5,3\n1,2,3\n", "has numbers for names; put the columns' names in line 1"),
+        (
+            "1.5,2.5,3\n1,2,3\n",
+            "looks like a row, not like names .*; put the columns' names in line 1",
+        ),
         ("a\0,y\n1,2\n", "^data.path: .* has unprintable names"),
         ("a,\0\0\0\0,y\n", "^data.path: .* looks like UTF-16 or binary"),
     ],

@@ -146,7 +146,7 @@ def test_a_text_column_of_no_use_is_refused_by_name(tmp_path, cells, words):
 
 def test_a_thousand_values_and_text_with_few_numerals_are_categories(tmp_path):
     cells = [f"id{i}" for i in range(1000)] + ["7", "8.5"]
-    text = "a,y\n" + "".join(f"{cell},{i % 2}\n" for i, cell in enumerate(cells[2:]))
+    text = "a,y\n" + "".join(f"{cell},{i % 2}\n" for i, cell in enumerate(cells[2:] * 2))
     facts = data.prepare(_config(tmp_path, text))
     assert facts.input_shape == (1000,) and facts.feature_names[:2] == ("a=7", "a=8.5")
 

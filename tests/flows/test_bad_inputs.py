@@ -101,6 +101,9 @@ TENSORS = "--data.path rows.safetensors"
 DATA = [
     Row("missing", None, CSV, "data.path: ...rows.csv' does not exist; name a file"),
     Row("a folder", lambda p: (p / "rows.csv").mkdir(), CSV, "data.path: ...is a folder"),
+    Row("a long name", None, f"--data.path {'a' * 300}.csv", "data.path: ...File name too long"),
+    Row("a long table", None, f"--data.path {'a' * 300}.parquet", "data.path: ...name too long"),
+    Row("a long cache", None, f"--data.cache {'a' * 300}", "data.cache: ...File name too long"),
     Row("empty", csv(""), CSV, "data.path: ...is empty; name a file with rows"),
     Row("header only", csv("x,label\n"), CSV, "data.path: rows.csv has no rows"),
     Row("one row", csv("x,label\n1,0\n"), CSV, "data.path: rows.csv has 1 row; a split needs"),

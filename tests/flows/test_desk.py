@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flows.desk import main
@@ -150,6 +151,51 @@ def test_a_run_that_is_ended_says_so(
     if number != signal.SIGKILL:
         released = "SELECT value FROM latest_metrics WHERE key = 'memory/release_ok'"
         assert _ask(place, released) == [(1.0,)]
+
+
+@pytest.mark.parametrize("after_s", [0.4, 1.5, 4.0])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_command_that_is_ended_before_its_run_begins_says_one_word(
+    desk: Desk, place: Path, after_s: float, number: int, code: int
+) -> None:
+    """Each Ctrl-C before the flow was a traceback."""
+    process = desk(*LONG)
+    _until(lambda: b"SigCgt:\t0000000000004003" in _status(process.pid))  # ours: 1, 2 and 15
+    time.sleep(after_s)
+    os.kill(process.pid, number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (code, "")
+    assert err.splitlines()[-1] in ("interrupted", "terminated") and "Traceback" not in err
+    database = place / "mlflow.db"
+    assert not database.exists() or _ask(place, "SELECT status FROM runs") in ([], [("KILLED",)])
+
+
+def _status(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/status").read_bytes()
+
+
+def test_the_next_run_marks_a_killed_one_as_crashed_in_prefect(desk: Desk, place: Path) -> None:
+    """It said Running for ever, with nobody left who could end it."""
+    home = place / "home"
+    killed = desk(*LONG, home=home)
+    _until(lambda: _ask(place, "SELECT COUNT(*) FROM metrics")[0][0] > 5)
+    (sender,) = (
+        p for p in psutil.Process(killed.pid).children() if "tasks.tracking" in p.cmdline()
+    )
+    sender.kill()  # with the whole machine: else it says so itself, at once
+    killed.kill()
+    killed.communicate()
+    process = desk("--data.source", "synthetic", "--train.epochs", "1", home=home)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    _until(lambda: _states(home) == ["COMPLETED", "CRASHED"], timeout_s=60)
+    assert sorted(_ask(place, "SELECT status FROM runs")) == [("FINISHED",), ("KILLED",)]
+
+
+def _states(home: Path) -> list[str]:
+    with closing(sqlite3.connect(home / "prefect.db")) as opened:
+        found = opened.execute("SELECT state_type FROM flow_run ORDER BY 1").fetchall()
+    return [state for (state,) in found]
 
 
 def test_the_first_four_runs_ever_at_once_all_finish(desk: Desk, place: Path) -> None:

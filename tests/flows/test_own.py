@@ -17,6 +17,7 @@ from flows.train import train
 from tasks.engine.config import RunConfig
 from tasks.engine.models import ModelError
 from tasks.engine.settings import ConfigError
+from tasks.serve_prefect import call
 from tasks.where import where
 
 pytestmark = [
@@ -192,6 +193,53 @@ def test_a_wrong_path_leaves_no_run(
         _train(data={"source": "theirs:amounts"}, **sections)
     client = MlflowClient(where().tracking_uri)
     assert not client.search_runs([e.experiment_id for e in client.search_experiments()])
+
+
+ENDING = """
+import sys
+calls = []
+def exits(outputs, targets):
+    calls.append(1)
+    if len(calls) > 9: sys.exit(0)
+    return worth(outputs, targets)
+def says(outputs, targets):
+    calls.append(1)
+    if len(calls) > 9: raise ValueError(chr(0xd800) + " is half a letter")
+    return worth(outputs, targets)
+def worth(outputs, targets): return nn.functional.huber_loss(outputs, targets)
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [("exits", "it exits with 0"), ("says", r"\ud800 is half a letter")],
+)
+def test_whatever_a_users_code_ends_with_is_a_failed_run_with_its_words(
+    own: Own, loss: str, words: str
+) -> None:
+    """`sys.exit(0)` was exit code 0 with nothing trained; half a letter left no report."""
+    own("layers", "from torch import nn\ndef head(a, b): return nn.Linear(a, b)\n")
+    own("mine", THEIRS + ENDING)
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        _train(
+            data={"source": "mine:amounts"},
+            model={"name": "linear"},
+            train={"loss": f"mine:{loss}", "batch_size": 10},
+        )
+    assert words in str(raised.value)
+    client = MlflowClient(where().tracking_uri)
+    (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert run.info.status == "FAILED" and words in run.data.tags["end.reason"]
+    assert words in run.data.tags["mlflow.note.content"]
+    assert "report.html" in {file.path for file in client.list_artifacts(run.info.run_id)}
+    state = read_flow_run(run.data.tags["prefect.flow_run_id"])
+    assert state["type"] == "FAILED" and words in state["message"]
+
+
+def read_flow_run(flow_run: str) -> Any:
+    from prefect.settings import PREFECT_API_URL
+
+    return call("GET", f"{PREFECT_API_URL.value()}/flow_runs/{flow_run}")["state"]
 
 
 def test_a_deployment_that_forbids_imports_refuses_a_flow_too(

@@ -160,6 +160,31 @@ def test_a_second_run_reuses_the_prepared_data_and_gives_the_same_bits(place: Pa
     assert first == second
 
 
+def test_the_best_epoch_is_what_is_logged_and_what_is_doubtful_is_said(place: Path) -> None:
+    """A run on noise ended with its last epoch, the worst, FINISHED and green."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(200, 8)).astype(np.float32)
+    y = random.normal(size=200)
+    np.savez(place / "noise.npz", x=np.r_[x, x[:20]], y=np.r_[y, y[:20]])
+    made = _train(
+        data={"source": "npz", "path": str(place / "noise.npz"), "cache": str(place / "data")},
+        optim={"lr": 0.05},
+        train={"epochs": 8, "batch_size": 16},
+    )
+    client = _client()
+    run = client.get_run(made["run_id"]).data
+    history = client.get_metric_history(made["run_id"], "val/loss")
+    losses = {m.step: m.value for m in sorted(history, key=lambda m: -m.timestamp)}
+    assert run.metrics["val/loss"] == min(losses.values()) < losses[max(losses)]
+    epoch = int(run.metrics["train/best_epoch"])
+    assert losses[sorted(losses)[epoch - 1]] == min(losses.values())
+    assert "are training rows too" in run.tags["warnings"]
+    assert f"those of epoch {epoch} of 8" in run.tags["mlflow.note.content"]
+    assert "are training rows too" in run.tags["mlflow.note.content"]
+    report = Path(client.download_artifacts(made["run_id"], "report.html", str(place)))
+    assert "are training rows too" in report.read_text()
+
+
 def test_overrides_reach_into_sections_that_a_deployment_set() -> None:
     made = train(RunConfig(), overrides={"train.epochs": 1, "optim.lr": 0.01})
     assert made["params"]["train.epochs"] == 1 and made["params"]["optim.lr"] == 0.01

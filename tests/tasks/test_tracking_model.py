@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from tasks import tracking_model
-from tasks.engine import models, predictor
+from tasks.engine import models, predicting, predictor
+from tasks.engine.facts import ModelFacts
+from tasks.engine.models import ModelError
 
 ROOT = Path(__file__).parent.parent.parent
 SPECS = {
@@ -134,6 +136,50 @@ def test_every_kind_of_model_loads_and_predicts_from_its_folder_alone(tmp_path: 
         assert told[name]["predicted"] == expected["prediction"].tolist()
         np.testing.assert_allclose(told[name]["probability"], expected["probability"], rtol=1e-5)
     assert told["tokens"]["columns"][0] == ["prediction", "int64"]
+
+
+@pytest.mark.filterwarnings("ignore:Operation with range")  # mlflow's own, with pandas 3
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("weights.pt", "weights.pt is not as it was logged"),
+        ("spec.json", "spec.json is not as it was logged"),
+        ("example.npy", "example.npy is not as it was logged"),
+        ("../code/tasks/engine/models.py", "models.py is not as it was logged"),
+        ("SHA256SUMS", " is (gone|not as it was logged)"),
+    ],
+)
+def test_a_flipped_bit_in_any_file_of_a_logged_model_is_refused(
+    tmp_path: Path, file: str, said: str
+) -> None:
+    """Damaged weights predicted "0,1" for every row, and the exit code was 0."""
+    _written(tmp_path, "rows")
+    data = tmp_path / "logged" / "data"
+    assert predictor.load(data)
+    whole = bytearray((data / file).read_bytes())
+    whole[len(whole) // 2] ^= 1
+    (data / file).write_bytes(whole)
+    with pytest.raises(ModelError, match=f"^run: the model in .* damaged or changed: .*{said}"):
+        predictor.load(data)
+    model = ModelFacts(str(data), "0" * 32, "m-" + "1" * 32)
+    if file == "spec.json":
+        with pytest.raises(ModelError, match=f"damaged or changed: {said}"):
+            predicting.spec_of(model)
+    (data / file).write_bytes(b"")
+    with pytest.raises(ModelError, match="^run: the model in .* damaged or changed: "):
+        predictor.load(data)
+
+
+@pytest.mark.filterwarnings("ignore:Operation with range")  # mlflow's own, with pandas 3
+def test_the_checksums_of_a_logged_model_are_those_of_sha256sum(tmp_path: Path) -> None:
+    _written(tmp_path, "rows")
+    data = tmp_path / "logged" / "data"
+    checked = ["sha256sum", "--check", "--strict", "SHA256SUMS"]
+    done = subprocess.run(checked, capture_output=True, text=True, cwd=data)
+    assert done.returncode == 0 and "weights.pt: OK" in done.stdout, done.stderr
+    (data / "weights.pt").unlink()
+    with pytest.raises(ModelError, match="weights.pt is gone"):
+        predictor.load(data)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """A logged model is found by every name that MLflow gives it, and nothing else is taken for one."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from mlflow import MlflowClient
 
 from tasks import model_store, tracking_model, tracking_models, tracking_store
 from tasks.engine import models, predictor
+from tasks.engine.facts import ModelFacts
+from tasks.engine.raw import DataError
 from tasks.tracking_run import State
 from tasks.where import TrackingError, Where
 from tests.tasks.test_tracking_model import SPECS
@@ -133,6 +136,36 @@ def test_the_answer_comes_from_a_process_of_its_own(store: Store, tmp_path: Path
     assert found.model_id == store.models["old"]
     with pytest.raises(TrackingError, match="^run: MLflow has no run 0000"):
         model_store.model_of("0" * 32, store.where, folder=tmp_path)
+
+
+def test_latest_is_the_newest_that_fits_the_rows_and_says_what_it_skipped(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The newest was taken, whatever it was trained on."""
+
+    def check(model: ModelFacts) -> None:
+        if model.run_id != store.runs["old"]:
+            raise DataError("input: rows.csv has no column 'a'\ninput: nor 'b'")
+
+    with caplog.at_level(logging.INFO):
+        found = model_store.model_of("latest", store.where, folder=tmp_path, check=check)
+    new, old = store.runs["new"], store.runs["old"]
+    assert found.run_id == old and caplog.messages == [
+        f"latest: run {new} does not fit these rows and is skipped: input: rows.csv has no column "
+        "'a'",
+        f"latest: run {old}, model {store.models['old']}",
+    ]
+    with pytest.raises(DataError, match="^input: of new\nrun: none of the 2 newest models fits"):
+        model_store.model_of("latest", store.where, folder=tmp_path, check=_refuses(store))
+
+
+def _refuses(store: Store) -> Callable[[ModelFacts], None]:
+    names = {run_id: name for name, run_id in store.runs.items()}
+
+    def check(model: ModelFacts) -> None:
+        raise DataError(f"input: of {names[model.run_id]}")
+
+    return check
 
 
 def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.where import TrackingError, Where, redacted, where
+from tasks.redaction import redacted
+from tasks.where import TrackingError, Where, where
 
 
 @pytest.fixture(autouse=True)

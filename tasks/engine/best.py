@@ -1,0 +1,66 @@
+"""The weights of the epoch that judged best, kept on the host while the training goes on: copied
+only where another epoch follows a better one, into the same memory each time, so that a device
+holds nothing more and an epoch pays for reading its weights once. It takes a loss that is no finite
+number for no judgement: where no epoch had one, the last weights stay.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What an epoch leaves in a model, each once: parameters and buffers, so also the running
+    statistics of a normalization."""
+    return itertools.chain(model.named_parameters(), model.named_buffers())
+
+
+class Best:
+    """Follows val/loss over the epochs, and keeps the weights of the lowest."""
+
+    def __init__(self, *, keeps: bool = True) -> None:
+        """keeps: whether the weights are wanted; else the losses alone are followed."""
+        self.keeps = keeps
+        self.waited = 0  # epochs since the best
+        self.epoch = 0  # from 1; 0: none yet
+        self._metrics = {"val/loss": math.inf}
+        self._kept: dict[str, Tensor] = {}
+
+    def judged(self, metrics: dict[str, float], epoch: int) -> None:
+        """This epoch, counted from 1, has ended with these metrics."""
+        self.waited += 1
+        if math.isfinite(metrics["val/loss"]) and metrics["val/loss"] < self._metrics["val/loss"]:
+            self._metrics, self.epoch, self.waited = metrics, epoch, 0
+
+    @torch.inference_mode()
+    def keep(self, model: nn.Module) -> None:
+        """Copy the weights, where those of now are the best; call it where training goes on."""
+        if not self.keeps or self.waited or not self.epoch:
+            return
+        for name, tensor in tensors_of(model):
+            kept = self._kept.get(name)
+            if kept is None or kept.shape != tensor.shape:
+                self._kept[name] = kept = torch.empty_like(tensor, device="cpu")
+            kept.copy_(tensor)
+
+    @torch.inference_mode()
+    def restored(self, model: nn.Module, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics of the weights that the model has from now on. metrics: of those of now."""
+        if not self.keeps or not self.epoch:
+            return metrics
+        for name, tensor in tensors_of(model) if self.waited else ():
+            kept = self._kept.get(name, tensor)
+            if kept.shape == tensor.shape:
+                tensor.copy_(kept)
+            else:  # a buffer that has grown since
+                tensor.data = kept.to(tensor.device)
+        return {**self._metrics, "train/best_epoch": float(self.epoch)}
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What is kept."""
+        yield from self._kept.values()
