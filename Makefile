@@ -20,9 +20,13 @@ setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo 'Python 3.11 or newer is needed: make PYTHON=python3.12 ...' >&2; exit 2; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch --editable '.[dev]'
-	$(BIN)/python -m tasks.first_use
+	@echo 'Setting up .venv, once: 1 to 5 minutes and 2 GB on disk; several GB more where PyTorch brings CUDA.'
+	@echo '1/3 a Python environment of its own: seconds'
+	@$(PYTHON) -m venv .venv
+	@echo '2/3 PyTorch, Prefect, MLflow and what they need, from the package index: minutes'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch --editable '.[dev]'
+	@echo '3/3 empty databases for Prefect and MLflow, so that no run waits for them: half a minute'
+	@$(BIN)/python -m tasks.first_use
 	@touch $@
 
 train: .venv/.ready

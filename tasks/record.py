@@ -124,8 +124,9 @@ class Record:
         silent_s = 0.0
         while not self._over.wait(LISTEN_EVERY_S):
             silent_s += LISTEN_EVERY_S
-            if self._progress is not None:
-                self._progress.still()
+            progress = self._progress  # gone in between, where the training ends
+            if progress is not None:
+                progress.still()
             elif silent_s >= QUIET_S:
                 silent_s = 0.0
                 log.info("%s: %s so far", self._stage, clock(self._watch.total_s()))

@@ -1,8 +1,10 @@
 """The laws of the house, each a test: who may import whom, and how large a room may grow."""
 
 import ast
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -126,6 +128,42 @@ def test_the_readme_tells_every_setting_as_it_is() -> None:
 
     told = (ROOT / "README.md").read_text()
     assert markdown_table().strip() in told
+
+
+def test_the_licence_is_one_and_the_versions_agree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert project["license"] == citation["license"] == "Apache-2.0"
+    assert project["version"] == citation["version"]
+    assert project["authors"] == citation["authors"]
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
+    assert f"({project['version']})" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_image_is_made_of_files_that_are_sent_to_it() -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = {name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]}
+    sent = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {f"!{name}" for name in copied} == {line for line in sent if line.startswith("!")}
+    assert all((ROOT / name).exists() for name in copied)
+    assert "mlflow.yaml" not in copied, "results would lie in the image"
+
+
+def test_the_first_call_of_make_says_what_it_does(tmp_path: Path) -> None:
+    """It was silent for two minutes."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / "python"
+    python.write_text('test "$2" != venv || { mkdir -p .venv/bin; ln -s "$0" .venv/bin/python; }\n')
+    python.write_text("#!/bin/sh\n" + python.read_text())
+    python.chmod(0o755)
+    command = ["make", "setup", f"PYTHON={python}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, *steps = done.stdout.splitlines()
+    assert "1 to 5 minutes and 2 GB" in first
+    assert [step[:3] for step in steps] == ["1/3", "2/3", "3/3"]
 
 
 def test_few_tests_need_a_gpu_itself() -> None:

@@ -13,6 +13,8 @@ from tasks.engine.section import is_import
 _SOURCES: dict[str, tuple[str, ...]] = {
     "data.drop": TABLE_FILES,
     "data.missing": TABLE_FILES,
+    "data.na": TABLE_FILES,
+    "data.decimal": ("csv", "tsv"),
     "data.image_size": ("images",),
     "data.rows": ("synthetic",),
     "data.features": ("synthetic",),
@@ -20,7 +22,7 @@ _SOURCES: dict[str, tuple[str, ...]] = {
     "data.context": TOKEN_SOURCES,
     "data.vocab": ("tokens",),
 }
-_NOT_OF_TOKENS = ("data.scale", "data.split_seed")
+_NOT_OF_TOKENS = ("data.scale", "data.scale_target", "data.split_seed")
 
 
 def without_meaning(config: RunConfig) -> dict[str, str]:
@@ -37,6 +39,8 @@ def without_meaning(config: RunConfig) -> dict[str, str]:
         }
     if not is_import(source):
         unused["data.args"] = f"it is for a source of your own (this is {source})"
+    if config.optim.schedule == "constant":
+        unused["optim.min_lr_fraction"] = "it is for the cosine (optim.schedule is constant)"
     if optimizer == "sgd":
         unused["optim.beta2"] = "it is for AdamW (optim.name is sgd)"
     return unused

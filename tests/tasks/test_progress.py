@@ -8,12 +8,16 @@ import os
 import pty
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tasks import record
+from tasks.engine.config import RunConfig
 from tasks.progress import Progress
 
 METRICS = {
@@ -293,3 +297,24 @@ def test_a_real_terminal_closed_in_the_midst_does_not_stop_the_training() -> Non
         os.close(near)
         out, _ = child.communicate("go\n", timeout=60)
     assert out == "ready\ntrained\n" and child.returncode == 0
+
+
+def test_a_stage_without_a_progress_has_a_line_every_half_minute(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """A large file was read in silence."""
+    monkeypatch.setattr(record, "LISTEN_EVERY_S", 0.01)
+    monkeypatch.setattr(record, "QUIET_S", 0.03)
+    caplog.set_level(logging.INFO, logger="tasks.record")
+
+    def prepare_data() -> None:
+        time.sleep(0.3)
+
+    prepare_data.name = "prepare_data"  # type: ignore[attr-defined]
+    run = record.Record(RunConfig(), flow_run={})
+    listening = threading.Thread(target=run._tell_in_silence)
+    listening.start()
+    run.timed(prepare_data)
+    run._over.set()
+    listening.join()
+    assert "prepare data: 0:00 so far" in caplog.messages
