@@ -211,7 +211,7 @@ def _facts(data: DataConfig, folder: Path, manifest: dict[str, Any], *, reused: 
         missing=data.missing,
         notes=tuple(meaning.get("notes", ())),
         warnings=tuple(meaning.get("warnings", ())),
-        guess=meaning["guess"],
+        guess=meaning.get("guess"),
     )
 
 
