@@ -222,7 +222,7 @@ def _facts(data: DataConfig, folder: Path, manifest: dict[str, Any], *, reused: 
         decimal=data.decimal,
         notes=tuple(meaning.get("notes", ())),
         warnings=tuple(meaning.get("warnings", ())),
-        guess=meaning["guess"],
+        guess=meaning.get("guess"),
     )
 
 

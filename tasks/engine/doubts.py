@@ -5,6 +5,7 @@ no better than a guess. It refuses nothing, and says nothing of what it does not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -97,7 +98,7 @@ def guess_tokens(values: np.ndarray) -> float:
     """The loss of a model that knows how often each of these tokens is there, in nats: their
     entropy, of a sample where there are many."""
     some = values[:: -(-len(values) // MOST_COUNTED)]
-    shares = np.bincount(some) / len(some)
+    shares = np.bincount(some.astype(np.int64)) / len(some)
     return float(-(shares[shares > 0] * np.log(shares[shares > 0])).sum())
 
 
@@ -124,6 +125,11 @@ def of_results(
             f"val/loss is {number(metrics['val/loss'])}, not below {number(data.guess)}, the "
             "entropy of the validation tokens: how often each is there is as good an answer; "
             f"{REMEDY}"
+        )
+    if not math.isfinite(metrics["val/loss"]):
+        said.append(
+            f"val/loss is {metrics['val/loss']}, so that no epoch was better than another and the "
+            "last one's weights are logged; lower optim.lr, or set train.precision fp32"
         )
     if alike:
         said.append(

@@ -9,7 +9,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 
-from tasks.engine.assembly import steps_of
+from tasks.engine.assembly import keeps_best, steps_of
 from tasks.engine.compiling import Known
 from tasks.engine.config import RunConfig
 from tasks.engine.device import resolve_precision
@@ -63,5 +63,6 @@ def alike(config: RunConfig, device: DeviceFacts, data: DataFacts) -> str:
         [config.model.name, config.model.args],
         [o.name, o.momentum > 0, o.clip_norm is not None],
         [t.batch_size, t.accumulate, precision, t.deterministic, config.memory.limit_mib, graphs],
+        [keeps_best(config) and device.kind == "cpu"],  # beside the weights that are trained
     ]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]

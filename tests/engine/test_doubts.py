@@ -162,6 +162,12 @@ def test_a_regression_worse_than_the_mean_is_told(tmp_path: Path) -> None:
     assert "is given the same answer" in alike
 
 
+def test_a_validation_loss_that_is_no_number_is_told(tmp_path: Path) -> None:
+    facts = prepare(DataConfig(cache=str(tmp_path / "cache")))
+    (said,) = doubts.of_results(facts, {"val/loss": float("nan")}, loss="auto", alike=False)
+    assert "val/loss is nan" in said and "last one's weights" in said
+
+
 def test_of_a_target_that_never_changes_r2_is_not_known(tmp_path: Path) -> None:
     """It was NaN."""
     facts = _trained(tmp_path, _npz(tmp_path, X, np.full(200, 3.5)), "linear")
