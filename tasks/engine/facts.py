@@ -75,6 +75,7 @@ class DataFacts:
     notes: tuple[str, ...] = ()  # what else was done to the data, for a person
     batch: Any | None = None  # of a loader: what its batches hold, as tree.described tells it
     batch_rows: int | None = None  # of a loader: rows of its batches
+    endless: bool = False  # of a loader: whether it has no length; rows are then those of a batch
 
 
 @dataclass(frozen=True)

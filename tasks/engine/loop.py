@@ -6,8 +6,9 @@ for the device at readings only, and stops where the loss is no longer a number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -33,6 +34,11 @@ class Plan:
     log_every: int
     patience: int
     seed: int
+    max_steps: int | None = None
+
+    def steps(self, of_epoch: int) -> int:
+        """Of the whole training, where an epoch has so many."""
+        return min(self.epochs * of_epoch, self.max_steps or self.epochs * of_epoch)
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ class Tools:
 class Fitted:
     steps: int
     epochs: int
+    rows: int  # trained on, each as often as it was
     stopped_early: bool
     metrics: dict[str, float]  # the last values, or those of the best epoch where it was kept
 
@@ -71,8 +78,8 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
     )
     best = _Best(plan.patience)
     metrics: dict[str, float] = {}
-    step = epoch = 0
-    last_step = plan.epochs * train.steps(plan.batch_size)
+    step = epoch = rows = 0
+    last_step = plan.steps(train.steps(plan.batch_size))
     watch.lap("setup")
 
     def is_log_point(step: int) -> bool:
@@ -85,11 +92,13 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
             t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
             readings.begin()
             batches = train.shuffled(plan.batch_size, order, t.phases.mark)
-            for x, y in _sent(batches, step=lambda: step + 1):  # noqa: B023 (asked while it is this)
+            sent = _sent(batches, step=lambda: step + 1)  # noqa: B023 (asked while it is this)
+            for x, y in islice(sent, last_step - step):
                 t.optimizer.set_lr(t.rate(step))
                 step += 1
                 with t.phases.counting((x, y)):
                     outcome = t.step(x, y, norm=is_log_point(step), watched=t.phases.watched)
+                rows += rows_of(y)
                 readings.add(outcome, rows=rows_of(y))
                 if step == 1:
                     wait(t.device)
@@ -102,18 +111,21 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
                         t.micro.ease("the allocator had to free its cache twice running")
                 t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
                 del x, y  # gone before the next ones come
+            sent.close()  # where max_steps ends it, batches are left
             readings.drain(epoch)
             metrics = evaluate(model, val, t.judge)
             watch.lap("eval")
             t.log({**metrics, "train/epoch": epoch + 1.0}, step)
             watch.lap("log")
-            if best.is_enough(metrics, model):
+            stopped_early = best.is_enough(metrics, model) and step < last_step
+            if stopped_early or step == last_step:
                 break
-    stopped_early = epoch + 1 < plan.epochs
-    return Fitted(step, epoch + 1, stopped_early, best.restored(model, metrics))
+    return Fitted(step, epoch + 1, rows, stopped_early, best.restored(model, metrics))
 
 
-def _sent(batches: Iterator[tuple[Any, Any]], *, step: Callable[[], int]) -> Iterator[Any]:
+def _sent(
+    batches: Iterator[tuple[Any, Any]], *, step: Callable[[], int]
+) -> Generator[Any, None, None]:
     """The same batches; one that finds no room has run out of memory at that step."""
     with told_in("sending", step=step):
         yield from batches

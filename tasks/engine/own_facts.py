@@ -15,7 +15,7 @@ from tasks.engine import tree
 from tasks.engine.config import RunConfig
 from tasks.engine.data_config import DataConfig
 from tasks.engine.facts import DataFacts
-from tasks.engine.loaders import Loaded
+from tasks.engine.loaders import ENDLESS, Loaded
 from tasks.engine.own_data import Feeding, Feeds, made
 from tasks.engine.raw import DataError
 from tasks.engine.section import is_import
@@ -70,6 +70,7 @@ def facts_of(data: DataConfig, feeds: Feeds) -> DataFacts:
         reused=False,
         batch=batch,
         batch_rows=train.batch_size,
+        endless=train.steps(train.batch_size) == ENDLESS,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tasks.engine.accounts import Accounts, Owned
-from tasks.engine.assembly import forward_of, optimizer_of, step_of
+from tasks.engine.assembly import forward_of, optimizer_of, plan_of, step_of
 from tasks.engine.batches import Batches
 from tasks.engine.compiling import Known, TunedStep
 from tasks.engine.config import RunConfig
@@ -127,7 +127,7 @@ def workbench(
         micro=micro,
         mark=phases.mark,
     )
-    steps = config.train.epochs * fed[0].steps(batch_size)
+    steps = plan_of(config).steps(fed[0].steps(batch_size))
     tuned = TunedStep(
         step,
         mode=config.train.compile,
