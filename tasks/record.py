@@ -23,7 +23,7 @@ import psutil
 
 from tasks import serve, signals
 from tasks.engine import unused
-from tasks.engine.assembly import steps_of
+from tasks.engine.assembly import epochs_of, steps_of
 from tasks.engine.config import RunConfig
 from tasks.engine.facts import DataFacts, DeviceFacts, ReleaseFacts, TrainFacts
 from tasks.engine.memory import MIB, chain
@@ -168,7 +168,7 @@ class Record:
         facts = {k: v for k, v in asdict(device).items() if k != "checks"}
         self._write("device.json", json.dumps({**facts, "checks": checks}, indent=1))
         steps = steps_of(self.config, data)
-        self._progress = self._screen.enter_context(Progress(steps, self.config.train.epochs))
+        self._progress = self._screen.enter_context(Progress(steps, epochs_of(self.config, data)))
         return Past(measured)
 
     def log(self, metrics: dict[str, float], step: int) -> None:

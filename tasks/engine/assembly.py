@@ -17,6 +17,7 @@ from tasks.engine import optim, own_model
 from tasks.engine.config import RunConfig
 from tasks.engine.facts import DataFacts
 from tasks.engine.forward import Forward, Plain, free
+from tasks.engine.loaders import ENDLESS
 from tasks.engine.loop import Plan
 from tasks.engine.losses import gives_own_loss, loss_of
 from tasks.engine.oom import Fitting
@@ -40,9 +41,18 @@ def settled(config: RunConfig, data: DataFacts) -> RunConfig:
 
 
 def steps_of(config: RunConfig, data: DataFacts) -> int:
-    """Optimizer steps of all epochs; patience may end it earlier."""
+    """Optimizer steps of all epochs, at most train.max_steps; patience may end it earlier."""
+    return plan_of(config).steps(_epoch_steps(config, data))
+
+
+def epochs_of(config: RunConfig, data: DataFacts) -> int:
+    """Epochs that these steps begin."""
+    return math.ceil(steps_of(config, data) / _epoch_steps(config, data))
+
+
+def _epoch_steps(config: RunConfig, data: DataFacts) -> int:
     batch_rows = data.batch_rows or config.train.batch_size
-    return config.train.epochs * math.ceil(data.train_rows / batch_rows)
+    return ENDLESS if data.endless else math.ceil(data.train_rows / batch_rows)
 
 
 def keeps_best(config: RunConfig) -> bool:
@@ -160,6 +170,7 @@ def plan_of(config: RunConfig) -> Plan:
     t = config.train
     return Plan(
         epochs=t.epochs,
+        max_steps=t.max_steps,
         batch_size=t.batch_size,
         log_every=t.log_every,
         patience=t.patience,

@@ -81,6 +81,9 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     epochs: Annotated[Int, Field(ge=1, le=10**6)] = 20
     """Passes over the training rows."""
+    max_steps: Annotated[Int, Field(ge=1, le=10**12)] | None = None
+    """Ends the training after so many optimizer steps, where its epochs have not done so before;
+    needed where a loader of your own has no length."""
     batch_size: Annotated[Int, Field(ge=1, le=10**7)] = 64
     """Rows of one optimizer step."""
     accumulate: Annotated[Int, Field(ge=1, le=10**5)] = 1

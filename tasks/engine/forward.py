@@ -34,19 +34,24 @@ class Plain:
 class Free:
     """The same of a model of the user's own: several inputs by position, a dict by name.
 
-    untaken: labels in a dict that the model has no parameter for. takes_loss: where inputs have an
-    entry `labels` and the model returns a loss, that one counts.
+    untaken: labels in a dict that the model has no parameter for. only: the name of the model's one
+    parameter, which is given a dict whole where that has no entry of this name. takes_loss: where
+    inputs have an entry `labels` and the model returns a loss, that one counts.
     """
 
     model: nn.Module
     untaken: frozenset[str]
     takes_loss: bool
+    only: str | None = None
 
     def __call__(self, x: Any) -> tuple[Tensor, Tensor | None]:
         if isinstance(x, Tensor):
             return told(self.model(x))[0], None
         if not isinstance(x, Mapping):
             return told(self.model(*x))[0], None
+        if self.only is not None and self.only not in x:
+            outputs, loss = told(self.model(x))
+            return outputs, loss if self.takes_loss and "labels" in x else None
         taken = {name: value for name, value in x.items() if name not in self.untaken}
         outputs, loss = told(self.model(**taken))
         return outputs, loss if self.takes_loss and "labels" in taken else None
@@ -60,7 +65,8 @@ def free(model: nn.Module, *, takes_loss: bool) -> Free:
     takes = inspect.signature(model.forward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
         return Free(model, frozenset(), takes_loss)
-    return Free(model, frozenset(LABELS) - frozenset(takes), takes_loss)
+    only = next(iter(takes)) if len(takes) == 1 else None
+    return Free(model, frozenset(LABELS) - frozenset(takes), takes_loss, only)
 
 
 def told(result: Any) -> tuple[Tensor, Tensor | None]:

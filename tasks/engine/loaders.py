@@ -1,10 +1,11 @@
 """A DataLoader of the user's own, seen by the loop like any other rows: its batches moved to the
-device, its order and batch size left to it. It refuses a loader that is empty or does not say how
-much it gives, and a batch that is not a pair of inputs and targets.
+device, its order and batch size left to it. It refuses a loader that is empty, and a batch that is
+not a pair of inputs and targets.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from tasks.engine.imports import told_of
 from tasks.engine.memory import is_oom
 from tasks.engine.raw import DataError
 from tasks.engine.staging import PINNING, Mark
+
+ENDLESS = sys.maxsize  # steps of an epoch that nobody knows the end of
 
 Look = Callable[[Any, int], Any]  # the targets of a batch and its number: what losses take
 
@@ -51,7 +54,7 @@ class Loaded:
         return self._rows
 
     def steps(self, batch_size: int) -> int:
-        """The loader's own number of batches, whatever the size asked for."""
+        """The loader's own number of batches, whatever the size asked for; ENDLESS without one."""
         return self._batches
 
     def order(self, *, seed: int, epoch: int) -> Tensor:
@@ -119,11 +122,8 @@ def _told(batches: Iterator[Any]) -> Iterator[Any]:
 def _length(loader: Any) -> int:
     try:
         batches = len(loader)
-    except TypeError:
-        raise DataError(
-            f"data.source: the loader must have a length (got {type(loader).__name__} without "
-            "one); give its data set a __len__, so that the steps of an epoch are known"
-        ) from None
+    except TypeError:  # its data set has none
+        return ENDLESS
     if batches < 1:
         raise DataError(
             f"data.source: the loader must have at least one batch (got {batches}); "
@@ -145,6 +145,8 @@ def _batch_size(loader: Any) -> int:
 
 
 def _announced_rows(loader: Any, batches: int, batch_size: int) -> int:
+    if batches == ENDLESS:
+        return batch_size
     most = batches * batch_size
     try:
         return min(most, len(loader.sampler))

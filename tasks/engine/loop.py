@@ -5,8 +5,9 @@ for the device at readings only, and stops where the loss is no longer a number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ class Plan:
     log_every: int
     patience: int
     seed: int
+    max_steps: int | None = None
+
+    def steps(self, of_epoch: int) -> int:
+        """Of the whole training, where an epoch has so many."""
+        return min(self.epochs * of_epoch, self.max_steps or self.epochs * of_epoch)
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class Tools:
 class Fitted:
     steps: int
     epochs: int
+    rows: int  # trained on, each as often as it was
     stopped_early: bool
     metrics: dict[str, float]  # of the weights that the model has: the best epoch's, or the last
 
@@ -74,8 +81,8 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
         t.device, phases=t.phases, watch=watch, rate=t.rate, speeds=t.speeds, log=t.log
     )
     metrics: dict[str, float] = {}
-    step = epoch = 0
-    last_step = plan.epochs * train.steps(plan.batch_size)
+    step = epoch = rows = 0
+    last_step = plan.steps(train.steps(plan.batch_size))
     watch.lap("setup")
 
     def is_log_point(step: int) -> bool:
@@ -88,11 +95,13 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
             t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
             readings.begin()
             batches = train.shuffled(plan.batch_size, order, t.phases.mark)
-            for x, y in _sent(batches, step=lambda: step + 1):  # noqa: B023 (asked while it is this)
+            sent = _sent(batches, step=lambda: step + 1)  # noqa: B023 (asked while it is this)
+            for x, y in islice(sent, last_step - step):
                 t.optimizer.set_lr(t.rate(step))
                 step += 1
                 with t.phases.counting((x, y)):
                     outcome = t.step(x, y, norm=is_log_point(step), watched=t.phases.watched)
+                rows += rows_of(y)
                 sums = row_sums(x, y) if train.residency == "loader" else ()
                 suspects = Suspects(sums, tuple(t.outputs))
                 readings.add(outcome, rows=rows_of(y), suspects=suspects)
@@ -108,6 +117,7 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
                         t.micro.ease("the allocator had to free its cache twice running")
                 t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
                 del x, y  # gone before the next ones come
+            sent.close()  # where max_steps ends it, batches are left
             readings.drain(epoch)
             metrics = evaluate(model, val, t.judge)
             watch.lap("eval")
@@ -115,16 +125,18 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
             t.log({**logged, "train/epoch": epoch + 1.0}, step)
             watch.lap("log")
             t.best.judged(metrics, epoch + 1)
-            if plan.patience and t.best.waited >= plan.patience:
+            is_enough = 0 < plan.patience <= t.best.waited
+            stopped_early = is_enough and step < last_step
+            if stopped_early or step == last_step:
                 break
-            if epoch + 1 < plan.epochs:
-                t.best.keep(model)
-                watch.lap("checkpoint")
-    stopped_early = epoch + 1 < plan.epochs
-    return Fitted(step, epoch + 1, stopped_early, t.best.restored(model, metrics))
+            t.best.keep(model)
+            watch.lap("checkpoint")
+    return Fitted(step, epoch + 1, rows, stopped_early, t.best.restored(model, metrics))
 
 
-def _sent(batches: Iterator[tuple[Any, Any]], *, step: Callable[[], int]) -> Iterator[Any]:
+def _sent(
+    batches: Iterator[tuple[Any, Any]], *, step: Callable[[], int]
+) -> Generator[Any, None, None]:
     """The same batches; one that finds no room has run out of memory at that step."""
     with told_in("sending", step=step):
         yield from batches

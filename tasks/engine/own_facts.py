@@ -16,7 +16,7 @@ from tasks.engine import doubts, tree
 from tasks.engine.config import RunConfig
 from tasks.engine.data_config import DataConfig
 from tasks.engine.facts import DataFacts
-from tasks.engine.loaders import Loaded
+from tasks.engine.loaders import ENDLESS, Loaded
 from tasks.engine.own_data import Feeding, Feeds, made
 from tasks.engine.raw import DataError
 from tasks.engine.section import is_import
@@ -73,6 +73,7 @@ def facts_of(data: DataConfig, feeds: Feeds) -> DataFacts:
         batch=batch,
         batch_rows=train.batch_size,
         warnings=(doubts.same(data.source),) if _is_same(feeds) else (),
+        endless=train.steps(train.batch_size) == ENDLESS,
     )
 
 

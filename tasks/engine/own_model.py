@@ -79,6 +79,7 @@ def check(config: RunConfig, data: DataFacts) -> Checked:
         return _checked_builtin(config, data)
     factory = found(name, setting="model.name", refusal=ModelError)
     facts = [data.task, data.input_shape, data.outputs, data.batch, data.class_rows]
+    facts.append(data.train_rows)
     said = [config.model.args, config.train.model_dump(), facts]
     try:
         return _checked(factory, json.dumps(said, default=str), _Unhashed(config, data))
@@ -152,7 +153,19 @@ def _checked(factory: Callable[..., Any], key: str, of: _Unhashed) -> Checked:
         outputs = _forward(model, x, y, name, takes_loss=gives_own_loss(config.train))
     wide = _refuse_misshapen(outputs, y, data, name)
     check_loss(config.train, loss_of(config.train, data, CPU), outputs, y)
+    if _has_single_row(config.train.batch_size, config.train.accumulate, data.train_rows):
+        _forward(model.train(), *sample(data, 1, device=CPU), name)  # a norm of the batch can't
     return Checked(sum(work) // 2, models.bytes_of(model), wide)
+
+
+def _has_single_row(batch_size: int, accumulate: int, rows: int) -> bool:
+    """Whether one row alone goes through the model in an epoch, as the last one may."""
+    micro = -(-batch_size // accumulate)
+    return any(
+        size == 1
+        for batch in (batch_size, rows % batch_size)
+        for size in (min(micro, batch), batch % micro)
+    )
 
 
 def _forward(model: nn.Module, x: Any, y: Any, name: str, *, takes_loss: bool = False) -> Tensor:

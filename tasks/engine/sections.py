@@ -91,6 +91,7 @@ def _trained(run: Mapping[str, Any], learned: Numbers, limit: int) -> Section:
         (("optim.name", "optim.lr"), "{} at lr {}"),
         (("train.batch_size",), "batch {}"),
         (("train.epochs",), "{} epochs"),
+        (("train.max_steps",), "at most {} steps"),
         (("train.seed",), "seed {}"),
     )
     source = params.get("data.path") or params.get("data.source") or "unknown data"

@@ -31,6 +31,8 @@ _SYNONYMS = {
     "batch": "train.batch_size",
     "bs": "train.batch_size",
     "epoch": "train.epochs",
+    "steps": "train.max_steps",
+    "max_iters": "train.max_steps",
     "max_epochs": "train.epochs",
     "num_epochs": "train.epochs",
     "amp": "train.precision",

@@ -58,7 +58,7 @@ def timings(tools: Tools, fitted: Fitted, *, rows: Batches, replays: int) -> dic
     known_s += sum(replay_s.values()) * replays
     phase_s |= replay_s
     loop_s = spent["first_step"] + spent["steps"]
-    samples_per_s = fitted.epochs * len(rows) / loop_s
+    samples_per_s = fitted.rows / loop_s
     found = {
         **{f"time/{p}_ms": 1000 * phase_s[p] for p in (*PHASES, REPLAY) if p in phase_s},
         "time/setup_s": spent["setup"],

@@ -50,6 +50,11 @@ def check(config: RunConfig, data: DataFacts) -> Checked:
     Raises models.ModelError for the model and ConfigError for a setting that contradicts the data.
     """
     config = settled(config, data)
+    if data.endless and config.train.max_steps is None:
+        raise ConfigError(
+            f"train.max_steps: is needed, since the training loader of {data.source} has no "
+            "length; set it to the optimizer steps of the whole run, or give its data set a __len__"
+        )
     checked = own_model.check(config, data)
     if config.train.batch_size > data.train_rows:
         raise ConfigError(

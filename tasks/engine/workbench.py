@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tasks.engine.accounts import BEST, Accounts, Owned
-from tasks.engine.assembly import forward_of, optimizer_of, step_of
+from tasks.engine.assembly import forward_of, optimizer_of, plan_of, step_of
 from tasks.engine.batches import Batches
 from tasks.engine.best import Best
 from tasks.engine.compiling import Known, TunedStep
@@ -133,7 +133,7 @@ def workbench(
         mark=phases.mark,
         outputs=outputs,
     )
-    steps = config.train.epochs * fed[0].steps(batch_size)
+    steps = plan_of(config).steps(fed[0].steps(batch_size))
     tuned = TunedStep(
         step,
         mode=config.train.compile,

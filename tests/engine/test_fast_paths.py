@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from tasks.engine import models, training
-from tasks.engine.batches import row_order
 from tasks.engine.config import RunConfig
 from tasks.engine.data import load, prepare
 from tasks.engine.device import detect
+from tasks.engine.layout import row_order
 
 EPOCHS, BATCH, LR = 3, 64, 2e-3
 MODELS: dict[str, dict[str, Any]] = {

@@ -11,9 +11,10 @@ from torch import nn
 
 from tasks.engine import optim
 from tasks.engine.accounts import Accounts
-from tasks.engine.batches import feed, row_order
+from tasks.engine.batches import feed
 from tasks.engine.best import Best
 from tasks.engine.evaluation import Judge, evaluate
+from tasks.engine.layout import row_order
 from tasks.engine.ledger import Ledger
 from tasks.engine.loaders import Loaded
 from tasks.engine.loop import Fitted, Plan, Tools, fit
@@ -105,6 +106,18 @@ def test_the_loop_gives_the_weights_of_the_plain_loop() -> None:
             reference.step()
     for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("max_steps", "steps", "epochs"), [(9, 9, 2), (14, 14, 2), (99, 21, 3)])
+def test_max_steps_ends_the_training_in_mid_epoch_with_an_evaluation(
+    max_steps: int, steps: int, epochs: int
+) -> None:
+    fitted, logged = _fit(_model(), replace(PLAN, max_steps=max_steps))
+    assert (fitted.steps, fitted.epochs, fitted.stopped_early) == (steps, epochs, False)
+    assert fitted.rows == sum(4 if step % 7 == 0 else 16 for step in range(1, steps + 1))
+    step, last = logged[-1]
+    assert step == steps and last["val/loss"] == fitted.metrics["val/loss"]
+    assert any(step == steps and "train/loss" in metrics for step, metrics in logged)
 
 
 @pytest.mark.parametrize("micro_rows", [8, 6, 1])

@@ -117,7 +117,7 @@ def _trained(
             **train,
         }
     )
-    data = prepare(config.data, batch_size=16)
+    data = prepare(config.data, batch_size=config.train.batch_size)
     device = detect("cpu", require="any")
     return training.train(config, device, data, folder=tmp_path / "run", log=lambda m, s: None)
 
@@ -533,3 +533,62 @@ def test_balanced_classes_weigh_as_scikit_learn_weighs_them() -> None:
     torch.testing.assert_close(loss(logits, classes), by_hand)
     parts = [loss(logits[:3], classes[:3]) * 3 / 8, loss(logits[3:], classes[3:]) * 5 / 8]
     torch.testing.assert_close(sum(parts), by_hand)
+
+
+NORMED = """
+class Normed(nn.Module):
+    def __init__(self, outputs=2):
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(4), nn.Linear(4, outputs)
+    def forward(self, x): return self.out(self.norm(x))
+"""
+
+
+@pytest.mark.parametrize("train", [{"batch_size": 47}, {"batch_size": 16, "accumulate": 16}])
+def test_a_batch_of_one_row_for_a_batch_norm_is_refused_before_the_first_step(
+    own: Own, tmp_path: Path, train: dict[str, int]
+) -> None:
+    """It ended the first epoch, at its last batch."""
+    with pytest.raises(ModelError, match="batch_size that does not leave a single row") as refused:
+        _trained(own, tmp_path, model="mine:Normed", source="mine:plain", train=train, more=NORMED)
+    assert "mine.py:" in str(refused.value) and not (tmp_path / "run").exists()
+    kept = {"batch_size": 12}
+    done = _trained(
+        own, tmp_path, model="mine:Normed", source="mine:plain", train=kept, more=NORMED
+    )
+    assert done.steps == 8
+
+
+STREAM = """
+from itertools import count
+from torch.utils.data import IterableDataset
+class Stream(IterableDataset):
+    def __init__(self, rows): self.rows = rows
+    def __iter__(self):
+        for i in count() if self.rows is None else range(self.rows):
+            yield torch.ones(4) * (i % 3), i % 2
+def endless(rows=None): return Stream(rows), Stream(9)
+"""
+
+
+def test_a_stream_without_a_length_trains_for_max_steps(own: Own, tmp_path: Path) -> None:
+    run = {"model": "mine:Normed", "source": "mine:endless", "more": NORMED + STREAM}
+    with pytest.raises(
+        ConfigError, match="^train.max_steps: is needed, .* mine:endless has no len"
+    ):
+        _trained(own, tmp_path, **run)
+    done = _trained(own, tmp_path, **run, train={"max_steps": 7, "log_every": 2})
+    assert (done.steps, done.epochs) == (7, 1)
+    assert done.metrics["val/accuracy"] == pytest.approx(
+        round(9 * done.metrics["val/accuracy"]) / 9
+    )
+
+
+def test_a_forward_of_one_parameter_takes_a_dict_whole(own: Own, tmp_path: Path) -> None:
+    """`forward(self, batch)` was called with batch["a"] as `a`, and said that it takes no `a`."""
+    whole = """
+class Whole(Net):
+    def forward(self, batch): return self.left(batch["a"]) + self.right(batch["b"][0])
+"""
+    done = _trained(own, tmp_path, model="mine:Whole", source="mine:pairs", more=whole)
+    assert done.steps == 6

@@ -168,8 +168,9 @@ def test_the_gpu_is_given_back_after_success_and_after_failure(tmp_path: Path) -
 def test_data_that_does_not_fit_is_streamed_through_pinned_memory(tmp_path: Path) -> None:
     config = RunConfig.model_validate({"data": {"cache": str(tmp_path / "data")}})
     data = prepare(config.data)
-    from tasks.engine.batches import feed, row_order
+    from tasks.engine.batches import feed
     from tasks.engine.data import load
+    from tasks.engine.layout import row_order
 
     arrays = load(data)
     fed = feed(arrays.train_x, arrays.train_y, device=torch.device("cuda"), room_bytes=0)
