@@ -56,11 +56,8 @@ def check_reloads(model: nn.Module, x: Any, folder: Path, *, precision: str) -> 
 
 def _told(trained: nn.Module, x: Any, folder: Path, name: str, precision: str) -> str:
     """What is wrong with the model of `folder`; empty where nothing is."""
-    first, again = _outputs(trained, x), _outputs(trained, x)
+    first = _outputs(trained, x)
     near = NEAR if precision == "fp32" else NEAR_ENOUGH
-    if _apart(first, again) > near:
-        log.info("%s gives other outputs each time: not held against what is loaded again", name)
-        return ""
     torch.seed()  # what is drawn anew and not saved has to be other numbers than the training's
     try:
         spec = json.loads((folder / "spec.json").read_text())
@@ -79,11 +76,14 @@ def _told(trained: nn.Module, x: Any, folder: Path, name: str, precision: str) -
         )
     if apart <= near:
         return ""
+    if _apart(first, _outputs(trained, x)) > near:
+        log.info("%s gives other outputs each time: not held against what is loaded again", name)
+        return ""
     lost = _lost(trained, loaded)
     what = f"{lost}, which it does not save" if lost else "something that it does not save"
     return (
         f"gives other outputs when it is loaded from its files than it did when it was trained "
-        f"(up to {100 * apart:.2g} % apart): it computes with {what}; make tensors buffers "
+        f"(up to {100 * apart:,.1f} % apart): it computes with {what}; make tensors buffers "
         "(register_buffer), weights an nn.Parameter, lists of layers an nn.ModuleList"
     )
 
