@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_API_URL
+from rich.console import Console
 
+from tasks import streams
 from tasks.engine import report
 from tasks.prefect_server import is_temporary
 
@@ -20,12 +23,25 @@ def describe() -> dict[str, str]:
     From here on Prefect's UI shows what the tasks log: by default a logger passes warnings only.
     """
     logging.getLogger("tasks").setLevel(logging.INFO)
+    if os.environ.get("PREFECT__FLOW_RUN_ID"):  # a worker has started it, and reads what it prints
+        outlive_the_worker()
     if not flow_run.id:
         return {}
     found = {"prefect.flow_run_id": flow_run.id, "prefect.deployment": deployment.name}
     if not is_temporary(PREFECT_API_URL.value() or ""):
         found["prefect.flow_run_url"] = flow_run.ui_url
     return {k: str(v) for k, v in found.items() if v}
+
+
+def outlive_the_worker() -> None:
+    """Go on where the worker has died: rich, through which Prefect logs, would end the process at
+    the next line, and a user's print() would fail."""
+    streams.keep()
+    Console.on_broken_pipe = _go_on  # type: ignore[method-assign]
+
+
+def _go_on(console: Console) -> None:
+    return None
 
 
 def publish(run: Mapping[str, Any]) -> None:
