@@ -13,7 +13,9 @@ import psutil
 from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_API_URL
+from rich.console import Console
 
+from tasks import streams
 from tasks.engine import report
 from tasks.engine.config import RunConfig
 from tasks.engine.settings import ConfigError, from_mapping, override
@@ -31,6 +33,8 @@ def describe() -> dict[str, str]:
     From here on Prefect's UI shows what the tasks log: by default a logger passes warnings only.
     """
     logging.getLogger("tasks").setLevel(logging.INFO)
+    if os.environ.get("PREFECT__FLOW_RUN_ID"):  # a worker has started it, and reads what it prints
+        outlive_the_worker()
     if not flow_run.id:
         return {}
     found = {"prefect.flow_run_id": flow_run.id, "prefect.deployment": deployment.name}
@@ -59,6 +63,17 @@ def waited_s() -> float:
     if began is None and "PREFECT__FLOW_RUN_ID" in os.environ:
         began = psutil.Process().create_time()
     return 0.0 if began is None else max(0.0, time.time() - began)
+
+
+def outlive_the_worker() -> None:
+    """Go on where the worker has died: rich, through which Prefect logs, would end the process at
+    the next line, and a user's print() would fail."""
+    streams.keep()
+    Console.on_broken_pipe = _go_on  # type: ignore[method-assign, assignment]
+
+
+def _go_on(console: Console) -> None:
+    return None
 
 
 def publish(run: Mapping[str, Any]) -> None:

@@ -63,13 +63,13 @@ def up() -> int:
     with _alone():
         components = remembered(FOLDER)
         running = [c for c in components if c.process()]
-        if not running:
-            components = serve_up.bring_up(_plan())
-        elif len(running) < len(components):
-            gone = ", ".join(c.name for c in components if c not in running)
-            raise ServeError(f"{gone}: has ended (logs: {FOLDER}); `make serve-down`, then again")
-        else:
+        if components and len(running) == len(components):
             print("It is up already.")
+        else:
+            if running:
+                gone = ", ".join(c.name for c in components if c not in running)
+                print(f"{gone}: had ended (logs: {FOLDER}), and is started again.", flush=True)
+            components = serve_up.bring_up(_plan(running), running)
     print(_addresses({c.name: c.address for c in components}))
     return 0
 
@@ -136,7 +136,7 @@ def mlflow_address() -> tuple[str, str]:
     return f"http://127.0.0.1:{port}", "" if port == usual else f"{variable}={port} "
 
 
-def _plan() -> serve_up.Plan:
+def _plan(running: Sequence[Component] = ()) -> serve_up.Plan:
     chosen = where()
     prefect, mlflow = port_from(*PREFECT_PORT), port_from(*MLFLOW_PORT)
     is_local = not chosen.tracking_uri.startswith(("http", "databricks"))
@@ -144,8 +144,10 @@ def _plan() -> serve_up.Plan:
         raise SettingError(
             f"{MLFLOW_PORT[0]}: must differ from {PREFECT_PORT[0]} (both are {mlflow})"
         )
-    require_free(prefect, PREFECT_PORT[0])
-    if is_local:
+    held = {component.name for component in running}
+    if "prefect" not in held:
+        require_free(prefect, PREFECT_PORT[0])
+    if is_local and "mlflow" not in held:
         require_free(mlflow, MLFLOW_PORT[0])
     return serve_up.Plan(
         project=PROJECT,

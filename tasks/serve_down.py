@@ -16,17 +16,31 @@ from tasks.serve_processes import Component, await_end, end, marked, remember
 RUN_S = 90.0  # for runs to end: give the device back, and send what MLflow has not got yet
 
 
-def take_down(components: Sequence[Component], folder: Path) -> None:
-    """End all of them, and whatever they started that is still there."""
+def take_down(
+    components: Sequence[Component], folder: Path, *, but: Sequence[Component] = ()
+) -> None:
+    """End all of them `but` some, and whatever they started that is still there.
+
+    A training that goes on although its worker or the server has died is left alone: nobody could
+    end it in good order, and the next `up` takes it over.
+    """
     by_name = {c.name: c for c in components}
-    if "worker" in by_name:
-        _end_worker(by_name["worker"], f"{by_name['prefect'].address}/api")
+    worker, server = by_name.get("worker"), by_name.get("prefect")
+    lives = [c.process() is not None for c in (worker, server) if c is not None]
+    spares = bool(but) or not all(lives)
+    if worker is not None and server is not None and not spares:
+        _end_worker(worker, f"{server.address}/api")
     for component in components:
-        if (process := component.process()) is not None:
-            end([process], wait_s=20)
-    for mark in {c.mark for c in components}:
-        _sweep(mark)
-    remember(folder, [])
+        process = component.process()
+        if process is None or component in but:
+            continue
+        if spares and component is worker:
+            process.kill()  # told to end, it would take its run with it
+        end([process], wait_s=20)
+    if not but:
+        for mark in {c.mark for c in components}:
+            _sweep(mark, spares=spares)
+    remember(folder, but)
 
 
 def _end_worker(worker: Component, api: str) -> None:
@@ -40,6 +54,7 @@ def _end_worker(worker: Component, api: str) -> None:
         serve_prefect.pause(api, paused=True)  # else it would start the next one
         try:
             _cancel_runs(process, api)
+            _end_the_adopted(process, worker.mark)
             end([process], wait_s=20)
         finally:
             serve_prefect.pause(api, paused=was_paused)
@@ -61,12 +76,22 @@ def _cancel_runs(worker: psutil.Process, api: str) -> None:
     await_end(family, wait_s=0 if left else RUN_S)
 
 
-def _sweep(mark: str) -> None:
-    """What is left of ours, e.g. a run whose worker has died before."""
-    left = list(marked(mark))
+def _end_the_adopted(worker: psutil.Process, mark: str) -> None:
+    """Runs of a worker that has died: this one does not know them. Prefect hears of their end."""
+    family = {child.pid for child in worker.children(recursive=True)}
+    runs = [p for p in marked(mark) if serve_prefect.flow_run_of(p) and p.pid not in family]
+    end([process for process in runs if not _ends_by_itself(process)], wait_s=RUN_S)
+
+
+def _sweep(mark: str, *, spares: bool) -> None:
+    """What is left of ours; `spares` the runs, e.g. one whose worker has died before."""
+    runs = {p.pid for p in marked(mark) if spares and serve_prefect.flow_run_of(p)}
+    if runs:
+        print("A run goes on without its service; `make serve` takes it over.", flush=True)
+    left = [process for process in marked(mark) if process.pid not in runs]
     end([process for process in left if not _ends_by_itself(process)], wait_s=RUN_S)
     await_end(left, wait_s=RUN_S)
-    end(marked(mark), wait_s=5)
+    end((process for process in marked(mark) if process.pid not in runs), wait_s=5)
 
 
 def _ends_by_itself(process: psutil.Process) -> bool:

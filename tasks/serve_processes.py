@@ -14,10 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 
-MARK = "HEADROOM_SERVE"  # in the environment of all we start: the value is drawn at each `up`
+MARK = "HEADROOM_SERVE"  # in the environment of all we start: the value is drawn once for a folder
 SAME_START_S = 2.0  # a start time is counted from boot, and the clock may have been set since
 
 
@@ -83,6 +84,14 @@ def is_running(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
+
+
+def mark_of(folder: Path) -> str:
+    """The mark of this folder's service. It stays: a training may outlive what has started it."""
+    path = folder / "mark"
+    if not path.exists():
+        path.write_text(uuid4().hex)
+    return path.read_text()
 
 
 def marked(mark: str) -> Iterator[psutil.Process]:

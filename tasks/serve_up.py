@@ -8,14 +8,22 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fcntl import LOCK_EX, flock
 from pathlib import Path
-from uuid import uuid4
 
 from tasks import prefect_server, serve_down, serve_prefect
-from tasks.serve_processes import MARK, Component, ServeError, died, log_path, remember, start
+from tasks.serve_processes import (
+    MARK,
+    Component,
+    ServeError,
+    died,
+    log_path,
+    mark_of,
+    remember,
+    start,
+)
 from tasks.where import Where
 
 START_S = 180.0  # a new database on a busy machine, with room to spare
@@ -35,27 +43,32 @@ class Plan:
     worker: str
 
 
-def bring_up(plan: Plan) -> list[Component]:
-    """Server and MLflow at once, then the deployments, then the worker.
+def bring_up(plan: Plan, running: Sequence[Component] = ()) -> list[Component]:
+    """Server and MLflow at once, then the deployments, then the worker; but what is `running`.
 
-    Raises ServeError, with the end of the log of what failed.
+    A training that goes on, though what has started it died, is left alone, and ended with the
+    service. Raises ServeError, with the end of the log of what failed.
     """
-    started: list[Component] = []
+    started = list(running)
+    there = {component.name: component for component in running}
     env = _environment(plan)
     try:
         _provide_database()
-        prefect = _prefect(plan, env, started)
-        mlflow = _mlflow(plan, env, started) if plan.mlflow_url else None
+        prefect = there.get("prefect") or _prefect(plan, env, started)
+        mlflow = there.get("mlflow")
+        if mlflow is None and plan.mlflow_url:
+            mlflow = _mlflow(plan, env, started)
         _await(prefect, lambda: serve_prefect.answers(f"{plan.prefect_url}/api/health"), plan)
         _deploy(plan, env)
-        _worker(plan, env, started)
+        if "worker" not in there:
+            _worker(plan, env, started)
         if mlflow is not None:
             _await(mlflow, lambda: serve_prefect.answers(f"{plan.mlflow_url}/health"), plan)
     except OSError as error:
-        serve_down.take_down(started, plan.folder)
+        serve_down.take_down(started, plan.folder, but=running)
         raise ServeError(f"Prefect's server stopped answering: {error}") from None
     except BaseException:  # whatever it is, Ctrl-C too: nothing is left half-started
-        serve_down.take_down(started, plan.folder)
+        serve_down.take_down(started, plan.folder, but=running)
         raise
     return started
 
@@ -148,7 +161,7 @@ def _environment(plan: Plan) -> dict[str, str]:
         "MLFLOW_TRACKING_URI": plan.where.tracking_uri,
         "MLFLOW_EXPERIMENT_NAME": plan.where.experiment,
         "NO_PROXY": not_proxied,
-        MARK: uuid4().hex,
+        MARK: mark_of(plan.folder),
     }
 
 

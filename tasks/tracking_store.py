@@ -9,19 +9,24 @@ import os
 import shutil
 import sqlite3
 import sys
+import time
 from contextlib import closing
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 from mlflow import MlflowClient
 from mlflow import __version__ as mlflow_version
+from mlflow.entities import Experiment
 from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
 
 from tasks.redaction import redacted
 from tasks.where import TrackingError, Where
 
+AWAY_S = 60.0  # so long MLflow itself tries to reach a database that is away
 # MLflow's pages for training rather than those for language models' traces.
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # another host may be making the tables of a new database
 
 
 def open_experiment(where: Where) -> tuple[MlflowClient, str]:
@@ -31,8 +36,7 @@ def open_experiment(where: Where) -> tuple[MlflowClient, str]:
     """
     if where.database is not None:
         _provide_database(where.database, where)
-    client = MlflowClient(where.tracking_uri)
-    found = client.get_experiment_by_name(where.experiment)
+    client, found = _first_asked(where)
     if found is None:
         location = Path(where.artifacts).as_uri() if where.keeps_files else None
         try:
@@ -49,6 +53,33 @@ def open_experiment(where: Where) -> tuple[MlflowClient, str]:
             f"`mlflow experiments restore -x {found.experiment_id}`, or choose another name"
         )
     return client, found.experiment_id
+
+
+def _first_asked(where: Where) -> tuple[MlflowClient, Experiment | None]:
+    """A client and the experiment, if it is there: by the first question MLflow makes a new store.
+
+    It breaks where another one is at that. On this host they go one by one; where another host's
+    was first, the tables are there a moment later.
+    """
+    runs = Path(where.runs)
+    runs.mkdir(parents=True, exist_ok=True)
+    with open(runs / "store.lock", "w") as lock:
+        flock(lock, LOCK_EX)
+        for pause_s in AGAIN_S:
+            began = time.monotonic()
+            try:
+                return _asked(where)
+            except (MlflowException, SQLAlchemyError) as error:
+                if not where.is_sql or time.monotonic() - began > AWAY_S:
+                    raise
+                print(f"asked again in {pause_s} s: {redacted(str(error))[:600]}", file=sys.stderr)
+            time.sleep(pause_s)
+        return _asked(where)
+
+
+def _asked(where: Where) -> tuple[MlflowClient, Experiment | None]:
+    client = MlflowClient(where.tracking_uri)
+    return client, client.get_experiment_by_name(where.experiment)
 
 
 def template() -> Path:

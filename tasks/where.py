@@ -40,6 +40,11 @@ class Where(BaseModel):
         return Path(self.tracking_uri.partition(":///")[2].partition("?")[0])
 
     @property
+    def is_sql(self) -> bool:
+        """Whether MLflow makes the tables itself, in a database that others may use at once."""
+        return self.tracking_uri.startswith(("postgresql", "mysql", "mssql"))
+
+    @property
     def keeps_files(self) -> bool:
         """Whether the artifacts are files here: a tracking server has its own place."""
         return not self.tracking_uri.startswith(("http", "databricks"))

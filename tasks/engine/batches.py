@@ -19,7 +19,7 @@ from torch import Tensor
 from tasks.engine.allocators import drop_cache
 from tasks.engine.layout import Layout, Windows, laid_out
 from tasks.engine.memory import clear_frames, is_oom
-from tasks.engine.staging import PINNING, Array, Lane, Mark, Rows, read
+from tasks.engine.staging import PINNING, Lane, Mark, Rows, read
 from tasks.engine.units import mebibytes
 from tasks.engine.unmapped import Unmapped
 
@@ -177,7 +177,8 @@ class Streamed(_Kept):
         self.residency, self.reason = residency, reason
         self.copy_s: float | None = None
         self._device = device
-        self._arrays: tuple[Array, ...] = tuple(map(Unmapped, arrays)) if is_spare else arrays
+        # Arrays, or what is read as one.
+        self._arrays: tuple[Any, ...] = tuple(map(Unmapped, arrays)) if is_spare else arrays
         if layout.context:
             self._arrays = tuple(Windows(text, layout.context + 1) for text in self._arrays)
         self._idle: Lane | None = None  # of the last iteration, for the next

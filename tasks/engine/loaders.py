@@ -110,8 +110,8 @@ def _told(batches: Iterator[Any]) -> Iterator[Any]:
         except StopIteration:
             return
         except Exception as error:
-            if is_oom(error):
-                raise
+            if is_oom(error) or str(error).startswith("DataLoader worker"):
+                raise  # a worker has died, by no word of the data
             told = told_of(error)
         else:
             yield batch

@@ -127,18 +127,67 @@ def test_the_link_to_a_run_has_the_port_that_is_served(
     assert serve.mlflow_address() == ("http://here:1", "")
 
 
-def test_up_refuses_while_a_part_has_died_and_ends_nothing(
+def test_up_starts_again_what_has_died_and_leaves_the_rest_alone(
     folder: Path,
     sleeper: Component,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """It asked for `make serve-down`, which ended a training that was going on well."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("PREFECT_HOME", str(folder))
+    monkeypatch.setattr(serve_up, "_await", lambda component, ready, plan: None)
+    monkeypatch.setattr(serve_up, "_deploy", lambda plan, env: None)
+    begun = []
+
+    def worker(plan: serve_up.Plan, env: dict[str, str], started: list[Component]) -> None:
+        begun.append(env[MARK])
+        started.append(replace(gone, started_at=sleeper.started_at))
+        serve_processes.remember(folder, started)
+
+    monkeypatch.setattr(serve_up, "_worker", worker)
+    monkeypatch.setattr(serve, "_addresses", lambda addresses: "")
     gone = replace(sleeper, name="worker", started_at=0.0)
-    serve_processes.remember(folder, [sleeper, gone])
-    assert serve.main(["up"]) == 1
-    assert "worker: has ended" in capsys.readouterr().err
-    assert sleeper.process() is not None
+    page = replace(sleeper, name="mlflow")
+    serve_processes.remember(folder, [sleeper, page, gone])
+    assert serve.main(["up"]) == 0
+    assert "worker: had ended" in capsys.readouterr().out
+    assert begun == [serve_processes.mark_of(folder)] and sleeper.process() is not None
+    assert all(c.process() for c in serve_processes.remembered(folder))
+
+
+def test_a_run_whose_worker_has_died_outlives_down_and_is_ended_with_the_next_worker(
+    folder: Path, sleeper: Component, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "of a worker")
+    run = start(folder, SLEEP, name="run").process()
+    assert run is not None
+    monkeypatch.delenv("PREFECT__FLOW_RUN_ID")
+    dead = replace(sleeper, name="worker", started_at=0.0)
+    serve_processes.remember(folder, [sleeper, dead])
+    assert serve.down() == 0
+    assert sleeper.process() is None and serve_processes.is_running(run)
+
+    again = [start(folder, SLEEP), start(folder, SLEEP, name="worker")]
+    serve_processes.remember(folder, again)
+    monkeypatch.setattr("tasks.serve_prefect.is_paused", lambda api: False)
+    monkeypatch.setattr("tasks.serve_prefect.pause", lambda api, paused: None)
+    assert serve.down() == 0
+    assert not serve_processes.is_running(run)
+    assert not any(component.process() for component in again)
+
+
+def test_a_run_goes_on_where_nobody_reads_what_it_prints(tmp_path: Path) -> None:
+    """Prefect's log goes through rich, which ended the training when its worker had died."""
+    code = (
+        "import os, sys\nfrom rich.console import Console\nold = Console(file=sys.stderr)\n"
+        "from tasks.flow_run import outlive_the_worker\noutlive_the_worker()\n"
+        "read, write = os.pipe()\nos.dup2(write, 1)\nos.dup2(write, 2)\n"
+        "os.close(read)\nos.close(write)\n"
+        "old.print('a line of the log')\nprint('one of the user', flush=True)\nos._exit(7)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=serve.PROJECT, check=False)
+    assert done.returncode == 7
 
 
 def test_a_part_that_dies_while_starting_shows_its_log_and_ends_the_others(

@@ -16,7 +16,10 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import IntegrityError, OperationalError
 
+from tasks import tracking_store
 from tasks.journal import Journal, _append
 from tasks.where import TrackingError, Where
 
@@ -332,3 +335,44 @@ def test_a_folder_that_is_removed_in_mid_run_is_written_anew(tmp_path: Path) -> 
     losses = client.get_metric_history(journal.run_id, "train/loss")
     assert [m.step for m in losses] == list(range(1, 21))
     assert "metrics.jsonl" in {f.path for f in client.list_artifacts(journal.run_id)}
+
+
+# As in a database that is no file here: MLflow makes its tables itself.
+FIRST = """
+import sys
+from tasks import tracking_store
+from tasks.where import Where
+tracking_store._provide_database = lambda *_: None
+where = Where.model_validate_json(sys.argv[1])
+print(tracking_store.open_experiment(where)[1])
+"""
+
+
+def test_the_first_users_of_a_new_store_at_once_all_get_it(tmp_path: Path) -> None:
+    """Of eight on a new PostgreSQL database MLflow's own first use refused seven."""
+    command = [sys.executable, "-c", FIRST, _where(tmp_path).model_dump_json()]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(4)]
+    told = {process.communicate(timeout=300)[0] for process in started}
+    assert told == {b"1\n"}
+
+
+def test_a_store_that_another_host_is_making_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = IntegrityError("CREATE TABLE experiments", {}, Exception("pg_type_typname_nsp_index"))
+    answers: list[object] = [error, MlflowException("Detected out-of-date database schema"), 7]
+
+    def asked(where: Where) -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(tracking_store, "AGAIN_S", (0.0, 0.0))
+    monkeypatch.setattr(tracking_store, "_asked", asked)
+    there = _where(tmp_path).model_copy(update={"tracking_uri": "postgresql://me@host/runs"})
+    assert tracking_store._first_asked(there) == 7
+    monkeypatch.setattr(tracking_store, "AWAY_S", -1.0)  # it took so long to say that it is away
+    answers[:] = [OperationalError("SELECT", {}, Exception("no route to host"))]
+    with pytest.raises(OperationalError, match="no route"):
+        tracking_store._first_asked(there)
