@@ -18,7 +18,7 @@ from tasks.engine.table import Table
 from tasks.engine.units import number, percent
 
 MOST_LOOKED_UP = 1 << 14  # validation rows; their share among more than these is told of as many
-MOST_COUNTED = 1 << 18  # tokens
+MOST_COUNTED = 1 << 16  # tokens
 LEAST_SHARED = 0.01  # of the validation rows: fewer move no metric by more than that
 FILTER_BITS = 20
 ALIKE = "alike"  # beside the metrics of an evaluation that gave every row the same answer
