@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tasks.engine import optim, own_model
-from tasks.engine.config import RunConfig
+from tasks.engine import optim, own_model, own_optim
+from tasks.engine.config import FUSED, RunConfig
 from tasks.engine.facts import DataFacts
 from tasks.engine.forward import Forward, Plain, free
 from tasks.engine.loaders import ENDLESS
@@ -142,6 +142,8 @@ def step_of(
 def optimizer_of(config: RunConfig, model: nn.Module) -> optim.Optimizer:
     """The optimizer over the model's parameters."""
     o = config.optim
+    if o.name not in FUSED:
+        return own_optim.make(o, model.parameters(), undecayed=optim.undecayed(model))
     return optim.make(
         o.name,
         model.parameters(),
@@ -156,6 +158,8 @@ def optimizer_of(config: RunConfig, model: nn.Module) -> optim.Optimizer:
 def rate_of(config: RunConfig, *, steps: int) -> Callable[[int], float]:
     """The learning rate of each step of a run of `steps`."""
     o = config.optim
+    if is_import(o.schedule):
+        return own_optim.schedule(o, steps=steps)
     return optim.schedule(
         o.schedule,
         lr=o.lr,

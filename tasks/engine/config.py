@@ -16,6 +16,12 @@ from tasks.engine.section import IMPORT, Bool, Float, Int, Section, Text, known_
 
 DEVICE_KINDS = ("cuda", "rocm", "mps", "xpu", "cpu")
 MODELS = ("linear", "mlp", "cnn", "transformer")
+FUSED = ("adamw", "sgd")
+TORCH_OPTIMIZERS = (
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam"),
+    *("RAdam", "RMSprop", "Rprop", "SGD"),
+)
+SCHEDULES = ("cosine", "constant")
 LOSSES = ("auto", "cross_entropy", "bce", "mse")
 _DEVICE = re.compile(r"(auto|gpu|cpu|mps|(cuda|rocm|xpu)(:[0-9]{1,4})?)")
 
@@ -57,8 +63,10 @@ class ModelConfig(Section):
 
 
 class OptimConfig(Section):
-    name: Literal["adamw", "sgd"] = "adamw"
-    """The optimizer."""
+    name: Text = "adamw"
+    """adamw, sgd: fused, and replayed from a graph where that is faster; Adam, RMSprop, ...: the
+    class of torch.optim; package.module:Class: your own, called with the parameters and, where it
+    has parameters of these names, with lr, weight_decay, momentum and betas."""
     lr: Annotated[Float, Field(gt=0, le=1000)] = 2e-3
     """Peak learning rate."""
     weight_decay: Annotated[Float, Field(ge=0, le=1000)] = 0.01
@@ -68,14 +76,31 @@ class OptimConfig(Section):
     """Momentum of SGD (Nesterov); AdamW's beta1."""
     beta2: Annotated[Float, Field(ge=0, lt=1)] = 0.999
     """AdamW's beta2."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """Learning rate after the warm-up: falling along a cosine, or constant."""
+    schedule: Text = "cosine"
+    """Learning rate after the warm-up: falling along a cosine, or constant.
+    package.module:function: your own, of the step (from 0) and the steps of the run, that gives the
+    share of optim.lr there; without a warm-up."""
     min_lr_fraction: Annotated[Float, Field(ge=0, le=1)] = 0.0
     """Share of the peak learning rate that the cosine falls to."""
     warmup_fraction: Annotated[Float, Field(ge=0, le=1)] = 0.05
     """Share of all steps in which the learning rate rises linearly from 0."""
     clip_norm: Annotated[Float, Field(gt=0)] | None = None
     """Largest norm of all gradients together; larger ones are scaled down."""
+
+    @field_validator("name")
+    @classmethod
+    def _known_optimizer(cls, name: str) -> str:
+        if name.lower() == "lbfgs":
+            raise ValueError(
+                f"the steps of {name} need a closure that computes the loss anew, and batches here "
+                "are seen once; choose another"
+            )
+        return known_or_imported(name, (*FUSED, *TORCH_OPTIMIZERS))
+
+    @field_validator("schedule")
+    @classmethod
+    def _known_schedule(cls, name: str) -> str:
+        return known_or_imported(name, SCHEDULES)
 
 
 class TrainConfig(Section):

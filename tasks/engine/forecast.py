@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tasks.engine import assembly, own_model
-from tasks.engine.config import RunConfig
+from tasks.engine.config import FUSED, RunConfig
 from tasks.engine.dry_run import EVALUATION, SETUP, THREADS, Peaks, dry_run, workspace_bytes_of
 from tasks.engine.facts import DataFacts, DeviceFacts
 from tasks.engine.imports import told_of
@@ -42,7 +42,8 @@ class Forecast:
 
 
 class Unforeseeable(ValueError):
-    """A model or a loss of the user's own that can't run without the bytes of its tensors."""
+    """A model or a loss of the user's own that can't run without the bytes of its tensors, or an
+    optimizer whose state is not known."""
 
 
 def asked_micro_batch(config: RunConfig) -> int:
@@ -60,6 +61,10 @@ def forecast(
     # Here, since entering it imports the compiler: 2 s, once in a process.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    if config.optim.name not in FUSED:
+        raise Unforeseeable(
+            f"optim.name: what {config.optim.name} will take cannot be told beforehand"
+        )
     config = assembly.settled(config, data)
     rows = micro_batch or asked_micro_batch(config)
     # Built outside, where its constructor may compute; a tensor that it keeps beside its parameters

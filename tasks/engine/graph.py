@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from tasks.engine.config import RunConfig
+from tasks.engine.config import FUSED, RunConfig
 from tasks.engine.facts import DeviceFacts
 from tasks.engine.memory import clear_frames
 from tasks.engine.section import is_import
@@ -142,6 +142,7 @@ def may_replay(config: RunConfig, device: DeviceFacts, precision: str, *, steps:
         device.kind not in ("cuda", "rocm")
         or precision == "fp16"
         or is_import(config.model.name)
+        or config.optim.name not in FUSED  # what others decide on the host is not known
         or config.train.compile == "off"
     ):
         return False

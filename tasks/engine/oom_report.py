@@ -188,9 +188,10 @@ def _shrink(owner: str, config: RunConfig, precision: str) -> tuple[str, list[st
         where = "data.rows" if config.data.source == "synthetic" else "data.path"
         return where, [f"give fewer rows ({where}), which live on the device"]
     if owner == "optimizer_state":
-        if config.optim.name == "adamw":
+        if config.optim.name != "sgd":
+            half = "half of the state" if config.optim.name == "adamw" else "less state"
             return "optim.name", [
-                "set optim.name to sgd, with half of the state (got adamw)",
+                f"set optim.name to sgd, with {half} (got {config.optim.name})",
                 smaller,
             ]
         if config.optim.momentum > 0:

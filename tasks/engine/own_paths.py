@@ -17,6 +17,8 @@ def paths(config: RunConfig) -> dict[str, str]:
     asked = {
         "model.name": config.model.name,
         "data.source": config.data.source,
+        "optim.name": config.optim.name,
+        "optim.schedule": config.optim.schedule,
         "train.loss": config.train.loss,
         **{f"train.metrics.{name}": path for name, path in config.train.metrics.items()},
     }

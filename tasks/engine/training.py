@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tasks.engine import heap, memory, mistakes, models, own_model
+from tasks.engine import heap, memory, mistakes, models, own_model, own_optim
 from tasks.engine.admission import Admission, admit
 from tasks.engine.allocators import give_back
 from tasks.engine.assembly import model_of, plan_of, rate_of, settled, spec_of, steps_of
@@ -55,6 +55,7 @@ def check(config: RunConfig, data: DataFacts) -> Checked:
             f"train.max_steps: is needed, since the training loader of {data.source} has no "
             "length; set it to the optimizer steps of the whole run, or give its data set a __len__"
         )
+    own_optim.check(config.optim, steps=steps_of(config, data))
     checked = own_model.check(config, data)
     if config.train.batch_size > data.train_rows:
         raise ConfigError(

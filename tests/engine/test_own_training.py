@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tasks.engine import predictor, training, tree
+from tasks.engine import assembly, predictor, training, tree
 from tasks.engine.admission import Admission
 from tasks.engine.assembly import settled
 from tasks.engine.config import RunConfig
@@ -595,3 +595,71 @@ class Whole(Net):
 """
     done = _trained(own, tmp_path, model="mine:Whole", source="mine:pairs", more=whole)
     assert done.steps == 6
+
+
+OPTIM = """
+from torch.optim import LBFGS, SGD
+class Mine(SGD): pass
+def closing(params): return LBFGS(list(params))
+def none(params, lr): return None
+def broken(params, lr): raise KeyError("no such group")
+def stairs(step, steps): return 1.0 if step < steps / 2 else 0.1
+def falling(step, steps): return 1 - step
+"""
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "Adagrad", "Adafactor", "AdamW", "mine:Mine"])
+def test_any_optimizer_of_torch_trains_by_its_name_and_ones_own_by_its_path(
+    own: Own, tmp_path: Path, name: str
+) -> None:
+    optimizing = {"name": name, "lr": 0.05, "schedule": "mine:stairs"}
+    run = {"model": "mine:Several", "source": "mine:tuples", "more": OPTIM}
+    done = _trained(own, tmp_path, **run, optim=optimizing, train={"epochs": 10})
+    assert done.steps == 30 and done.metrics["val/loss"] < math.log(2)
+    assert "cannot be told beforehand" in done.tags["memory.admission"]
+
+
+@pytest.mark.parametrize(
+    ("optimizing", "words"),
+    [
+        ({"name": "Adagrad", "momentum": 0.5}, "optim.momentum: Adagrad takes none .got 0.5.; dro"),
+        ({"name": "RMSprop", "beta2": 0.9}, "optim.beta2: RMSprop takes none"),
+        ({"name": "mine:closing"}, "optim.name: the steps of mine:closing need a closure"),
+        (
+            {"name": "mine:none"},
+            "optim.name: mine:none must give a torch.optim.Optimizer .got a No",
+        ),
+        ({"name": "mine:broken"}, "optim.name: mine:broken raised: mine.py:.*no such group"),
+        ({"schedule": "mine:gone"}, "optim.schedule: mine has no gone"),
+        ({"schedule": "mine:falling"}, "optim.schedule: mine:falling at step 5 of 6 gave -4"),
+    ],
+)
+def test_what_an_optimizer_or_a_schedule_cannot_do_is_told_before_the_first_step(
+    own: Own, tmp_path: Path, optimizing: dict[str, Any], words: str
+) -> None:
+    run = {"model": "mine:Several", "source": "mine:tuples", "more": OPTIM}
+    with pytest.raises(ConfigError, match=f"^{words}"):
+        _trained(own, tmp_path, **run, optim=optimizing)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_optimizer_of_torch_is_that_of_a_plain_loop_with_the_rate_of_each_step() -> None:
+    config = RunConfig.model_validate({"optim": {"name": "NAdam", "lr": 0.1, "weight_decay": 0.3}})
+    torch.manual_seed(0)
+    mine, plain = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain.load_state_dict(mine.state_dict())
+    made = assembly.optimizer_of(config, mine)
+    groups = [{"params": [plain.weight]}, {"params": [plain.bias], "weight_decay": 0.0}]
+    theirs = torch.optim.NAdam(groups, lr=0.1, betas=(0.9, 0.999), weight_decay=0.3)
+    for rate in (0.1, 0.05, 0.0, 0.2):
+        made.set_lr(rate)
+        for group in theirs.param_groups:
+            group["lr"] = rate
+        for model, optimizer in ((mine, made), (plain, theirs)):
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).square().sum().backward()
+            optimizer.step()
+    for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(ValueError, match="optim.name\n.*the steps of LBFGS need a closure"):
+        RunConfig.model_validate({"optim": {"name": "LBFGS"}})

@@ -109,7 +109,7 @@ TEXTS: list[tuple[str | bytes, str]] = [
     ("model: {args: 3}", ":1 model.args: must be a mapping with names of text, such as {hidden: "),
     ("optim: {lr: {x: 1}}", ":1 optim.lr: must be a number (got {'x': 1})"),
     ("optim: {lr: 1", ":1 is not YAML: expected ',' or '}', but got '<stream end>'"),
-    ("optim: {name: adam}", ":1 optim.name: must be one of adamw, sgd (got 'adam'); did you mean"),
+    ("optim: {name: adam}", ":1 optim.name: must be one of adamw, sgd, Adadelta"),
     ("run: {name: ''}", ":1 run.name: must be text of 1 or more characters (got '')"),
     (f"run: {{name: {'x' * 300}}}", ":1 run.name: must be text of at most 250 characters (got 'x"),
     ('run: {name: "a\\nb"}', ":1 run.name: must be printable text on one line (got 'a\\nb')"),
