@@ -154,7 +154,7 @@ def _numbers(
 def _too_large(column: str, value: float) -> str:
     """What is said of a number beyond the bound."""
     return (
-        f"the column {column} must hold numbers of at most {LARGEST:g} in size (got {value!r}); "
+        f"the column {column} must hold numbers of at most {LARGEST:g} in size (got {value:.6g}); "
         "mend or drop such rows"
     )
 
