@@ -228,7 +228,7 @@ def test_what_is_damaged_in_a_dead_run_costs_no_other_and_no_whole_line(where: W
             time.sleep(0.1)
         journal.close(END)
     healthy = client.get_run(journal.run_id)
-    assert (healthy.info.status, healthy.data.metrics) == ("FINISHED", {"train/loss": 0.5})
+    assert (healthy.info.status, healthy.data.metrics["train/loss"]) == ("FINISHED", 0.5)
     lost = {"a line": {3}, "half a line": {4}}
     for name, run_id in {"other": other, **ids}.items():
         steps = {m.step for m in client.get_metric_history(run_id, "train/loss")}
