@@ -18,7 +18,7 @@ from mlflow import MlflowClient
 from mlflow import __version__ as mlflow_version
 from mlflow.entities import Experiment
 from mlflow.exceptions import MlflowException
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from tasks.redaction import redacted
 from tasks.where import TrackingError, Where
@@ -70,7 +70,8 @@ def _first_asked(where: Where) -> tuple[MlflowClient, Experiment | None]:
             try:
                 return _asked(where)
             except (MlflowException, SQLAlchemyError) as error:
-                if not where.is_sql or time.monotonic() - began > AWAY_S:
+                took_s = time.monotonic() - began
+                if not where.is_sql or (isinstance(error, OperationalError) and took_s > AWAY_S):
                     raise
                 print(f"asked again in {pause_s} s: {redacted(str(error))[:600]}", file=sys.stderr)
             time.sleep(pause_s)
