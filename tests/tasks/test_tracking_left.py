@@ -88,7 +88,7 @@ def test_what_an_earlier_run_could_not_send_is_sent_by_the_next(where: Where) ->
         assert time.monotonic() < until
         time.sleep(0.1)
     run = client.get_run(run_id)
-    assert (run.info.status, run.data.metrics) == ("FINISHED", {"train/loss": 0.5})
+    assert (run.info.status, run.data.metrics["train/loss"]) == ("FINISHED", 0.5)
     assert "report.html" in {file.path for file in client.list_artifacts(run_id)}
     assert tracking_run.LOCK not in {file.path for file in client.list_artifacts(run_id)}
 
@@ -112,7 +112,7 @@ def test_two_do_not_send_one_folder(where: Where) -> None:
         assert client.get_run(run_id).data.metrics == {}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert client.get_run(run_id).data.metrics == {"train/loss": 0.5}
+    assert client.get_run(run_id).data.metrics["train/loss"] == 0.5
 
 
 def test_how_a_run_ended_is_not_forgotten_with_its_notes(where: Where) -> None:
@@ -122,7 +122,7 @@ def test_how_a_run_ended_is_not_forgotten_with_its_notes(where: Where) -> None:
     (folder / "run.json").write_text("")
     tracking_left.send_the_unsent(client, where)
     run = client.get_run(run_id)
-    assert (run.info.status, run.data.metrics) == ("FAILED", {"train/loss": 0.5})
+    assert (run.info.status, run.data.metrics["train/loss"]) == ("FAILED", 0.5)
 
 
 def test_a_model_is_logged_once_however_often_the_rest_is_sent(
