@@ -72,7 +72,7 @@ def outlive_the_worker() -> None:
     Console.on_broken_pipe = _go_on  # type: ignore[method-assign, assignment]
 
 
-def _go_on(console: Console) -> None:
+def _go_on(self: Console) -> None:
     return None
 
 
