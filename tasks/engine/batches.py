@@ -182,7 +182,7 @@ class Streamed(_Kept):
         if layout.context:
             length = layout.context + 1
             # None is asked for a slice: span() names rows by where they begin.
-            self._arrays = tuple(Windows(a, length) for a in self._arrays)  # type: ignore[misc]
+            self._arrays = tuple(Windows(a, length) for a in self._arrays)
         self._idle: Lane | None = None  # of the last iteration, for the next
         self._busy: list[Lane] = []
         self._is_ahead = True  # while there is room for two batches
