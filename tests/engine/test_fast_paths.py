@@ -46,7 +46,11 @@ def _plain_loop(config: RunConfig) -> tuple[list[float], float]:
         outputs=data.outputs,
         args=config.model.args,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+    matrices, biases = (
+        [p for p in model.parameters() if (p.dim() > 1) is decays] for decays in (True, False)
+    )
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": biases, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, weight_decay=0.01)
     x, y = torch.tensor(arrays.train_x), torch.tensor(arrays.train_y)
     losses = []
     for epoch in range(EPOCHS):
