@@ -69,10 +69,10 @@ def outlive_the_worker() -> None:
     """Go on where the worker has died: rich, through which Prefect logs, would end the process at
     the next line, and a user's print() would fail."""
     streams.keep()
-    Console.on_broken_pipe = _go_on  # type: ignore[method-assign, assignment]
+    Console.on_broken_pipe = _go_on  # type: ignore[method-assign]
 
 
-def _go_on(console: Console) -> None:
+def _go_on(self: Console) -> None:
     return None
 
 

@@ -180,7 +180,9 @@ class Streamed(_Kept):
         # Arrays, or what is read as one.
         self._arrays: tuple[Any, ...] = tuple(map(Unmapped, arrays)) if is_spare else arrays
         if layout.context:
-            self._arrays = tuple(Windows(text, layout.context + 1) for text in self._arrays)
+            length = layout.context + 1
+            # None is asked for a slice: span() names rows by where they begin.
+            self._arrays = tuple(Windows(a, length) for a in self._arrays)
         self._idle: Lane | None = None  # of the last iteration, for the next
         self._busy: list[Lane] = []
         self._is_ahead = True  # while there is room for two batches

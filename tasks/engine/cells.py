@@ -92,13 +92,6 @@ def may_hold_codes(lines: bytes) -> bool:
     return lines[:1] == b"0" and lines[1:2].isdigit()
 
 
-def begins_with_zero(texts: pa.Array) -> bool:
-    """Whether a text begins with a zero and goes on."""
-    zeros = compute.starts_with(texts, "0")
-    longer = compute.greater(compute.binary_length(texts), 1)
-    return bool(compute.any(compute.and_(zeros, longer)).as_py())
-
-
 def holds_codes(texts: pa.Array) -> bool:
     """Whether a text is of digits, the first a zero and not the last."""
     found = compute.match_substring_regex(texts, patterns(".")[CODE])

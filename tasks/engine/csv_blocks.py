@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import csv as pa_csv
 
-from tasks.engine.cells import AS_IT_IS, begins_with_zero, holds_codes, may_hold_codes
+from tasks.engine.cells import AS_IT_IS, holds_codes, may_hold_codes
 from tasks.engine.columns import BROKEN, Block, block_of
 from tasks.engine.in_order import in_order
 from tasks.engine.numerals import Spelling
@@ -123,16 +123,13 @@ def _plain(table: TextTable, lines: bytes, wanted: _Wanted) -> list[pa.Array] | 
     """The columns where all are numbers, as in the first block; None where some are not."""
     if not wanted.plain:
         return None
-    # Whole numbers as text first: to see whether one begins with a zero costs nothing there.
-    types = {i: pa.string() if kind == pa.int64() else kind for i, kind in wanted.plain.items()}
+    if pa.int64() in wanted.plain.values() and may_hold_codes(lines):
+        return None
     with suppress(pa.ArrowInvalid):
         # To compare each cell with the words for a missing one takes a seventh of the time. Among
         # numbers such a word is NaN all the same, or no number: then they are read once more.
-        parsed = _arrow(table, lines, wanted.places, types=types, nulls=[""])
-        columns = [_one(column) for column in parsed.columns]
-        texts = [column for column in columns if column.type == pa.string()]
-        if not any(begins_with_zero(column) for column in texts):
-            return [c.cast(pa.int64()) if c.type == pa.string() else c for c in columns]
+        parsed = _arrow(table, lines, wanted.places, types=wanted.plain, nulls=[""])
+        return [_one(column) for column in parsed.columns]
     return None
 
 
@@ -187,7 +184,6 @@ def _arrow(
             include_columns=[str(i) for i in wanted],
             column_types={str(i): kind for i, kind in (types or {}).items()},
             null_values=["", *table.spelling.na] if nulls is None else nulls,
-            strings_can_be_null=nulls is not None,
             decimal_point=table.spelling.decimal,
         ),
     )

@@ -324,6 +324,9 @@ class _Narrow:
     def steps(self, batch_size: int) -> int:
         return self._rows.steps(batch_size)
 
+    def order(self, *, seed: int, epoch: int) -> torch.Tensor:
+        return row_order(len(self), seed=seed, epoch=epoch)
+
     def shuffled(self, batch_size, order, mark):
         yield from map(self._sent, self._rows.shuffled(batch_size, order, mark))
 
