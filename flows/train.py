@@ -22,7 +22,7 @@ from typing import Any
 
 from prefect.runtime import flow_run
 
-from flows.training import Training
+from flows.from_python import training
 from tasks.detect_device import detect_device
 from tasks.engine.config import RunConfig
 from tasks.flow_run import describe, publish, run_name, waited_s
@@ -34,7 +34,7 @@ from tasks.release_memory import release_memory
 from tasks.train_model import train_model
 
 
-@partial(Training, name="train", flow_run_name=run_name)
+@partial(training, name="train", flow_run_name=run_name)
 def train(
     config: RunConfig = RunConfig(),  # noqa: B008 (frozen; Prefect's form shows it)
     overrides: dict[str, Any] | None = None,

@@ -4,11 +4,9 @@ A context manager around a whole run: left by whatever door, the run ends with i
 
 from __future__ import annotations
 
-import getpass
 import json
 import logging
 import shlex
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -19,9 +17,8 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from uuid import uuid4
 
-import psutil
-
 from tasks import serve, signals
+from tasks.device_tags import device_tags
 from tasks.engine import unused
 from tasks.engine.assembly import epochs_of, steps_of
 from tasks.engine.config import RunConfig
@@ -148,7 +145,7 @@ class Record:
         """Open the run in MLflow; what runs alike have measured. Raises TrackingError where that
         can't be done."""
         self._tags = {
-            **_found(device),
+            **device_tags(device),
             **self._flow_run,
             **({"data.fingerprint": data.fingerprint} if data.fingerprint else {}),
             **({"data.notes": "; ".join(data.notes)} if data.notes else {}),
@@ -184,9 +181,8 @@ class Record:
         self.held_bytes = facts.held_bytes
         self._summary |= facts.metrics
         if self._progress is not None:
-            self._progress.update(
-                facts.metrics, self._step
-            )  # its last line says what the report says
+            # Its last line says what the report says.
+            self._progress.update(facts.metrics, self._step)
         self._tags |= facts.tags
         self._warn(facts.warnings)
         if facts.stats:
@@ -297,34 +293,3 @@ class Record:
         command = "make ui" if here else "python -m tasks.serve ui"
         address, variable = serve.mlflow_address()
         return f"{variable}{command}   # then {address}{path}"
-
-
-def _found(device: DeviceFacts) -> dict[str, str]:
-    me = psutil.Process()
-    found = {
-        "device": device.name,
-        "device.kind": device.kind,
-        "device.model": device.model,
-        "device.uuid": device.uuid,
-        "device.reason": device.reason,
-        "device.total_mib": None
-        if device.total_bytes is None
-        else f"{device.total_bytes / MIB:.0f}",
-        "torch.version": device.torch_version,
-        "accelerator.runtime": device.runtime,
-        "driver.version": device.driver_version,
-        "host": socket.gethostname(),
-        "pid": str(me.pid),
-        "process.started_at": f"{me.create_time():.2f}",
-        "mlflow.source.name": "flows/train.py",
-        "mlflow.source.type": "LOCAL",
-        "mlflow.user": _user(),
-    }
-    return {k: v for k, v in found.items() if v is not None}
-
-
-def _user() -> str | None:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return None

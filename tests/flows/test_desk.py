@@ -137,7 +137,7 @@ def _tasks(home: Path) -> int:
     ("number", "code", "word"),
     [
         (signal.SIGTERM, 143, "terminated\n"),
-        (signal.SIGHUP, 129, "hangup\n"),
+        (signal.SIGHUP, 129, "hung up\n"),
         (signal.SIGINT, 130, "interrupted\n"),
         (signal.SIGKILL, -signal.SIGKILL, ""),
     ],

@@ -5,46 +5,47 @@ settings in groups, with their limits. A worker calls neither: it plays the flow
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from prefect import Flow
 from prefect.context import FlowRunContext
 from prefect.utilities.callables import ParameterSchema
 
 from flows import desk
 from flows.commandline import TITLES
+from tasks.called_flow import CalledFlow
 from tasks.engine.config import RunConfig
 from tasks.engine.settings import from_mapping
 from tasks.engine.settings_table import described, table
 from tasks.preflight import BAD_INPUT, resolved
 
 
-class Training(Flow[..., dict[str, Any]]):
-    """A flow of `config` and `overrides`."""
+def call(
+    play: Callable[..., Any],
+    config: RunConfig | Mapping[str, Any] = RunConfig(),  # noqa: B008 (frozen)
+    overrides: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train, print the report, and return the run. Raises what the run raises; what is wrong with
+    what was asked is one sentence, without the frames of pydantic and Prefect."""
+    try:
+        given = config if isinstance(config, RunConfig) else from_mapping(config)
+        asked = resolved(given, overrides)
+        if FlowRunContext.get() is not None:  # a step of somebody's own flow
+            run: dict[str, Any] = play(config=asked)
+            return run
+        with desk.called():
+            run = play(config=asked)
+    except BAD_INPUT as error:
+        raise error.with_traceback(None) from None
+    desk.show(run)
+    return run
 
-    def __init__(self, fn: Any, **settings: Any) -> None:
-        super().__init__(fn, **settings)
-        self.parameters = _form(self.parameters)
 
-    def __call__(  # type: ignore[override]
-        self,
-        config: RunConfig | Mapping[str, Any] = RunConfig(),  # noqa: B008 (frozen)
-        overrides: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Train, print the report, and return the run. Raises what the run raises; what is wrong
-        with what was asked is one sentence, without the frames of pydantic and Prefect."""
-        try:
-            given = config if isinstance(config, RunConfig) else from_mapping(config)
-            asked = resolved(given, overrides)
-            if FlowRunContext.get() is not None:  # a step of somebody's own flow
-                return super().__call__(config=asked)
-            with desk.called():
-                run: dict[str, Any] = super().__call__(config=asked)
-        except BAD_INPUT as error:
-            raise error.with_traceback(None) from None
-        desk.show(run)
-        return run
+def training(fn: Callable[..., Any], **settings: Any) -> CalledFlow:
+    """The flow of `config` and `overrides` that `fn` is the score of."""
+    flow = CalledFlow(fn, call=call, **settings)
+    flow.parameters = _form(flow.parameters)
+    return flow
 
 
 def _form(parameters: ParameterSchema) -> ParameterSchema:

@@ -1,0 +1,43 @@
+"""Where a run is, as tags of it: the device, the host, the process and its user."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+
+import psutil
+
+from tasks.engine.facts import DeviceFacts
+from tasks.engine.memory import MIB
+
+
+def device_tags(device: DeviceFacts) -> dict[str, str]:
+    """The tags; what is not known has none."""
+    me = psutil.Process()
+    found = {
+        "device": device.name,
+        "device.kind": device.kind,
+        "device.model": device.model,
+        "device.uuid": device.uuid,
+        "device.reason": device.reason,
+        "device.total_mib": None
+        if device.total_bytes is None
+        else f"{device.total_bytes / MIB:.0f}",
+        "torch.version": device.torch_version,
+        "accelerator.runtime": device.runtime,
+        "driver.version": device.driver_version,
+        "host": socket.gethostname(),
+        "pid": str(me.pid),
+        "process.started_at": f"{me.create_time():.2f}",
+        "mlflow.source.name": "flows/train.py",
+        "mlflow.source.type": "LOCAL",
+        "mlflow.user": _user(),
+    }
+    return {k: v for k, v in found.items() if v is not None}
+
+
+def _user() -> str | None:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return None
