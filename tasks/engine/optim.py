@@ -6,7 +6,7 @@ torch.optim optimizer imports the compiler, which costs about two seconds at eve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ class Optimizer:
         self.lr: float | Tensor = lr
         free = set(map(id, undecayed))
         self.decays = [0.0 if id(p) in free else weight_decay for p in self.params]
+        self._applied = 0  # calls of the kernel that a step made before one of them failed
 
     def set_lr(self, lr: float) -> None:
         """The rate of the next steps; in place where steps are replayed, which read a tensor."""
@@ -47,6 +48,8 @@ class Optimizer:
         self.__dict__.pop("found_inf", None)
 
     def zero_grad(self) -> None:
+        """A step begins anew."""
+        self._applied = 0
         for p in self.params:
             p.grad = None
 
@@ -59,13 +62,15 @@ class Optimizer:
     def _with_grads(self) -> list[int]:
         return [i for i, p in enumerate(self.params) if p.grad is not None]
 
-    def _by_decay(self, which: list[int]) -> list[tuple[float, list[int]]]:
-        """The same parameters, those of one weight decay at a time.
+    def _by_decay(self, which: list[int]) -> Iterator[tuple[float, list[int]]]:
+        """The same parameters, those of one weight decay at a time, for a call of the kernel each.
 
-        A call of the kernel each, of which only the first may run out of memory: it loads it.
+        Where a call runs out of memory, the step is tried again: it begins at that call.
         """
-        decays = sorted({self.decays[i] for i in which})
-        return [(decay, [i for i in which if self.decays[i] == decay]) for decay in decays]
+        for decay in sorted({self.decays[i] for i in which})[self._applied :]:
+            yield decay, [i for i in which if self.decays[i] == decay]
+            self._applied += 1
+        self._applied = 0
 
 
 class AdamW(Optimizer):

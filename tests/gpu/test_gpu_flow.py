@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from flows.train import train
-from tasks.engine import leaks, training
+from tasks.engine import leaks, training, unused
 from tasks.engine.accounts import BEST, OWNERS
 from tasks.engine.config import RunConfig
 from tasks.engine.data import prepare
@@ -77,12 +77,13 @@ def here(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def _trained(**sections: Any) -> Run:
     """The run in MLflow of a training that went well, its record complete."""
-    made = train(RunConfig.model_validate({"device": {"name": "cuda"}, **sections}))
+    config = RunConfig.model_validate({"device": {"name": "cuda"}, **sections})
+    made = train(config)
     client = MlflowClient(where().tracking_uri)
     run = client.get_run(made["run_id"])
     metrics, tags = run.data.metrics, run.data.tags
     assert run.info.status == "FINISHED"
-    assert set(run.data.params) == set(RunConfig().flat())
+    assert set(run.data.params) == set(unused.params(config))
     assert tags["device"] == "cuda:0" and tags["device.kind"] == "cuda"
     assert not TAGS - set(tags), TAGS - set(tags)
     absent = (POSITIVE | MAY_BE_ZERO) - set(metrics)
@@ -213,7 +214,7 @@ def test_an_index_out_of_range_breaks_the_device_and_not_the_record(
     )
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2, err
-    data, broken, reason = err.splitlines()
+    *_, broken, reason = err.splitlines()
     assert "answers nothing but errors" in broken
     assert reason.startswith("model.name: an index or a label is out of range on the GPU")
     _until(lambda: _ask(place, "SELECT status FROM runs") == [("FAILED",)], timeout_s=60)

@@ -157,9 +157,11 @@ def test_a_pass_that_ran_out_leaves_the_weights_of_a_run_of_half_the_rows(
 
 
 UPDATES = {
-    "norm": (nn.utils, "clip_grad_norm_"),
-    "step": (optim.AdamW, "step"),
-    "kernel": (torch, "_fused_adamw_"),
+    "norm": (nn.utils, "clip_grad_norm_", _every_other),
+    "step": (optim.AdamW, "step", _every_other),
+    # Once for what has weight decay, once for what has none: the first call fails, or the second.
+    "kernel": (torch, "_fused_adamw_", lambda call: call % 3 == 1),
+    "second kernel": (torch, "_fused_adamw_", lambda call: call % 3 == 2),
 }
 
 
@@ -177,8 +179,8 @@ def test_an_update_that_ran_out_leaves_the_weights_of_a_run_that_did_not(
     """Each one does, and is repeated: in fp16 the scale of the failed one stayed behind."""
     train = {"precision": precision, "accumulate": accumulate}
     expected = spared(**train)
-    owner, name = UPDATES[at]
-    short = _Short(_every_other, getattr(owner, name))
+    owner, name, fails = UPDATES[at]
+    short = _Short(fails, getattr(owner, name))
     monkeypatch.setattr(owner, name, short.function())
     with _as_if_nothing_had_happened(expected) as done:
         done.append(_train(tmp_path, train=train))
@@ -195,7 +197,8 @@ def test_an_evaluation_that_ran_out_goes_on_in_parts(
     monkeypatch.setattr(training, "model_of", made)
     with _as_if_nothing_had_happened(expected) as done:
         done.append(_train(tmp_path, train={"precision": precision}))
-    assert done[0].metrics["memory/ooms_recovered"] == short.failed >= 2
+    # Its last failure: the model that is loaded again is then not held against the trained one.
+    assert done[0].metrics["memory/ooms_recovered"] == short.failed - 1 >= 2
 
 
 @pytest.mark.parametrize("at", [1, 2, 5, 6, 7])
@@ -253,7 +256,7 @@ def test_an_evaluation_that_cannot_be_read_whole_is_read_in_smaller_parts(
     monkeypatch.setattr(staging.Lane, "_send", send)
     with _as_if_nothing_had_happened(expected) as done:
         done.append(_train(tmp_path))
-    assert max(sizes) == 38 and sizes[-2:] == [19, 19]
+    assert max(sizes) == 38 and sizes[-3:-1] == [19, 19]  # the last are two rows for the model
 
 
 @pytest.mark.parametrize(
