@@ -90,11 +90,13 @@ def desk_environment(home: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def desk(place: Path) -> Callable[..., subprocess.Popen[str]]:
-    """Starts `python -m flows.train` with the given arguments in `place`."""
+def desk(place: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `python -m flows.train` with the given arguments in `place`; none outlives its test,
+    which would slow all that follow."""
+    started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str, home: Path = Path(APART) / "desk") -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "flows.train", *arguments],
             cwd=place,
             env=desk_environment(home),
@@ -102,5 +104,11 @@ def desk(place: Path) -> Callable[..., subprocess.Popen[str]]:
             stderr=subprocess.PIPE,
             text=True,
         )
+        started.append(process)
+        return process
 
-    return start
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
