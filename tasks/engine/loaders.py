@@ -112,6 +112,8 @@ def _told(batches: Iterator[Any]) -> Iterator[Any]:
         except Exception as error:
             if is_oom(error) or str(error).startswith("DataLoader worker"):
                 raise  # a worker has died, by no word of the data
+            if isinstance(error, ConnectionError) and getattr(batches, "_workers", None):
+                raise RuntimeError("DataLoader worker ended while it sent a batch") from None
             told = told_of(error)
         else:
             yield batch
