@@ -12,7 +12,7 @@ import numpy as np
 
 from tasks.engine import scaling
 from tasks.engine.facts import DataFacts
-from tasks.engine.labels import Labels
+from tasks.engine.labels import Labels, blocks_of
 from tasks.engine.raw import Raw, shorten
 from tasks.engine.table import Table
 from tasks.engine.units import number, percent
@@ -52,8 +52,11 @@ class Keys:
         shift = np.uint64(64 - FILTER_BITS)
         table = np.zeros(1 << FILTER_BITS, dtype=bool)
         table[sought >> shift] = True
-        found = self._keys[table.take((self._keys >> shift).view(np.int64)) & ~validation]
-        return float(np.isin(sought, found).mean())
+        found = []
+        for part in blocks_of(len(self._keys)):  # which keeps little beside them
+            keys = self._keys[part]
+            found.append(keys[table.take((keys >> shift).view(np.int64)) & ~validation[part]])
+        return float(np.isin(sought, np.concatenate(found)).mean())
 
 
 def of_data(raw: Raw, labels: Labels, validation: np.ndarray, keys: Keys) -> tuple[str, ...]:
