@@ -62,8 +62,10 @@ def _first_asked(where: Where) -> tuple[MlflowClient, Experiment | None]:
     was first, the tables are there a moment later.
     """
     runs = Path(where.runs)
-    runs.mkdir(parents=True, exist_ok=True)
-    with open(runs / "store.lock", "w") as lock:
+    runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    turn = runs / "store.lock"
+    turn.touch(mode=0o600)
+    with turn.open("r+") as lock:
         flock(lock, LOCK_EX)
         for pause_s in AGAIN_S:
             began = time.monotonic()

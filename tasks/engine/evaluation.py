@@ -32,7 +32,7 @@ MAX_LOG_PERPLEXITY = 700.0  # exp() of more is no float
 EVAL_ROWS = 1024  # rows of one batch, where there is room: no gradients are kept there
 # Batches summed up at a time: a small tensor kept of each lay between the freed large ones, so that
 # none of these was used again and the heap of a CPU grew by all rows.
-FOLDED = 64
+FOLDED = 8
 EVAL_SHARE = 1 / 16  # of the room, for the inputs of one batch
 
 
