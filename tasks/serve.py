@@ -152,7 +152,8 @@ def _plan(running: Sequence[Component] = ()) -> serve_up.Plan:
     return serve_up.Plan(
         project=PROJECT,
         folder=FOLDER,
-        where=chosen,
+        tracking_uri=chosen.tracking_uri,
+        experiment=chosen.experiment,
         prefect_url=f"http://127.0.0.1:{prefect}",
         mlflow_url=f"http://127.0.0.1:{mlflow}" if is_local else None,
         worker=socket.gethostname(),

@@ -24,7 +24,6 @@ from tasks.serve_processes import (
     remember,
     start,
 )
-from tasks.where import Where
 
 START_S = 180.0  # a new database on a busy machine, with room to spare
 # Settings of another API, or of a UI that talks to one: this service talks to itself.
@@ -37,7 +36,8 @@ class Plan:
 
     project: Path
     folder: Path  # of logs and of what is remembered
-    where: Where
+    tracking_uri: str
+    experiment: str
     prefect_url: str
     mlflow_url: str | None  # None: a tracking server has the runs, with a UI of its own
     worker: str
@@ -158,8 +158,8 @@ def _environment(plan: Plan) -> dict[str, str]:
         "PREFECT_LOGGING_EXTRA_LOGGERS": "tasks",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": leases,
-        "MLFLOW_TRACKING_URI": plan.where.tracking_uri,
-        "MLFLOW_EXPERIMENT_NAME": plan.where.experiment,
+        "MLFLOW_TRACKING_URI": plan.tracking_uri,
+        "MLFLOW_EXPERIMENT_NAME": plan.experiment,
         "NO_PROXY": not_proxied,
         MARK: mark_of(plan.folder),
     }

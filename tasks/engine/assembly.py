@@ -18,7 +18,6 @@ from tasks.engine.config import FUSED, RunConfig
 from tasks.engine.facts import DataFacts
 from tasks.engine.forward import Forward, Plain, free
 from tasks.engine.loaders import ENDLESS
-from tasks.engine.loop import Plan
 from tasks.engine.losses import gives_own_loss, loss_of
 from tasks.engine.oom import Fitting
 from tasks.engine.precision import autocast
@@ -167,6 +166,22 @@ def rate_of(config: RunConfig, *, steps: int) -> Callable[[int], float]:
         warmup_fraction=o.warmup_fraction,
         min_fraction=o.min_lr_fraction,
     )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long and how to train. batch_size in rows of one optimizer step."""
+
+    epochs: int
+    batch_size: int
+    log_every: int
+    patience: int
+    seed: int
+    max_steps: int | None = None
+
+    def steps(self, of_epoch: int) -> int:
+        """Of the whole training, where an epoch has so many."""
+        return min(self.epochs * of_epoch, self.max_steps or self.epochs * of_epoch)
 
 
 def plan_of(config: RunConfig) -> Plan:

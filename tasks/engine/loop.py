@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tasks.engine.assembly import Plan
 from tasks.engine.batches import Batches
 from tasks.engine.best import Best
 from tasks.engine.doubts import ALIKE
@@ -25,22 +26,6 @@ from tasks.engine.step import Steps
 from tasks.engine.suspects import Suspects, row_sums
 from tasks.engine.timing import Stopwatch, wait
 from tasks.engine.tree import rows_of
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How long and how to train. batch_size in rows of one optimizer step."""
-
-    epochs: int
-    batch_size: int
-    log_every: int
-    patience: int
-    seed: int
-    max_steps: int | None = None
-
-    def steps(self, of_epoch: int) -> int:
-        """Of the whole training, where an epoch has so many."""
-        return min(self.epochs * of_epoch, self.max_steps or self.epochs * of_epoch)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from torch import nn
 
 from tasks.engine import optim
 from tasks.engine.accounts import Accounts
+from tasks.engine.assembly import Plan
 from tasks.engine.batches import feed
 from tasks.engine.best import Best
 from tasks.engine.evaluation import Judge, evaluate
 from tasks.engine.layout import row_order
 from tasks.engine.ledger import Ledger
 from tasks.engine.loaders import Loaded
-from tasks.engine.loop import Fitted, Plan, Tools, fit
+from tasks.engine.loop import Fitted, Tools, fit
 from tasks.engine.memory import Meter
 from tasks.engine.oom import Failure, Fixed, MemoryExhausted
 from tasks.engine.phases import Phases

@@ -204,11 +204,11 @@ def test_a_part_that_dies_while_starting_shows_its_log_and_ends_the_others(
         lambda component, ready, plan: component and real(component, ready, plan),
     )
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
-    chosen = where().model_copy(update={"tracking_uri": "sqlite:////proc/none/mlflow.db"})
     plan = serve_up.Plan(
         project=serve.PROJECT,
         folder=folder,
-        where=chosen,
+        tracking_uri="sqlite:////proc/none/mlflow.db",
+        experiment="headroom",
         prefect_url="http://127.0.0.1:1",
         mlflow_url="http://127.0.0.1:2",
         worker="test",
@@ -231,7 +231,8 @@ def test_the_service_talks_to_its_own_server_whatever_the_environment_names(
     plan = serve_up.Plan(
         project=serve.PROJECT,
         folder=tmp_path,
-        where=where(),
+        tracking_uri=where().tracking_uri,
+        experiment=where().experiment,
         prefect_url="http://127.0.0.1:4242",
         mlflow_url=None,
         worker="test",
