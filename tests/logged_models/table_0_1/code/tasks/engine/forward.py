@@ -1,0 +1,100 @@
+"""How a model of the user's own is called, and which part of what it returns are its outputs:
+inputs may be a tensor, several or a dict, outputs a tensor, a tuple or an object with `.logits`,
+as those of Hugging Face. It refuses an answer without a tensor. It travels with logged models.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+LABELS = ("labels", "label")
+
+
+class NoOutputs(TypeError):
+    """What a model returned holds no outputs; the text says what it was."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The forward pass of a built-in model: a tensor in, a tensor out."""
+
+    model: nn.Module
+
+    def __call__(self, x: Any) -> tuple[Tensor, Tensor | None]:
+        """The outputs, and the loss where the model gives one itself: never."""
+        return self.model(x), None
+
+
+@dataclass(frozen=True)
+class Free:
+    """The same of a model of the user's own: several inputs by position, a dict by name.
+
+    untaken: labels in a dict that the model has no parameter for. only: the name of the model's one
+    parameter, which is given a dict whole where that has no entry of this name. takes_loss: where
+    inputs have an entry `labels` and the model returns a loss, that one counts.
+    """
+
+    model: nn.Module
+    untaken: frozenset[str]
+    takes_loss: bool
+    only: str | None = None
+
+    def __call__(self, x: Any) -> tuple[Tensor, Tensor | None]:
+        if isinstance(x, Tensor):
+            return told(self.model(x))[0], None
+        if not isinstance(x, Mapping):
+            return told(self.model(*x))[0], None
+        if self.only is not None and self.only not in x:
+            outputs, loss = told(self.model(x))
+            return outputs, loss if self.takes_loss and "labels" in x else None
+        taken = {name: value for name, value in x.items() if name not in self.untaken}
+        outputs, loss = told(self.model(**taken))
+        return outputs, loss if self.takes_loss and "labels" in taken else None
+
+
+Forward = Plain | Free
+
+
+def free(model: nn.Module, *, takes_loss: bool) -> Free:
+    """How this model is called, by its signature."""
+    takes = inspect.signature(model.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        return Free(model, frozenset(), takes_loss)
+    only = next(iter(takes)) if len(takes) == 1 else None
+    return Free(model, frozenset(LABELS) - frozenset(takes), takes_loss, only)
+
+
+def told(result: Any) -> tuple[Tensor, Tensor | None]:
+    """Outputs and loss of what a model returned. Raises NoOutputs."""
+    if isinstance(result, Tensor):
+        return result, None
+    if isinstance(result, Mapping):
+        logits, loss = result.get("logits"), result.get("loss")
+    else:
+        logits, loss = getattr(result, "logits", None), getattr(result, "loss", None)
+    if logits is None and isinstance(result, (tuple, list)):
+        # Not a loss, which some give first.
+        parts = [part for part in result if isinstance(part, Tensor)]
+        logits = next((part for part in parts if part.dim()), None)
+    if not isinstance(logits, Tensor):
+        got = type(result).__name__ if result is not None else "None"
+        raise NoOutputs(
+            f"must return a tensor, a tuple with one, or an object with .logits (got {got})"
+        )
+    return logits, loss if isinstance(loss, Tensor) else None
+
+
+class Outputs(nn.Module):
+    """The model seen as one that returns its outputs alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Any) -> Tensor:
+        return free(self.model, takes_loss=False)(x)[0]

@@ -1,0 +1,250 @@
+"""Raw rows of a table, as a user has them, made into the inputs that a model was trained on: text
+becomes its category, a missing value what the training put in its place. It refuses text where
+numbers belong; a row that misses what nothing stands for is told apart and never guessed. It
+travels with logged models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+NUMBER, CATEGORY = "number", "category"
+LARGEST = 1e30  # of a number, here and in training: beyond it float32 overflows soon
+# What spreadsheets and pandas write for nothing, and Arrow reads as such in a CSV.
+NOTHING = {"", "NA", "N/A", "n/a", "#N/A", "#N/A N/A", "#NA", "NULL", "null", "NaN", "nan"}
+NOTHING |= {"-NaN", "-nan", "1.#IND", "1.#QNAN", "-1.#IND", "-1.#QNAN"}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the model takes: x (rows, inputs) float32; whole (rows,) booleans: nothing is missing
+    for which nothing stands. Other rows are 0 there."""
+
+    x: np.ndarray
+    whole: np.ndarray
+
+
+def width_of(columns: Sequence[Mapping[str, Any]]) -> int:
+    """How many inputs these columns become."""
+    return sum(len(c["values"]) if c["kind"] == CATEGORY else 1 for c in columns)
+
+
+def inputs_of(
+    rows: Any,
+    columns: Sequence[Mapping[str, Any]],
+    *,
+    missing: str,
+    na: Sequence[str] | None = None,
+) -> Inputs:
+    """The inputs of raw rows: of a DataFrame with these columns among others in any order, or of
+    an array that has them in their order, or already holds the inputs.
+
+    columns: of the model's description; missing: what the training did about missing values;
+    na: the words that meant missing in it, None: those that spreadsheets and pandas write.
+    Raises ValueError for a column that is not there, text where numbers belong, and a missing
+    value where the training allowed none.
+    """
+    nothing = NOTHING if na is None else {"", *na}
+    frame = hasattr(rows, "columns")
+    if not frame:
+        rows = np.asarray(rows)
+        if rows.ndim != 2 or rows.shape[1] not in (len(columns), width_of(columns)):
+            raise ValueError(f"rows: must have the shape (rows, {len(columns)}) (got {rows.shape})")
+        if rows.shape[1] != len(columns):
+            return Inputs(np.ascontiguousarray(rows, np.float32), np.ones(len(rows), dtype=bool))
+    x = np.zeros((len(rows), width_of(columns)), dtype=np.float32)
+    whole, at = np.ones(len(rows), dtype=bool), 0
+    for place, column in enumerate(columns):
+        given = _given(rows, column, columns, missing) if frame else rows[:, place]
+        if column["kind"] == CATEGORY:
+            chosen, empty = _categories(given, column, nothing)
+            there = np.flatnonzero(chosen >= 0)
+            x[there, at + chosen[there]] = 1
+            at += len(column["values"])
+        else:
+            x[:, at], empty = _numbers(given, column, nothing)
+            at += 1
+        if empty.any() and missing == "fail":
+            raise ValueError(
+                f"rows: the column {column['name']!r} has a missing value, and the model was "
+                "trained on rows without (data.missing: fail); fill it in"
+            )
+        whole &= ~empty
+    x[~whole] = 0
+    return Inputs(x, whole)
+
+
+def array_of(rows: Any, names: Sequence[str] | None, shape: tuple[int, ...]) -> np.ndarray:
+    """Rows of numbers as float32 (rows, *shape): of an array, or of a DataFrame with the columns
+    `names` among others.
+
+    Raises ValueError for another shape, a column that is not there and a number out of bounds.
+    """
+    if hasattr(rows, "columns") and names:
+        missing = [name for name in names if name not in rows.columns]
+        if missing:
+            raise ValueError(f"rows: the column {missing[0]!r} is missing; needs {names}")
+        rows = rows[names]
+    with np.errstate(over="ignore"):  # told below
+        x = np.ascontiguousarray(rows, dtype=np.float32)
+    if x.ndim == 2 and x.shape[1] == math.prod(shape):
+        x = x.reshape(len(x), *shape)
+    if x.shape[1:] != shape:
+        sizes = ", ".join(map(str, shape))
+        raise ValueError(f"rows: must have the shape (rows, {sizes}) (got {x.shape})")
+    far = np.argwhere(np.abs(x) > LARGEST)
+    if len(far):
+        _, *at = far[0].tolist()
+        column = repr(names[at[0]]) if names else ", ".join(str(i + 1) for i in at)
+        raise ValueError(f"rows: {_too_large(column, x[tuple(far[0])].item())}")
+    return x
+
+
+def refuse_no_number(outputs: np.ndarray, task: str) -> None:
+    """Raises ValueError where one of these outputs is none, though its row misses nothing."""
+    if np.isnan(outputs).any() or (task == "regression" and np.isinf(outputs).any()):
+        raise ValueError(
+            "rows: the model gives no number for a row that misses none; the row may lie too far "
+            "from those that it was trained on: mend or drop it"
+        )
+
+
+def _given(
+    rows: Any, column: Mapping[str, Any], columns: Sequence[Mapping[str, Any]], missing: str
+) -> Any:
+    name = column["name"]
+    if name in rows.columns:
+        given = rows[name]
+        if given.ndim != 1:
+            raise ValueError(f"rows: the column {name!r} is there twice; keep one")
+        return given
+    if missing == "fail":
+        needs = [c["name"] for c in columns]
+        raise ValueError(f"rows: the column {name!r} is missing; needs {needs}")
+    return np.full(len(rows), None, dtype=object)
+
+
+def _numbers(
+    given: Any, column: Mapping[str, Any], nothing: set[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """float32 values, and where nothing stands for a missing one."""
+    values = np.asarray(given)
+    if values.dtype.kind not in "fiub":
+        values = np.array(
+            [_number(v, column["name"], nothing) for v in values.tolist()], dtype=np.float64
+        )
+    values = values.astype(np.float64)
+    for missing in numbers_of(nothing):
+        values[values == missing] = np.nan
+    empty = np.isnan(values)
+    if column["fill"] is not None:
+        values[empty], empty = column["fill"], np.zeros_like(empty)
+    far = np.flatnonzero(np.abs(values) > LARGEST)
+    if len(far):
+        raise ValueError(f"rows: {_too_large(repr(column['name']), values[far[0]].item())}")
+    return values.astype(np.float32), empty
+
+
+def _too_large(column: str, value: float) -> str:
+    """What is said of a number beyond the bound."""
+    return (
+        f"the column {column} must hold numbers of at most {LARGEST:g} in size (got {value:.6g}); "
+        "mend or drop such rows"
+    )
+
+
+def numbers_of(words: Iterable[str]) -> list[float]:
+    """Those among words for nothing that are numbers, such as -999."""
+    found = []
+    for word in words:
+        with suppress(ValueError):
+            found.append(float(word))
+    return [number for number in found if number == number]
+
+
+def _number(value: Any, name: str, nothing: set[str]) -> float:
+    if _is_nothing(value, nothing):
+        return float("nan")
+    if isinstance(value, str):
+        raise ValueError(f"rows: the column {name!r} must hold numbers (got {value[:60]!r})")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        kind = type(value).__name__
+        raise ValueError(f"rows: the column {name!r} must hold numbers (got {kind})") from None
+
+
+def _is_nothing(value: Any, nothing: set[str]) -> bool:
+    if isinstance(value, str):
+        return value.strip() in nothing
+    # NaN and NaT differ from themselves; pandas' NA has no truth.
+    if isinstance(value, np.ndarray):
+        return False
+    return value is None or type(value).__name__ == "NAType" or bool(value != value)
+
+
+def _categories(
+    given: Any, column: Mapping[str, Any], nothing: set[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Each row's place among the values, -1 for one that training never saw; and where nothing
+    stands for a missing one."""
+    places = {value: i for i, value in enumerate(column["values"])}
+    known: dict[Any, tuple[int, bool]] = {}
+    found = []
+    for value in np.asarray(given, dtype=object).tolist():
+        key = (type(value), value)
+        try:
+            answer = known.get(key)
+        except TypeError:  # a list, or what else has no hash
+            kind = type(value).__name__
+            raise ValueError(
+                f"rows: the column {column['name']!r} must hold text (got {kind})"
+            ) from None
+        if answer is None:
+            answer = _category(value, column, places, nothing)
+            if len(known) < 1 << 16 and isinstance(value, str | int):
+                known[key] = answer
+        found.append(answer)
+    both = np.array(found, dtype=np.int64).reshape(-1, 2)
+    return both[:, 0], both[:, 1].astype(bool)
+
+
+def _category(
+    value: Any, column: Mapping[str, Any], places: dict[str, int], nothing: set[str]
+) -> tuple[int, bool]:
+    filled = places.get(column["fill"], -1), column["fill"] is None
+    if not isinstance(value, str) and _is_nothing(value, nothing):
+        return filled
+    text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    if text.strip() in places:  # also where it reads like nothing, as the code of Namibia
+        return places[text.strip()], False
+    return filled if _is_nothing(text, nothing) else (-1, False)
+
+
+def _best(part: np.ndarray) -> list[tuple[int, list[float]]]:
+    return list(zip(part.argmax(axis=1).tolist(), part.tolist(), strict=True))
+
+
+def raw_of(x: np.ndarray, columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The raw values of inputs (rows, inputs) that are not scaled, by column."""
+    found: dict[str, list[Any]] = {}
+    at = 0
+    for column in columns:
+        if column["kind"] == CATEGORY:
+            values = column["values"]
+            part = x[:, at : at + len(values)]
+            words = [values[i] if any(row) else None for i, row in _best(part)]
+            found[column["name"]] = [None if word == column["fill"] else word for word in words]
+            at += len(values)
+        else:
+            numbers = x[:, at].astype(np.float64)
+            numbers = np.round(numbers) if column.get("whole") else numbers
+            found[column["name"]] = numbers.tolist()
+            at += 1
+    return found
