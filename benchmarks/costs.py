@@ -25,12 +25,12 @@ from benchmarks import workloads
 from benchmarks.conditions import publish
 from benchmarks.headroom import Tracker, tracking
 from benchmarks.trial import Trial, ready
-from tasks.engine import training
-from tasks.engine.device import detect
-from tasks.engine.memory import Meter
-from tasks.engine.phases import Phases
-from tasks.engine.settings import override
-from tasks.engine.step import Watched
+from tasks.engine.device.detection import detect
+from tasks.engine.memory.memory_meter import Meter
+from tasks.engine.settings.read_settings import override
+from tasks.engine.step.optimizer_step import Watched
+from tasks.engine.step.phases import Phases
+from tasks.engine.training import trainer
 
 PAIRS = 50
 # Seconds of a turn: what counts, and before it what does not: it has to come to the first sending.
@@ -102,7 +102,9 @@ def _tracked(trial: Trial, uri: str, pairs: int, scratch: Path) -> tuple[list[fl
         tracker.settle()  # its process is at its usual work from here on
         epoch_s = min(first) * trial.steps
         turns = Turns(ceil(COUNTED_S / epoch_s), ceil(BEFORE_S / epoch_s))
-        process = next(p for p in psutil.Process().children() if "tasks.tracking" in p.cmdline())
+        process = next(
+            p for p in psutil.Process().children() if "tasks.tracking.mlflow_sender" in p.cmdline()
+        )
         metrics, cpu_s = logged.metrics, sum(process.cpu_times()[:2])
         found = _turns(trial, logged, pairs, turns, scratch, log_every=1)
         tracker.settle()
@@ -211,7 +213,7 @@ def _turns(
         began = perf_counter()
 
     with switched.around():
-        training.train(config, trial.device, trial.data, folder=scratch / "model", log=log)
+        trainer.train(config, trial.device, trial.data, folder=scratch / "model", log=log)
     return [sum(spans) / len(spans) / trial.steps for spans in found]
 
 

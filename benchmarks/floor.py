@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.trial import Reading, Span, Trial
-from tasks.engine.precision import AMP
-from tasks.engine.seeds import seeded
+from tasks.engine.base.seeds import seeded
+from tasks.engine.device.precision import AMP
 
 Call = Callable[[], object]
 

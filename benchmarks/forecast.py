@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from benchmarks.conditions import publish
-from tasks.engine import compiling
-from tasks.engine.config import RunConfig
-from tasks.engine.data import prepare
-from tasks.engine.device import detect
-from tasks.engine.forecast import forecast
-from tasks.engine.leaks import baseline, release
-from tasks.engine.memory import MIB
-from tasks.engine.training import train
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.forecast.forecast import forecast
+from tasks.engine.memory.leaks import baseline, release
+from tasks.engine.memory.memory_meter import MIB
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step import choose_step
+from tasks.engine.training.trainer import train
 
 STEPS = 130  # after which a graph was tried
 
@@ -55,7 +55,7 @@ def main(models: list[str]) -> int:
     if not torch.cuda.is_available():
         print("benchmarks.forecast: left out, it needs a CUDA device")
         return 0
-    compiling.GRAPH_BELOW_S = math.inf  # also where this machine is slow
+    choose_step.GRAPH_BELOW_S = math.inf  # also where this machine is slow
     worst = {"held": 0.0, "reserved": 0.0}
     publish("forecast", "Forecast against measured", _table(models or list(CASES), worst))
     return int(worst["held"] > 0.05 or worst["reserved"] > 0.1)

@@ -14,11 +14,11 @@ from pathlib import Path
 from time import perf_counter
 
 from benchmarks.trial import Reading, Trial
-from tasks.engine import training
-from tasks.engine.facts import TrainFacts
-from tasks.engine.readings import Log
-from tasks.journal import Journal
-from tasks.where import Where
+from tasks.engine.base.facts import TrainFacts
+from tasks.engine.training import trainer
+from tasks.engine.training.step_metrics import Log
+from tasks.tracking.journal import Journal
+from tasks.tracking.where import Where
 
 # What a run that trained to its end tells its journal last.
 ENDED = {"status": "FINISHED", "name": "benchmark", "params": {}, "tags": {}, "metrics": {}}
@@ -90,7 +90,7 @@ def timed(trial: Trial, tracker: Tracker, folder: Path) -> Timed:
             at.append(now)
         tracker.log(metrics, step)
 
-    facts = training.train(trial.config, trial.device, trial.data, folder=folder, log=log)
+    facts = trainer.train(trial.config, trial.device, trial.data, folder=folder, log=log)
     tracker.settle()
     began, ended = at
     return Timed(ended - began, facts)

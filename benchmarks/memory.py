@@ -21,14 +21,14 @@ from typing import Any
 from benchmarks import workloads
 from benchmarks.conditions import publish
 from benchmarks.turns import in_turns, spread
-from tasks.engine import training
-from tasks.engine.config import RunConfig
-from tasks.engine.data import prepare
-from tasks.engine.device import detect
-from tasks.engine.facts import DeviceFacts, TrainFacts
-from tasks.engine.forecast import forecast
-from tasks.engine.ledger import MIB
-from tasks.engine.settings import override
+from tasks.engine.base.facts import DeviceFacts, TrainFacts
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.forecast.forecast import forecast
+from tasks.engine.memory.allocation_log import MIB
+from tasks.engine.settings.read_settings import override
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.training import trainer
 
 FORECAST_BARS_PCT = {"cpu": 10.0, "cuda": 15.0}
 BATCHES = (16, 64, 256)
@@ -138,7 +138,7 @@ def _config(sections: dict[str, Any], scratch: Path) -> RunConfig:
 def _trained(config: RunConfig, device: DeviceFacts, scratch: Path) -> Trained:
     data = prepare(config.data)
     began = perf_counter()
-    facts = training.train(
+    facts = trainer.train(
         config, device, data, folder=scratch / "model", log=lambda metrics, step: None
     )
     return Trained(perf_counter() - began, facts)

@@ -23,9 +23,9 @@ from pyarrow import csv, parquet
 
 from benchmarks.conditions import RESULTS, publish
 from benchmarks.turns import in_turns, median_ratio, spread
-from tasks.engine.data import prepare
-from tasks.engine.data_config import DataConfig
-from tasks.engine.units import mebibytes
+from tasks.engine.base.units import mebibytes
+from tasks.engine.data.preparation import prepare
+from tasks.engine.settings.data_config import DataConfig
 
 BAR = 1.3  # of CSV
 NOTES = """

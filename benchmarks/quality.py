@@ -19,10 +19,10 @@ from sklearn.ensemble import GradientBoostingClassifier, GradientBoostingRegress
 from sklearn.linear_model import LogisticRegression, Ridge
 
 from benchmarks.conditions import publish
-from tasks.engine.config import RunConfig
-from tasks.engine.data import load, prepare
-from tasks.engine.device import detect
-from tasks.engine.training import train
+from tasks.engine.data.preparation import load, prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.training.trainer import train
 
 SPLITS = 3
 BAR = -0.03  # against the linear model, in the mean over the splits

@@ -21,11 +21,11 @@ from benchmarks.conditions import publish
 from benchmarks.headroom import ENDED, NO_TRACKER, timed, where_to
 from benchmarks.trial import Trial
 from benchmarks.turns import in_turns
-from tasks.engine import training
-from tasks.engine.config import RunConfig
-from tasks.engine.data import prepare
-from tasks.engine.device import detect
-from tasks.journal import Journal
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.training import trainer
+from tasks.tracking.journal import Journal
 
 Costs = dict[str, float]  # seconds by what they were spent on
 Fit = Callable[[Sequence[float], Sequence[float]], str]
@@ -114,7 +114,7 @@ def _steps(epochs: int, scratch: Path) -> Costs:
     )
     data = prepare(config.data)
     began = perf_counter()
-    training.train(config, detect(), data, folder=scratch, log=NO_TRACKER.log)
+    trainer.train(config, detect(), data, folder=scratch, log=NO_TRACKER.log)
     return {"training": perf_counter() - began}
 
 

@@ -27,8 +27,8 @@ from benchmarks.peers import loops
 from benchmarks.trial import Reading, Trial, ready
 from benchmarks.turns import in_turns, median_ratio, spread
 from benchmarks.workloads import Workload
-from tasks.engine.device import detect
-from tasks.engine.peaks import peak
+from tasks.engine.device.detection import detect
+from tasks.engine.training.peak_flops import peak
 
 Run = Callable[[], Reading]
 FRAMEWORKS = ("lightning", "accelerate")

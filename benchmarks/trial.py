@@ -20,14 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.workloads import Workload
-from tasks.engine import data as prepared
-from tasks.engine import models, training
-from tasks.engine.config import RunConfig
-from tasks.engine.device import resolve_precision
-from tasks.engine.facts import DataFacts, DeviceFacts
-from tasks.engine.precision import autocast
-from tasks.engine.settings import override
-from tasks.engine.timing import wait
+from tasks.engine.base.facts import DataFacts, DeviceFacts
+from tasks.engine.base.timing import wait
+from tasks.engine.data import preparation as prepared
+from tasks.engine.device.detection import resolve_precision
+from tasks.engine.device.precision import autocast
+from tasks.engine.models import builtin
+from tasks.engine.settings.read_settings import override
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.training import trainer
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ class Trial:
     @property
     def work(self) -> int:
         """Multiply-adds of the forward pass of one batch."""
-        return self.config.train.batch_size * training.check(self.config, self.data).work
+        return self.config.train.batch_size * trainer.check(self.config, self.data).work
 
     def autocast(self) -> Callable[[], AbstractContextManager[object]]:
         return autocast(self.precision, self.target)
@@ -79,7 +80,7 @@ class Trial:
     def module(self) -> nn.Module:
         """The model on the device, with the same weights for everybody."""
         torch.manual_seed(self.config.train.seed)
-        return models.build(
+        return builtin.build(
             self.config.model.name,
             input_shape=self.data.input_shape,
             outputs=self.data.outputs,

@@ -9,8 +9,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from tasks import starter
-from tasks.engine.settings import ConfigError
+from flows.cli import starter
+from tasks.engine.settings.read_settings import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks import signals, streams
+    from tasks.process import signals, streams
 
     streams.keep()
     signals.catch()
-    from flows.desk import leave
-    from flows.predict_desk import main  # answers --help and bad words before prefect is imported
+    from flows.cli.predict_command import (
+        main,  # answers --help and bad words before prefect is imported
+    )
+    from flows.cli.train_command import leave
 
     leave(main(sys.argv[1:]))
 
@@ -25,8 +27,8 @@ from typing import Any
 from prefect import flow
 
 from tasks.detect_device import detect_device
-from tasks.engine.config import DeviceConfig
-from tasks.engine.predict_order import order
+from tasks.engine.predict.request import order
+from tasks.engine.settings.run_config import DeviceConfig
 from tasks.find_model import find_model
 from tasks.predict_rows import predict_rows
 from tasks.release_memory import release_memory

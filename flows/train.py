@@ -9,11 +9,12 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks import signals, streams
+    from tasks.process import signals, streams
 
     streams.keep()
     signals.catch()
-    from flows.desk import leave, main  # answers --help and bad settings before prefect is imported
+    # It answers --help and bad settings before prefect is imported.
+    from flows.cli.train_command import leave, main
 
     leave(main(sys.argv[1:]))
 
@@ -22,14 +23,14 @@ from typing import Any
 
 from prefect.runtime import flow_run
 
-from flows.from_python import training
+from flows.cli.from_python import training
 from tasks.detect_device import detect_device
-from tasks.engine.config import RunConfig
+from tasks.engine.settings.run_config import RunConfig
 from tasks.flow_run import describe, publish, run_name, waited_s
 from tasks.preflight import check_fit, resolved
 from tasks.prepare_data import prepare_data
+from tasks.process.redaction import redacted_errors
 from tasks.record import Record
-from tasks.redaction import redacted_errors
 from tasks.release_memory import release_memory
 from tasks.train_model import train_model
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tasks.engine.config import DeviceConfig
-from tasks.engine.device import check_limit, detect, resolve_precision
-from tasks.engine.facts import DeviceFacts
-from tasks.engine.leaks import baseline
+from tasks.engine.base.facts import DeviceFacts
+from tasks.engine.device.detection import check_limit, detect, resolve_precision
+from tasks.engine.memory.leaks import baseline
+from tasks.engine.settings.run_config import DeviceConfig
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import socket
 
 import psutil
 
-from tasks.engine.facts import DeviceFacts
-from tasks.engine.memory import MIB
+from tasks.engine.base.facts import DeviceFacts
+from tasks.engine.memory.memory_meter import MIB
 
 
 def device_tags(device: DeviceFacts) -> dict[str, str]:

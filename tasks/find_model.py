@@ -10,11 +10,11 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tasks import model_store
-from tasks.engine import predicting
-from tasks.engine.facts import ModelFacts
-from tasks.engine.predict_order import Order
-from tasks.where import where
+from tasks.engine.base.facts import ModelFacts
+from tasks.engine.predict import prediction
+from tasks.engine.predict.request import Order
+from tasks.tracking import model_store
+from tasks.tracking.where import where
 
 
 @task(cache_policy=NO_CACHE)
@@ -26,5 +26,5 @@ def find_model(order: Order, *, folder: str) -> ModelFacts:
     """
     place = where()
     place = place.model_copy(update={"experiment": order.experiment or place.experiment})
-    fits = partial(predicting.check, order)
+    fits = partial(prediction.check, order)
     return model_store.model_of(order.run, place, folder=Path(folder), check=fits)

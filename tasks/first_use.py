@@ -11,16 +11,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tasks import prefect_server, tracking_store
+from tasks.serving import local_prefect
+from tasks.tracking import mlflow_store
 
 
 def main() -> None:
     """Make what is missing."""
-    _make(prefect_server.template(), _prefect_database)
-    _make(tracking_store.template(), tracking_store.make_database)
-    from tasks.engine import report
+    _make(local_prefect.template(), _prefect_database)
+    _make(mlflow_store.template(), mlflow_store.make_database)
+    from tasks.engine.report import run_report
 
-    report.load_plotting()
+    run_report.load_plotting()
 
 
 def _make(path: Path, make: object) -> None:

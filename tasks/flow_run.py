@@ -15,13 +15,13 @@ from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_API_URL
 from rich.console import Console
 
-from tasks import streams
-from tasks.engine import report
-from tasks.engine.config import RunConfig
-from tasks.engine.settings import ConfigError, from_mapping, override
-from tasks.prefect_server import is_temporary
+from tasks.engine.report import run_report
+from tasks.engine.settings.read_settings import ConfigError, from_mapping, override
+from tasks.engine.settings.run_config import RunConfig
+from tasks.process import streams
+from tasks.process.redaction import link
 from tasks.record import default_name
-from tasks.redaction import link
+from tasks.serving.local_prefect import is_temporary
 
 # Unix time at which somebody asked for this run.
 ASKED_AT: ContextVar[float | None] = ContextVar("ASKED_AT", default=None)
@@ -78,5 +78,5 @@ def _go_on(self: Console) -> None:
 
 def publish(run: Mapping[str, Any]) -> None:
     """Put the report where Prefect's UI shows it."""
-    text = report.markdown(run, open_command=run["open_command"])
+    text = run_report.markdown(run, open_command=run["open_command"])
     create_markdown_artifact(text, key=f"run-{run['run_id']}", description=run["name"])

@@ -9,18 +9,18 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tasks.engine import training
-from tasks.engine.admission import free_bytes
-from tasks.engine.config import RunConfig
-from tasks.engine.data import check, prepare
-from tasks.engine.device import check_limit, detect, resolve_precision
-from tasks.engine.facts import DeviceFacts
-from tasks.engine.forecast import Forecast, forecast, largest_micro_batch
-from tasks.engine.limits import room_bytes
-from tasks.engine.own_paths import check as check_imports
-from tasks.engine.past import alike
-from tasks.past_runs import measured
-from tasks.where import where
+from tasks.engine.base.facts import DeviceFacts
+from tasks.engine.data.preparation import check, prepare
+from tasks.engine.device.detection import check_limit, detect, resolve_precision
+from tasks.engine.device.memory_limit import room_bytes
+from tasks.engine.forecast.admission import free_bytes
+from tasks.engine.forecast.forecast import Forecast, forecast, largest_micro_batch
+from tasks.engine.settings.import_path_checks import check as check_imports
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.training import trainer
+from tasks.engine.training.similar_runs import alike
+from tasks.tracking.past_runs import measured
+from tasks.tracking.where import where
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -74,7 +74,7 @@ def foretell(config: RunConfig) -> Foreseen:
     resolve_precision(config.train.precision, device)
     check_limit(device, config.memory.limit_mib)
     data = prepare(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
-    training.check(config, data)
+    trainer.check(config, data)
     free = device.free_bytes if device.kind == "cpu" else free_bytes(device)
     room = room_bytes(config, free)
     place = where()

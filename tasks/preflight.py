@@ -7,19 +7,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tasks import room
-from tasks.engine import training
-from tasks.engine.assembly import steps_of
-from tasks.engine.config import RunConfig
-from tasks.engine.data import check as check_data
-from tasks.engine.device import DeviceError
-from tasks.engine.facts import DataFacts
-from tasks.engine.forecast import Unforeseeable
-from tasks.engine.models import ModelError
-from tasks.engine.own_paths import check as check_imports
-from tasks.engine.raw import DataError
-from tasks.engine.settings import ConfigError, override
-from tasks.where import TrackingError, where
+from tasks.engine.base.facts import DataFacts
+from tasks.engine.data.preparation import check as check_data
+from tasks.engine.device.detection import DeviceError
+from tasks.engine.files.source_data import DataError
+from tasks.engine.forecast.forecast import Unforeseeable
+from tasks.engine.models.builtin import ModelError
+from tasks.engine.settings.import_path_checks import check as check_imports
+from tasks.engine.settings.read_settings import ConfigError, override
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.build import steps_of
+from tasks.engine.training import trainer
+from tasks.tracking import disk_space
+from tasks.tracking.where import TrackingError, where
 
 BAD_INPUT = (ConfigError, DataError, ModelError, DeviceError, TrackingError, Unforeseeable)
 
@@ -41,8 +41,8 @@ def check_fit(config: RunConfig, data: DataFacts) -> None:
 
     Raises ModelError, ConfigError or TrackingError.
     """
-    weights_bytes = training.check(config, data).weights_bytes
+    weights_bytes = trainer.check(config, data).weights_bytes
     log_points = steps_of(config, data) // config.train.log_every
     if config.train.patience:  # as many epochs as it will take at least
         log_points = min(log_points, log_points * config.train.patience // config.train.epochs)
-    room.check(where(), weights_bytes=weights_bytes, log_points=log_points)
+    disk_space.check(where(), weights_bytes=weights_bytes, log_points=log_points)

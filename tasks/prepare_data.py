@@ -7,11 +7,11 @@ from __future__ import annotations
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tasks import forks
-from tasks.engine.data import prepare
-from tasks.engine.data_config import DataConfig
-from tasks.engine.facts import DataFacts
-from tasks.redaction import redacted_errors
+from tasks.engine.base.facts import DataFacts
+from tasks.engine.data.preparation import prepare
+from tasks.engine.settings.data_config import DataConfig
+from tasks.process import forks
+from tasks.process.redaction import redacted_errors
 
 
 @task(cache_policy=NO_CACHE)

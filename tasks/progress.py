@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
-from tasks.engine.units import clock, mebibytes, number, seconds
+from tasks.engine.base.units import clock, mebibytes, number, seconds
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

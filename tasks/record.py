@@ -17,23 +17,24 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from uuid import uuid4
 
-from tasks import serve, signals
+from tasks import serve
 from tasks.device_tags import device_tags
-from tasks.engine import unused
-from tasks.engine.assembly import epochs_of, steps_of
-from tasks.engine.config import RunConfig
-from tasks.engine.facts import DataFacts, DeviceFacts, ReleaseFacts, TrainFacts
-from tasks.engine.memory import MIB, chain
-from tasks.engine.oom_files import OutOfMemory
-from tasks.engine.past import WANTED, Past, alike
-from tasks.engine.settings_file import to_yaml
-from tasks.engine.timing import Stopwatch
-from tasks.engine.units import clock
-from tasks.journal import Journal, JournalError
+from tasks.engine.base.facts import DataFacts, DeviceFacts, ReleaseFacts, TrainFacts
+from tasks.engine.base.timing import Stopwatch
+from tasks.engine.base.units import clock
+from tasks.engine.memory.memory_meter import MIB, chain
+from tasks.engine.settings import unused_settings
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.yaml_file import to_yaml
+from tasks.engine.step.build import epochs_of, steps_of
+from tasks.engine.training.oom_files import OutOfMemory
+from tasks.engine.training.similar_runs import WANTED, Past, alike
+from tasks.process import signals
+from tasks.process.redaction import link, redacted, without_secrets
 from tasks.progress import QUIET_S, Progress
-from tasks.redaction import link, redacted, without_secrets
 from tasks.release_memory import LeakError
-from tasks.where import TrackingError, where
+from tasks.tracking.journal import Journal, JournalError
+from tasks.tracking.where import TrackingError, where
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -96,7 +97,7 @@ class Record:
 
     def __enter__(self) -> Record:
         threading.Thread(target=self._tell_in_silence, daemon=True).start()
-        for line in unused.told(self.config):
+        for line in unused_settings.told(self.config):
             log.warning("%s", line)
         self._journal.__enter__()
         self._journal.open(self.config.run.experiment)
@@ -155,7 +156,7 @@ class Record:
         began = time.perf_counter()
         measured = self._journal.create(
             name=self._name,
-            params=without_secrets(unused.params(self.config)),
+            params=without_secrets(unused_settings.params(self.config)),
             tags=without_secrets(self._tags),
             wanted=WANTED,
         )
@@ -247,7 +248,7 @@ class Record:
             "experiment_id": self._journal.experiment_id,
             "name": self._name,
             "status": status,
-            "params": unused.params(self.config),
+            "params": unused_settings.params(self.config),
             "tags": self._tags,
             "metrics": {
                 **self._series,
@@ -267,7 +268,7 @@ class Record:
             self.run["metrics"] |= self._journal.close(self.run)
         except TrackingError as unsent:
             log.error(
-                "%s. Nothing is lost: send it with `python -m tasks.tracking %s`",
+                "%s. Nothing is lost: send it with `python -m tasks.tracking.mlflow_sender %s`",
                 unsent,
                 shlex.quote(str(self.folder)),
             )

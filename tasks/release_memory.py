@@ -9,8 +9,8 @@ import logging
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tasks.engine.facts import Owner, ReleaseFacts
-from tasks.engine.leaks import release
+from tasks.engine.base.facts import Owner, ReleaseFacts
+from tasks.engine.memory.leaks import release
 
 log = logging.getLogger(__name__)
 _MIB = 1024**2

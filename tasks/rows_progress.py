@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from tasks.engine.units import clock, number, seconds
+from tasks.engine.base.units import clock, number, seconds
 from tasks.progress import Progress
 
 PERCENT = 100

@@ -18,9 +18,9 @@ from fcntl import LOCK_EX, flock
 from pathlib import Path
 from types import FrameType
 
-from tasks import serve_down, serve_prefect, serve_up
-from tasks.redaction import redacted
-from tasks.serve_processes import (
+from tasks.process.redaction import redacted
+from tasks.serving import prefect_http, service_down, service_up
+from tasks.serving.processes import (
     Component,
     ServeError,
     SettingError,
@@ -28,7 +28,7 @@ from tasks.serve_processes import (
     remembered,
     require_free,
 )
-from tasks.where import TrackingError, where
+from tasks.tracking.where import TrackingError, where
 
 PROJECT = Path(__file__).absolute().parent.parent
 FOLDER = PROJECT / ".headroom" / "serve"
@@ -69,7 +69,7 @@ def up() -> int:
             if running:
                 gone = ", ".join(c.name for c in components if c not in running)
                 print(f"{gone}: had ended (logs: {FOLDER}), and is started again.", flush=True)
-            components = serve_up.bring_up(_plan(running), running)
+            components = service_up.bring_up(_plan(running), running)
     print(_addresses({c.name: c.address for c in components}))
     return 0
 
@@ -81,7 +81,7 @@ def down() -> int:
         if not components:
             print("Nothing is up.")
             return 0
-        serve_down.take_down(components, FOLDER)
+        service_down.take_down(components, FOLDER)
     print("Down: " + ", ".join(c.name for c in components) + ".")
     return 0
 
@@ -111,7 +111,7 @@ def ui() -> int:
     port = port_from(*MLFLOW_PORT)
     require_free(port, MLFLOW_PORT[0])
     if chosen.database is not None and not chosen.database.exists():
-        from tasks.tracking_store import open_experiment
+        from tasks.tracking.mlflow_store import open_experiment
 
         open_experiment(chosen)  # MLflow's own first use of a new database breaks if a run is first
     print(f"MLflow: http://127.0.0.1:{port}   (this machine only; Ctrl-C ends it)", flush=True)
@@ -136,7 +136,7 @@ def mlflow_address() -> tuple[str, str]:
     return f"http://127.0.0.1:{port}", "" if port == usual else f"{variable}={port} "
 
 
-def _plan(running: Sequence[Component] = ()) -> serve_up.Plan:
+def _plan(running: Sequence[Component] = ()) -> service_up.Plan:
     chosen = where()
     prefect, mlflow = port_from(*PREFECT_PORT), port_from(*MLFLOW_PORT)
     is_local = not chosen.tracking_uri.startswith(("http", "databricks"))
@@ -149,7 +149,7 @@ def _plan(running: Sequence[Component] = ()) -> serve_up.Plan:
         require_free(prefect, PREFECT_PORT[0])
     if is_local and "mlflow" not in held:
         require_free(mlflow, MLFLOW_PORT[0])
-    return serve_up.Plan(
+    return service_up.Plan(
         project=PROJECT,
         folder=FOLDER,
         tracking_uri=chosen.tracking_uri,
@@ -173,7 +173,7 @@ def _state(component: Component) -> str:
     if component.process() is None:
         return "down"
     path = {"prefect": "/api/health", "mlflow": "/health"}.get(component.name)
-    ready = path is None or serve_prefect.answers(component.address + path)
+    ready = path is None or prefect_http.answers(component.address + path)
     return "up" if ready else "no answer"
 
 
@@ -185,7 +185,7 @@ def _addresses(addresses: dict[str, str]) -> str:
         [
             f"Prefect    {addresses['prefect']}",
             f"MLflow     {addresses.get('mlflow') or redacted(where().tracking_uri)}",
-            f"worker     {addresses['worker']}, pool {serve_prefect.POOL}, one run at a time",
+            f"worker     {addresses['worker']}, pool {prefect_http.POOL}, one run at a time",
             "           For this machine only (127.0.0.1): there is no password.",
             f"train now  {run}",
             "           with settings: --param 'overrides={\"optim.lr\": 0.01}'",

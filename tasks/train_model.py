@@ -10,12 +10,12 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tasks import forks
-from tasks.engine import training
-from tasks.engine.config import RunConfig
-from tasks.engine.facts import DataFacts, DeviceFacts, TrainFacts
-from tasks.engine.past import Past
-from tasks.redaction import redacted_errors
+from tasks.engine.base.facts import DataFacts, DeviceFacts, TrainFacts
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.training import trainer
+from tasks.engine.training.similar_runs import Past
+from tasks.process import forks
+from tasks.process.redaction import redacted_errors
 
 
 @task(cache_policy=NO_CACHE)
@@ -31,4 +31,4 @@ def train_model(
     """Train on `device`; the model, and what memory has to tell, are left in `folder`."""
     forks.let_them_end()
     with redacted_errors():
-        return training.train(config, device, data, past=past, folder=Path(folder), log=log)
+        return trainer.train(config, device, data, past=past, folder=Path(folder), log=log)

@@ -41,10 +41,11 @@ def prefect_api() -> Iterator[str]:
         temporary_settings,
     )
 
-    from tasks import forks, prefect_server
+    from tasks.process import forks
+    from tasks.serving import local_prefect
 
     forks.let_them_end()
-    with prefect_server.shared(prefect_server.home()) as url:
+    with local_prefect.shared(local_prefect.home()) as url:
         settings = {
             PREFECT_API_URL: url,
             PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,

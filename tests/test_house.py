@@ -90,7 +90,13 @@ def test_no_engine_module_brings_prefect_or_mlflow_along() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["flows.desk", "flows.commandline", "tasks.prefect_server", "tasks.journal"]
+    "module",
+    [
+        "flows.cli.train_command",
+        "flows.cli.flags",
+        "tasks.serving.local_prefect",
+        "tasks.tracking.journal",
+    ],
 )
 def test_what_answers_first_imports_nothing_slow(module: str) -> None:
     code = (
@@ -117,7 +123,7 @@ def test_there_is_no_drawer_for_odds_and_ends() -> None:
 
 
 def test_mlflow_yaml_holds_no_hyper_parameter() -> None:
-    from tasks.engine.config import RunConfig
+    from tasks.engine.settings.run_config import RunConfig
 
     settings = yaml.safe_load((ROOT / "mlflow.yaml").read_text())
     leaves = {name.split(".")[1] for name in RunConfig().flat()} - {"experiment"}
@@ -125,7 +131,7 @@ def test_mlflow_yaml_holds_no_hyper_parameter() -> None:
 
 
 def test_the_readme_tells_every_setting_as_it_is() -> None:
-    from tasks.engine.settings_table import markdown_table
+    from tasks.engine.settings.table import markdown_table
 
     told = (ROOT / "README.md").read_text()
     assert markdown_table().strip() in told

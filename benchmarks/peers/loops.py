@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.trial import Reading, Span, Trial, loss, tracked
-from tasks.engine.seeds import seeded
+from tasks.engine.base.seeds import seeded
 
 
 def tutorial(trial: Trial) -> Reading:

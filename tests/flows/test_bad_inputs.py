@@ -16,10 +16,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from flows.commandline import parse
-from tasks.engine.data import prepare
-from tasks.engine.device import detect
-from tasks.engine.raw import DataError
+from flows.cli.flags import parse
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.files.source_data import DataError
 from tasks.preflight import BAD_INPUT, check_fit, resolved
 
 TABLE = "x,label\n" + "1,0\n2,1\n3,0\n4,1\n"

@@ -14,8 +14,8 @@ from pyarrow import parquet
 from sklearn.datasets import load_iris
 
 from flows.train import train
-from tasks.engine.config import RunConfig
-from tasks.where import where
+from tasks.engine.settings.run_config import RunConfig
+from tasks.tracking.where import where
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "place")
 

@@ -14,11 +14,11 @@ import pytest
 from mlflow import MlflowClient
 
 from flows.train import train
-from tasks.engine.config import RunConfig
-from tasks.engine.models import ModelError
-from tasks.engine.settings import ConfigError
-from tasks.serve_prefect import call
-from tasks.where import where
+from tasks.engine.models.builtin import ModelError
+from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import RunConfig
+from tasks.serving.prefect_http import call
+from tasks.tracking.where import where
 
 pytestmark = [
     pytest.mark.usefixtures("prefect_api", "place"),

@@ -17,13 +17,13 @@ import pandas as pd
 import pytest
 from mlflow import MlflowClient
 
-from flows import predict_desk
+from flows.cli import predict_command
 from flows.predict import predict
 from flows.train import train
-from tasks.engine.config import RunConfig
-from tasks.engine.raw import DataError
-from tasks.engine.settings import ConfigError
-from tasks.where import where
+from tasks.engine.files.source_data import DataError
+from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import RunConfig
+from tasks.tracking.where import where
 from tests.conftest import APART, ROOT, desk_environment
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "there")
@@ -228,13 +228,13 @@ def test_a_prediction_that_is_ended_leaves_nothing(there: Trained, tmp_path: Pat
 def test_a_wrong_word_is_told_at_once(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert predict_desk.main(words) == 2
+    assert predict_command.main(words) == 2
     assert said in capsys.readouterr().err
 
 
 def test_wrong_words_are_answered_before_anything_slow_is_imported() -> None:
     code = (
-        "import sys; from flows.predict_desk import main; main(['--run', 'x'])\n"
+        "import sys; from flows.cli.predict_command import main; main(['--run', 'x'])\n"
         "slow = ('torch', 'prefect', 'mlflow', 'pandas', 'pyarrow')\n"
         "print([m for m in slow if m in sys.modules])"
     )
@@ -244,7 +244,7 @@ def test_wrong_words_are_answered_before_anything_slow_is_imported() -> None:
 
 def test_help_shows_every_parameter_of_the_flow(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        predict_desk.main(["--help"])
+        predict_command.main(["--help"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     assert all(f"--{name}" in shown for name in predict.parameters.properties)

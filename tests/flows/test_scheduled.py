@@ -27,7 +27,7 @@ import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from tasks.serve_prefect import answers, call
+from tasks.serving.prefect_http import answers, call
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
@@ -39,7 +39,7 @@ def test_the_parameters_of_every_deployment_are_valid(deployment: dict[str, Any]
     """Prefect itself takes invalid ones, and fails at 02:00."""
     from flows.predict import predict
     from flows.train import train
-    from tasks.engine.settings import override
+    from tasks.engine.settings.read_settings import override
 
     if deployment["entrypoint"] == "flows/predict.py:predict":
         given = {"input": "rows.csv", "output": "predictions.csv"}  # with each run

@@ -16,18 +16,19 @@ from mlflow.entities import Run
 from prefect.client.orchestration import get_client
 
 from flows.train import train
-from tasks import journal
-from tasks.engine import predictor, training
-from tasks.engine.admission import Admission
-from tasks.engine.config import RunConfig
-from tasks.engine.oom_files import OutOfMemory
-from tasks.engine.raw import DataError
-from tasks.engine.readings import Diverged
-from tasks.engine.settings import ConfigError
-from tasks.journal import JournalError
+from tasks.engine.files.source_data import DataError
+from tasks.engine.forecast.admission import Admission
+from tasks.engine.models import predictor
+from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.training import trainer
+from tasks.engine.training.oom_files import OutOfMemory
+from tasks.engine.training.step_metrics import Diverged
 from tasks.preflight import BAD_INPUT
 from tasks.release_memory import LeakError
-from tasks.where import where
+from tasks.tracking import journal
+from tasks.tracking.journal import JournalError
+from tasks.tracking.where import where
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "place")
 QUICK = {"train": {"epochs": 2}}
@@ -211,7 +212,7 @@ SMALL_CNN = {"model": {"name": "cnn", "args": {"width": 8}}, "train": {"epochs":
 
 def test_a_run_without_memory_fails_with_its_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     # Let in, as where somebody else takes the memory after the admission.
-    monkeypatch.setattr(training, "admit", lambda *_, **__: Admission(None, "", 64, "let in"))
+    monkeypatch.setattr(trainer, "admit", lambda *_, **__: Admission(None, "", 64, "let in"))
     with pytest.raises(OutOfMemory, match="memory ran out on cpu in the forward pass of step 1"):
         _train(**SMALL_CNN, memory={"limit_mib": 0.04})
     (run,) = _runs()
@@ -252,7 +253,7 @@ def test_an_interrupted_run_is_killed_and_gives_the_memory_back(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "fit", interrupted)
+    monkeypatch.setattr(trainer, "fit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         _train(**QUICK)
     (run,) = _runs()
@@ -265,14 +266,14 @@ KEPT: list[torch.Tensor] = []
 
 @pytest.mark.parametrize("on_leak", ["warn", "fail"])
 def test_a_leak_is_found_and_its_owner_named(on_leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = training.model_of
+    real = trainer.model_of
 
     def leaky(*arguments: Any) -> torch.nn.Module:
         model = real(*arguments)
         KEPT.append(next(model.parameters()))
         return model
 
-    monkeypatch.setattr(training, "model_of", leaky)
+    monkeypatch.setattr(trainer, "model_of", leaky)
     try:
         if on_leak == "fail":
             with pytest.raises(LeakError, match="memory.on_leak: .* held by .*KEPT"):

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tasks.engine.batches import Resident, Streamed, feed
-from tasks.engine.device import detect
-from tasks.engine.layout import row_order
-from tasks.engine.leaks import baseline, release
-from tasks.engine.loaders import Loaded
-from tasks.engine.peaks import measured, peak
-from tasks.engine.windows import rows_of
+from tasks.engine.batches.dataloaders import Loaded
+from tasks.engine.batches.dataset_batches import Resident, Streamed, feed
+from tasks.engine.batches.memory_format import row_order
+from tasks.engine.data.token_windows import rows_of
+from tasks.engine.device.detection import detect
+from tasks.engine.memory.leaks import baseline, release
+from tasks.engine.training.peak_flops import measured, peak
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)

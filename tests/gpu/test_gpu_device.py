@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tasks.engine.device import DeviceError, detect, explain, limit, resolve_precision
+from tasks.engine.device.detection import DeviceError, detect, explain, limit, resolve_precision
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -74,7 +74,7 @@ def test_index_that_is_not_here_is_refused_with_those_that_are():
 
 
 def test_hidden_gpus_are_the_reason_for_the_cpu():
-    code = "from tasks.engine.device import detect; f = detect(); print(f.fell_back, f.reason)"
+    code = "from tasks.engine.device.detection import detect as d; print(d().fell_back, d().reason)"
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     if torch.version.cuda:
         del hidden["HIP_VISIBLE_DEVICES"]
@@ -85,7 +85,7 @@ def test_hidden_gpus_are_the_reason_for_the_cpu():
 
 def test_asking_for_the_cpu_leaves_the_gpu_asleep():
     code = (
-        "import torch; from tasks.engine.device import detect; detect('cpu'); "
+        "import torch; from tasks.engine.device.detection import detect; detect('cpu'); "
         "print(torch.cuda.is_initialized())"
     )
     assert in_a_process({}, code) == "False"

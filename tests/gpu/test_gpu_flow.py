@@ -15,14 +15,16 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from flows.train import train
-from tasks.engine import leaks, training, unused
-from tasks.engine.accounts import BEST, OWNERS
-from tasks.engine.config import RunConfig
-from tasks.engine.data import prepare
-from tasks.engine.device import detect
-from tasks.where import where
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.memory import leaks
+from tasks.engine.memory.memory_by_owner import BEST, OWNERS
+from tasks.engine.settings import unused_settings
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.training import trainer
+from tasks.tracking.where import where
 from tests.conftest import ROOT
-from tests.flows.test_desk import LONG, Desk, _ask, _until
+from tests.flows.cli.test_train_command import LONG, Desk, _ask, _until
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -83,7 +85,7 @@ def _trained(**sections: Any) -> Run:
     run = client.get_run(made["run_id"])
     metrics, tags = run.data.metrics, run.data.tags
     assert run.info.status == "FINISHED"
-    assert set(run.data.params) == set(unused.params(config))
+    assert set(run.data.params) == set(unused_settings.params(config))
     assert tags["device"] == "cuda:0" and tags["device.kind"] == "cuda"
     assert not TAGS - set(tags), TAGS - set(tags)
     absent = (POSITIVE | MAY_BE_ZERO) - set(metrics)
@@ -234,7 +236,7 @@ def test_a_hundred_trainings_of_which_half_fail_leave_nothing(
 ) -> None:
     own("theirs", THEIRS)
     # Measuring it would take longer than the trainings.
-    monkeypatch.setattr(training, "peak_of", lambda *_, **__: None)
+    monkeypatch.setattr(trainer, "peak_of", lambda *_, **__: None)
     device, data = detect("cuda"), prepare(RunConfig().data)
     before = leaks.baseline(GPU)
     reserved, (free, _) = torch.cuda.memory_reserved(GPU), torch.cuda.mem_get_info(GPU)
@@ -256,7 +258,7 @@ def test_a_hundred_trainings_of_which_half_fail_leave_nothing(
             }
         )
         try:
-            training.train(config, device, data, folder=tmp_path, log=lambda metrics, step: None)
+            trainer.train(config, device, data, folder=tmp_path, log=lambda metrics, step: None)
         except (Exception, KeyboardInterrupt) as error:
             assert way, error
             failed[f"{way}: {type(error).__name__}"] = failed.get(way, 0) + 1

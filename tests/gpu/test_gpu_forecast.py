@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.engine import compiling
-from tasks.engine.config import RunConfig
-from tasks.engine.data import prepare
-from tasks.engine.device import detect
-from tasks.engine.forecast import forecast
-from tasks.engine.leaks import baseline, release
-from tasks.engine.memory import MIB
-from tasks.engine.training import train
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.forecast.forecast import forecast
+from tasks.engine.memory.leaks import baseline, release
+from tasks.engine.memory.memory_meter import MIB
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step import choose_step
+from tasks.engine.training.trainer import train
 
 if not torch.cuda.is_available() or torch.version.hip:
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -67,7 +67,7 @@ def test_a_recorded_step_is_part_of_the_forecast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """17.2 MiB were foretold of a run that held 82: its recording was forgotten."""
-    monkeypatch.setattr(compiling, "GRAPH_BELOW_S", 1e9)
+    monkeypatch.setattr(choose_step, "GRAPH_BELOW_S", 1e9)
     config = _config("mlp", tmp_path, precision="fp32", compile="auto", epochs=50)
     device, data = detect("cuda"), prepare(config.data)
     before = baseline(device.name)

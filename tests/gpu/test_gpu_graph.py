@@ -7,16 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.engine import optim, training
-from tasks.engine.accounts import OWNERS
-from tasks.engine.config import RunConfig
-from tasks.engine.data import prepare
-from tasks.engine.device import detect
-from tasks.engine.graph import GraphedStep, GraphError, own_stream
-from tasks.engine.leaks import baseline, release
-from tasks.engine.memory import MIB
-from tasks.engine.oom import Fixed
-from tasks.engine.step import Step, Watched
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.memory.leaks import baseline, release
+from tasks.engine.memory.memory_by_owner import OWNERS
+from tasks.engine.memory.memory_meter import MIB
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step import optim
+from tasks.engine.step.cuda_graph import GraphedStep, GraphError, own_stream
+from tasks.engine.step.micro_batches import Fixed
+from tasks.engine.step.optimizer_step import Step, Watched
+from tasks.engine.training import trainer
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -35,7 +36,7 @@ def _train(tmp_path: Path, **train):
         }
     )
     logged: list[dict[str, float]] = []
-    facts = training.train(
+    facts = trainer.train(
         config,
         detect("cuda"),
         prepare(config.data),

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.engine.compiling import CompileError
-from tasks.engine.config import RunConfig
-from tasks.engine.data import prepare
-from tasks.engine.device import detect
-from tasks.engine.leaks import baseline, release
-from tasks.engine.ledger import Ledger
-from tasks.engine.memory import MIB, Meter, allocated_bytes, clear_frames, is_oom
-from tasks.engine.training import train
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.memory.allocation_log import Ledger
+from tasks.engine.memory.leaks import baseline, release
+from tasks.engine.memory.memory_meter import MIB, Meter, allocated_bytes, clear_frames, is_oom
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.choose_step import CompileError
+from tasks.engine.training.trainer import train
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)

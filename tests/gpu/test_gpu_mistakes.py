@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tasks.engine.mistakes import explained, where
+from tasks.engine.diagnosis.explain import explained, where
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -139,7 +139,7 @@ def test_a_mistake_on_cuda_is_told_by_the_names_of_its_tensors(
 ASSERTED = """
 import torch
 from torch import nn
-from tasks.engine.mistakes import explained
+from tasks.engine.diagnosis.explain import explained
 model = nn.Sequential(nn.Embedding(5, 3)).cuda()
 x, y = torch.full((2,), 7).cuda(), torch.zeros(2, dtype=torch.int64).cuda()
 try:

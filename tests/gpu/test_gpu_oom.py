@@ -6,19 +6,19 @@ import pickle
 import pytest
 import torch
 
-from tasks.engine import training
-from tasks.engine.accounts import Accounts
-from tasks.engine.allocators import allocator, history
-from tasks.engine.config import RunConfig
-from tasks.engine.data import prepare
-from tasks.engine.device import detect
-from tasks.engine.ledger import MIB, Ledger
-from tasks.engine.memory import clear_frames, is_oom
-from tasks.engine.oom import MemoryExhausted, MicroBatches
-from tasks.engine.oom_report import explain
-from tasks.engine.oom_text import told_by
-from tasks.engine.settings import override
-from tasks.engine.snapshot import FILE, recording
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.memory.allocation_log import MIB, Ledger
+from tasks.engine.memory.allocator_history import FILE, recording
+from tasks.engine.memory.allocator_stats import allocator, history
+from tasks.engine.memory.memory_by_owner import Accounts
+from tasks.engine.memory.memory_meter import clear_frames, is_oom
+from tasks.engine.memory.oom_message import told_by
+from tasks.engine.memory.oom_report import explain
+from tasks.engine.settings.read_settings import override
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.micro_batches import MemoryExhausted, MicroBatches
+from tasks.engine.training import trainer
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -204,7 +204,7 @@ def _trained(tmp_path, **more):
         }
     )
     config = override(config, more)
-    facts = training.train(
+    facts = trainer.train(
         config,
         detect("cuda"),
         prepare(config.data),

@@ -13,11 +13,12 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
-from tasks.engine import feeding, predictor, training
-from tasks.engine.config import RunConfig
-from tasks.engine.data import prepare
-from tasks.engine.device import detect
-from tasks.engine.facts import TrainFacts
+from tasks.engine.base.facts import TrainFacts
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.models import predictor
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.training import trainer, training_batches
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -162,7 +163,7 @@ def _trained(
 
     train = config.train
     data = prepare(config.data, batch_size=train.batch_size, seed=train.seed)
-    return training.train(config, detect(device), data, folder=folder, log=log), learnt
+    return trainer.train(config, detect(device), data, folder=folder, log=log), learnt
 
 
 LINEAR = """
@@ -232,7 +233,7 @@ def test_a_gpu_learns_what_the_cpu_does(own: Own, tmp_path: Path, case: str) -> 
 def test_rows_that_are_streamed_teach_the_same(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeding, "rows_room_bytes", lambda config, facts: 0.0)
+    monkeypatch.setattr(training_batches, "rows_room_bytes", lambda config, facts: 0.0)
     done = _same(_config(tmp_path, CASES[case]), tmp_path)
     assert done.tags["data.residency"] == "pinned"
 

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.engine import models, predicting, predictor
-from tasks.engine.device import detect
-from tasks.engine.facts import ModelFacts, PredictFacts
-from tasks.engine.leaks import baseline, release
-from tasks.engine.memory import MIB
-from tasks.engine.predict_order import order
-from tasks.engine.predicting import NoRoom
+from tasks.engine.base.facts import ModelFacts, PredictFacts
+from tasks.engine.device.detection import detect
+from tasks.engine.memory.leaks import baseline, release
+from tasks.engine.memory.memory_meter import MIB
+from tasks.engine.models import builtin, predictor
+from tasks.engine.predict import prediction
+from tasks.engine.predict.prediction import NoRoom
+from tasks.engine.predict.request import order
 
 pytestmark = pytest.mark.gpu
 SPEC: dict[str, Any] = {
@@ -33,7 +34,7 @@ SPEC: dict[str, Any] = {
 @pytest.fixture
 def model(tmp_path: Path) -> ModelFacts:
     torch.manual_seed(0)
-    net = models.build("cnn", input_shape=[3, 32, 32], outputs=10, args=SPEC["args"])
+    net = builtin.build("cnn", input_shape=[3, 32, 32], outputs=10, args=SPEC["args"])
     predictor.save(net, SPEC, tmp_path / "model")
     x = np.random.default_rng(0).normal(size=(1000, 3, 32, 32)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
@@ -45,7 +46,7 @@ def _predict(model: ModelFacts, device: str, limit_mib: float | None = None) -> 
     wanted = order(
         input=str(folder / "x.npy"), output=str(folder / f"{device}.npy"), limit_mib=limit_mib
     )
-    return predicting.predict(wanted, detect(device), model, told=lambda rows, done: None)
+    return prediction.predict(wanted, detect(device), model, told=lambda rows, done: None)
 
 
 def test_a_gpu_predicts_what_the_cpu_does_and_gives_all_back(model: ModelFacts) -> None:
@@ -63,7 +64,7 @@ def test_a_gpu_predicts_what_the_cpu_does_and_gives_all_back(model: ModelFacts) 
 def test_a_gpu_without_room_halves_the_rows_and_goes_on(
     model: ModelFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(predicting, "MOST_BYTES", 2**30)
+    monkeypatch.setattr(prediction, "MOST_BYTES", 2**30)
     before = baseline("cuda:0")
     torch.cuda.reset_peak_memory_stats()
     whole = _predict(model, "cuda:0")

@@ -13,21 +13,24 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.engine import leaks, optim, staging, training
-from tasks.engine.admission import Admission
-from tasks.engine.config import RunConfig
-from tasks.engine.data import prepare
-from tasks.engine.device import detect
-from tasks.engine.facts import TrainFacts
-from tasks.engine.memory import MIB, Meter
-from tasks.engine.oom_files import OutOfMemory
+from tasks.engine.base.facts import TrainFacts
+from tasks.engine.batches import pinned_staging
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.forecast.admission import Admission
+from tasks.engine.memory import leaks
+from tasks.engine.memory.memory_meter import MIB, Meter
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step import optim
+from tasks.engine.training import trainer
+from tasks.engine.training.oom_files import OutOfMemory
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda:0")
-MODEL = training.model_of
+MODEL = trainer.model_of
 Spared = Callable[..., TrainFacts]
 ROWS = 32  # of a batch; 152 rows are four of them and a short one
 
@@ -78,7 +81,7 @@ def _train(folder: Path, **sections: dict[str, Any]) -> TrainFacts:
     config = RunConfig.model_validate(
         {**given, **sections, "train": {**train, **sections.get("train", {})}}
     )
-    return training.train(
+    return trainer.train(
         config,
         detect("cuda"),
         prepare(config.data),
@@ -99,7 +102,7 @@ def admitted(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = -(-config.train.batch_size // config.train.accumulate)
         return Admission(None, "", rows, "let in by a test")
 
-    monkeypatch.setattr(training, "admit", let_in)
+    monkeypatch.setattr(trainer, "admit", let_in)
     # Micro-batches are also halved where caches were given back in two windows running, and when a
     # window ends depends on the clock.
     monkeypatch.setattr(Meter, "is_thrashing", lambda meter: False)
@@ -150,7 +153,7 @@ def test_a_pass_that_ran_out_leaves_the_weights_of_a_run_of_half_the_rows(
     train = {"precision": precision, "accumulate": accumulate}
     expected = spared(**{**train, "accumulate": 2 * accumulate})
     short = _Short(accumulate.__eq__)
-    monkeypatch.setattr(training, "model_of", short.in_model(hook, training=True))
+    monkeypatch.setattr(trainer, "model_of", short.in_model(hook, training=True))
     with _as_if_nothing_had_happened(expected) as done:
         done.append(_train(tmp_path, train=train))
     assert done[0].metrics["memory/ooms_recovered"] == short.failed == 1
@@ -194,7 +197,7 @@ def test_an_evaluation_that_ran_out_goes_on_in_parts(
     expected = spared(precision=precision)
     short = _Short(_every_other)
     made = short.in_model("register_forward_hook", training=False)
-    monkeypatch.setattr(training, "model_of", made)
+    monkeypatch.setattr(trainer, "model_of", made)
     with _as_if_nothing_had_happened(expected) as done:
         done.append(_train(tmp_path, train={"precision": precision}))
     # Its last failure: the model that is loaded again is then not held against the trained one.
@@ -207,10 +210,10 @@ def test_a_batch_without_room_is_sent_when_the_one_before_is_gone(
 ) -> None:
     """The first, one that is sent ahead, the short last one, and those of an evaluation: sending
     was tried once, and ended runs whose training had fitted."""
-    monkeypatch.setattr("tasks.engine.batches.RESIDENT_SHARE", 0.0)
+    monkeypatch.setattr("tasks.engine.batches.dataset_batches.RESIDENT_SHARE", 0.0)
     expected = _train(tmp_path)
-    short = _Short(at.__eq__, staging.Lane._send)
-    monkeypatch.setattr(staging.Lane, "_send", short.function())
+    short = _Short(at.__eq__, pinned_staging.Lane._send)
+    monkeypatch.setattr(pinned_staging.Lane, "_send", short.function())
     with _as_if_nothing_had_happened(expected) as done:
         done.append(_train(tmp_path))
     assert short.failed == 1 and done[0].tags["data.residency"] == "pinned"
@@ -221,19 +224,19 @@ def test_the_next_batch_is_given_back_where_the_step_of_this_one_finds_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training_too: bool
 ) -> None:
     """It stayed beside a step that not even one row of fitted."""
-    monkeypatch.setattr("tasks.engine.batches.RESIDENT_SHARE", 0.0)
+    monkeypatch.setattr("tasks.engine.batches.dataset_batches.RESIDENT_SHARE", 0.0)
     expected = _train(tmp_path)
-    reading: list[staging.Lane] = []
-    real = staging.Lane.read
+    reading: list[pinned_staging.Lane] = []
+    real = pinned_staging.Lane.read
 
-    def read(lane: staging.Lane, *args: Any) -> Any:
+    def read(lane: pinned_staging.Lane, *args: Any) -> Any:
         reading[:] = [lane]
         return real(lane, *args)
 
-    monkeypatch.setattr(staging.Lane, "read", read)
+    monkeypatch.setattr(pinned_staging.Lane, "read", read)
     short = _Short(lambda call: reading[0].is_ahead)
     hooked = short.in_model("register_forward_hook", training=training_too)
-    monkeypatch.setattr(training, "model_of", hooked)
+    monkeypatch.setattr(trainer, "model_of", hooked)
     with _as_if_nothing_had_happened(expected) as done:
         done.append(_train(tmp_path))
     # Halved to one row, then whole again.
@@ -243,17 +246,17 @@ def test_the_next_batch_is_given_back_where_the_step_of_this_one_finds_no_room(
 def test_an_evaluation_that_cannot_be_read_whole_is_read_in_smaller_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.engine.batches.RESIDENT_SHARE", 0.0)
+    monkeypatch.setattr("tasks.engine.batches.dataset_batches.RESIDENT_SHARE", 0.0)
     expected = _train(tmp_path)
-    real, sizes = staging.Lane._send, []
+    real, sizes = pinned_staging.Lane._send, []
 
-    def send(lane: staging.Lane, filled: Any) -> Any:
+    def send(lane: pinned_staging.Lane, filled: Any) -> Any:
         sizes.append(len(filled[1][0]))
         if sizes[-1] > ROWS:
             _Short(_every_other)()
         return real(lane, filled)
 
-    monkeypatch.setattr(staging.Lane, "_send", send)
+    monkeypatch.setattr(pinned_staging.Lane, "_send", send)
     with _as_if_nothing_had_happened(expected) as done:
         done.append(_train(tmp_path))
     assert max(sizes) == 38 and sizes[-3:-1] == [19, 19]  # the last are two rows for the model
@@ -271,10 +274,10 @@ def test_what_can_never_be_sent_is_told_with_its_phase_and_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, told: str
 ) -> None:
     """All of it was told as the set-up of step 0."""
-    monkeypatch.setattr("tasks.engine.batches.RESIDENT_SHARE", 0.0)
+    monkeypatch.setattr("tasks.engine.batches.dataset_batches.RESIDENT_SHARE", 0.0)
     before = leaks.baseline(GPU)
-    short = _Short(rows.__lt__, staging.Lane._send)
-    monkeypatch.setattr(staging.Lane, "_send", short.function())
+    short = _Short(rows.__lt__, pinned_staging.Lane._send)
+    monkeypatch.setattr(pinned_staging.Lane, "_send", short.function())
     with pytest.raises(OutOfMemory, match=f"^{re.escape(told)}.* asked for") as ended:
         _train(tmp_path)
     written = json.loads((tmp_path / "memory" / "oom.json").read_text())

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.engine import leaks, predictor, training
-from tasks.engine.config import RunConfig
-from tasks.engine.data import prepare
-from tasks.engine.device import detect
-from tasks.engine.models import ModelError
-from tasks.engine.readings import Diverged
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.memory import leaks
+from tasks.engine.models import predictor
+from tasks.engine.models.builtin import ModelError
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.training import trainer
+from tasks.engine.training.step_metrics import Diverged
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -56,7 +58,7 @@ def _train(tmp_path: Path, **sections):
     )
     logged: list[dict[str, float]] = []
     device, data = detect("cuda"), prepare(config.data)
-    facts = training.train(
+    facts = trainer.train(
         config,
         device,
         data,
@@ -168,9 +170,9 @@ def test_the_gpu_is_given_back_after_success_and_after_failure(tmp_path: Path) -
 def test_data_that_does_not_fit_is_streamed_through_pinned_memory(tmp_path: Path) -> None:
     config = RunConfig.model_validate({"data": {"cache": str(tmp_path / "data")}})
     data = prepare(config.data)
-    from tasks.engine.batches import feed
-    from tasks.engine.data import load
-    from tasks.engine.layout import row_order
+    from tasks.engine.batches.dataset_batches import feed
+    from tasks.engine.batches.memory_format import row_order
+    from tasks.engine.data.preparation import load
 
     arrays = load(data)
     fed = feed(arrays.train_x, arrays.train_y, device=torch.device("cuda"), room_bytes=0)
@@ -196,7 +198,7 @@ def test_the_model_trained_on_a_gpu_predicts_on_a_cpu(tmp_path: Path) -> None:
 def test_a_model_trained_on_a_gpu_is_held_there_against_what_is_loaded_again(
     own, tmp_path: Path, made: str, used: str, said: str
 ) -> None:
-    from tests.engine.test_reloading import _trained
+    from tests.engine.training.test_reload_check import _trained
 
     if not said:
         assert _trained(own, tmp_path, made, used, device="cuda").steps
@@ -206,7 +208,7 @@ def test_a_model_trained_on_a_gpu_is_held_there_against_what_is_loaded_again(
 
 
 def test_a_row_that_is_no_number_is_named_though_the_host_is_ahead_of_it(own, tmp_path) -> None:
-    from tests.engine.test_own_training import MINE, NUMBERS
+    from tests.engine.training.test_own_training import MINE, NUMBERS
 
     own("mine", MINE + NUMBERS)
     sections = {"model": {"name": "mine:Wide"}, "data": {"source": "mine:sick"}}
@@ -214,4 +216,4 @@ def test_a_row_that_is_no_number_is_named_though_the_host_is_ahead_of_it(own, tm
     data, device = prepare(config.data, batch_size=16), detect("cuda")
     said = r"^data.source: the loss became nan at step 3 .*inputs\['b'\]\[0\] holds .* in row 6 of"
     with pytest.raises(Diverged, match=said):
-        training.train(config, device, data, folder=tmp_path / "run", log=lambda m, s: None)
+        trainer.train(config, device, data, folder=tmp_path / "run", log=lambda m, s: None)

@@ -4,8 +4,8 @@ import pytest
 from prefect.cache_policies import NO_CACHE
 
 from tasks.detect_device import detect_device
-from tasks.engine.config import DeviceConfig
-from tasks.engine.device import DeviceError
+from tasks.engine.device.detection import DeviceError
+from tasks.engine.settings.run_config import DeviceConfig
 
 CPU = DeviceConfig(name="cpu")
 

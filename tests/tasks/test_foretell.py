@@ -9,11 +9,11 @@ import pytest
 from mlflow import MlflowClient
 from rich.console import Console
 
-from tasks.engine.config import MemoryConfig, RunConfig
-from tasks.engine.device import DeviceError
+from tasks.engine.device.detection import DeviceError
+from tasks.engine.settings.run_config import MemoryConfig, RunConfig
 from tasks.foretell import foretell
-from tasks.past_runs import measured
-from tasks.where import where
+from tasks.tracking.past_runs import measured
+from tasks.tracking.where import where
 
 
 def test_a_forecast_leaves_no_run_and_no_database(place: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tasks.engine import predictor
+from tasks.engine.models import predictor
 
 MODELS = Path(__file__).parent.parent / "logged_models"
 PREDICT = """
@@ -18,7 +18,7 @@ model.predict(pd.read_csv(sys.argv[2])).to_csv(sys.argv[3], index=False)
 """
 
 
-@pytest.mark.parametrize("first", ["", "import tasks.engine, tasks.engine.units"])
+@pytest.mark.parametrize("first", ["", "import tasks.engine, tasks.engine.base.units"])
 def test_mlflow_loads_it_where_this_project_is_and_where_it_was_imported(
     tmp_path: Path, first: str
 ) -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from prefect.cache_policies import NO_CACHE
 
-from tasks.engine.data_config import DataConfig
-from tasks.engine.raw import DataError
+from tasks.engine.files.source_data import DataError
+from tasks.engine.settings.data_config import DataConfig
 from tasks.prepare_data import prepare_data
 
 

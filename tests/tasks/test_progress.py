@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tasks import record
-from tasks.engine.config import RunConfig
+from tasks.engine.settings.run_config import RunConfig
 from tasks.progress import Progress
 
 METRICS = {

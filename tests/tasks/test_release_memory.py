@@ -8,8 +8,8 @@ import torch
 from prefect.cache_policies import NO_CACHE
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
-from tasks.engine import leaks
-from tasks.engine.leaks import baseline
+from tasks.engine.memory import leaks
+from tasks.engine.memory.leaks import baseline
 from tasks.release_memory import LeakError, leak_in_words, release_memory
 
 KEPT = []

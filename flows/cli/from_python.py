@@ -1,0 +1,67 @@
+"""The flow of a training as Python and Prefect's form meet it. Called from a notebook it takes a
+plain dict, has the same server, lines, report and refusals as the command; in the form it has its
+settings in groups, with their limits. A worker calls neither: it plays the flow itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from prefect.context import FlowRunContext
+from prefect.utilities.callables import ParameterSchema
+
+from flows.cli import train_command
+from flows.cli.flags import TITLES
+from tasks.called_flow import CalledFlow
+from tasks.engine.settings.read_settings import from_mapping
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.table import described, table
+from tasks.preflight import BAD_INPUT, resolved
+
+
+def call(
+    play: Callable[..., Any],
+    config: RunConfig | Mapping[str, Any] = RunConfig(),  # noqa: B008 (frozen)
+    overrides: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train, print the report, and return the run. Raises what the run raises; what is wrong with
+    what was asked is one sentence, without the frames of pydantic and Prefect."""
+    try:
+        given = config if isinstance(config, RunConfig) else from_mapping(config)
+        asked = resolved(given, overrides)
+        if FlowRunContext.get() is not None:  # a step of somebody's own flow
+            run: dict[str, Any] = play(config=asked)
+            return run
+        with train_command.called():
+            run = play(config=asked)
+    except BAD_INPUT as error:
+        raise error.with_traceback(None) from None
+    train_command.show(run)
+    return run
+
+
+def training(fn: Callable[..., Any], **settings: Any) -> CalledFlow:
+    """The flow of `config` and `overrides` that `fn` is the score of."""
+    flow = CalledFlow(fn, call=call, **settings)
+    flow.parameters = _form(flow.parameters)
+    return flow
+
+
+def _form(parameters: ParameterSchema) -> ParameterSchema:
+    """The same parameters, `overrides` first, each setting under its dotted name and with its
+    limits in words."""
+    first = ("overrides", "config")
+    properties = {name: parameters.properties[name] for name in first}
+    for position, name in enumerate(first):
+        properties[name]["position"] = position
+    sections = parameters.definitions["RunConfig"]["properties"]
+    for section, title in TITLES.items():
+        sections[section] |= {"title": section, "description": title}
+    for row in table():
+        section, _, name = row.name.partition(".")
+        kind = RunConfig.model_fields[section].annotation
+        assert isinstance(kind, type)
+        fields = parameters.definitions[kind.__name__]["properties"]
+        fields[name] |= {"title": row.name, "description": described(row)}
+    return parameters.model_copy(update={"properties": properties})

@@ -1,0 +1,131 @@
+"""A prediction at somebody's desk: the words of the command line, the line that tells what was
+done, and an exit code: 0 predicted, 1 failed, 2 bad input, 130 interrupted, 143 terminated. What is
+slow to import is imported when words and files are right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+from flows.cli.train_command import at_server
+from tasks.engine.predict.request import order
+from tasks.engine.settings.read_settings import ConfigError
+from tasks.process import signals
+from tasks.process.redaction import redact_output
+from tasks.tracking import model_store
+from tasks.tracking.where import TrackingError, where
+
+_DESCRIPTION = """\
+Predict every row of a file with a model that was trained here, on any device,
+in batches, into a new file: a row for each row, in the same order."""
+_EXAMPLES = """\
+examples:
+  python -m flows.predict --input rows.csv --output predictions.csv
+  python -m flows.predict --run models:/churn@champion --input parts/ \\
+      --output predictions.parquet --keep customer_id
+  python -m flows.predict --run latest --device cpu --input x.npy \\
+      --output predictions.jsonl
+
+exit codes: 0 predicted, 1 failed, 2 bad input, 130 interrupted, 143 terminated
+"""
+_VALUES = {
+    "--run": ("RUN", "latest, a run's id, models:/NAME@ALIAS or models:/NAME/3. Default: latest."),
+    "--input": (
+        "FILE",
+        "csv, tsv, parquet (also a folder of parts), npy, npz; txt: a text a line.",
+    ),
+    "--output": ("FILE", "csv, tsv, parquet, npy or jsonl, by its ending."),
+    "--keep": ("NAMES", "Columns of the input that go to the output too: id,name."),
+    "--device": ("NAME", "auto, cpu, cuda, cuda:1, mps, rocm or xpu. Default: auto."),
+    "--experiment": ("NAME", "Where latest is looked for. Default: what mlflow.yaml says."),
+    "--limit_mib": ("NUMBER", "The most memory to allocate on the device, in MiB."),
+}
+_SWITCHES = {
+    "--overwrite": "Replace an output that exists.",
+    "--debug": "Show tracebacks and Prefect's own log.",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Predict what the command line says. Returns the exit code."""
+    redact_output()
+    try:
+        asked = parse(argv)
+        debug = asked.pop("debug")
+        order(**asked)
+        where()
+        model_store.warm_up()
+        return at_server(partial(_play, asked), debug=debug)
+    except (ConfigError, TrackingError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def parse(argv: Sequence[str]) -> dict[str, Any]:
+    """The parameters of the flow `predict`, and debug. Raises ConfigError for words that are wrong.
+
+    --help prints and exits with 0.
+    """
+    problems: list[str] = []
+    try:
+        known, unknown = _parser().parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name}: {error.message}") from None
+    for word in unknown:
+        near = get_close_matches(word.partition("=")[0][:80], [*_VALUES, *_SWITCHES], 1)
+        hint = f"did you mean {near[0]}?" if near else "see --help"
+        problems.append(f"{word}: unknown word; {hint}")
+    given: dict[str, Any] = {}
+    for name, values in vars(known).items():
+        if isinstance(values, list):
+            if len(values) > 1:
+                problems.append(f"--{name}: is given {len(values)} times; keep one")
+            values = values[-1]
+        if values is not None:
+            given[name] = values
+    limit = given.get("limit_mib")
+    try:
+        given |= {} if limit is None else {"limit_mib": float(limit)}
+    except ValueError:
+        problems.append(f"limit_mib: must be a number (got {limit!r})")
+    if problems:
+        raise ConfigError(*problems)
+    if "keep" in given:
+        given["keep"] = [name.strip() for name in given["keep"].split(",")]
+    return {"input": None, "output": None, **given}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.predict",
+        usage="python -m flows.predict --input FILE --output FILE [--run RUN] [...]",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    for name, (value, text) in _VALUES.items():
+        parser.add_argument(name, metavar=value, action="append", help=text)
+    for name, text in _SWITCHES.items():
+        parser.add_argument(name, action="store_true", help=text)
+    return parser
+
+
+def _play(asked: dict[str, Any]) -> int:
+    from flows.predict import predict
+    from tasks.engine.base.units import number, seconds
+
+    signals.begin()
+    done = predict(**asked)
+    speed = number(done["rows"] / done["predict_s"])
+    print(
+        f"{done['rows']:,} rows predicted in {seconds(done['predict_s'])} ({speed} rows/s) on "
+        f"{done['device']} by run {done['run_id']}: {done['output']}"
+    )
+    return 0

@@ -1,0 +1,245 @@
+"""A run at somebody's desk: settings from the command line, a Prefect server if none is set, the
+report in the terminal, and an exit code that tells what happened: 0 trained, 1 failed, 2 bad input,
+130 interrupted, 143 terminated. What is slow to import is imported when the settings are right.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any, NoReturn
+
+import psutil
+
+from flows.cli.flags import parse
+from tasks.engine.base.units import printable
+from tasks.engine.settings import unused_settings
+from tasks.engine.settings.import_path_checks import check as check_imports
+from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.yaml_file import to_yaml
+from tasks.process import signals
+from tasks.process.redaction import redact_output
+from tasks.serving import crashed_flow_runs, local_prefect
+from tasks.tracking import journal
+from tasks.tracking.where import TrackingError, where
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what the command line says. Returns the exit code."""
+    redact_output()
+    try:
+        asked = parse(argv)
+        if asked.explain_device:
+            return _explain_device(asked)
+        check_imports(asked.config)
+        if asked.dry_run:
+            return _dry_run(asked)
+        if asked.forecast:
+            return _forecast(asked)
+        return _train(asked)
+    except (ConfigError, TrackingError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def leave(code: int) -> NoReturn:
+    """End the process when everything is written and flushed, without taking its modules apart,
+    which would cost up to another second."""
+    signals.finish()
+    atexit._run_exitfuncs()  # Prefect's last logs and events among them
+    logging.shutdown()
+    with suppress(OSError):  # whoever read it has gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _train(asked: Namespace) -> int:
+    model, data = asked.config.model.name, asked.config.data
+    told = f"{printable(model, limit=60)} on {printable(data.path or data.source, limit=60)}"
+    print(f"{told}: loading PyTorch, Prefect and MLflow ...", file=sys.stderr, flush=True)
+    from tasks.engine.data.preparation import check as check_data
+    from tasks.engine.files.source_data import DataError
+
+    try:
+        check_data(asked.config.data)
+    except DataError as error:
+        print(error, file=sys.stderr)
+        return 2
+    journal.warm_up(where())
+    return at_server(partial(_play, asked), debug=asked.debug)
+
+
+def at_server(play: Callable[[], int], *, debug: bool) -> int:
+    """The exit code of a flow that `play` runs: what it returns, or what the error says that ends
+    it, which is printed; with `debug` it is raised again. A Prefect server is there, and Prefect
+    not yet imported.
+    """
+    home, api_url = local_prefect.home(), None
+    with ExitStack() as server:
+        try:
+            if local_prefect.is_needed():
+                api_url = server.enter_context(local_prefect.shared(home))
+        except OSError as error:
+            print(f"PREFECT_HOME: {home}: {error.strerror}", file=sys.stderr)
+            return 2
+        _set_up_prefect(api_url, debug=debug)
+        return _played(play, debug=debug)
+
+
+def _played(play: Callable[[], int], *, debug: bool) -> int:
+    try:
+        from prefect import tags
+        from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+        # A heartbeat tells a distant server that a run is alive; here it costs 0.9 s at the exit.
+        heartless = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+        with heartless, tags(crashed_flow_runs.tag()):
+            return play() or signals.exit_code() or 0
+    except BaseException as error:
+        from tasks.preflight import BAD_INPUT
+
+        # Whatever a signal has become on its way up.
+        if isinstance(error, KeyboardInterrupt) or signals.exit_code():
+            print(signals.in_words(), file=sys.stderr)
+            return signals.exit_code() or 130
+        if isinstance(error, BAD_INPUT):
+            print(error, file=sys.stderr)
+            return 2
+        if debug and isinstance(error, Exception):
+            raise
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+
+
+def show(run: Mapping[str, Any]) -> None:
+    """Print the report of a run."""
+    from rich.console import Console
+
+    from tasks.engine.report import run_report
+
+    Console(file=sys.stdout).print(run_report.terminal(run, open_command=run["open_command"]))
+
+
+@contextmanager
+def called() -> Iterator[None]:
+    """What `at_server` does for a command, for a call from Python: a shared server where none is
+    named, our lines and none of Prefect's. Afterwards all is as it was."""
+    from prefect import tags
+    from prefect.logging.handlers import PrefectConsoleHandler
+    from prefect.settings import (
+        PREFECT_API_URL,
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+        temporary_settings,
+    )
+
+    from tasks.flow_run import ASKED_AT
+
+    if ASKED_AT.get() is not None:  # the command itself
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(tags(crashed_flow_runs.tag()))
+        stack.callback(ASKED_AT.reset, ASKED_AT.set(time.time()))
+        if local_prefect.is_needed() and not PREFECT_API_URL.value():
+            url = stack.enter_context(local_prefect.shared(local_prefect.home()))
+            settings = {PREFECT_API_URL: url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
+            stack.enter_context(temporary_settings(settings))
+        for logger in map(logging.getLogger, (None, *logging.root.manager.loggerDict)):
+            for handler in logger.handlers:
+                if isinstance(handler, PrefectConsoleHandler):
+                    stack.callback(handler.setLevel, handler.level)
+                    handler.setLevel(logging.CRITICAL)
+        stack.callback(logging.getLogger("tasks").removeHandler, _tell_lines())
+        journal.warm_up(where())
+        yield
+
+
+def _tell_lines() -> logging.Handler:
+    """Send the lines of the tasks to stderr, by the handler that is returned."""
+    console = logging.StreamHandler(sys.stderr)
+    console.setFormatter(logging.Formatter("%(message)s"))
+    logging.getLogger("tasks").addHandler(console)
+    logging.getLogger("tasks").setLevel(logging.INFO)
+    return console
+
+
+def _play(asked: Namespace) -> int:
+    from flows.train import train
+    from tasks.flow_run import ASKED_AT
+    from tasks.record import last_ended
+
+    ASKED_AT.set(psutil.Process().create_time())
+    signals.begin()
+    try:
+        train(asked.config)
+    except Exception as error:
+        ended = last_ended()
+        if asked.debug or ended is None or ended["status"] != "FINISHED":
+            raise
+        print(f"trained, but Prefect could not record its end: {error}", file=sys.stderr)
+        show(ended)
+    return 0
+
+
+def _set_up_prefect(api_url: str | None, *, debug: bool) -> None:
+    """Settings that Prefect reads when it is imported."""
+    if api_url is not None:
+        os.environ["PREFECT_API_URL"] = api_url
+    os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "tasks")
+    if not debug:
+        os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+        os.environ.setdefault("PREFECT_LOGGING_INTERNAL_LEVEL", "CRITICAL")
+    _tell_lines()
+
+
+def _dry_run(asked: Namespace) -> int:
+    from tasks.engine.device.detection import DeviceError, detect
+
+    print(to_yaml(asked.config.model_dump()), end="")
+    for line in unused_settings.told(asked.config):
+        print(f"# {line}")
+    device = asked.config.device
+    try:
+        facts = detect(device.name, require=device.require)
+    except DeviceError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"# device: {facts.name}: {facts.reason}")
+    return 0
+
+
+def _forecast(asked: Namespace) -> int:
+    from rich.console import Console
+
+    from tasks.foretell import foretell
+    from tasks.preflight import BAD_INPUT
+
+    try:
+        foreseen = foretell(asked.config)
+    except BAD_INPUT as error:
+        print(error, file=sys.stderr)
+        return 2
+    Console().print(foreseen.table())
+    return 0 if foreseen.fits else 2
+
+
+def _explain_device(asked: Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tasks.engine.device.detection import explain
+
+    signs: dict[Any, str] = {True: "yes", False: "NO", None: "-"}
+    table = Table("check", "ok", "finding", "remedy")
+    for check in explain(asked.config.device.name):
+        table.add_row(check.name, signs[check.ok], check.finding, check.remedy)
+    Console().print(table)
+    return 0

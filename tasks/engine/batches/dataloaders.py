@@ -1,0 +1,191 @@
+"""A DataLoader of the user's own, seen by the loop like any other rows: its batches moved to the
+device, its order and batch size left to it. It refuses a loader that is empty, and a batch that is
+not a pair of inputs and targets.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tasks.engine.base import nested
+from tasks.engine.base.import_paths import told_of
+from tasks.engine.batches.pinned_staging import PINNING, Mark
+from tasks.engine.files.source_data import DataError
+from tasks.engine.memory.memory_meter import is_oom
+from tasks.engine.models.model_call import LABELS
+
+ENDLESS = sys.maxsize  # steps of an epoch that nobody knows the end of
+
+Look = Callable[[Any, int], Any]  # the targets of a batch and its number: what losses take
+
+
+class Loaded:
+    """Batches of a loader, each (inputs, targets): tensors, or tuples, lists and dicts of them; or
+    one dict with an entry labels, which are its targets.
+
+    Rows of one epoch are those that the loader announces until a whole epoch was counted.
+    """
+
+    residency = "loader"
+    copy_s = None  # copies run in the stream that computes, where the h2d phase shows them
+
+    def __init__(
+        self, loader: Any, device: torch.device, *, look: Look = lambda targets, batch: targets
+    ) -> None:
+        """look: at the targets of each batch, on the host."""
+        self._loader, self._device, self._look = loader, device, look
+        self._batches = _length(loader)
+        self.batch_size = _batch_size(loader)
+        self._rows = _announced_rows(loader, self._batches, self.batch_size)
+        self._pinned = bool(getattr(loader, "pin_memory", False)) and device.type in PINNING
+        workers = getattr(loader, "num_workers", 0)
+        self.reason = (
+            f"a loader of its own: batches of {self.batch_size} from "
+            f"{f'{workers} worker processes' if workers else 'this process'}, "
+            f"{'pinned' if self._pinned else 'not pinned'}"
+        )
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def steps(self, batch_size: int) -> int:
+        """The loader's own number of batches, whatever the size asked for; ENDLESS without one."""
+        return self._batches
+
+    def order(self, *, seed: int, epoch: int) -> Tensor:
+        """None: the loader has its own."""
+        return torch.empty(0, dtype=torch.int64)
+
+    def shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[tuple[Any, Any]]:
+        """The loader's batches in its own order and of its own size."""
+        return self._read(mark)
+
+    def in_order(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
+        return self._read(lambda phase: None)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def give_back(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """End the processes of a loader whose workers outlive an epoch (persistent_workers)."""
+        # Private names, since PyTorch has no public way but to drop the loader, which is not ours.
+        kept = getattr(self._loader, "_iterator", None)
+        if kept is not None and hasattr(kept, "_shutdown_workers"):
+            kept._shutdown_workers()
+            self._loader._iterator = None
+
+    def _read(self, mark: Mark) -> Iterator[tuple[Any, Any]]:
+        # Held by this frame alone: worker processes end with the iterator.
+        found = _told(iter(self._loader))
+        rows = 0
+        for number, batch in enumerate(found, start=1):
+            mark("data_wait")
+            inputs, targets = _pair(batch)
+            inputs, targets = self._moved(inputs), self._moved(self._look(targets, number))
+            if self._device.type != "cpu":
+                mark("h2d")
+            rows += _rows(targets)
+            yield inputs, targets
+        if rows == 0:
+            raise DataError("data.source: the loader gave no rows; give it at least one")
+        self._rows = rows
+
+    def _moved(self, part: Any) -> Any:
+        return nested.mapped(
+            part, lambda tensor: tensor.to(self._device, non_blocking=self._pinned)
+        )
+
+
+def _told(batches: Iterator[Any]) -> Iterator[Any]:
+    """The same batches; what the user's code raises is told in one sentence."""
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except Exception as error:
+            if is_oom(error) or str(error).startswith("DataLoader worker"):
+                raise  # a worker has died, by no word of the data
+            if isinstance(error, ConnectionError) and getattr(batches, "_workers", None):
+                raise RuntimeError("DataLoader worker ended while it sent a batch") from None
+            told = told_of(error)
+        else:
+            yield batch
+            continue
+        raise DataError(f"data.source: the loader raised: {told}")
+
+
+def _length(loader: Any) -> int:
+    try:
+        batches = len(loader)
+    except TypeError:  # its data set has none
+        return ENDLESS
+    if batches < 1:
+        raise DataError(
+            f"data.source: the loader must have at least one batch (got {batches}); "
+            "give it more rows, a smaller batch_size, or drop_last=False"
+        )
+    return batches
+
+
+def _batch_size(loader: Any) -> int:
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if not isinstance(size, int) or size < 1:
+        raise DataError(
+            f"data.source: the loader must tell its batch size (got {size}); set batch_size, or "
+            "give its batch_sampler an attribute batch_size: the rows of its largest batch"
+        )
+    return size
+
+
+def _announced_rows(loader: Any, batches: int, batch_size: int) -> int:
+    if batches == ENDLESS:
+        return batch_size
+    most = batches * batch_size
+    try:
+        return min(most, len(loader.sampler))
+    except (AttributeError, TypeError):  # no sampler, or an endless one
+        return most
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    if isinstance(batch, Mapping):
+        labels = next((name for name in LABELS if name in batch), None)
+        if labels is not None:
+            return batch, batch[labels]
+    got = type(batch).__name__
+    if isinstance(batch, (tuple, list)):
+        got += f" of {len(batch)}"
+    raise DataError(
+        "data.source: a batch of the loader must be a pair of inputs and targets, or a dict with "
+        f"labels (got a {got}); return (inputs, targets) from its data set or collate_fn"
+    )
+
+
+def _rows(targets: Any) -> int:
+    """Rows of the first tensor found in the targets."""
+    first = next(nested.tensors(targets), None)
+    if first is None:
+        raise DataError(
+            "data.source: the targets of a batch must be a tensor, or hold one "
+            f"(got {_kind(targets)}); return tensors from the data set or collate_fn"
+        )
+    return len(first) if first.dim() else 1
+
+
+def _kind(targets: Any) -> str:
+    while isinstance(targets, (tuple, list)) and targets:
+        targets = targets[0]
+    return type(targets).__name__

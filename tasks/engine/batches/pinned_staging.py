@@ -1,0 +1,220 @@
+"""Rows on their way from disk to a device. A thread gathers the next batch while the loop works on
+the current one; where pinned memory can be copied beside the host, a stream of its own does so,
+one batch ahead too. It refuses to write a buffer whose copy is under way, and leaves no thread and
+no copy behind when an iteration ends early.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from functools import partial
+from itertools import cycle
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tasks.engine.batches.file_rows import Unmapped
+
+Array = np.ndarray | Unmapped
+Rows = np.ndarray | slice  # sorted row numbers, or a range of rows
+Mark = Callable[[str], None]
+PINNING = ("cuda", "xpu")  # whose copies run beside the host, from pinned memory only
+
+T = TypeVar("T")
+
+
+def ahead(work: Iterable[Callable[[], T]]) -> Generator[T, None, None]:
+    """The results of the calls in their order, each made by a thread before it is asked for.
+
+    `work` itself is iterated here, in the caller's thread, at most one call further than what was
+    taken. What a call raises is raised here. The thread ends with the iterator.
+    """
+    thread = ThreadPoolExecutor(1, thread_name_prefix="gather")
+    waiting: deque[Future[T]] = deque()
+    try:
+        for call in work:
+            waiting.append(thread.submit(call))
+            if len(waiting) == 2:
+                # Never named: an exception kept by a future that its own frame keeps is a circle.
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        waiting.clear()
+        thread.shutdown(wait=True, cancel_futures=True)
+
+
+def gather(arrays: Sequence[Array], rows: Rows, out: Sequence[Tensor]) -> list[Tensor]:
+    """The rows of each array, written to the first rows of its tensor in `out`; views of these."""
+    parts = []
+    for array, whole in zip(arrays, out, strict=True):
+        if isinstance(rows, slice):
+            part = whole[: rows.stop - rows.start]
+            np.copyto(part.numpy(), array[rows])
+        else:
+            assert rows[0] >= 0 and rows[-1] < len(array), "a row that is not there"
+            part = whole[: len(rows)]
+            # clip writes where it is told; the default mode would go through a buffer of its own.
+            array.take(rows, axis=0, out=part.numpy(), mode="clip")
+        parts.append(part)
+    return parts
+
+
+def pinned_room(arrays: Sequence[Array], rows: int) -> list[Tensor]:
+    """Uninitialized pinned memory for that many rows of each array."""
+    return [
+        torch.empty((rows, *array.shape[1:]), dtype=dtype_of(array), pin_memory=True)
+        for array in arrays
+    ]
+
+
+def dtype_of(array: Array) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype
+
+
+def read(
+    arrays: Sequence[Array], batches: Iterable[Rows], *, device: torch.device, mark: Mark
+) -> Generator[list[Tensor], None, None]:
+    """Batches gathered into fresh memory, which the loop may keep, and copied where the device is
+    not the CPU itself.
+
+    On a CPU without the thread. At batch 128 of 784 columns, with the file in the page cache, it
+    made a step of 2 ms 6 % faster while a core was idle, and 10 % slower while none was.
+    """
+    work = (partial(_read_one, arrays, rows) for rows in batches)
+    on_cpu = device.type == "cpu"
+    with closing((call() for call in work) if on_cpu else ahead(work)) as found:
+        # By map(), which keeps nothing of a batch once it was given.
+        yield from map(partial(_moved, device=device, mark=mark), found)
+
+
+def _moved(parts: list[Tensor], *, device: torch.device, mark: Mark) -> list[Tensor]:
+    mark("data_wait")
+    if device.type == "cpu":
+        return parts
+    there = [part.to(device) for part in parts]
+    mark("h2d")
+    return there
+
+
+def _read_one(arrays: Sequence[Array], rows: Rows) -> list[Tensor]:
+    # Memory that numpy asks for: 0.1 ms for 128 rows of 784, where torch.empty made it 0.19.
+    if isinstance(rows, slice):
+        return [torch.from_numpy(array[rows].copy()) for array in arrays]
+    return [torch.from_numpy(array.take(rows, axis=0)) for array in arrays]
+
+
+class _Buffers:
+    """Pinned memory for one batch, and the events around the last copy out of it."""
+
+    def __init__(self, memory: list[Tensor], backend: Any) -> None:
+        self.memory = memory
+        self.began, self.ended = (backend.Event(enable_timing=True) for _ in range(2))
+        self.is_copying = False
+
+
+_Filled = tuple[_Buffers, list[Tensor]]  # the parts of a batch are views of the buffers
+
+
+class _Sent:
+    """A batch whose copy was enqueued: tensors of the device that are not to be read yet."""
+
+    def __init__(self, filled: _Filled, parts: list[Tensor]) -> None:
+        self.filled = filled
+        self.parts: list[Tensor] | None = parts  # None: given back again
+
+
+class Lane:
+    """Two sets of pinned buffers and the stream that copies out of them; one iteration at a time.
+
+    The thread touches host memory only. Everything that talks to the device is done by the thread
+    that trains: others have their own current device, and may not interrupt a graph's capture.
+    """
+
+    def __init__(self, arrays: Sequence[Array], rows: int, *, device: torch.device) -> None:
+        self.rows = rows
+        self._arrays, self._device = arrays, device
+        self._backend: Any = torch.get_device_module(device)  # torch.cuda (ROCm too) or torch.xpu
+        self._side = self._backend.Stream(device=device)
+        self._sets = [_Buffers(pinned_room(arrays, rows), self._backend) for _ in range(2)]
+        self._copies, self._copies_s = 0, 0.0
+        self.is_ahead = True  # whether a batch is sent while the loop computes on the one before
+        self._waiting: deque[_Sent] = deque()
+
+    @property
+    def copy_s(self) -> float | None:
+        """Mean seconds of a batch's copy by the device's own clock; None before any ended."""
+        return self._copies_s / self._copies if self._copies else None
+
+    def read(self, batches: Iterable[Rows], mark: Mark) -> Generator[list[Tensor], None, None]:
+        """Batches on the device, each for the stream that is current when it is asked for; none is
+        kept here once it was given."""
+        waiting = self._waiting
+        try:
+            with closing(ahead(self._fillings(batches))) as filled:
+                for filling in filled:
+                    waiting.append(self._send(filling))
+                    # While: one that was given back is sent before its buffers are filled again.
+                    while len(waiting) > self.is_ahead:
+                        yield self._arrived(waiting.popleft(), mark)
+                while waiting:
+                    yield self._arrived(waiting.popleft(), mark)
+        finally:
+            waiting.clear()
+            # The memory of a copy that nobody waited for is not given out while it is written.
+            with suppress(torch.AcceleratorError):  # a broken device writes nothing any more
+                self._compute().wait_stream(self._side)
+
+    def give_back(self) -> None:
+        """Take the memory of a batch that was sent ahead; it is sent again when it is asked for,
+        and none is sent ahead from here on."""
+        self.is_ahead = False
+        self._compute().wait_stream(self._side)  # a copy may still be writing there
+        for sent in self._waiting:
+            sent.parts = None
+
+    def _arrived(self, sent: _Sent, mark: Mark) -> list[Tensor]:
+        parts = sent.parts or self._send(sent.filled).parts
+        assert parts is not None
+        mark("data_wait")
+        self._compute().wait_event(sent.filled[0].ended)
+        mark("h2d")
+        return parts
+
+    def _compute(self) -> Any:
+        return self._backend.current_stream(self._device)
+
+    def _fillings(self, batches: Iterable[Rows]) -> Iterator[Callable[[], _Filled]]:
+        for rows, buffers in zip(batches, cycle(self._sets), strict=False):
+            self._settle(buffers)
+            yield partial(self._fill, buffers, rows)
+
+    def _fill(self, buffers: _Buffers, rows: Rows) -> _Filled:
+        return buffers, gather(self._arrays, rows, buffers.memory)
+
+    def _settle(self, buffers: _Buffers) -> None:
+        """Wait until the buffers may be written; the copy was enqueued a batch ago."""
+        if buffers.is_copying:
+            buffers.ended.synchronize()
+            buffers.is_copying = False
+            self._copies += 1
+            self._copies_s += buffers.began.elapsed_time(buffers.ended) / 1000
+
+    def _send(self, filled: _Filled) -> _Sent:
+        buffers, parts = filled
+        # Memory of the stream that computes: freed, it is used again in that stream's order, and
+        # the host runs no further ahead than the buffers let it.
+        there = [torch.empty(p.shape, dtype=p.dtype, device=self._device) for p in parts]
+        self._side.wait_stream(self._compute())  # whose work may still read what lay there before
+        with self._backend.stream(self._side):
+            buffers.began.record(self._side)
+            for target, part in zip(there, parts, strict=True):
+                target.copy_(part, non_blocking=True)
+            buffers.ended.record(self._side)
+        buffers.is_copying = True
+        return _Sent(filled, there)

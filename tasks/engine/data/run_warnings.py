@@ -1,0 +1,201 @@
+"""What a person should doubt in data and results, one sentence each, with the number and a remedy:
+features and rows that give the answer away, targets without anything to learn, and results that are
+no better than a guess. It refuses nothing, and says nothing of what it does not know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from tasks.engine.base.facts import DataFacts
+from tasks.engine.base.units import number, percent
+from tasks.engine.files import scaling
+from tasks.engine.files.source_data import Raw, shorten
+from tasks.engine.files.target_encoding import Labels, blocks_of
+from tasks.engine.tables.columns_table import Table
+
+MOST_LOOKED_UP = 1 << 14  # validation rows; their share among more than these is told of as many
+MOST_COUNTED = 1 << 16  # tokens
+LEAST_SHARED = 0.01  # of the validation rows: fewer move no metric by more than that
+FILTER_BITS = 20
+ALIKE = "alike"  # beside the metrics of an evaluation that gave every row the same answer
+REMEDY = "train longer (train.epochs), or try another optim.lr, model or features"
+
+
+class Keys:
+    """A number for each row, the same for the same inputs and target: the sum of its 32-bit words,
+    each times a random 64-bit factor, modulo 2**64."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        """width: values of a row, those of its target included."""
+        random = np.random.default_rng(0)
+        self._factors = random.integers(1, 2**63, width, dtype=np.uint64) * np.uint64(2)
+        self._factors += np.uint64(1)
+        self._keys = np.empty(rows, dtype=np.uint64)
+
+    def add(self, part: slice, x: np.ndarray, y: np.ndarray) -> None:
+        """Rows as they are written: x float32, y any numbers."""
+        answers = y.reshape(len(y), -1).astype(np.float32)
+        values = x.reshape(len(x), -1)
+        key = np.einsum("ij,j->i", values.view(np.uint32), self._factors[: values.shape[1]])
+        key += np.einsum("ij,j->i", answers.view(np.uint32), self._factors[values.shape[1] :])
+        self._keys[part] = key
+
+    def shared(self, validation: np.ndarray) -> float:
+        """The share of the validation rows that are training rows too, (rows,) booleans."""
+        rows = np.flatnonzero(validation)
+        sought = self._keys[rows[:: -(-len(rows) // MOST_LOOKED_UP)]]
+        # Most rows are not among them, as a small table tells: it spares a search for each.
+        shift = np.uint64(64 - FILTER_BITS)
+        table = np.zeros(1 << FILTER_BITS, dtype=bool)
+        table[sought >> shift] = True
+        found = []
+        for part in blocks_of(len(self._keys)):  # which keeps little beside them
+            keys = self._keys[part]
+            found.append(keys[table.take((keys >> shift).view(np.int64)) & ~validation[part]])
+        return float(np.isin(sought, np.concatenate(found)).mean())
+
+
+def of_data(raw: Raw, labels: Labels, validation: np.ndarray, keys: Keys) -> tuple[str, ...]:
+    """What to doubt in prepared rows. validation: (rows,) booleans."""
+    said = _constants(raw, labels, validation)
+    answer = None if said else _answer(raw)
+    if answer is not None:
+        how = "leave it out by data.drop" if isinstance(raw.features, Table) else "leave it out"
+        said.append(
+            f"data.target: the feature {answer} equals the target {raw.target_name!r} in every "
+            f"row, and tells the model what it should predict; {how}"
+        )
+    shared, held = keys.shared(validation), int(validation.sum())
+    if shared == 1 and raw.validation is not None and 2 * held == len(validation):
+        said.append(same(raw.label))
+    elif shared >= LEAST_SHARED:
+        about = "about " if held > MOST_LOOKED_UP else ""
+        said.append(
+            f"data.source: {about}{round(shared * held):,} of the {held:,} validation rows "
+            f"({percent(shared)}) are training rows too, so that val/ metrics are better than on "
+            "new rows; leave out rows that are there twice"
+        )
+    return tuple(said)
+
+
+def same(source: str) -> str:
+    """Of a source that has the same rows for both."""
+    return (
+        f"data.source: {source} gives the same rows to train and to validate on, so that val/ "
+        "metrics say nothing of new rows; give others to validate on, or none: a part is then "
+        "held out"
+    )
+
+
+def guess(class_rows: Mapping[str, Sequence[int]] | None) -> float | None:
+    """The accuracy of the best answer that is the same for all validation rows. class_rows: of
+    each part, by class."""
+    return None if class_rows is None else max(class_rows["val"]) / sum(class_rows["val"])
+
+
+def guess_tokens(values: np.ndarray) -> float:
+    """The loss of a model that knows how often each of these tokens is there, in nats: their
+    entropy, of a sample where there are many."""
+    some = values[:: -(-len(values) // MOST_COUNTED)]
+    shares = np.bincount(some.astype(np.int64)) / len(some)
+    return float(-(shares[shares > 0] * np.log(shares[shares > 0])).sum())
+
+
+def of_results(
+    data: DataFacts, metrics: Mapping[str, float], *, loss: str, alike: bool
+) -> tuple[str, ...]:
+    """What to doubt in the metrics of a model. loss: train.loss; alike: whether it gave every
+    validation row the same answer."""
+    said = []
+    r2, accuracy = metrics.get("val/r2", 0.0), metrics.get("val/accuracy")
+    if r2 < 0:
+        said.append(
+            f"val/r2 is {number(r2)}, below 0: the mean of the target is the better answer; "
+            f"{REMEDY}"
+        )
+    if data.guess is not None and accuracy is not None and accuracy <= data.guess:
+        said.append(
+            f"val/accuracy is {number(accuracy)}, not above {number(data.guess)}, the share of the "
+            f"largest class in the validation rows: that class is as good an answer; {REMEDY}"
+        )
+    is_plain = data.task == "tokens" and loss in ("auto", "cross_entropy")
+    if data.guess is not None and is_plain and metrics["val/loss"] >= data.guess:
+        said.append(
+            f"val/loss is {number(metrics['val/loss'])}, not below {number(data.guess)}, the "
+            "entropy of the validation tokens: how often each is there is as good an answer; "
+            f"{REMEDY}"
+        )
+    if not math.isfinite(metrics["val/loss"]):
+        said.append(
+            f"val/loss is {metrics['val/loss']}, so that no epoch was better than another and the "
+            "last one's weights are logged; lower optim.lr, or set train.precision fp32"
+        )
+    if alike:
+        said.append(
+            f"every one of the {data.val_rows:,} validation rows is given the same answer; lower "
+            "optim.lr, keep data.scale on, or look at the model"
+        )
+    return tuple(said)
+
+
+def _constants(raw: Raw, labels: Labels, validation: np.ndarray) -> list[str]:
+    """Of a regression, a part in which the target never changes."""
+    if labels.task != "regression":
+        return []
+    for part, chosen, then in (
+        ("training", ~validation, "there is nothing to learn; choose another data.target"),
+        ("validation", validation, "val/r2 is not known; raise data.validation_fraction"),
+    ):
+        values = labels.values[chosen]
+        if (values == values[:1]).all():
+            shown = ", ".join(map(number, values[0].tolist()[:3]))
+            return [
+                f"data.target: {raw.target_name!r} is {shown} in every {part} row of {raw.label}, "
+                f"so that {then}"
+            ]
+    return []
+
+
+def _answer(raw: Raw) -> str | None:
+    """The name of a feature that is the target itself; not among pixels, nor of several targets."""
+    table = raw.features if isinstance(raw.features, Table) else None
+    is_text = raw.target.dtype == object
+    if raw.target.ndim > 1 or len(raw.features.shape) > 2 or (is_text and table is None):
+        return None
+    there = np.arange(raw.features.shape[1])
+    if table is not None:
+        there = np.flatnonzero(table.numeric != is_text)
+    for part, columns in _columns(raw):
+        target = raw.target[part]
+        if not is_text:  # almost always the first row alone tells
+            there = there[columns[there, 0] == target[0]]
+        words = (None,) * len(columns) if table is None else table.words
+        equal = [np.array_equal(_told(columns[i], words[i]), target) for i in there]
+        there = there[np.array(equal, dtype=bool)]
+        if not len(there):
+            return None
+    return f"{there[0] + 1}" if raw.feature_names is None else shorten(raw.feature_names[there[0]])
+
+
+def _columns(raw: Raw) -> Iterator[tuple[slice, np.ndarray]]:
+    """The features in blocks of rows, (columns, rows) float64."""
+    table = raw.features
+    if not isinstance(table, Table):
+        yield from ((part, x.T) for part, x in scaling.blocks(raw))
+        return
+    for index, start in zip(range(len(table.spool)), table.starts(), strict=False):
+        values = table.block(index)
+        if values.size:
+            yield slice(start, start + values.shape[1]), values
+
+
+def _told(values: np.ndarray, words: tuple[str, ...] | None) -> np.ndarray:
+    """A column as its user has it; what is missing is equal to nothing."""
+    if words is None:
+        return values
+    codes = np.where(np.isnan(values), len(words), values).astype(np.int64)
+    return np.array([*words, None], dtype=object)[codes]

@@ -1,0 +1,195 @@
+"""Where data comes from: one dict names the sources, each with a check that costs next to nothing
+and a reader. Digits are read from scikit-learn's folder without importing it, which would cost
+1.7 s; pyarrow is imported only for the files that need it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tasks.engine.files import npy, npz, tokens
+from tasks.engine.files.image_folders import image_folder
+from tasks.engine.files.source_data import DataError, Raw, refuse_target, source_files, source_path
+from tasks.engine.settings.data_config import DataConfig
+
+DIGITS_VALUES = 1797 * 65
+SYNTHETIC_SEED = 20_240_607  # its own: another split must not make other rows
+
+
+@dataclass(frozen=True)
+class Source:
+    """check raises DataError early and cheaply; read gives everything, or raises it too."""
+
+    check: Callable[[DataConfig], None]
+    read: Callable[[DataConfig], Raw | tokens.Tokens]
+
+
+def origin(data: DataConfig) -> Path | None:
+    """The file or folder that the data comes from; None where it is made up, or comes with
+    Python."""
+    if data.source == "digits":
+        return _digits_file()
+    if data.source == "images":
+        return image_folder(data).path
+    return None if data.path is None else source_path(data)
+
+
+def files(data: DataConfig) -> Sequence[Path]:
+    """The files of which `origin` consists, in the order of their rows."""
+    if data.source == "images":
+        return list(image_folder(data).paths())
+    if data.path is not None:
+        return source_files(data)
+    path = origin(data)
+    return [] if path is None else [path]
+
+
+def _digits_file() -> Path:
+    spec = importlib.util.find_spec("sklearn")
+    origin = spec.origin if spec is not None else None
+    if origin is None:
+        raise DataError(
+            "data.source: digits come with scikit-learn, which is not installed; pip install "
+            "scikit-learn, or choose another source"
+        )
+    path = Path(origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if not path.is_file():
+        raise DataError(
+            f"data.source: the digits that come with scikit-learn are not at {path}; install it "
+            "anew, or choose another source"
+        )
+    return path
+
+
+def _check_digits(data: DataConfig) -> None:
+    refuse_target(data)
+    _digits_file()
+
+
+def _read_digits(data: DataConfig) -> Raw:
+    """1,797 images of 8 x 8 pixels, 0..16, with the digit that each shows."""
+    path = _digits_file()
+    try:
+        with gzip.open(path, "rt", encoding="ascii") as file:
+            values = np.array(file.read().replace("\n", ",").rstrip(",").split(","), np.float32)
+    except (OSError, EOFError, zlib.error, ValueError):
+        values = np.empty(0, dtype=np.float32)
+    if values.size != DIGITS_VALUES:
+        raise DataError(
+            f"data.source: the digits at {path} are damaged; install scikit-learn anew, or choose "
+            "another source"
+        )
+    table = values.reshape(-1, 65)
+    return Raw(
+        features=table[:, :64].reshape(-1, 1, 8, 8),
+        target=table[:, 64].astype(np.int64),
+        feature_names=None,
+        target_name="digit",
+        label="digits",
+    )
+
+
+def _check_synthetic(data: DataConfig) -> None:
+    refuse_target(data)
+    if data.classes > 1 and data.rows < 2 * data.classes:
+        raise DataError(
+            f"data.rows: must be at least 2 for each of {data.classes:,} classes "
+            f"(got {data.rows:,}); raise it or lower data.classes"
+        )
+    if data.classes == 1 and data.task == "classification":
+        raise DataError(
+            "data.classes: 1 makes a regression, but data.task is classification; set "
+            "data.classes to at least 2, or drop data.task"
+        )
+
+
+def synthetic_bytes(data: DataConfig) -> int:
+    """What the rows take in memory, and about what they take on disk."""
+    return 4 * data.features * (data.rows + 2 * data.classes) + 24 * data.rows
+
+
+def _read_synthetic(data: DataConfig) -> Raw:
+    """Clusters around one centre a class, evenly many rows each; or a noisy linear target."""
+    random = np.random.default_rng([SYNTHETIC_SEED, data.rows, data.features, data.classes])
+    x = random.standard_normal((data.rows, data.features), dtype=np.float32)
+    if data.classes == 1:
+        weights = random.standard_normal(data.features) / np.sqrt(data.features)
+        y = x @ weights.astype(np.float32) + random.normal(0, 0.1, data.rows)
+    else:
+        y = random.permutation(np.arange(data.rows, dtype=np.int64) % data.classes)
+        middle = random.standard_normal((data.classes, data.features), dtype=np.float32) * 2
+        middle[:, 0] = 6 * np.arange(data.classes)  # apart even where there is one feature only
+        for start in range(0, data.rows, 4096):
+            part = slice(start, start + 4096)
+            x[part] += middle[y[part]]
+    return Raw(
+        features=x, target=y, feature_names=None, target_name="class", label="synthetic rows"
+    )
+
+
+def _check_text_table(data: DataConfig) -> None:
+    from tasks.engine.tables import read_tables  # 0.1 s for pyarrow, and most runs read no table
+
+    read_tables.check_text(data)
+
+
+def _read_text_table(data: DataConfig) -> Raw:
+    from tasks.engine.tables import read_tables
+
+    return read_tables.read_text(data)
+
+
+def _check_parquet(data: DataConfig) -> None:
+    from tasks.engine.tables import read_tables
+
+    read_tables.check_parquet(data)
+
+
+def _read_parquet(data: DataConfig) -> Raw:
+    from tasks.engine.tables import read_tables
+
+    return read_tables.read_parquet(data)
+
+
+def _check_safetensors(data: DataConfig) -> None:
+    from tasks.engine.files import safetensors_file
+
+    safetensors_file.check_safetensors(data)
+
+
+def _read_safetensors(data: DataConfig) -> Raw:
+    from tasks.engine.files import safetensors_file
+
+    return safetensors_file.read_safetensors(data)
+
+
+def _check_images(data: DataConfig) -> None:
+    image_folder(data)  # without Pillow, which takes 0.1 s
+
+
+def _read_images(data: DataConfig) -> Raw:
+    from tasks.engine.files import images
+
+    return images.read_images(data)
+
+
+SOURCES = {
+    "digits": Source(_check_digits, _read_digits),
+    "csv": Source(_check_text_table, _read_text_table),
+    "tsv": Source(_check_text_table, _read_text_table),
+    "parquet": Source(_check_parquet, _read_parquet),
+    "npz": Source(npz.check_npz, npz.read_npz),
+    "npy": Source(npy.check_npy, npy.read_npy),
+    "safetensors": Source(_check_safetensors, _read_safetensors),
+    "images": Source(_check_images, _read_images),
+    "synthetic": Source(_check_synthetic, _read_synthetic),
+    "text": Source(tokens.check_text, tokens.read_text),
+    "tokens": Source(tokens.check_tokens, tokens.read_tokens),
+}

@@ -1,0 +1,66 @@
+"""The most memory a run may take. On a GPU its allocator keeps the limit; on a CPU, which has none,
+a ledger counts the bytes of all tensors and runs out of memory as a device would, so that what
+happens then can be seen on any machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tasks.engine.base.facts import DeviceFacts
+from tasks.engine.device.detection import limit
+from tasks.engine.memory.allocation_log import MIB, Ledger
+from tasks.engine.memory.allocator_stats import Allocator, allocator
+from tasks.engine.memory.caching_allocator import BLOCK_BYTES
+from tasks.engine.memory.memory_by_owner import CountedAllocator
+from tasks.engine.memory.reduction_scratch import scratch_of
+from tasks.engine.settings.run_config import RunConfig
+
+
+@contextmanager
+def limited(facts: DeviceFacts, limit_mib: float | None) -> Iterator[tuple[Ledger, Allocator]]:
+    """The ledger of a run on this device, and what tells how much memory is in use.
+
+    Inside, more than limit_mib raises torch.OutOfMemoryError.
+    """
+    device = torch.device(facts.name)
+    if device.type != "cpu":
+        lift = limit(facts, limit_mib)
+        try:
+            yield (
+                Ledger(device, block_bytes=BLOCK_BYTES, scratch=scratch_of(device)),
+                allocator(device),
+            )
+        finally:
+            lift()
+        return
+    limit_bytes = None if limit_mib is None else int(limit_mib * MIB)
+    ledger = Ledger(device, limit_bytes=limit_bytes)
+    counted = CountedAllocator(ledger, limit_bytes)
+    if limit_bytes is None:
+        yield ledger, counted
+        return
+    with ledger.active():
+        yield ledger, counted
+
+
+def room_bytes(config: RunConfig, free_bytes: float | None, *, held_bytes: int = 0) -> float:
+    """What a run may take of the bytes that are free; infinite where nobody tells. held_bytes: that
+    this process holds already, and that count against its limit."""
+    limit_mib = config.memory.limit_mib
+    limit_bytes = math.inf if limit_mib is None else limit_mib * MIB - held_bytes
+    return min(limit_bytes, math.inf if free_bytes is None else free_bytes)
+
+
+def rows_room_bytes(config: RunConfig, device: DeviceFacts) -> float:
+    """What the rows of a run and all else may take of its device; 0 where nobody tells.
+
+    On a CPU, where rows take the memory that they are prepared in, at most data.memory_mib.
+    """
+    room = room_bytes(config, device.free_bytes or 0)
+    most_mib = config.data.memory_mib if device.kind == "cpu" else None
+    return room if most_mib is None else min(room, most_mib * MIB)

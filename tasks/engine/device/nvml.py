@@ -1,0 +1,105 @@
+"""What NVIDIA's management library (NVML) tells of the driver and its GPUs, without a CUDA context:
+free memory costs nothing to ask, and the holders have names. Where it cannot be asked, its error is
+the answer.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from tasks.engine.device.machine_facts import Gpu, Holder
+
+
+@dataclass(frozen=True)
+class Nvml:
+    """What NVIDIA's management library told; GPUs in its own order, which is not PyTorch's."""
+
+    error: str = ""
+    driver_version: str | None = None
+    cuda: tuple[int, int] | None = None
+    gpus: tuple[Gpu, ...] = ()  # MIG slices after their GPU; name holds the uuid
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _holders(nvml: Any, handle: Any) -> tuple[Holder, ...]:
+    """Other processes that compute on a GPU; names where psutil can see them."""
+    found = []
+    for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+        if process.pid == os.getpid():
+            continue
+        try:
+            name = psutil.Process(process.pid).name()
+        except psutil.Error:
+            name = None
+        found.append(Holder(process.pid, name, process.usedGpuMemory))
+    return tuple(found)
+
+
+def _nvml_gpu(nvml: Any, handle: Any) -> Gpu:
+    uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    try:
+        holders = _holders(nvml, handle)
+    except nvml.NVMLError:  # not supported, or no permission: holders stay unknown
+        holders = ()
+    return Gpu(
+        name=uuid,
+        kind="cuda",
+        model=_text(nvml.nvmlDeviceGetName(handle)),
+        uuid=uuid,
+        total_bytes=int(memory.total),
+        free_bytes=int(memory.free),
+        holders=holders,
+    )
+
+
+def read_nvml(nvml: Any) -> Nvml:
+    """What NVML knows, through its Python binding; the error is what it raised instead."""
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return Nvml(error=str(error))
+    try:
+        cuda = int(nvml.nvmlSystemGetCudaDriverVersion())  # 13000 is CUDA 13.0
+        gpus = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            gpus.append(_nvml_gpu(nvml, handle))
+            gpus += _mig_slices(nvml, handle)
+        version = _text(nvml.nvmlSystemGetDriverVersion())
+        return Nvml("", version, (cuda // 1000, cuda % 1000 // 10), tuple(gpus))
+    except nvml.NVMLError as error:
+        return Nvml(error=str(error))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _mig_slices(nvml: Any, handle: Any) -> list[Gpu]:
+    slices = []
+    try:
+        for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+            slices.append(_nvml_gpu(nvml, part))
+    except nvml.NVMLError:  # no MIG on this GPU, or no slice after this one
+        return slices
+    return slices
+
+
+def look_nvml() -> Nvml:
+    try:
+        import pynvml  # only when asked: macOS has none
+    except ImportError:
+        return Nvml(error="the package nvidia-ml-py is not installed")
+    return read_nvml(pynvml)
+
+
+def holders(uuid: str | None, nvml: Nvml) -> tuple[Holder, ...]:
+    """The other processes on the GPU of this UUID; none where the driver does not tell."""
+    return next((gpu.holders for gpu in nvml.gpus if gpu.uuid == uuid), ())

@@ -1,0 +1,298 @@
+"""The cache folder of prepared arrays: written beside its name and renamed, so that it is whole or
+not there at all, whatever is killed or races; read only after it was verified. It refuses a full
+or unwritable disk by the setting data.cache and leaves nothing of itself behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from tasks.engine.files.source_data import DataError, shorten, size
+
+MANIFEST = "manifest.json"
+FORMAT = 2
+STALE_S = 60  # a temporary folder younger than this may not be locked yet
+BLOCK_BYTES = 1 << 22  # of a file, with a checksum each: they are verified side by side
+PIECE_BYTES = 1 << 18  # read at once to verify a block: preparing counts what it takes
+READERS = 4
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Data that was checked and is ready to be written: `write` puts its parts into a folder and
+    gives their manifest."""
+
+    needed_bytes: int
+    write: Callable[[Path], dict[str, Any]]
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file's content; raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(meaning: Mapping[str, Any], files: Mapping[str, Any]) -> str:
+    """16 hex digits that stand for the prepared content and what it means, not for where it is."""
+    # The content is in by its SHA-256.
+    files = {p: {k: v for k, v in entry.items() if k != "crc32"} for p, entry in files.items()}
+    said = json.dumps([FORMAT, meaning, files], sort_keys=True, allow_nan=False)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def manifest_for(meaning: Mapping[str, Any], files: Mapping[str, Any]) -> dict[str, Any]:
+    """What `manifest_of` holds against the folder: the entries of its parts, and what they mean."""
+    return {
+        "format": FORMAT,
+        "fingerprint": fingerprint(meaning, files),
+        "meaning": meaning,
+        "files": files,
+        "numpy": np.__version__,
+    }
+
+
+class PartWriter:
+    """One array on its way to disk, appended in blocks of rows and hashed as it is written."""
+
+    def __init__(self, path: Path, *, shape: tuple[int, ...], dtype: str) -> None:
+        self._file = open(path, "wb")  # noqa: SIM115, closed by __exit__
+        self._hash = hashlib.sha256()
+        self._blocks: list[int] = []
+        self._hashed = 0
+        self._hasher = ThreadPoolExecutor(1)
+        self._hashing: Future[None] = self._hasher.submit(self._digest, b"")
+        self._shape, self._dtype, self._written = shape, np.dtype(dtype), 0
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self, header)
+
+    def __enter__(self) -> PartWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hasher.shutdown()
+        self._file.close()
+
+    def write(self, data: Any) -> int:
+        self._hashing.result()
+        # In a thread, while the rows are written and the next ones made; not to be changed since.
+        self._hashing = self._hasher.submit(self._digest, data)
+        self._written += memoryview(data).nbytes
+        return self._file.write(data)
+
+    def _digest(self, data: Any) -> None:
+        self._hash.update(data)
+        left = memoryview(data).cast("B")
+        while left:
+            within = self._hashed % BLOCK_BYTES
+            if not within:
+                self._blocks.append(0)
+            part, left = left[: BLOCK_BYTES - within], left[BLOCK_BYTES - within :]
+            self._blocks[-1] = zlib.crc32(part, self._blocks[-1])
+            self._hashed += len(part)
+
+    def append(self, rows: np.ndarray) -> None:
+        """Rows of the shape and type that were announced."""
+        assert rows.dtype == self._dtype and rows.shape[1:] == self._shape[1:]
+        if rows.size:
+            self.write(np.ascontiguousarray(rows).data.cast("B"))
+
+    def finish(self) -> dict[str, Any]:
+        """Puts the file on the disk for good; its entry in the manifest."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._hashing.result()
+        return {
+            "shape": list(self._shape),
+            "dtype": self._dtype.str,
+            "bytes": self._written,
+            "sha256": self._hash.hexdigest(),
+            "crc32": self._blocks,
+        }
+
+
+def manifest_of(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a whole folder; None where there is none, or where anything in it is off.
+
+    Sizes, headers, checksums, and the manifest's own fingerprint.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = manifest["files"]
+        if manifest["fingerprint"] != fingerprint(manifest["meaning"], files):
+            raise ValueError("its manifest was changed")
+        for part, entry in files.items():
+            _verify(folder / part, entry)
+    except FileNotFoundError:
+        if folder.is_dir():
+            log.warning("data.cache: %s lacks a file; it is prepared anew", folder)
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("data.cache: %s is damaged (%s); it is prepared anew", folder, error)
+        return None
+    return manifest
+
+
+def prepared_from(cache: Path, source: str) -> list[tuple[str, dict[str, Any]]]:
+    """The path and the settings of each folder of a source that seems whole."""
+    found = []
+    for manifest in cache.glob(f"{source}-*/{MANIFEST}"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            said = json.loads(manifest.read_text(encoding="utf-8"))
+            found.append((said["source"]["path"], said["settings"]))
+    return found
+
+
+def _verify(path: Path, entry: Mapping[str, Any]) -> None:
+    if path.stat().st_size != entry["bytes"]:
+        raise ValueError(f"{path.name} has another size than it was written with")
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if list(array.shape) != entry["shape"] or array.dtype.str != entry["dtype"]:
+        raise ValueError(f"{path.name} has another header than it was written with")
+    blocks = entry.get("crc32")  # older ones have none
+    is_same = file_sha256(path) == entry["sha256"] if blocks is None else _has(path, blocks)
+    if not is_same:
+        raise ValueError(f"{path.name} has other content than it was written with")
+
+
+def _has(path: Path, blocks: list[int]) -> bool:
+    """Whether the file's blocks have these checksums."""
+    with open(path, "rb") as file, ThreadPoolExecutor(READERS) as readers:
+
+        def crc32(number: int) -> int:
+            found, begin = 0, number * BLOCK_BYTES
+            for at in range(begin, begin + BLOCK_BYTES, PIECE_BYTES):
+                found = zlib.crc32(os.pread(file.fileno(), PIECE_BYTES, at), found)
+            return found
+
+        return list(readers.map(crc32, range(len(blocks)))) == blocks
+
+
+@contextmanager
+def refusals(cache: Path) -> Iterator[None]:
+    """Turns what the disk under data.cache refuses into a DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"data.cache: {shorten(str(cache), 300)} cannot be written ({error.strerror or error})"
+            "; make room there, or name another folder"
+        ) from None
+
+
+def check_room(cache: Path, needed_bytes: int) -> None:
+    """Raises DataError where the folder cannot be made, or its disk lacks room for the arrays."""
+    # Unlike pathlib's, False for any error: a name may be too long.
+    there = next(p for p in (cache, *cache.parents) if os.path.exists(p))
+    shown = shorten(str(cache), 300)
+    if not there.is_dir():
+        raise DataError(f"data.cache: {shown} lies under {there}, a file; name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise DataError(f"data.cache: {there} must not be written; name another folder")
+    free_bytes = shutil.disk_usage(there).free
+    if needed_bytes > free_bytes:
+        raise DataError(
+            f"data.cache: {shown} needs {size(needed_bytes)} for the prepared arrays and has "
+            f"{size(free_bytes)} free; make room there, or name another folder"
+        )
+
+
+def publish(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """Fills a temporary folder and gives it its name; the manifest, and whether another was first.
+
+    Two that prepare the same at once do not wait for each other: the later one uses what the
+    earlier one left, which is the same.
+    """
+    cache = folder.parent
+    with refusals(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        sweep(cache)
+        temporary = cache / f".{folder.name}.{uuid4().hex}.tmp"
+        temporary.mkdir()
+        lock = os.open(temporary, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            manifest = fill(temporary)
+            _write_synced(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
+            os.fsync(lock)
+            there = _rename(temporary, folder)
+            _sync_folder(cache)
+        finally:
+            os.close(lock)
+            shutil.rmtree(temporary, ignore_errors=True)
+    return (manifest, False) if there is None else (there, True)
+
+
+def _rename(temporary: Path, folder: Path) -> dict[str, Any] | None:
+    """None when the folder got its name; the manifest of a whole one that had it already."""
+    for _ in range(5):
+        with suppress(OSError):
+            os.rename(temporary, folder)
+            return None
+        there = manifest_of(folder)
+        if there is not None:
+            return there
+        # Damaged, so out of the way under a name that is swept; who maps it keeps it.
+        aside = folder.parent / f".{folder.name}.{uuid4().hex}.tmp"
+        with suppress(FileNotFoundError):
+            os.rename(folder, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+    os.rename(temporary, folder)
+    return None
+
+
+def filled(values: np.ndarray, file: int, at: int) -> bool:
+    """Fills a contiguous array with the file's bytes from there on; False where it ends early."""
+    view = values.reshape(-1).view(np.uint8).data
+    while len(view):
+        got = os.preadv(file, [view], at)
+        if not got:
+            return False
+        view, at = view[got:], at + got
+    return True
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def sweep(cache: Path) -> None:
+    """Removes the temporary folders of writers that are gone: the kernel freed their lock."""
+    for left in cache.glob(".*.tmp"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime < STALE_S:
+                continue
+            opened = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(opened)

@@ -1,0 +1,254 @@
+"""What a data source hands over before anything is prepared, and the checks that every file must
+pass: it is there, it is a regular file, and it is of the kind that `data.source` says. It refuses
+in one sentence that names the setting, the value and the remedy; a library's own error never
+leaves the readers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from tasks.engine.base.units import mebibytes
+from tasks.engine.settings.data_config import TOKEN_SOURCES, DataConfig
+
+TARGET_NAMES = ("target", "label", "class", "y")
+MAGIC = {
+    b"PAR1": "parquet",
+    b"\x93NUMPY": "npy",
+    b"PK\x03\x04": "npz",  # any ZIP; an Excel sheet is one too
+    b"PK\x05\x06": "npz",
+}
+FOREIGN = {
+    b"\x1f\x8b": "is compressed with gzip; unpack it first",
+    b"\xfd7zXZ": "is compressed with xz; unpack it first",
+    b"\x28\xb5\x2f\xfd": "is compressed with zstd; unpack it first",
+    b"\xff\xfe": "is UTF-16 text; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
+    b"\xfe\xff": "is UTF-16 text; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)",
+    b"\x89HDF": "is an HDF5 file; save it as parquet, npz or csv",
+    b"\x80\x02": "is a Python pickle, which is never loaded; save it with numpy.savez",
+    b"\x80\x03": "is a Python pickle, which is never loaded; save it with numpy.savez",
+    b"\x80\x04": "is a Python pickle, which is never loaded; save it with numpy.savez",
+    b"\x80\x05": "is a Python pickle, which is never loaded; save it with numpy.savez",
+}
+MOST_SHOWN = 5
+
+
+class DataError(ValueError):
+    """Data that cannot be used; each line starts with the setting at fault."""
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Rows as they were read, features finite or not, in their own units.
+
+    features: (n, columns), or (n, channels, height, width) for images; numbers or booleans,
+    possibly mapped from the file; or a table.Table, which holds text and missing values too.
+    target: (n,) numbers, booleans, or `str` in an object array; or (n, k) numbers.
+    validation: (n,) booleans where the source brought a split of its own.
+    kept: which rows of the file these are, (rows of the file,) booleans; None: all.
+    decimal: data.decimal of a file of text; None for others. na: data.na.
+    """
+
+    features: Any
+    target: np.ndarray
+    feature_names: tuple[str, ...] | None
+    target_name: str
+    label: str  # the file's name, or the source's
+    row_note: str = ""  # how rows are counted, always from 1: " below the header" for a CSV
+    notes: tuple[str, ...] = ()
+    validation: np.ndarray | None = None
+    kept: np.ndarray | None = None
+    decimal: str | None = None
+    na: Sequence[str] | None = None
+
+    def row(self, row: int) -> str:
+        """The words for a row, from 0, as it is counted in the file."""
+        in_file = row if self.kept is None else int(np.flatnonzero(self.kept)[row])
+        return f"{self.label} row {in_file + 1}{self.row_note}"
+
+    def cell(self, row: int, index: Sequence[int]) -> str:
+        """The words by which a person finds a value again; row and index from 0."""
+        where = self.row(row)
+        if self.feature_names is not None:
+            return f"{where}, column {self.feature_names[index[0]]!r}"
+        if len(index) == 1:
+            return f"{where}, column {index[0] + 1}"
+        return f"{where}, pixel {tuple(int(i) for i in index)}"
+
+    def label_at(self, row: int) -> str:
+        """The same for the target of a row."""
+        return f"{self.row(row)}, target {self.target_name!r}"
+
+
+def shorten(value: object, most: int = 60) -> str:
+    """A value as it may be printed: quoted, on one line, at most about `most` characters."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def listed(values: Sequence[object], most: int = MOST_SHOWN) -> str:
+    """The first few values and how many more there are."""
+    shown = ", ".join(shorten(v) for v in values[:most])
+    return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
+
+
+def size(size_bytes: int) -> str:
+    """A size that a person can compare."""
+    return mebibytes(size_bytes / 1024**2)
+
+
+def source_file(data: DataConfig) -> Path:
+    """The file at data.path as an absolute path; it exists, is regular, readable and not empty.
+
+    Errors: DataError, also where the first bytes belong to another format.
+    """
+    return regular_file(source_path(data), data.source)
+
+
+def source_files(data: DataConfig) -> tuple[Path, ...]:
+    """The file at data.path, or all *.parquet in the folder there, by name; each as source_file."""
+    path = source_path(data)
+    if data.source != "parquet" or not os.path.isdir(path):  # unlike pathlib's, False for any error
+        return (source_file(data),)
+    shown = shorten(str(path), 300)
+    try:
+        names = sorted(name for name in os.listdir(path) if name.endswith(".parquet"))
+    except OSError as error:
+        raise DataError(
+            f"data.path: {shown} cannot be read ({error.strerror}); mend that or name another "
+            "folder"
+        ) from None
+    if not names:
+        raise DataError(f"data.path: the folder {shown} holds no *.parquet file; name another")
+    return tuple(regular_file(path / name, data.source) for name in names)
+
+
+def source_path(data: DataConfig) -> Path:
+    """data.path as an absolute path, whether it is there or not."""
+    return Path(os.path.abspath(os.path.expanduser(data.path or "")))
+
+
+def regular_file(path: Path, source: str) -> Path:
+    """The path itself, of a file of the kind `source` that can be read. Errors: DataError."""
+    shown = shorten(str(path), 300)
+    try:
+        found = os.stat(path)
+        if stat.S_ISDIR(found.st_mode):
+            raise DataError(f"data.path: {shown} is a folder; name the {source} file in it")
+        if not stat.S_ISREG(found.st_mode):
+            raise DataError(f"data.path: {shown} is not a regular file; copy its content to one")
+        if found.st_size == 0:
+            raise DataError(f"data.path: {shown} is empty; name a file with rows")
+        with open(path, "rb") as file:
+            head = file.read(9)
+    except FileNotFoundError:
+        raise DataError(
+            f"data.path: {shown} does not exist; name a file, relative to {os.getcwd()!r} "
+            "or in full"
+        ) from None
+    except OSError as error:
+        raise DataError(
+            f"data.path: {shown} cannot be read ({error.strerror}); mend that or name another file"
+        ) from None
+    if source not in TOKEN_SOURCES:  # any bytes may be a text or the first of tokens
+        _right_kind(source, head, shown)
+    return path
+
+
+def _right_kind(source: str, head: bytes, shown: str) -> None:
+    # Looked for first: its first bytes are a length, below 16 MiB, and may look like anything.
+    tensors = head[3:] == b"\0\0\0\0\0{"
+    for magic, words in FOREIGN.items():
+        if head.startswith(magic) and not tensors:
+            raise DataError(f"data.path: {shown} {words}")
+    kind = next((k for magic, k in MAGIC.items() if head.startswith(magic)), "csv")
+    kind = "safetensors" if tensors else kind
+    if kind == source or (kind, source) == ("csv", "tsv"):
+        return
+    if kind == "csv":
+        raise DataError(
+            f"data.path: {shown} is not a {source} file (it starts with {head!r}); "
+            f"set data.source to what it is, or write it anew"
+        )
+    sheet = " (if it is an Excel sheet, save it as CSV)" if kind == "npz" else ""
+    raise DataError(
+        f"data.path: {shown} is of kind {kind}, but data.source is {source}; "
+        f"set data.source to {kind}{sheet}"
+    )
+
+
+def refuse_target(data: DataConfig) -> None:
+    """Raises DataError where data.target is set for a source that has its own."""
+    if data.target is not None:
+        raise DataError(
+            f"data.target: has no meaning for source {data.source} (got {data.target!r}); drop it, "
+            "or name a file and its source"
+        )
+
+
+def pick_target(names: Sequence[str], wanted: str | None, label: str) -> str:
+    """The name to predict: data.target, else the one called target, label, class or y.
+
+    Errors: DataError where it is not there, or where more than one would do.
+    """
+    if wanted is not None:
+        if wanted in names:
+            return wanted
+        near = difflib.get_close_matches(wanted, names, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise DataError(
+            f"data.target: {label} has no {shorten(wanted)}; {hint}it has {listed(names, 12)}"
+        )
+    found = [name for name in names if name.lower() in TARGET_NAMES]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise DataError(
+            f"data.target: {label} has {listed(found)}, of which only one can be the target; "
+            "set data.target to it, and drop the other from the file"
+        )
+    raise DataError(
+        f"data.target: {label} has no column named target, label, class or y; "
+        f"set data.target to one of {listed(names, 12)}"
+    )
+
+
+def cache_folder(data: DataConfig) -> Path:
+    """data.cache as an absolute path, which may not be there yet. Errors: DataError."""
+    if not data.cache.strip():
+        raise DataError(f"data.cache: must name a folder (got {data.cache!r}); name one")
+    return Path(os.path.abspath(os.path.expanduser(data.cache)))
+
+
+def allowed_bytes(data: DataConfig) -> int:
+    """What preparing may take of the host's memory: data.memory_mib, else what is free."""
+    if data.memory_mib is not None:
+        return int(data.memory_mib * 1024**2)
+    return psutil.virtual_memory().available
+
+
+def check_memory(
+    needed_bytes: int, what: str, remedy: str, *, data: DataConfig | None = None
+) -> None:
+    """Raises DataError where reading would take more than the host's free memory, or than
+    data.memory_mib where data is given."""
+    if data is not None and data.memory_mib is not None and needed_bytes > allowed_bytes(data):
+        raise DataError(
+            f"data.memory_mib: {what.removeprefix('data.path: ')} needs about {size(needed_bytes)} "
+            f"of memory to read (got {data.memory_mib:g}); raise it, or {remedy}"
+        )
+    free_bytes = psutil.virtual_memory().available
+    if needed_bytes > free_bytes:
+        raise DataError(
+            f"{what} needs about {size(needed_bytes)} of memory to read, "
+            f"and {size(free_bytes)} are free; {remedy}"
+        )

@@ -1,0 +1,214 @@
+"""Whether a training gets the memory that it will need, decided before it takes any: by what runs
+alike have taken, else by a forecast, against what is free now. It starts with a smaller micro-batch
+where only that fits, waits where that was asked for, and refuses by naming who holds the memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tasks.engine.base.facts import DataFacts, DeviceFacts
+from tasks.engine.base.field_types import is_import
+from tasks.engine.base.units import mebibytes, seconds
+from tasks.engine.device.detection import DeviceError
+from tasks.engine.device.machine_facts import Holder
+from tasks.engine.device.memory_limit import room_bytes
+from tasks.engine.device.nvml import Nvml, holders, look_nvml
+from tasks.engine.forecast.forecast import Forecast, Unforeseeable, asked_micro_batch, forecast
+from tasks.engine.memory.allocator_stats import allocator
+from tasks.engine.settings.run_config import RunConfig
+
+MIB = 1024**2
+ASK_AGAIN_S = 1.0
+SHOWN = 4  # processes that a refusal names
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """With what a training may start."""
+
+    predicted_bytes: float | None  # None: nobody had to know
+    source: str  # history or dry step; empty where nobody had to know
+    micro_batch: int  # rows to start with
+    reason: str  # one sentence
+    told: Forecast | None = None  # of a dry step
+    fits_graph: bool = True  # whether a recorded step finds room too, as far as is known
+
+
+def admit(
+    config: RunConfig,
+    data: DataFacts,
+    device: DeviceFacts,
+    *,
+    past_peak_bytes: float | None,
+    past_micro_batch: int | None,
+    past_reserved_bytes: float | None = None,
+    free: Callable[[], int | None] | None = None,
+    nvml: Callable[[], Nvml] = look_nvml,
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Admission:
+    """What the training may start with, at the latest after memory.wait_s.
+
+    past_*: of finished runs alike, what tensors held and the allocator reserved at most, and the
+    micro-batch that fitted; None where there are none. Raises DeviceError where not even one row
+    at a time fits.
+    """
+    rows = min(asked_micro_batch(config), past_micro_batch or config.train.batch_size)
+    if device.kind == "cpu" and config.memory.limit_mib is None:
+        return Admission(None, "", rows, "a cpu without memory.limit_mib gives what it has")
+    # A limit is the whole process's: what it holds from before is not for this training.
+    held_bytes = allocator(torch.device(device.name)).read().get("reserved", 0)
+    asked = _Asked(config, data, device, rows, past_peak_bytes, past_reserved_bytes, held_bytes)
+    untold = asked.untold()
+    if untold is not None:
+        return Admission(None, "", rows, untold)
+    asked.refuse_hopeless_limit()
+    until = now() + config.memory.wait_s
+    is_told = False
+    while True:
+        room = room_bytes(config, free() if free else free_bytes(device), held_bytes=held_bytes)
+        admission = asked.fitting(room)
+        if admission is not None:
+            return admission
+        # Where all of the device is too little, or a limit is, nothing is gained by waiting.
+        if now() >= until or asked.forecast(1).needed_bytes > asked.most_bytes:
+            raise DeviceError(asked.refusal(room, holders(device.uuid, nvml())))
+        if not is_told:
+            is_told = True
+            told = asked.shortage(room, holders(device.uuid, nvml()))
+            log.warning("waiting up to %s: %s", seconds(config.memory.wait_s), told)
+        sleep(min(ASK_AGAIN_S, max(0.0, until - now())))
+
+
+def free_bytes(device: DeviceFacts) -> int | None:
+    """What the device has free now, all processes together; None where it does not tell."""
+    space = allocator(torch.device(device.name)).space()
+    return None if space is None else space.free_bytes
+
+
+class _Asked:
+    """What a training asks for. Forecasts are made once, and only those that are needed."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        data: DataFacts,
+        device: DeviceFacts,
+        rows: int,
+        past_peak_bytes: float | None,
+        past_reserved_bytes: float | None,
+        held_bytes: int,
+    ) -> None:
+        self._config, self._data, self._device = config, data, device
+        self._held_bytes = held_bytes
+        self._rows, self._past_peak_bytes = rows, past_peak_bytes
+        self._past_needed_bytes = past_reserved_bytes or past_peak_bytes
+        self._forecasts: dict[int, Forecast] = {}
+        self._limit_bytes = room_bytes(config, None)
+        self.most_bytes = room_bytes(config, device.total_bytes, held_bytes=held_bytes)
+
+    def forecast(self, rows: int) -> Forecast:
+        if rows not in self._forecasts:
+            told = forecast(self._config, self._data, self._device, micro_batch=rows)
+            self._forecasts[rows] = told
+        return self._forecasts[rows]
+
+    def untold(self) -> str | None:
+        """Why nothing can be foretold of a model or a loss of the user's own."""
+        if not (is_import(self._config.model.name) or is_import(self._config.train.loss)):
+            return None
+        try:
+            self.forecast(self._rows)
+        except Unforeseeable as error:
+            return str(error)
+        return None
+
+    def refuse_hopeless_limit(self) -> None:
+        """Raises DeviceError for a limit that not even the parameters fit in."""
+        known_bytes = self._past_needed_bytes or math.inf
+        if known_bytes <= self._limit_bytes:
+            return
+        least_bytes = self.forecast(self._rows).parameter_bytes
+        if least_bytes > self._limit_bytes:
+            raise DeviceError(
+                f"memory.limit_mib: must be more than the {mebibytes(least_bytes / MIB)} of the "
+                f"parameters alone (got {self._config.memory.limit_mib:g}); raise it, or make the "
+                "model smaller"
+            )
+
+    def fitting(self, room: float) -> Admission | None:
+        """What fits in the room; None where nothing does."""
+        past_bytes = self._past_peak_bytes
+        if past_bytes is not None and (self._past_needed_bytes or 0) <= room:
+            reason = f"{_size(past_bytes)} by what runs alike have taken{self._of(room)}"
+            return Admission(past_bytes, "history", self._rows, reason)
+        whole, rows = self.forecast(self._rows), self._rows
+        while self.forecast(rows).needed_bytes > room:
+            if rows == 1:
+                return None
+            rows = math.ceil(rows / 2)
+        told = self.forecast(rows)
+        reason = f"{_size(told.peak_bytes)} by a dry step{self._of(room)}"
+        if rows < self._rows:
+            reason = (
+                f"starts with micro-batches of {rows} rows, {reason}, where {self._rows} would "
+                f"need {_size(whole.needed_bytes)}"
+            )
+        fits_graph = told.graphed is None or told.graphed.needed_bytes <= room
+        return Admission(told.peak_bytes, "dry step", rows, reason, told, fits_graph)
+
+    def refusal(self, room: float, found: tuple[Holder, ...]) -> str:
+        """Why the training can't be had; starts with the setting at fault."""
+        least_bytes = self.forecast(1).needed_bytes
+        if least_bytes + self._held_bytes > self._limit_bytes:
+            held = f" beside {_size(self._held_bytes)} that this process holds already"
+            return (
+                f"memory.limit_mib: must be at least "
+                f"{math.ceil((least_bytes + self._held_bytes) / MIB)}, for one row at a time"
+                f"{held if self._held_bytes else ''} (got {self._config.memory.limit_mib:g}); "
+                "raise it, or make the model smaller"
+            )
+        remedy = "make the model smaller, or choose another device"
+        if least_bytes <= self.most_bytes:
+            remedy += ", or let memory.wait_s wait for it"
+        return f"device.name: {self.shortage(room, found)}; {remedy}"
+
+    def shortage(self, room: float, found: tuple[Holder, ...]) -> str:
+        """What is asked, what is there, and who holds the rest."""
+        least_bytes = self.forecast(1).needed_bytes
+        return (
+            f"training one row at a time needs {_size(least_bytes)} of {self._device.name}, and "
+            f"{_size(room)} are free{_held(found)}"
+        )
+
+    def _of(self, room: float) -> str:
+        if math.isinf(room):
+            return f"; {self._device.name} does not tell what is free"
+        return f", of {_size(room)} that {self._device.name} has for it"
+
+
+def _size(size_bytes: float) -> str:
+    return mebibytes(size_bytes / MIB)
+
+
+def _held(found: tuple[Holder, ...]) -> str:
+    if not found:
+        return ""
+    largest = sorted(found, key=lambda holder: -(holder.bytes or 0))
+    told = [
+        f"pid {h.pid}"
+        + (f" ({h.name})" if h.name else "")
+        + ("" if h.bytes is None else f" {_size(h.bytes)}")
+        for h in largest[:SHOWN]
+    ]
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return f"; held by {', '.join(told)}{more}"

@@ -1,0 +1,272 @@
+"""A training's allocations without their bytes: two steps of the real model with its optimizer, one
+evaluation batch and, where steps may be replayed, a recorded one, on tensors that have shapes and
+no memory, counted by the ledger that counts a training. It computes nothing and draws no random
+number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tasks.engine.base import nested
+from tasks.engine.base.facts import DataFacts, DeviceFacts
+from tasks.engine.base.seeds import chosen_cublas_workspace_bytes
+from tasks.engine.device.detection import resolve_precision
+from tasks.engine.device.memory_limit import room_bytes
+from tasks.engine.forecast.batch_bytes import Loader, Rows, fed
+from tasks.engine.memory.allocation_log import MIB, Ledger
+from tasks.engine.memory.caching_allocator import BLOCK_BYTES, Empty, Event, Take
+from tasks.engine.memory.memory_by_owner import BEST
+from tasks.engine.memory.reduction_scratch import scratch_of
+from tasks.engine.models import builtin
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step import build
+from tasks.engine.step.best_weights import tensors_of
+from tasks.engine.step.cuda_graph import may_replay
+from tasks.engine.step.evaluation import eval_rows
+from tasks.engine.step.losses import loss_of
+from tasks.engine.step.micro_batches import Fixed
+from tasks.engine.step.optimizer_step import Step, Watched
+
+# cuBLAS's workspace by the major version of the GPU's architecture: pytorch#95668, pytorch#89027.
+# Each thread has a handle of its own, and matrices are multiplied in two: forwards and backwards.
+HOPPER = 9
+WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES = int(8.125 * MIB), 32 * MIB
+THREADS = 2
+SETUP, EVALUATION = "setup", "eval"
+# Where a thread multiplies its first matrices: after the set-up, and after the first forward pass.
+WORKSPACES_AFTER = {SETUP: -1, "forward": -2}
+
+
+@dataclass(frozen=True)
+class Dry:
+    """What a dry run has told."""
+
+    parameter_bytes: int
+    plain: Peaks
+    graphed: Peaks | None = None
+
+
+@dataclass
+class Peaks:
+    """Follows the ledger: the most of each phase, the owners at the most of all, and every
+    allocation in its order."""
+
+    ledger: Ledger
+    events: list[Event]
+    workspace_bytes: int
+    training: int = 0  # of the events, those before the last evaluation
+    phases: dict[str, int] = field(default_factory=dict)
+    owners: dict[str, int] = field(default_factory=dict)
+    _most: int = 0
+
+    def mark(self, phase: str) -> None:
+        """`phase` ends here."""
+        self.ledger.end_phase(phase)
+        if self.workspace_bytes and phase not in self.phases and phase in WORKSPACES_AFTER:
+            self.events.append(Take(WORKSPACES_AFTER[phase], self.workspace_bytes))
+        self.phases[phase] = max(self.phases.get(phase, 0), self.ledger.peak_bytes)
+        self.ledger.reset_peak()
+
+    def so_far(self) -> Peaks:
+        """A copy that later marks do not change."""
+        return replace(
+            self, events=list(self.events), phases=dict(self.phases), owners=dict(self.owners)
+        )
+
+    def settle(self) -> None:
+        """What was counted since the last call belongs to whom the ledger knows by now."""
+        if self.ledger.step_peak_bytes > self._most:
+            self._most, self.owners = self.ledger.step_peak_bytes, self.ledger.owners_at_peak()
+        self.ledger.begin_step()
+
+
+def dry_run(
+    config: RunConfig,
+    data: DataFacts,
+    facts: DeviceFacts,
+    micro_batch: int,
+    own: nn.Module | None,
+) -> Dry:
+    device = _usable(torch.device(facts.name))
+    precision = resolve_precision(config.train.precision, facts)
+    events: list[Event] = []
+    ledger = Ledger(
+        device,
+        block_bytes=1 if facts.kind == "cpu" else BLOCK_BYTES,
+        scratch=scratch_of(torch.device(facts.name)),
+        told=events.append,
+    )
+    peaks = Peaks(ledger, events, workspace_bytes_of(facts))
+    with ledger:
+        model = _model(config, data, device) if own is None else _faked(own, device)
+        ledger.own("parameters", model.parameters())
+        ledger.own("buffers", model.buffers())
+        parameter_bytes = ledger.allocated_bytes
+        train, val = fed(
+            config,
+            facts,
+            data,
+            device=device,
+            channels_last=build.takes_channels_last(config, model),
+        )
+        ledger.own("data", (*train.tensors(), *val.tensors()))
+        # On a CPU the weights of the best epoch are kept where the others are.
+        keeps_best = build.keeps_best(config) and facts.kind == "cpu"
+        best = [t.clone() for _, t in tensors_of(model)] if keeps_best else []
+        ledger.own(BEST, best)
+        peaks.mark(SETUP)
+        peaks.settle()
+        step = build.step_of(
+            config,
+            data,
+            model,
+            build.optimizer_of(config, model),
+            device=device,
+            precision=precision,
+            micro=Fixed(micro_batch),
+            mark=peaks.mark,
+        )
+        steps = partial(
+            _train, model, step, train, min(config.train.batch_size, data.train_rows), peaks
+        )
+        steps()
+        eval_batch = eval_rows(
+            data, config.train.batch_size, room_bytes=room_bytes(config, facts.free_bytes or 0)
+        )
+        judged = partial(
+            _evaluate, config, data, model, step, val, peaks, min(eval_batch, data.val_rows)
+        )
+        judged()
+        dry = Dry(parameter_bytes, peaks.so_far())
+        if may_replay(config, facts, precision, steps=build.steps_of(config, data)):
+            kept = _record(model, step, train.gathered(config.train.batch_size), peaks)
+            steps()  # taken plainly in between
+            judged()
+            dry = replace(dry, graphed=peaks)
+            del kept
+        del best  # a training holds it to its end
+    return dry
+
+
+def _record(model: nn.Module, step: Step, batch: tuple[Any, Any], peaks: Peaks) -> Any:
+    """A recorded step: in a pool of its own, beside which nothing is cached; what it keeps."""
+    ledger = peaks.ledger
+    model.train()
+    step.optimizer.zero_grad()
+    ledger.reset_peak()  # which strikes out what is freed
+    peaks.events.append(Empty())
+    ledger.pool = 1
+    outcome = step.recordable()(*batch, norm=False, watched=Watched.NOT)
+    ledger.pool = 0
+    grads = [p.grad for p in step.optimizer.params if p.grad is not None]
+    ledger.own("graph", [*grads, outcome.loss])
+    peaks.mark("recording")
+    peaks.settle()
+    return batch, grads, outcome
+
+
+def _usable(device: torch.device) -> torch.device:
+    """The device itself, or the CPU where autograd would not know one of that kind."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    return device if here is not None and here.type == device.type else torch.device("cpu")
+
+
+def _model(config: RunConfig, data: DataFacts, device: torch.device) -> nn.Module:
+    """The model of the training, none of whose weights is ever drawn."""
+    with device:
+        model = builtin.build(
+            config.model.name,
+            input_shape=data.input_shape,
+            outputs=data.outputs,
+            args=config.model.args,
+        )
+    if build.takes_channels_last(config, model):
+        # Not by model.to(), which can't convert such tensors.
+        for weight in (p for p in model.parameters() if p.dim() == 4):
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    return model
+
+
+def _faked(model: nn.Module, device: torch.device) -> nn.Module:
+    """The same model on the device, with tensors that have no bytes; tied ones stay tied."""
+    made: dict[int, Tensor] = {}
+
+    def faked(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            empty = torch.empty_like(tensor, device=device)
+            is_weight = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for kept in (module._parameters, module._buffers):
+            for name, tensor in kept.items():
+                if tensor is not None:
+                    kept[name] = faked(tensor)  # type: ignore[assignment]
+    return model
+
+
+def _train(
+    model: nn.Module, step: Step, rows: Rows | Loader, batch_size: int, peaks: Peaks
+) -> None:
+    """Two steps: the second has the first one's gradients and optimizer state."""
+    model.train()
+    for _ in range(2):
+        batch = rows.gathered(batch_size)
+        peaks.ledger.own("batch", nested.tensors(batch))
+        peaks.mark("data_wait")
+        # The second micro-batch finds gradients there; those after it find nothing new.
+        x, y = nested.head(batch, min(2 * step.micro.rows, batch_size))
+        step(x, y, norm=True, watched=Watched.NOT)
+        gradients = (p.grad for p in step.optimizer.params if p.grad is not None)
+        peaks.ledger.own("gradients", gradients)
+        peaks.ledger.own("optimizer_state", step.optimizer.state_tensors())
+        peaks.settle()
+        del batch, x, y  # gone before the next one comes
+    rows.let_go()
+
+
+@torch.inference_mode()
+def _evaluate(
+    config: RunConfig,
+    data: DataFacts,
+    model: nn.Module,
+    step: Step,
+    rows: Rows | Loader,
+    peaks: Peaks,
+    most: int,
+) -> None:
+    """The largest batch of an evaluation, and what a regression keeps of all the others."""
+    peaks.training = len(peaks.events)
+    model.eval()
+    x, y = rows.in_order(most)
+    kept = []
+    if data.task == "regression":
+        kept = [y.new_empty(data.val_rows - most, data.outputs)]
+    with step.autocast():
+        outputs, loss = build.forward_of(config)(model)(x)
+        if loss is None:
+            loss_of(config.train, data, outputs.device)(outputs, y)
+    if data.task == "classification":
+        told = outputs.argmax(1)
+        _ = told == y, told.square()
+    elif data.task == "regression":
+        _ = torch.cat([*kept, outputs])
+    peaks.mark(EVALUATION)
+    peaks.settle()
+
+
+def workspace_bytes_of(device: DeviceFacts) -> int:
+    """What cuBLAS is known to keep for a thread; 0 on devices of which nothing is known."""
+    if device.kind != "cuda":
+        return 0
+    is_here = torch.cuda.is_available()
+    newer = is_here and torch.cuda.get_device_capability(device.index)[0] >= HOPPER
+    usual_bytes = HOPPER_WORKSPACE_BYTES if newer else WORKSPACE_BYTES
+    return chosen_cublas_workspace_bytes() or usual_bytes

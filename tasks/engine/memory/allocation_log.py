@@ -1,0 +1,298 @@
+"""Who holds which bytes, operation by operation: a dispatch mode that counts each storage from the
+operation that makes it until it dies. It sees what tensors hold on any device, real or fake, and
+not what libraries take for themselves; it costs some microseconds an operation, so that training
+enters it on sampled steps, for a limit, and to explain why memory ran out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tasks.engine.base.units import mebibytes
+from tasks.engine.memory.caching_allocator import Event, Give, Take
+from tasks.engine.memory.operation_names import Lines, described, name_of, shaped, tensors_of
+
+MIB = 1024**2
+ACTIVATIONS, LIBRARIES, REST = "activations", "libraries", "rest"
+Scratch = Callable[[Any, tuple[Any, ...]], int]  # of an operation and its arguments, in bytes
+# What StorageWeakRef.expired() asks, without its two Python calls: a step of a transformer has some
+# hundred storages, each asked at each allocation.
+_EXPIRED = torch.UntypedStorage._expired
+
+
+@dataclass(slots=True)
+class Entry:
+    """One storage: what made it, whose it is, and from which to which allocation it lived."""
+
+    ref: StorageWeakRef | None  # None of an operation's own memory
+    bytes: int
+    born: int
+    line: str  # "model.py:12 forward": nearest to the operation outside PyTorch; "backward of ..."
+    what: str  # "mm (128, 256) float32"
+    phase: str = ""
+    owner: str = REST
+    died: int | None = None
+
+
+class Ledger(TorchDispatchMode):
+    """Counts the storages of one device. Enter it around what is to be counted."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        limit_bytes: int | None = None,
+        block_bytes: int = 1,
+        scratch: Scratch = lambda func, args: 0,
+        told: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        """limit_bytes: more raises torch.OutOfMemoryError, as a device would. block_bytes: sizes
+        are rounded up to a multiple, as the device's allocator does. scratch: what an operation
+        takes for itself while it runs. told: hears of every storage that is made and of its
+        end."""
+        super().__init__()
+        self._scratch, self._told = scratch, told
+        self.pool = 0  # that storages are made in from here on; see pool.Take
+        self._device, self._limit, self._block = device, limit_bytes, block_bytes
+        self.is_active = False
+        self._live: dict[int, Entry] = {}
+        self._gone: list[Entry] = []  # of this step: the peak may lie where they lived
+        self._allocations = 0
+        self._unphased: list[Entry] = []
+        self._phases: list[tuple[int, str]] = []
+        self._at_failure: list[Entry] = []
+        self._lines = Lines()
+        self._allocated = 0  # what has died since the last sweep included
+        self.peak_bytes = 0  # since reset_peak()
+        self.step_peak_bytes = 0
+        self._step_peak_at = self._step_from = 0
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Counts inside; nothing changes where it counts already."""
+        if self.is_active:
+            yield
+            return
+        self.is_active = True
+        try:
+            with self:
+                yield
+        finally:
+            self.is_active = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Asks PyTorch not to wrap this mode for its compiler, whose import costs two seconds;
+        # nothing is compiled under it.
+        return False
+
+    @property
+    def allocated_bytes(self) -> int:
+        self._sweep()
+        return self._allocated
+
+    @property
+    def limit_bytes(self) -> int | None:
+        return self._limit
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of these tensors, of whose owner nothing is said."""
+        for tensor in tensors:
+            self._entry(tensor, line="", what=shaped(tensor))
+
+    def own(self, owner: str, tensors: Iterable[Tensor]) -> None:
+        """The storages of these tensors belong to `owner`, also those made before."""
+        for tensor in tensors:
+            entry = self._entry(tensor, line="", what=shaped(tensor))
+            if entry is not None:
+                entry.owner = owner
+
+    def begin_step(self) -> None:
+        """Forget what died before: a step's peak is looked for from here on."""
+        self.step_peak_bytes = self.allocated_bytes
+        self._gone, self._unphased, self._phases, self._at_failure = [], [], [], []
+        self._lines = Lines()
+        self._step_peak_at = self._step_from = self._allocations
+
+    def end_phase(self, name: str) -> None:
+        """What was made since the last phase was made in this one. What a forward pass left alive
+        are activations; of an evaluation, which leaves none, all that it made."""
+        self._sweep()
+        for entry in self._unphased:
+            entry.phase = name
+            is_left = name == "forward" and entry.died is None
+            if (is_left or name == "eval") and entry.owner == REST:
+                entry.owner = ACTIVATIONS
+        self._unphased = []
+        self._phases.append((self._allocations, name))
+
+    def failed_in(self, name: str) -> None:
+        """The phase that an operation failed in never came to its end: it ended with that."""
+        for entry in self._unphased:
+            entry.phase = name
+        if name == "forward":
+            unphased = {id(entry) for entry in self._unphased}
+            for entry in self._at_failure:
+                if id(entry) in unphased and entry.owner == REST:
+                    entry.owner = ACTIVATIONS
+        self._unphased = []
+        self._phases.append((self._allocations, name))
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = self.allocated_bytes
+
+    def at_peak(self) -> list[Entry]:
+        """What was alive where this step held most, the largest first."""
+        at = self._step_peak_at
+        held = [e for e in self._all() if e.born <= at and (e.died is None or e.died > at)]
+        return sorted(held, key=lambda entry: -entry.bytes)
+
+    def at_failure(self) -> list[Entry]:
+        """What was alive where an operation of this step last failed, the largest first; empty
+        where none did. What the operation had asked for is not among it."""
+        return sorted(self._at_failure, key=lambda entry: -entry.bytes)
+
+    def phases(self) -> list[tuple[int, str]]:
+        """The phases of this step that have ended, each with the last allocation made in it."""
+        return list(self._phases)
+
+    def owners_at_peak(self) -> dict[str, int]:
+        """Bytes by owner where this step held most."""
+        found: dict[str, int] = defaultdict(int)
+        for entry in self.at_peak():
+            found[entry.owner] += entry.bytes
+        return dict(found)
+
+    def timeline(self) -> list[tuple[int, dict[str, int]]]:
+        """Bytes by owner where this step began, and after each of its allocations."""
+        self._sweep()
+        changes: dict[int, list[tuple[str, int]]] = defaultdict(list)
+        for entry in self._all():
+            changes[max(entry.born, self._step_from)].append((entry.owner, entry.bytes))
+            if entry.died is not None:
+                changes[entry.died].append((entry.owner, -entry.bytes))
+        now: dict[str, int] = defaultdict(int)
+        points = []
+        for at in sorted(changes):
+            for owner, change in changes[at]:
+                now[owner] += change
+            points.append((at, {owner: size for owner, size in now.items() if size}))
+        return points
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            out = func(*args, **(kwargs or {}))
+        except Exception:
+            self._note_failure()
+            raise
+        made = [tensor for tensor in tensors_of(out) if self._is_unknown(tensor)]
+        refusal = self._refusal(made)
+        if refusal is not None:
+            del out, made  # the error's frames must not keep what did not fit
+            raise refusal
+        line = self._lines.of_this(is_needed=bool(made))
+        for tensor in made:
+            self._entry(tensor, line=line, what=described(func, tensor))
+        scratch_bytes = self._scratch(func, args)
+        if scratch_bytes:
+            self._add_scratch(scratch_bytes, line=line, what=f"scratch memory of {name_of(func)}")
+        return out
+
+    def _refusal(self, made: list[Tensor]) -> torch.OutOfMemoryError | None:
+        """The error, where these would lie above the limit."""
+        if self._limit is None or not made:
+            return None
+        asked = sum({_key(tensor): self._size_bytes(tensor) for tensor in made}.values())
+        # Only where it looks full is it worth looking for what has died.
+        if self._allocated + asked <= self._limit or self.allocated_bytes + asked <= self._limit:
+            return None
+        self._note_failure()
+        free = max(0, self._limit - self._allocated)
+        return torch.OutOfMemoryError(
+            f"{self._device.type.upper()} out of memory. Tried to allocate "
+            f"{mebibytes(asked / MIB)}; {mebibytes(free / MIB)} of the limit of "
+            f"{mebibytes(self._limit / MIB)} are free"
+        )
+
+    def _note_failure(self) -> None:
+        self._sweep()
+        self._at_failure = list(self._live.values())
+
+    def _is_unknown(self, tensor: Tensor) -> bool:
+        return (
+            tensor.device.type == self._device.type
+            and tensor.layout == torch.strided
+            and _key(tensor) not in self._live
+        )
+
+    def _size_bytes(self, tensor: Tensor) -> int:
+        return self._rounded(Tensor.untyped_storage(tensor).nbytes())
+
+    def _rounded(self, size_bytes: int) -> int:
+        return -(-size_bytes // self._block) * self._block
+
+    def _entry(self, tensor: Tensor, *, line: str, what: str) -> Entry | None:
+        """The entry of the tensor's storage, made where there is none yet."""
+        if not self._is_unknown(tensor):
+            return self._live.get(_key(tensor))
+        size_bytes = self._size_bytes(tensor)
+        if not size_bytes:
+            return None
+        self._sweep()
+        self._allocations += 1
+        ref = StorageWeakRef(Tensor.untyped_storage(tensor))
+        entry = Entry(ref, size_bytes, self._allocations, line, what)
+        self._live[_key(tensor)] = entry
+        self._told(Take(entry.born, size_bytes, self.pool))
+        self._unphased.append(entry)
+        self._allocated += size_bytes
+        self._note_peak(self._allocated)
+        return entry
+
+    def _add_scratch(self, size_bytes: int, *, line: str, what: str) -> None:
+        """Memory that an operation has taken and given back."""
+        self._allocations += 1
+        at = self._allocations
+        entry = Entry(None, self._rounded(size_bytes), at, line, what, owner=LIBRARIES, died=at + 1)
+        self._gone.append(entry)
+        self._unphased.append(entry)
+        self._told(Take(at, entry.bytes, self.pool))
+        self._told(Give(at))
+        self._note_peak(self._allocated + entry.bytes)
+
+    def _note_peak(self, in_use_bytes: int) -> None:
+        self.peak_bytes = max(self.peak_bytes, in_use_bytes)
+        if in_use_bytes > self.step_peak_bytes:
+            self.step_peak_bytes, self._step_peak_at = in_use_bytes, self._allocations
+
+    def _sweep(self) -> None:
+        """Strike out the storages that have died since."""
+        for key in list(filter(_EXPIRED, self._live)):
+            entry = self._live.pop(key)
+            entry.died = self._allocations + 1
+            self._allocated -= entry.bytes
+            self._gone.append(entry)
+            self._told(Give(entry.born))
+
+    def _all(self) -> Iterator[Entry]:
+        yield from self._gone
+        yield from self._live.values()
+
+
+def _key(tensor: Tensor) -> int:
+    return Tensor.untyped_storage(tensor)._cdata if tensor.layout == torch.strided else 0

@@ -1,0 +1,264 @@
+"""Giving memory back, and the proof: what was in use before a run, what is after, and by name who
+holds the difference. Nothing here returns or keeps a tensor; a baseline remembers storages by weak
+references.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tasks.engine.base.facts import Kept, Owner, ReleaseFacts
+from tasks.engine.memory.allocator_stats import allocator, give_back, pinned_bytes, pools_bytes
+from tasks.engine.memory.broken_device import is_broken
+from tasks.engine.memory.live_tensors import GRADIENT, SAVED, Live, live_tensors
+from tasks.engine.memory.reference_holders import Holders
+
+MOST_OWNERS = 10
+COLLECTIONS, PAUSE_S = 3, 0.05
+NO_HOLDER = "nothing that Python can tell: a function running in another thread, or C++ code"
+
+# The last baseline of each device in this process. Identities cannot cross a task border, where
+# only the number of bytes travels; release() knows its baseline again by that number.
+_baselines: dict[str, Baseline] = {}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What is taken beside tensors, in bytes; None where it is not told."""
+
+    reserved: int | None  # by the allocator, tensors included
+    pools: int  # of that, by private pools
+    pinned: int | None  # of the host's memory
+    driver: int | None  # of the device, as its driver counts: other processes included
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What was in use before a run. `before`: bytes by storage address."""
+
+    bytes: int
+    taken: Taken
+    before: dict[int, int] = field(repr=False)
+    # Weak references keep no memory, but keep its address from being given to another storage.
+    refs: tuple[StorageWeakRef, ...] = field(repr=False)
+
+
+def baseline(device: torch.device | str) -> Baseline:
+    """Gives caches back, and remembers what is in use on the device now.
+
+    Through the same door as release(), so that a workspace kept from an earlier run cannot hide a
+    leak of its size in the next. Garbage not yet collected counts as in use.
+    """
+    device = torch.device(device)
+    give_back(device)
+    lives = live_tensors(device)
+    before = {live.key: live.bytes for live in lives}
+    refs = {live.key: StorageWeakRef(live.storage) for live in lives}
+    found = Baseline(_in_use(device, lives), _taken(device), before, tuple(refs.values()))
+    _baselines[str(device)] = found
+    return found
+
+
+def release(
+    device: torch.device | str, *, baseline_bytes: int, held_bytes: int = 0
+) -> ReleaseFacts:
+    """Give back all that nobody holds any more, and name what somebody still does.
+
+    held_bytes: what the run had in use at its end, most of which its own end has freed already.
+    leaked: bytes of storages that were not there at the baseline and that Python can still reach;
+    on a CPU and a GPU alike one byte is a leak. residual: what the allocator counts above that,
+    which no Python object holds: workspaces of libraries, and rounding. Where the baseline was
+    not taken by baseline() in this process, only its size is known, and leaked is at most what is
+    in use above it. reserved: what the allocator has not returned to the driver; kept: by name what
+    is taken above the baseline that no tensor holds. ok: nothing leaked, no private pool is left,
+    and nothing is reserved for which there is no residual. Of a device that an error has broken
+    nothing is given back; `broken` says so.
+    """
+    device = torch.device(device)
+    if is_broken(device):
+        return _kept_by_driver(device, baseline_bytes)
+    known = _baselines.get(str(device))
+    if known is not None and known.bytes != baseline_bytes:
+        known = None
+    before = known.before if known else {}
+    found_bytes, is_clean = _first_look(device, before)
+    before_bytes = max(found_bytes, held_bytes)
+    if _has_compiled():
+        sys.modules["torch._dynamo"].reset()
+    if not is_clean:  # garbage is seen by a look too; without any there is nothing to collect
+        _collect(device, before)
+    give_back(device)
+    seen = is_clean and device.type == "cpu"  # which has no caches: the first look was the proof
+    lives = [] if seen else live_tensors(device)
+    after_bytes = found_bytes if seen else _in_use(device, lives)
+    above = max(0, after_bytes - baseline_bytes)
+    taken = _taken(device)
+    reserved_bytes = _above(taken.reserved, known.taken.reserved) if known else None
+    pooled_bytes = max(0, taken.pools - (known.taken.pools if known else 0))
+    leaks = _new(lives, before)
+    leaked_bytes = sum(leak.bytes for leak in leaks)
+    if known is None:
+        leaked_bytes = min(leaked_bytes, above)
+    residual_bytes = max(0, above - leaked_bytes)
+    return ReleaseFacts(
+        baseline_bytes=baseline_bytes,
+        before_bytes=before_bytes,
+        after_bytes=after_bytes,
+        released_bytes=max(0, before_bytes - after_bytes),
+        residual_bytes=residual_bytes,
+        leaked_bytes=leaked_bytes,
+        ok=not leaked_bytes and not pooled_bytes and bool(residual_bytes or not reserved_bytes),
+        owners=_owners(leaks) if leaked_bytes else (),
+        reserved_bytes=reserved_bytes,
+        kept=_kept(taken, known.taken, residual_bytes, pooled_bytes) if known else (),
+    )
+
+
+def _taken(device: torch.device) -> Taken:
+    source = allocator(device)
+    space = source.space()
+    return Taken(
+        reserved=source.read().get("reserved"),
+        pools=pools_bytes(device),
+        pinned=pinned_bytes(device),
+        driver=None
+        if space is None or space.free_bytes is None
+        else space.total_bytes - space.free_bytes,
+    )
+
+
+def _above(now: int | None, before: int | None) -> int | None:
+    return None if now is None else max(0, now - (before or 0))
+
+
+def _kept(now: Taken, before: Taken, residual_bytes: int, pools_bytes: int) -> tuple[Kept, ...]:
+    """By name what is above the baseline, beside tensors that somebody holds."""
+    reserved_bytes = _above(now.reserved, before.reserved) or 0
+    driver_bytes = _above(now.driver, before.driver) if before.driver is not None else None
+    found = {
+        "workspaces of libraries": residual_bytes,
+        "private pools of graphs": pools_bytes,
+        "pinned host memory": _above(now.pinned, before.pinned) or 0,
+        # Kernels are loaded when they are first used; of another process nobody can tell it apart.
+        "the driver's context, or other processes": (driver_bytes or 0) - reserved_bytes,
+    }
+    return tuple(Kept(name, size) for name, size in found.items() if size > 0)
+
+
+def _kept_by_driver(device: torch.device, baseline_bytes: int) -> ReleaseFacts:
+    in_use = allocator(device).read().get("allocated", 0)  # by PyTorch's own books
+    return ReleaseFacts(
+        baseline_bytes=baseline_bytes,
+        before_bytes=in_use,
+        after_bytes=in_use,
+        released_bytes=0,
+        residual_bytes=max(0, in_use - baseline_bytes),
+        leaked_bytes=0,
+        ok=False,
+        broken=f"{device} answers nothing but errors since the one that ended the run; what this "
+        "process has there is given back when it ends, and another one can use it",
+    )
+
+
+def _has_compiled() -> bool:
+    """Whether this process compiled a model, or tried to. A forecast imports the compiler without
+    using it, and its reset would then import the rest: 704 modules on a CUDA build."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters["frames"])
+
+
+def _collect(device: torch.device, before: dict[int, int]) -> None:
+    """Collect garbage; again where something is left, since a collection does nothing while one of
+    another thread is under way (CPython, `gcstate->collecting`)."""
+    for _ in range(COLLECTIONS):
+        gc.collect()
+        if _first_look(device, before)[1]:
+            return
+        time.sleep(PAUSE_S)
+
+
+def _first_look(device: torch.device, before: dict[int, int]) -> tuple[int, bool]:
+    """Bytes in use, and whether nothing new is; in a function, so that what it saw can go."""
+    lives = live_tensors(device)
+    return _in_use(device, lives), not _new(lives, before)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Leak:
+    """One storage too many, and all ways to reach it; those with a Python holder first."""
+
+    bytes: int
+    ways: tuple[Live, ...]
+
+
+def _in_use(device: torch.device, lives: list[Live]) -> int:
+    if device.type == "cpu":
+        return sum({live.key: live.bytes for live in lives}.values())
+    return allocator(device).read().get("allocated", 0)
+
+
+def _new(lives: list[Live], before: dict[int, int]) -> list[_Leak]:
+    ways: dict[int, list[Live]] = defaultdict(list)
+    for live in lives:
+        if live.bytes > before.get(live.key, 0):
+            ways[live.key].append(live)
+    leaks = [
+        _Leak(group[0].bytes - before.get(key, 0), tuple(sorted(group, key=_directness)))
+        for key, group in ways.items()
+    ]
+    return sorted(leaks, key=lambda leak: -leak.bytes)
+
+
+def _directness(live: Live) -> int:
+    return ("", GRADIENT, SAVED).index(live.relation)
+
+
+def _owners(leaks: list[_Leak]) -> tuple[Owner, ...]:
+    holders = Holders(ours=(Live, _Leak))
+    with torch._C.DisableTorchFunction():
+        return tuple(_owner(leak, holders) for leak in leaks[:MOST_OWNERS])
+
+
+def _owner(leak: _Leak, holders: Holders) -> Owner:
+    for live in leak.ways:
+        if (held_by := _held_by(live, holders)) is not None:
+            return _described(live.tensor, leak.bytes, held_by)
+    return _described(leak.ways[0].tensor, leak.bytes, NO_HOLDER)
+
+
+def _held_by(live: Live, holders: Holders) -> str | None:
+    if not live.relation:
+        return holders.of(live.tensor)
+    above = holders.of(live.of)
+    if above is None:
+        return None
+    name = type(live.of).__name__
+    what = f"{name} {_shape(live.of)}" if isinstance(live.of, Tensor) else name
+    role = "as its gradient" if live.relation == GRADIENT else "for its backward pass"
+    return f"{what} {role}, held by {above}"
+
+
+def _described(tensor: Tensor, size_bytes: int, held_by: str) -> Owner:
+    return Owner(
+        kind=type(tensor).__name__,
+        shape=_shape(tensor),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        bytes=size_bytes,
+        held_by=held_by,
+    )
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    try:
+        return tuple(int(n) for n in Tensor.size(tensor))
+    except RuntimeError:  # a nested tensor has none
+        return ()

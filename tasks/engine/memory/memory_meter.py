@@ -1,0 +1,239 @@
+"""How much memory a run uses: peaks per window, phase and run, the host's share, and who owns the
+bytes; and what an error says and keeps about memory. The meter is the one owner of the allocator's
+peaks, which are process-wide: whoever else resets them spoils a run's numbers.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from typing import Any
+
+import psutil
+import torch
+
+from tasks.engine.memory.allocator_stats import Allocator, Space, allocator
+from tasks.engine.memory.live_tensors import live_tensors, unique_bytes
+
+if sys.platform != "win32":
+    import resource
+
+MIB = 1024**2
+REPORTED_PHASES = ("forward", "backward", "optimizer", "eval")
+
+# What allocators and libraries say when memory ran out and no torch.OutOfMemoryError came of it.
+_OOM = re.compile(
+    r"(CUDA|HIP|XPU|MPS backend) out of memory"
+    r"|(CUDA|HIP)( driver)? error: out of memory"
+    r"|Cuda failure (\d+ )?'out of memory'"  # NCCL
+    r"|(CUBLAS|HIPBLAS|CUSOLVER|CUSPARSE|CUDNN)_STATUS_ALLOC_FAILED"
+    r"|CUDNN_STATUS_INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED"
+    r"|miopenStatusAllocFailed|rocblas_status_memory_error"
+    r"|UR_RESULT_ERROR_OUT_OF_(DEVICE|HOST)_MEMORY"
+    r"|Invalid buffer size: [\d.]+ [KMGT]i?B"  # MPS: more than one Metal buffer can be
+    r"|DefaultCPUAllocator: (can't allocate|not enough) memory"
+    r"|std::bad_alloc"
+)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes in use by tensors: the allocator's count, which includes what libraries allocated
+    through it; on a CPU those of the live tensors that Python can reach (see live.py)."""
+    if device.type == "cpu":
+        return unique_bytes(live.tensor for live in live_tensors(device))
+    return allocator(device).read().get("allocated", 0)
+
+
+class Meter:
+    """A run's memory in the names of the run record. Opening one resets the device's peaks.
+
+    The allocator keeps one peak; the meter reads and resets it at the end of each phase and
+    window, and keeps the highest of the window, the phase and the run.
+    """
+
+    def __init__(self, device: torch.device, source: Allocator | None = None) -> None:
+        self._allocator = source or allocator(device)
+        self._host = HostMemory()
+        self._run: dict[str, int] = {}
+        self._window: dict[str, int] = {}
+        self._phases: dict[str, int] = {}
+        self._headroom: int | None = None
+        self._fragmentation_pct: float | None = None
+        self._allocator.reset_peaks()
+        self._retries_before = self._retries = self._allocator.read().get("retries", 0)
+        self._growing = 0  # windows running in which the allocator had to retry
+
+    def phase(self, name: str) -> None:
+        """`name` ends here: keep the highest use since the last phase or window ended."""
+        reading = self._fold()
+        if "peak_allocated" in reading:
+            self._phases[name] = max(self._phases.get(name, 0), reading["peak_allocated"])
+
+    def window(self) -> dict[str, float]:
+        """The series of a log point; peaks are those since the last call. Ends the phase too."""
+        reading = {**self._fold(), **self._window}
+        self._window = {}
+        retries = reading.get("retries", 0)
+        self._growing = self._growing + 1 if retries > self._retries else 0
+        self._retries = retries
+        space = self._allocator.space()
+        if space is not None:
+            self._note_space(space, reading)
+            if space.free_bytes is not None:
+                reading["free"] = space.free_bytes
+        if reading.get("reserved") and "inactive_split" in reading:
+            share = 100 * reading["inactive_split"] / reading["reserved"]
+            self._fragmentation_pct = max(share, self._fragmentation_pct or 0.0)
+        names = ("allocated", "reserved", "peak_allocated", "peak_reserved", "free")
+        series = {f"memory/{name}_mib": reading[name] / MIB for name in names if name in reading}
+        return {**series, "memory/host_rss_mib": self._host.rss_bytes() / MIB}
+
+    def is_thrashing(self) -> bool:
+        """Whether the allocator had to free its cache in two windows running; tells it once.
+
+        Such a training goes on, slowly, and is about to run out of memory.
+        """
+        is_so = self._growing >= 2
+        if is_so:
+            self._growing = 0
+        return is_so
+
+    def summary(self) -> dict[str, float]:
+        """The run's memory so far; call it before the model is freed. Ends the window.
+
+        headroom: the total less the most that all processes had in use, as far as log points tell
+        (on MPS this process alone, at log points). fragmentation: split blocks that lie idle over
+        what is reserved, at the worst log point.
+        """
+        self.window()
+        found: dict[str, float] = {
+            f"memory/run_{name}_mib": value / MIB for name, value in self._run.items()
+        }
+        for name in REPORTED_PHASES:
+            if name in self._phases:
+                found[f"memory/peak_{name}_mib"] = self._phases[name] / MIB
+        if self._headroom is not None:
+            found["memory/headroom_mib"] = self._headroom / MIB
+        if self._fragmentation_pct is not None:
+            found["memory/fragmentation_pct"] = self._fragmentation_pct
+        retries = self._allocator.read().get("retries")
+        if retries is not None:
+            found["memory/alloc_retries"] = float(retries - self._retries_before)
+        return {**found, "memory/host_rss_peak_mib": self._host.peak_bytes() / MIB}
+
+    def reading(self) -> dict[str, int]:
+        """What the allocator tells now; see allocators.py for the keys."""
+        return self._allocator.read()
+
+    def stats(self) -> dict[str, Any]:
+        """The allocator's raw statistics; empty where it has none."""
+        return self._allocator.stats()
+
+    def _fold(self) -> dict[str, int]:
+        reading = self._allocator.read()
+        for name in ("peak_allocated", "peak_reserved"):
+            if name in reading:
+                self._window[name] = max(self._window.get(name, 0), reading[name])
+                self._run[name] = max(self._run.get(name, 0), reading[name])
+        self._allocator.reset_peaks()
+        return reading
+
+    def _note_space(self, space: Space, reading: dict[str, int]) -> None:
+        # Where there is no pool, what tensors hold is all that is taken.
+        reserved = reading.get("reserved", reading.get("allocated", 0))
+        peak = reading.get("peak_reserved", reading.get("peak_allocated", 0))
+        others = 0
+        if space.free_bytes is not None:
+            others = max(0, space.total_bytes - space.free_bytes - reserved)
+        left = space.total_bytes - others - max(reserved, peak)
+        self._headroom = left if self._headroom is None else min(left, self._headroom)
+
+
+class HostMemory:
+    """This process's resident memory."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._record_before = _record_rss_bytes()
+        self._highest = 0
+        self.rss_bytes()
+
+    def rss_bytes(self) -> int:
+        """In use now; remembered for the peak."""
+        now = int(self._process.memory_info().rss)
+        self._highest = max(now, self._highest)
+        return now
+
+    def peak_bytes(self) -> int:
+        """The most since this object was made. Exact where that is the process's record; where
+        the process was larger before, the largest value seen at log points, a lower bound.
+
+        Linux could reset its record (/proc/self/clear_refs), but it belongs to everybody.
+        """
+        record = _record_rss_bytes()
+        return max(self._highest, record if record > self._record_before else 0)
+
+
+def _record_rss_bytes() -> int:
+    """The most the process ever had in memory; 0 where the system does not tell."""
+    if sys.platform == "win32":
+        return 0
+    record = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return record if sys.platform == "darwin" else 1024 * record
+
+
+def is_oom(error: BaseException) -> bool:
+    """Whether memory ran out: the error itself, or one that it came of."""
+    return any(_says_oom(one) for one in chain(error))
+
+
+def _says_oom(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _OOM.search(str(error)) is not None
+
+
+def chain(error: BaseException) -> list[BaseException]:
+    """The error, its causes and contexts, and the members of groups; each once."""
+    found: dict[int, BaseException] = {}
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in found:
+            continue
+        found[id(one)] = one
+        waiting += [one.__cause__, one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            waiting += one.exceptions
+    return list(found.values())
+
+
+def clear_frames(error: BaseException) -> None:
+    """Let go of every local variable that the error and its whole chain keep.
+
+    Functions that still run keep theirs. Whoever keeps the error afterwards (Prefect does) keeps
+    no tensor by it; the traceback still prints.
+    """
+    for one in chain(error):
+        if isinstance(one, AttributeError):
+            one.obj = None  # the very object that lacks the attribute: perhaps the model
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            try:
+                frame.clear()
+            except RuntimeError:  # it still runs
+                continue
+            if sys.version_info < (3, 13):
+                # Whoever looked at f_locals left a copy in the frame, which clear() forgets.
+                # Looking again brings the copy up to date, which is empty now.
+                _ = frame.f_locals
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of the frames themselves, of an error that ends a run from outside.
+
+    In Python 3.11 a cleared frame keeps its function, and so what this encloses. Where in the
+    libraries an interrupt arrived is of no use to anybody, and the compiler's closures hold models.
+    """
+    for one in chain(error):
+        one.__traceback__ = None

@@ -1,0 +1,249 @@
+"""One prediction from an order to a file: the model on its device, the rows of the input through it
+a few at a time, their predictions into the output in the same order. Memory that runs out halves
+the rows that go through together, and the same rows are done again; it gives up at one row.
+Everything that holds device memory lives and dies inside `predict`, also when it raises.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Protocol
+
+import pyarrow as pa
+import torch
+
+from tasks.engine.base.facts import DeviceFacts, ModelFacts, PredictFacts
+from tasks.engine.base.import_paths import ends_told
+from tasks.engine.device.memory_limit import limited
+from tasks.engine.files.source_data import DataError, shorten
+from tasks.engine.memory import memory_meter
+from tasks.engine.memory.allocator_stats import drop_cache
+from tasks.engine.models import predictor
+from tasks.engine.models.builtin import ModelError
+from tasks.engine.models.checksums import check_seal
+from tasks.engine.predict.input_batches import Batch, Needs, count, cut, first_hole, needs_of
+from tasks.engine.predict.input_files import amount, batches, check_rows
+from tasks.engine.predict.output_files import opened
+from tasks.engine.predict.request import Order
+
+log = logging.getLogger(__name__)
+
+MOST_ROWS = 4096  # that go through the model together
+MOST_BYTES = 16 * 1024**2  # of their inputs
+MOST_TOKENS = 1 << 14
+BROKEN_MODEL = (  # what reading files that were cut or changed raises
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    UnpicklingError,
+)
+
+
+class NoRoom(RuntimeError):
+    """Not even one row fits, or not the model."""
+
+
+class Model(Protocol):
+    """See predictor.py."""
+
+    def predict(self, rows: Any) -> Any: ...
+
+
+class Told(Protocol):
+    """Hears how far a prediction is: rows, and how much of the input's amount is done."""
+
+    def __call__(self, rows: int, done: int) -> None: ...
+
+
+def spec_of(model: ModelFacts) -> dict[str, Any]:
+    """What the model says of itself. Raises ModelError where that can't be read."""
+    check_seal(Path(model.folder), "spec.json")
+    try:
+        spec: dict[str, Any] = json.loads((Path(model.folder) / "spec.json").read_text())
+        needs_of(spec)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"run: the model of {model.run_id} has no description that can be read "
+            f"({type(error).__name__}: {error}); choose another run"
+        ) from None
+    return spec
+
+
+def check(order: Order, model: ModelFacts) -> None:
+    """Refuse rows that the model can't take, by the head of the file.
+
+    Raises DataError or ModelError.
+    """
+    check_rows(order, needs_of(spec_of(model)))
+
+
+def total(order: Order, model: ModelFacts) -> int:
+    """How much there is to do, in the units that `told` hears of."""
+    return amount(order, needs_of(spec_of(model)))
+
+
+def predict(order: Order, device: DeviceFacts, model: ModelFacts, *, told: Told) -> PredictFacts:
+    """Predict every row of the input into the output. The frames of an exception hold no tensor.
+
+    Raises DataError for rows that do not fit, NoRoom where memory does not do, OutputError.
+    """
+    try:
+        return _predict(order, device, model, told=told)
+    except BaseException as error:
+        # Prefect keeps the exception of a failed task, and with it every tensor of its frames.
+        memory_meter.clear_frames(error)
+        if isinstance(error, NoRoom):
+            failure = str(error)
+        elif memory_meter.is_oom(error):
+            failure = f"the model ({error or type(error).__name__})"
+        else:
+            raise
+    raise NoRoom(_no_room(order, device, failure))
+
+
+@ends_told
+def _predict(order: Order, facts: DeviceFacts, model: ModelFacts, *, told: Told) -> PredictFacts:
+    device = torch.device(facts.name)
+    spec = spec_of(model)
+    needs = needs_of(spec)
+    rows = 0
+    with limited(facts, order.limit_mib):
+        through = Through(_loaded(model).to(device), device, needs)
+        width = max(map(len, spec.get("class_names") or [""]))
+        began = time.perf_counter()
+        with opened(order, text_width=width) as output:
+            for batch in batches(order, needs):
+                for begin, predictions in through.predicted(batch):
+                    output.write(_joined(batch, begin, predictions))
+                    rows += len(predictions)
+                    told(rows, batch.done)
+        held_bytes = memory_meter.allocated_bytes(device)
+    return PredictFacts(
+        output=order.output,
+        rows=rows,
+        rows_at_once=through.rows,
+        recovered=through.recovered,
+        predict_s=time.perf_counter() - began,
+        held_bytes=held_bytes,
+    )
+
+
+def rows_at_once(needs: Needs) -> int:
+    """Rows to begin with: enough to keep a device busy, and few enough for small ones."""
+    if needs.task == "tokens" or needs.is_own:
+        return max(1, MOST_TOKENS // needs.width)
+    return max(1, min(MOST_ROWS, MOST_BYTES // (4 * needs.width)))
+
+
+def _loaded(model: ModelFacts) -> predictor.Predictor | predictor.TokenPredictor:
+    try:
+        return predictor.load(model.folder)
+    except (ModelError, MemoryError):
+        raise
+    except BROKEN_MODEL as error:
+        if memory_meter.is_oom(error):
+            raise
+        said = shorten(str(error) or type(error).__name__, 300)
+    raise ModelError(f"run: the model of {model.run_id} cannot be loaded ({said}); train it anew")
+
+
+class Through:
+    """Rows through a model, as many together as memory allows."""
+
+    def __init__(self, model: Model, device: torch.device, needs: Needs) -> None:
+        self._model, self._device = model, device
+        self._has_columns = needs.columns is not None  # and knows what to do about holes in them
+        self.rows = rows_at_once(needs)
+        self.recovered = 0
+
+    def predicted(self, batch: Batch) -> Iterator[tuple[int, Any]]:
+        """Where each part of the batch begins, and its predictions; one even of no rows."""
+        begin, total = 0, count(batch.rows)
+        hole = None if self._has_columns else first_hole(batch.rows)
+        if hole is not None:
+            raise DataError(
+                f"input: {batch.at(hole)}: holds a missing or infinite number, of which the model "
+                "knows nothing; fill it in, or drop the row"
+            )
+        while begin < total or begin == 0:
+            predictions = self._fitted(batch, begin)
+            yield begin, predictions
+            begin += max(1, len(predictions))
+
+    def _fitted(self, batch: Batch, begin: int) -> Any:
+        while True:
+            failure = None
+            rows = min(self.rows, max(1, count(batch.rows) - begin))
+            try:
+                return self._attempt(batch, begin, begin + rows)
+            except (RuntimeError, MemoryError) as error:
+                if not memory_meter.is_oom(error):
+                    raise
+                memory_meter.clear_frames(error)
+                failure = str(error) or type(error).__name__
+            # Only here, outside the except block, is the error gone and what its frames held.
+            drop_cache(self._device)
+            if rows == 1:
+                raise NoRoom(f"one row ({failure})")
+            self.rows = -(-rows // 2)
+            log.warning(
+                "short of memory with %s rows at once: going on with %s (%s)",
+                rows,
+                self.rows,
+                failure,
+            )
+            self.recovered += 1
+
+    def _attempt(self, batch: Batch, begin: int, end: int) -> Any:
+        try:
+            return self._model.predict(cut(batch.rows, begin, end))
+        except ValueError as error:
+            said = str(error)
+        raise DataError(self._blamed(batch, begin, min(end, count(batch.rows)), said))
+
+    def _blamed(self, batch: Batch, begin: int, end: int, said: str) -> str:
+        """The sentence about the first row that the model refuses, found by halving."""
+        while end - begin > 1:
+            middle = (begin + end) // 2
+            try:
+                self._model.predict(cut(batch.rows, begin, middle))
+                begin = middle
+            except ValueError as error:
+                end, said = middle, str(error)
+        return f"input: {batch.at(begin)}: {said.removeprefix('rows: ')}"
+
+
+def _joined(batch: Batch, begin: int, predictions: Any) -> pa.Table:
+    """The kept columns and the predictions of some rows as one table, text as text."""
+    table = pa.Table.from_pandas(predictions, preserve_index=False).replace_schema_metadata()
+    for i, field in enumerate(table.schema):
+        if pa.types.is_large_string(field.type) or pa.types.is_null(field.type):
+            table = table.set_column(i, field.name, table[i].cast(pa.string()))
+    if batch.kept is None:
+        return table
+    taken = [name for name in batch.kept.column_names if name in table.column_names]
+    if taken:
+        raise DataError(
+            f"keep: {taken[0]!r} is also a column of the predictions; rename it in the input"
+        )
+    kept = batch.kept.slice(begin, len(table))
+    for i, name in enumerate(kept.column_names):
+        table = table.add_column(i, kept.schema.field(name), kept[name])
+    return table
+
+
+def _no_room(order: Order, facts: DeviceFacts, failure: str) -> str:
+    limit = "" if order.limit_mib is None else f" within the limit of {order.limit_mib:g} MiB"
+    remedy = "free memory there" if order.limit_mib is None else "raise limit_mib"
+    return (
+        f"memory: {facts.name} has no room{limit} for {failure}; {remedy}, or choose another device"
+    )

@@ -1,0 +1,232 @@
+"""What a prediction is asked for: which model, which rows, where to, on what. Everything that the
+words alone and a look at the two files show is refused here, all of it at once, before anything
+slow is imported.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from tasks.engine.files.source_data import FOREIGN, MAGIC, shorten
+from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import DeviceConfig
+
+INPUTS = {
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".tab": "tsv",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".npy": "npy",
+    ".npz": "npz",
+    ".txt": "txt",
+}
+OUTPUTS = {
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".tab": "tsv",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".npy": "npy",
+    ".jsonl": "jsonl",
+}
+TABLES = ("csv", "tsv", "parquet")
+RUN = re.compile(
+    r"latest|[0-9a-f]{32}|models:/m-[0-9a-f]{32}|models:/[^/:@]+(@[\w.-]+|/[0-9]{1,9})", re.ASCII
+)
+
+
+@dataclass(frozen=True)
+class Order:
+    """A prediction that can begin; paths are absolute."""
+
+    run: str  # latest, a run's id, or models:/...
+    input: str
+    reads: str  # csv, tsv, parquet, npy, npz or txt
+    output: str
+    writes: str  # csv, tsv, parquet, npy or jsonl
+    keep: tuple[str, ...] = ()  # columns of the input that go to the output
+    device: str = "auto"
+    overwrite: bool = False
+    experiment: str | None = None
+    limit_mib: float | None = None
+
+
+def order(
+    *,
+    input: str | None,
+    output: str | None,
+    run: str = "latest",
+    keep: Sequence[str] = (),
+    device: str = "auto",
+    overwrite: bool = False,
+    experiment: str | None = None,
+    limit_mib: float | None = None,
+) -> Order:
+    """The order with its files looked at. Raises ConfigError with every problem."""
+    problems = _run_problems(run) + _device_problems(device)
+    reads, input_problems = _input(input)
+    writes, output_problems = _output(output, overwrite=overwrite)
+    problems += input_problems + output_problems
+    problems += _keep_problems(keep, reads, writes)
+    if limit_mib is not None and not (math.isfinite(limit_mib) and limit_mib > 0):
+        problems.append(f"limit_mib: must be a number above 0 (got {limit_mib}); mend or drop it")
+    if input and output and _absolute(input) == _absolute(output):
+        problems.append("output: is the input itself; name another file")
+    if problems:
+        raise ConfigError(*problems)
+    assert input is not None and output is not None
+    return Order(
+        run=run,
+        input=str(_absolute(input)),
+        reads=reads,
+        output=str(_absolute(output)),
+        writes=writes,
+        keep=tuple(keep),
+        device=device,
+        overwrite=overwrite,
+        experiment=experiment,
+        limit_mib=limit_mib,
+    )
+
+
+def parts(path: Path) -> list[Path]:
+    """The Parquet files of a folder in the order of their names, or the file itself."""
+    if not path.is_dir():
+        return [path]
+    return sorted(f for f in path.glob("*.parquet") if not f.name.startswith((".", "_")))
+
+
+def _absolute(path: str) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
+def _run_problems(run: str) -> list[str]:
+    if RUN.fullmatch(run):
+        return []
+    return [
+        "run: must be latest, a run's id of 32 hex digits, models:/NAME@ALIAS, "
+        f"models:/NAME/VERSION or models:/MODEL_ID (got {shorten(run)})"
+    ]
+
+
+def _device_problems(device: str) -> list[str]:
+    try:
+        DeviceConfig(name=device)
+    except ValidationError as error:
+        said = error.errors(include_url=False)[0]
+        return [f"device: {said.get('ctx', {}).get('error', said['msg'])} (got {shorten(device)})"]
+    return []
+
+
+def _keep_problems(keep: Sequence[str], reads: str, writes: str) -> list[str]:
+    if not keep:
+        return []
+    problems = []
+    twice = sorted({name for name in keep if list(keep).count(name) > 1})
+    if twice:
+        problems.append(f"keep: {shorten(twice[0])} is named twice; name it once")
+    if "" in keep:
+        problems.append("keep: a column's name is empty; write keep as NAME,NAME")
+    if reads and reads not in TABLES:
+        problems.append(f"keep: {reads} has no columns with names; drop keep, or give a table")
+    if writes == "npy":
+        problems.append("keep: npy holds the predictions alone; drop keep, or write a table")
+    return problems
+
+
+def _input(given: str | None) -> tuple[str, list[str]]:
+    """The kind of the input by its ending, empty where unknown, and what is wrong with it."""
+    if not given:
+        return "", ["input: is needed; name the file of rows to predict"]
+    if "\0" in given:
+        return "", ["input: must not hold a NUL character; mend the name"]
+    path = _absolute(given)
+    shown = shorten(str(path), 300)
+    kind = INPUTS.get(path.suffix.lower(), "")
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        there = "does not exist" if isinstance(error, FileNotFoundError) else error.strerror
+        return kind, [f"input: {shown}: {there}; name a file of rows, relative to {os.getcwd()!r}"]
+    if stat.S_ISDIR(found.st_mode):
+        return "parquet", _folder_problems(path, shown)
+    if not kind:
+        return "", [_unknown_ending("input", shown, INPUTS)]
+    if not stat.S_ISREG(found.st_mode):
+        return kind, [f"input: {shown} is not a regular file; copy its content to one"]
+    if found.st_size == 0:
+        return kind, [f"input: {shown} is empty; name a file with rows"]
+    return kind, _content_problems(path, kind, shown)
+
+
+def _folder_problems(path: Path, shown: str) -> list[str]:
+    try:
+        if parts(path):
+            return []
+    except OSError as error:
+        return [f"input: {shown} cannot be read ({error.strerror}); mend that or name another"]
+    return [f"input: the folder {shown} holds no *.parquet files; name a file, or such a folder"]
+
+
+def _content_problems(path: Path, kind: str, shown: str) -> list[str]:
+    try:
+        with open(path, "rb") as file:
+            head = file.read(8)
+    except OSError as error:
+        return [f"input: {shown} cannot be read ({error.strerror}); mend that or name another"]
+    for magic, words in FOREIGN.items():
+        if head.startswith(magic):
+            return [f"input: {shown} {words}"]
+    is_of = next((k for magic, k in MAGIC.items() if head.startswith(magic)), "text")
+    is_meant = kind if kind in MAGIC.values() else "text"
+    if is_of != is_meant:
+        return [f"input: {shown} ends in that of {kind}, but is {is_of} inside; rename it"]
+    return []
+
+
+def _output(given: str | None, *, overwrite: bool) -> tuple[str, list[str]]:
+    if not given:
+        return "", ["output: is needed; name the file to write predictions to"]
+    if "\0" in given:
+        return "", ["output: must not hold a NUL character; mend the name"]
+    path = _absolute(given)
+    shown = shorten(str(path), 300)
+    kind = OUTPUTS.get(path.suffix.lower(), "")
+    problems = [] if kind else [_unknown_ending("output", shown, OUTPUTS)]
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # a name that is too long, a folder that must not be looked into
+        return kind, [*problems, f"output: {shown}: {error.strerror}; name another file"]
+    if path.is_dir():
+        return kind, [*problems, f"output: {shown} is a folder; name a file in it"]
+    if os.path.lexists(path):
+        if not overwrite:
+            return kind, [*problems, f"output: {shown} exists; name another file, or overwrite it"]
+        if not path.is_file():
+            return kind, [*problems, f"output: {shown} is not a regular file; name another"]
+    folder = path.parent
+    if not folder.is_dir():
+        where = shorten(str(folder), 300)
+        problems.append(f"output: there is no folder {where}; make it, or name a file elsewhere")
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        where = shorten(str(folder), 300)
+        problems.append(f"output: the folder {where} cannot be written; name a file elsewhere")
+    return kind, problems
+
+
+def _unknown_ending(setting: str, shown: str, endings: Mapping[str, str]) -> str:
+    return (
+        f"{setting}: the ending of {shown} does not tell what it is; name a file that ends in one "
+        f"of {', '.join(endings)}"
+    )

@@ -1,0 +1,214 @@
+"""A run in three pictures: what it learned, where its time went, where its memory went. It draws
+what was measured and nothing else: no data, no picture. It never touches pyplot, whose state is
+the process's, and loads matplotlib only when it draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.engine.base.units import percent
+from tasks.engine.report.report_parts import Block
+from tasks.engine.report.report_sections import sections
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, told apart by every kind of eye: https://jfly.uni-koeln.de/color/
+BLUE, VERMILION, GREEN, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#56B4E9", "#595959"
+INCHES = (8.0, 4.6)
+DPI = 150
+MOST_POINTS = 4000  # of one line; the picture is 1,200 pixels wide
+
+LOSSES = (("train/loss", "train", BLUE), ("val/loss", "validation", VERMILION))
+SCORES = (
+    ("val/accuracy", "validation accuracy"),
+    ("val/r2", "validation R2"),
+    ("val/perplexity", "validation perplexity"),
+    ("val/mae", "validation mean absolute error"),
+)
+POOL = (
+    ("memory/peak_reserved_mib", "peak reserved", SKY),
+    ("memory/reserved_mib", "reserved", SKY),
+    ("memory/peak_allocated_mib", "peak allocated", BLUE),
+    ("memory/allocated_mib", "allocated", VERMILION),
+)
+HOST = (("memory/host_rss_mib", "resident", GREEN),)
+
+Points = list[tuple[float, float]]
+Line = tuple[str, str, Points]  # label, colour, points
+
+
+def load() -> None:
+    """Import what drawing needs; the first time on a machine this lists its fonts."""
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure
+    import matplotlib.font_manager  # noqa: F401
+
+
+def plots(run: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write loss.png, time.png and memory.png, those whose data exist; return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = (("loss", _loss(run)), ("time", _time(run)), ("memory", _memory(run)))
+    files = []
+    for name, figure in drawn:
+        if figure is not None:
+            files.append(folder / f"{name}.png")
+            figure.savefig(files[-1], metadata={"Software": None})
+    return files
+
+
+def _loss(run: Mapping[str, Any]) -> Figure | None:
+    losses = _lines(run, LOSSES)
+    score = next((s for s in SCORES if _points(run, s[0])), None)
+    if not losses and score is None:
+        return None
+    axes = _panels(bool(losses) + (score is not None))
+    if losses:
+        _draw(axes[0], losses, "loss")
+        values = [y for _, _, points in losses for _, y in points]
+        if min(values) > 0 and max(values) > 50 * min(values):
+            axes[0].set_yscale("log")
+            axes[0].yaxis.set_major_formatter("{x:g}")
+    if score is not None:
+        name, title = score
+        points = _points(run, name)
+        _draw(axes[-1], [("", GREEN, points)], title)
+        value = (run.get("metrics") or {}).get(name)
+        told = next((p for p in points if p[1] == value), points[-1])  # of the weights kept
+        _mark(axes[-1], told, f"{told[1]:.4g}")
+    return axes[0].figure  # type: ignore[return-value]
+
+
+def _time(run: Mapping[str, Any]) -> Figure | None:
+    return _bar_charts(_blocks(run, "Time"), BLUE)
+
+
+def _memory(run: Mapping[str, Any]) -> Figure | None:
+    series = [
+        (title, lines)
+        for title, lines in (
+            ("device", _once(_lines(run, POOL))),
+            ("host process", _lines(run, HOST)),
+        )
+        if lines
+    ]
+    blocks = _blocks(run, "Memory")[:1]
+    if not series and not blocks:
+        return None
+    axes = _panels(min(2, len(series) + len(blocks)))
+    for ax, (title, lines) in zip(axes, series, strict=False):
+        unit, scale = _unit(max(y for _, _, points in lines for _, y in points))
+        scaled = [(n, c, [(x, y / scale) for x, y in points]) for n, c, points in lines]
+        _draw(ax, scaled, f"{title} memory, {unit}")
+        ax.set_ylim(0, 1.08 * max(ax.get_ylim()[1], 1e-9))
+    if len(series) < len(axes):
+        _bars(axes[-1], blocks[0], GREEN)
+    return axes[0].figure  # type: ignore[return-value]
+
+
+def _unit(largest_mib: float) -> tuple[str, float]:
+    return ("GiB", 1024.0) if largest_mib >= 1000 else ("MiB", 1.0)
+
+
+def _points(run: Mapping[str, Any], name: str) -> Points:
+    """The finite values of a series by step, thinned to what a picture can show."""
+    given = (run.get("series") or {}).get(name) or ()
+    first: dict[float, float] = {}  # of a step: what is said again at the end is of a kept epoch
+    for p in given:
+        first.setdefault(float(p[0]), float(p[1]))
+    points = sorted(first.items())
+    points = [p for p in points if math.isfinite(p[1]) and abs(p[1]) < 1e300]  # MLflow's inf
+    stride = -(-len(points) // MOST_POINTS) or 1
+    return points[::stride]
+
+
+def _lines(run: Mapping[str, Any], wanted: Sequence[tuple[str, str, str]]) -> list[Line]:
+    found = [(label, colour, _points(run, name)) for name, label, colour in wanted]
+    return [line for line in found if line[2]]
+
+
+def _once(lines: list[Line]) -> list[Line]:
+    """At most one line a colour: the peak stands for its current value too."""
+    kept: dict[str, Line] = {}
+    for line in lines:
+        kept.setdefault(line[1], line)
+    return list(kept.values())
+
+
+def _blocks(run: Mapping[str, Any], title: str) -> tuple[Block, ...]:
+    found = [s.blocks for s in sections(run).sections if s.title == title]
+    return found[0] if found else ()
+
+
+def _panels(count: int) -> list[Axes]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=INCHES, dpi=DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, count, squeeze=False)[0]
+    figure.subplots_adjust(left=0.125, right=0.97, top=0.9, bottom=0.13, wspace=0.36)
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.spines[["left", "bottom"]].set_color("#B0B0B0")
+        ax.tick_params(colors=GREY, labelsize=9, length=3)
+    return list(axes)
+
+
+def _draw(ax: Axes, lines: list[Line], title: str) -> None:
+    ax.set_title(title, loc="left", fontsize=11, fontweight="bold", color="#202020")
+    ax.set_xlabel("optimizer step", fontsize=9, color=GREY)
+    ax.locator_params(axis="x", integer=True, nbins=7)
+    ax.grid(axis="y", color="#E6E6E6", linewidth=0.7)
+    ax.set_axisbelow(True)
+    for label, colour, points in lines:
+        x, y = zip(*points, strict=True)
+        marker = "o" if len(points) < 2 else ""
+        ax.plot(x, y, color=colour, linewidth=1.7, label=label, marker=marker, markersize=4)
+    if len(lines) > 1:
+        colours = [colour for _, colour, _ in lines]
+        ax.legend(frameon=False, fontsize=9, labelcolor=colours, handlelength=1.2)
+
+
+def _mark(ax: Axes, point: tuple[float, float], text: str) -> None:
+    ax.plot(*point, marker="o", markersize=5, color=GREEN)
+    ax.annotate(
+        text,
+        point,
+        xytext=(0, -16),
+        textcoords="offset points",
+        ha="right",
+        fontsize=10,
+        fontweight="bold",
+        color=GREEN,
+    )
+
+
+def _bar_charts(blocks: Sequence[Block], colour: str) -> Figure | None:
+    if not blocks:
+        return None
+    axes = _panels(len(blocks))
+    for ax, block in zip(axes, blocks, strict=True):
+        _bars(ax, block, colour)
+    return axes[0].figure  # type: ignore[return-value]
+
+
+def _bars(ax: Axes, block: Block, colour: str) -> None:
+    """Horizontal bars, the first on top, each with its size written at its end."""
+    ax.set_title(block.title, loc="left", fontsize=11, fontweight="bold", color="#202020")
+    places = range(len(block.bars))
+    ax.barh(places, [bar.length for bar in block.bars], color=colour, height=0.55)
+    ax.set_yticks(places, [bar.label for bar in block.bars], fontsize=10)
+    ax.set_ylim(max(len(block.bars), 5) - 0.5, -0.5)  # few bars stay as thin as many
+    ax.set_xlim(0, 1.6)  # room for the words
+    ax.set_xticks([])
+    ax.spines["bottom"].set_visible(False)
+    ax.tick_params(axis="y", length=0, colors="#202020")
+    for place, bar in zip(places, block.bars, strict=True):
+        share = "" if bar.share is None else f"   {percent(bar.share)}"
+        ax.text(bar.length + 0.02, place, bar.value + share, va="center", fontsize=10)

@@ -1,0 +1,164 @@
+"""What the data of a run is: where it comes from, what is learnt from it, how it is prepared. It
+refuses settings that have no meaning for their source.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from tasks.engine.base.field_types import (
+    Bool,
+    Float,
+    Int,
+    Section,
+    Text,
+    is_import,
+    known_or_imported,
+)
+
+TABLE_FILES = ("csv", "tsv", "parquet")
+FILE_SOURCES = (*TABLE_FILES, "npz", "npy", "safetensors", "images")
+TOKEN_SOURCES = ("text", "tokens")
+SOURCES = ("digits", *FILE_SOURCES, "synthetic", *TOKEN_SOURCES)
+ENDINGS = {
+    **{f".{name}": name for name in ("csv", "tsv", "parquet", "npz", "npy", "safetensors")},
+    ".tab": "tsv",
+    ".pq": "parquet",
+    ".txt": "text",
+    ".bin": "tokens",
+}
+
+
+class DataConfig(Section):
+    source: Text = "digits"
+    """digits: 1,797 real handwritten digits that ship with scikit-learn, unless data.path is given,
+    whose ending then decides; csv, tsv, parquet, npz, npy, safetensors: the file at data.path, of
+    parquet also a folder of them; images: a folder with a folder of images for each class;
+    synthetic: made-up rows, for benchmarks; text: the bytes of any file; tokens: numbers in an npy
+    file, or 16-bit ones in a bin file; package.module:factory: your own, see data.args."""
+    path: Text | None = None
+    """The file or folder to read. Default of text: the licence and the documentation that come with
+    Python."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of your own source: the factory is called with them."""
+    target: Text | None = None
+    """The column (csv, tsv, parquet) or array (npz, safetensors) to predict. Default: the one named
+    target, label, class or y. An npy file holds it in its last column."""
+    drop: list[Text] = Field(default_factory=list)
+    """Columns of csv, tsv and parquet to leave out."""
+    missing: Literal["fail", "drop", "mean"] = "fail"
+    """Rows with missing features, of csv, tsv and parquet. fail: refuse them; drop: leave them out;
+    mean: take the mean of the training rows, and for text the category `missing`."""
+    na: list[Text] | None = None
+    """Words that mean missing in csv, tsv and parquet, beside the empty cell; also numbers, in
+    quotes: ["-999"]. Default: NA, N/A, NULL, NaN and the like in csv and tsv, none in parquet."""
+    decimal: Literal[".", ","] = "."
+    """The decimal mark of numbers in csv and tsv."""
+    task: Literal["auto", "classification", "multilabel", "regression", "tokens"] = "auto"
+    """What to learn. auto: the next token of the sources text and tokens; else classification
+    where the target is text, boolean or whole numbers with at most 100 different values, multilabel
+    where it has several columns of 0 and 1, else regression."""
+    image_size: Annotated[Int, Field(ge=4, le=4096)] = 64
+    """Pixels of a side to which the source images resizes the square in the middle of each."""
+    memory_mib: Annotated[Float, Field(ge=64, le=2**30)] | None = None
+    """Host memory that the data may take, in MiB, while it is prepared and on a CPU while it is
+    trained on, where rows beyond half of it are read from disk. Default: what is free."""
+    validation_fraction: Annotated[Float, Field(gt=0, lt=1)] = 0.2
+    """Share of the rows kept for validation; stratified by class. Of tokens: the last ones."""
+    split_seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
+    """Seed of the split. Apart from train.seed, so that runs with other seeds stay comparable."""
+    scale: Bool = True
+    """Standardize each feature with mean and deviation of the training rows (images: of all their
+    pixels together). Tokens stay as they are."""
+    scale_target: Bool = True
+    """Standardize the target of a regression, each of its columns, with mean and deviation of the
+    training rows. Predictions, val/mae, and what a loss and metrics of your own are given are in
+    its units all the same; a model of your own learns the standardized one, so false where its
+    outputs are bounded (a softplus at the end). Data sets and loaders stay as they are."""
+    rows: Annotated[Int, Field(ge=10, le=10**9)] = 10_000
+    """Rows of the synthetic source."""
+    features: Annotated[Int, Field(ge=1, le=10**6)] = 64
+    """Features of the synthetic source."""
+    classes: Annotated[Int, Field(ge=1, le=10**5)] = 10
+    """Classes of the synthetic source; 1 makes a regression."""
+    context: Annotated[Int, Field(ge=1, le=2**20)] = 128
+    """Tokens that one row of the sources text and tokens holds: as far as the model looks back."""
+    vocab: Annotated[Int, Field(ge=2, le=2**16)] | None = None
+    """Different tokens of the source tokens. Default: the largest in the file plus 1; give it where
+    the file may lack some, such as 50257 for GPT-2's."""
+    cache: Annotated[Text, Field(min_length=1)] = ".headroom/data"
+    """Folder for prepared arrays, reused by runs with the same data and settings."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _source_by_ending(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("source", "digits") != "digits":
+            return values
+        path = values.get("path")
+        if not isinstance(path, str) or not path:
+            return values
+        ending = PurePath(path).suffix.lower()
+        if ending not in ENDINGS:
+            raise ValueError(
+                f"source: the ending of {path[:200]!r} does not tell; set data.source to one of "
+                f"{', '.join((*FILE_SOURCES, *TOKEN_SOURCES))}"
+            )
+        return {**values, "source": ENDINGS[ending]}
+
+    @field_validator("source")
+    @classmethod
+    def _known_source(cls, name: str) -> str:
+        return known_or_imported(name, SOURCES)
+
+    @model_validator(mode="after")
+    def _path_fits_source(self) -> DataConfig:
+        takes = (*FILE_SOURCES, *TOKEN_SOURCES)
+        has_default = self.source == "text" and self.path is None
+        if self.source in takes and not self.path and not has_default:
+            raise ValueError(f"path: is needed for source {self.source}; name the file to read")
+        if self.source not in takes and self.path is not None:
+            raise ValueError(
+                f"path: has no meaning for source {self.source} (got {self.path!r}); "
+                f"set data.source to one of {', '.join(takes)}"
+            )
+        for name, text in (("path", self.path or ""), ("cache", self.cache)):
+            if "\0" in text:
+                raise ValueError(f"{name}: must not hold a NUL character")
+        return self
+
+    @model_validator(mode="after")
+    def _settings_fit_source(self) -> DataConfig:
+        if self.args and not is_import(self.source):
+            raise ValueError(
+                f"args: are for a source of your own, package.module:factory (got {self.source}); "
+                "drop them"
+            )
+        for name, is_set, takes in (
+            ("drop", bool(self.drop), TABLE_FILES),
+            ("missing", self.missing != "fail", TABLE_FILES),
+            ("na", self.na is not None, TABLE_FILES),
+            ("decimal", self.decimal != ".", ("csv", "tsv")),
+        ):
+            if is_set and self.source not in takes:
+                raise ValueError(
+                    f"{name}: has no meaning for source {self.source}; drop it, or set data.source "
+                    f"to one of {', '.join(takes)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _task_fits_source(self) -> DataConfig:
+        if self.source in TOKEN_SOURCES and self.task not in ("auto", "tokens"):
+            raise ValueError(
+                f"task: must be auto or tokens for source {self.source} (got {self.task}); drop it"
+            )
+        own = is_import(self.source)
+        if self.source not in TOKEN_SOURCES and self.task == "tokens" and not own:
+            raise ValueError(
+                f"task: tokens needs source {' or '.join(TOKEN_SOURCES)} (got {self.source}); "
+                "change one of them"
+            )
+        return self

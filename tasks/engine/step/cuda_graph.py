@@ -1,0 +1,149 @@
+"""A whole optimizer step recorded once as a CUDA graph and replayed: for small models, whose time
+is the launching of their kernels. The plain step is what is recorded, so that both give the same
+numbers. For CUDA and ROCm; other devices keep the plain step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tasks.engine.base.facts import DeviceFacts
+from tasks.engine.base.field_types import is_import
+from tasks.engine.base.timing import REPLAY
+from tasks.engine.memory.memory_meter import clear_frames
+from tasks.engine.settings.run_config import FUSED, RunConfig
+from tasks.engine.step.optimizer_step import Outcome, Step, Watched, total_norm
+
+WARM_UP = 3  # steps before recording, in which libraries and the optimizer make their state
+# Steps that a run has to have left for a trial of replaying, and those that are taken before.
+REPLAY_TRIED_ABOVE, MEASURED_BEFORE = 100, 13
+Record = Callable[[Callable[[], Outcome]], tuple[Callable[[], None], Outcome]]
+
+
+class GraphError(RuntimeError):
+    """The step cannot be recorded: it reads from the device, or does what a graph can't hold."""
+
+
+class GraphedStep:
+    """Replays `step`. The first steps are taken plainly, the next is recorded.
+
+    Batches of another shape, and steps timed phase by phase or counted, are taken plainly.
+    """
+
+    def __init__(self, step: Step, record: Record | None = None) -> None:
+        self._step, self._optimizer = step, step.optimizer
+        self._record = record or record_on_cuda
+        self._warm = 0
+        self.replays = 0
+        self._replay: Callable[[], None] | None = None
+        self._x, self._y = torch.empty(0), torch.empty(0)
+        self._outcome = Outcome(torch.empty(0), None)
+        self._grads: list[Tensor | None] = []
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._replay is not None
+
+    def __call__(self, x: Tensor, y: Tensor, *, norm: bool, watched: Watched) -> Outcome:
+        if self._replay is None:
+            if self._warm < WARM_UP:
+                self._warm += 1
+                return self._step(x, y, norm=norm, watched=watched)
+            self._replay = self._recorded(x, y)
+        if watched in (Watched.TIMED, Watched.COUNTED) or x.shape != self._x.shape:
+            return self._step(x, y, norm=norm, watched=watched)
+        for static, batch in ((self._x, x), (self._y, y)):
+            if batch.data_ptr() != static.data_ptr():  # most batches come in the same buffer
+                static.copy_(batch)
+        self._replay()
+        self.replays += 1
+        outcome = Outcome(self._outcome.loss.clone(), self._grad_norm(norm))
+        self._step.mark(REPLAY)
+        return outcome
+
+    def tensors(self) -> list[Tensor]:
+        """What the recording keeps for its replays, beside the batch."""
+        kept = [*self._grads, *self._outcome]
+        return [tensor for tensor in kept if tensor is not None]
+
+    def _recorded(self, x: Tensor, y: Tensor) -> Callable[[], None]:
+        """Records the step on x and y, whose memory later batches are brought to."""
+        if not isinstance(self._optimizer.lr, Tensor):
+            # A number would be recorded as it is now; a tensor is read at each replay.
+            self._optimizer.lr = torch.tensor(self._optimizer.lr, device=x.device)
+        self._x, self._y = x, y
+        # The gradients must be made inside the recording, to live in the graph's own memory.
+        self._optimizer.zero_grad()
+        step = self._step.recordable()
+        replay, self._outcome = self._record(
+            lambda: step(self._x, self._y, norm=False, watched=Watched.NOT)
+        )
+        self._grads = [p.grad for p in self._optimizer.params]
+        return replay
+
+    def _grad_norm(self, asked: bool) -> Tensor | None:
+        if self._outcome.grad_norm is not None:  # clipping: recorded with the step
+            return self._outcome.grad_norm.clone()
+        if not asked:
+            return None
+        for parameter, grad in zip(self._optimizer.params, self._grads, strict=True):
+            parameter.grad = grad  # a plain step in between has put its own there
+        return total_norm(self._optimizer)
+
+
+def record_on_cuda(run: Callable[[], Outcome]) -> tuple[Callable[[], None], Outcome]:
+    """Record what `run` launches, without running it; replay() runs it and rewrites the outcome.
+
+    On the stream of now, which must not be the default one: see own_stream().
+    """
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    stream = torch.cuda.current_stream()
+    failure = None
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            outcome = run()
+    except RuntimeError as error:  # also where memory runs out: the plain step has its ways
+        clear_frames(error)
+        failure = str(error)
+    if failure is not None:
+        # A recording that failed keeps its pool for ever. A private name; see torch/cuda/graphs.py.
+        torch._C._cuda_releasePool(stream.device_index, pool)
+        raise GraphError(f"the step cannot be recorded as a graph: {failure}")
+    return graph.replay, outcome
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """A stream for all of a training, which recording asks for; CUDA and ROCm only.
+
+    One for all: libraries keep a workspace for each stream and thread, 32 MiB on Hopper.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    inside = torch.cuda.Stream(device)
+    inside.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(inside):
+        yield
+
+
+def may_replay(config: RunConfig, device: DeviceFacts, precision: str, *, steps: int) -> bool:
+    """Whether this training may replay its steps from a graph; if they are short enough, it does.
+
+    precision: as resolved for the device; steps: of the whole run.
+    """
+    # A scaler decides on the host whether to step, and a forward of the user's own may decide
+    # anything there; what was decided must not be replayed.
+    if (
+        device.kind not in ("cuda", "rocm")
+        or precision == "fp16"
+        or is_import(config.model.name)
+        or config.optim.name not in FUSED  # what others decide on the host is not known
+        or config.train.compile == "off"
+    ):
+        return False
+    return config.train.compile != "auto" or steps > MEASURED_BEFORE + REPLAY_TRIED_ABOVE

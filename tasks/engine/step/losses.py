@@ -1,0 +1,195 @@
+"""What a model is trained to make small, by task or by a function of the user's own: the mean over
+the rows of a batch; and the user's own figures of a validation. It refuses a loss that does not fit
+what is learnt, and a function that does not give what training needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    mse_loss,
+)
+
+from tasks.engine.base.facts import DataFacts
+from tasks.engine.base.field_types import is_import
+from tasks.engine.base.import_paths import found, told_of
+from tasks.engine.memory.memory_meter import is_oom
+from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import TrainConfig
+from tasks.engine.step.optimizer_step import Loss
+
+FITTING = {
+    "classification": "cross_entropy",
+    "multilabel": "bce",
+    "regression": "mse",
+    "tokens": "cross_entropy",
+}
+FIGURES = ("loss", "accuracy", "f1", "r2", "mae", "perplexity")  # val/... of the tasks themselves
+Metrics = Mapping[str, Callable[[Any, Any], Any]]
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """Cross entropy in which a row counts as much as its class does; the mean over the rows.
+
+    Not divided by the weights of the rows at hand, as PyTorch's own mean is: then the parts of a
+    batch would not add up to the batch.
+    """
+
+    weights: Tensor  # (classes,), on the device
+
+    def __call__(self, logits: Tensor, classes: Tensor) -> Tensor:
+        return cross_entropy(logits, classes, weight=self.weights, reduction="sum") / len(classes)
+
+
+def loss_of(train: TrainConfig, data: DataFacts, device: torch.device) -> Loss:
+    """The loss of this training. Raises ConfigError where it does not fit what is learnt."""
+    if is_import(train.loss):
+        if train.class_weights != "none":
+            raise ConfigError(
+                f"train.class_weights: has no meaning with a loss of your own ({train.loss}); drop "
+                "it, and weigh the classes there"
+            )
+        own = found(train.loss, setting="train.loss", refusal=ConfigError)
+        return in_units(own, data, device)
+    fits = FITTING[data.task]
+    if train.loss not in ("auto", fits):
+        raise ConfigError(
+            f"train.loss: {train.loss} does not fit {data.task}; use auto or {fits}, or a function "
+            "of your own"
+        )
+    if train.class_weights == "balanced":
+        return Weighted(torch.tensor(_balanced(data), device=device))
+    losses: dict[str, Loss] = {
+        "cross_entropy": next_token if data.task == "tokens" else cross_entropy,
+        "bce": binary_cross_entropy_with_logits,
+        "mse": mse_loss,
+    }
+    return losses[fits]
+
+
+@dataclass(frozen=True)
+class _InUnits:
+    """A function of the user's own, given outputs and targets in the units of a regression's
+    target, as the logged model predicts them."""
+
+    function: Callable[[Any, Any], Any]
+    offset: Tensor
+    scale: Tensor
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Any:
+        return self.function(
+            outputs.float() * self.scale + self.offset, targets * self.scale + self.offset
+        )
+
+
+def in_units(
+    function: Callable[[Any, Any], Any], data: DataFacts, device: torch.device
+) -> Callable[[Any, Any], Any]:
+    """The user's function, which sees nothing of how the target was scaled for the training."""
+    if (set(data.target_offset), set(data.target_scale)) == ({0.0}, {1.0}):
+        return function
+    offset, scale = (
+        torch.tensor(of, dtype=torch.float32, device=device)
+        for of in (data.target_offset, data.target_scale)
+    )
+    return _InUnits(function, offset, scale)
+
+
+def gives_own_loss(train: TrainConfig) -> bool:
+    """Whether a loss that the model returns itself is the one that counts."""
+    return train.loss == "auto" and train.class_weights == "none"
+
+
+def next_token(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Cross entropy over all tokens.
+
+    logits: (rows, context, vocabulary); tokens: (rows, context) int64.
+    """
+    return cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def _balanced(data: DataFacts) -> list[float]:
+    """rows / (classes * rows of the class), which scikit-learn calls "balanced"."""
+    rule = "train.class_weights: balanced"
+    if data.task != "classification":
+        raise ConfigError(f"{rule} needs a classification, and this is {data.task}; drop it")
+    if data.class_rows is None or min(data.class_rows) < 1:
+        raise ConfigError(
+            f"{rule} needs the rows of each class, which a loader does not tell; drop it, and give "
+            "a train.loss of your own or a sampler to the loader"
+        )
+    rows, classes = sum(data.class_rows), len(data.class_rows)
+    return [rows / (classes * many) for many in data.class_rows]
+
+
+def metrics_of(train: TrainConfig) -> Metrics:
+    """The user's own figures by name. Raises ConfigError."""
+    for name in train.metrics:
+        if name in FIGURES:
+            raise ConfigError(
+                f"train.metrics: {name!r} is the name of a figure of the task itself; give yours "
+                "another"
+            )
+    return {name: _Own(f"train.metrics.{name}", path) for name, path in train.metrics.items()}
+
+
+class _Own:
+    """A figure of the user's own; what it raises is told under its setting."""
+
+    def __init__(self, setting: str, path: str) -> None:
+        self._setting, self._path = setting, path
+        self._figure = found(path, setting=setting, refusal=ConfigError)
+
+    def __call__(self, outputs: Tensor, targets: Any) -> Any:
+        return _tried(self._figure, outputs, targets, self._setting, self._path)
+
+
+def check_loss(train: TrainConfig, loss: Loss, outputs: Tensor, targets: Any) -> None:
+    """Try the user's loss and metrics on the outputs of two rows. Raises ConfigError."""
+    if is_import(train.loss):
+        got = _tried(loss, outputs.detach().requires_grad_(), targets, "train.loss", train.loss)
+        if not isinstance(got, Tensor) or got.dim() or not got.is_floating_point():
+            raise ConfigError(
+                f"train.loss: {train.loss} must return one number in a tensor, the mean over the "
+                f"rows (got {_shown(got)})"
+            )
+        if not got.requires_grad:
+            raise ConfigError(
+                f"train.loss: {train.loss} returns a tensor without a gradient; compute it from "
+                "the outputs, without detach(), item() or numpy"
+            )
+    for name, metric in metrics_of(train).items():
+        setting, path = f"train.metrics.{name}", train.metrics[name]
+        got = metric(outputs.detach(), targets)
+        single = isinstance(got, Tensor) and got.numel() == 1
+        if isinstance(got, bool) or not (single or isinstance(got, (int, float))):
+            raise ConfigError(
+                f"{setting}: {path} must return one number, the mean over the rows "
+                f"(got {_shown(got)})"
+            )
+
+
+def _tried(
+    function: Callable[[Any, Any], Any], outputs: Tensor, targets: Any, setting: str, path: str
+) -> Any:
+    try:
+        return function(outputs, targets)
+    except Exception as error:
+        if is_oom(error):
+            raise
+        told = f"{setting}: {path}, called with outputs and targets, raised: {told_of(error)}"
+    raise ConfigError(told)
+
+
+def _shown(got: Any) -> str:
+    if isinstance(got, Tensor):
+        return f"a {str(got.dtype).removeprefix('torch.')} tensor of shape {tuple(got.shape)}"
+    return f"a {type(got).__name__}"

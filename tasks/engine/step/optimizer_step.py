@@ -1,0 +1,115 @@
+"""One optimizer step: forward, loss, backward, update. It never reads a number back from the
+device, so that the host can run ahead; micro-batches give the gradients of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tasks.engine.base import nested
+from tasks.engine.step.micro_batches import Fitting, Fixed
+from tasks.engine.step.optim import Optimizer
+
+Loss = Callable[[Any, Any], Tensor]  # the mean over the rows, a scalar
+
+
+class Watched(Enum):
+    """What is measured of a step while it is taken."""
+
+    NOT = "not"
+    TIMED = "timed"  # phase by phase: taken plainly, also where steps are replayed as a whole
+    WHOLE = "whole"  # timed as it is taken
+    COUNTED = "counted"  # storage by storage: the plain step only
+
+
+class Outcome(NamedTuple):
+    """What a step leaves, on its device: scalars, detached."""
+
+    loss: Tensor  # mean over the rows of the batch
+    grad_norm: Tensor | None  # of all gradients together, before clipping; None where not asked
+
+
+class Steps(Protocol):
+    """Something that takes optimizer steps."""
+
+    def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> Outcome:
+        """Train on one batch: tensors, or structures of them (see tree.py). norm: also give the
+        norm of the gradients."""
+
+
+@dataclass
+class Step:
+    """The plain step, and the meaning of all faster ones."""
+
+    compute: Loss  # of inputs and targets: the model's loss; compiled where that pays
+    optimizer: Optimizer
+    scaler: torch.amp.GradScaler
+    autocast: Callable[[], AbstractContextManager[object]]
+    clip_norm: float | None
+    micro: Fitting  # how many rows go through the model at once
+    mark: Callable[[str], None]  # a phase ends
+
+    def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> Outcome:
+        loss = self.micro.fit(self.gradients, (x, y))
+        grad_norm = None
+        if norm or self.clip_norm is not None:
+            self.micro.again(self._unscale)
+            grad_norm = self.micro.again(self._grad_norm)
+        self.micro.again(self._update)
+        self.scaler.update()
+        self.mark("optimizer")
+        return Outcome(loss, grad_norm)
+
+    def gradients(self, x: Any, y: Any, rows: int) -> Tensor:
+        """The loss of the batch; its gradients lie at the parameters, whatever was there before."""
+        self.optimizer.zero_grad()
+        losses = []
+        count = nested.rows_of(y)
+        whole = rows >= count
+        parts = [(x, y)] if whole else nested.split((x, y), rows, whole=count)
+        for part_x, part_y in parts:
+            with self.autocast():
+                loss = self.compute(part_x, part_y)
+            if not whole:
+                loss = loss * (nested.rows_of(part_y) / count)
+            self.mark("forward")
+            self.scaler.scale(loss).backward()
+            self.mark("backward")
+            losses.append(loss.detach())
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def recordable(self) -> Step:
+        """The same step at the size of now, without what a recording can't hold: other ways out,
+        and events of a clock."""
+        return replace(self, micro=Fixed(self.micro.rows), mark=_unmarked)
+
+    def _update(self) -> None:
+        try:
+            self.scaler.step(self.optimizer)  # type: ignore[arg-type] # fused, see optim.py
+        finally:
+            # Left behind by a step that failed, they would be multiplied into the next one's.
+            self.optimizer.forget_scale()
+
+    def _unscale(self) -> None:
+        self.scaler.unscale_(self.optimizer)  # type: ignore[arg-type]
+
+    def _grad_norm(self) -> Tensor:
+        if self.clip_norm is None:
+            return total_norm(self.optimizer)
+        return nn.utils.clip_grad_norm_(self.optimizer.params, self.clip_norm)
+
+
+def _unmarked(phase: str) -> None:
+    pass
+
+
+def total_norm(optimizer: Optimizer) -> Tensor:
+    """The Euclidean norm of all gradients together."""
+    return nn.utils.get_total_norm([p.grad for p in optimizer.params if p.grad is not None])

@@ -1,0 +1,291 @@
+"""A model of the user's own: built from its import path, and held against the data with two rows on
+the host before a device is touched. It refuses what could not be trained or logged, in one sentence
+that names the line of the user's code where one is at fault.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from tasks.engine.base import nested
+from tasks.engine.base.facts import DataFacts
+from tasks.engine.base.field_types import is_import
+from tasks.engine.base.import_paths import found, told_of
+from tasks.engine.diagnosis import explain
+from tasks.engine.diagnosis.tensor_names import unsaved
+from tasks.engine.memory.memory_meter import is_oom
+from tasks.engine.models import builtin
+from tasks.engine.models.builtin import ModelError
+from tasks.engine.models.model_call import NoOutputs, free
+from tasks.engine.models.own_factory import construct
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.losses import check_loss, gives_own_loss, loss_of
+
+CPU = torch.device("cpu")
+LAZY = (UninitializedParameter, UninitializedBuffer)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What two rows have shown. work: multiply-adds of a row."""
+
+    work: int
+    weights_bytes: int
+    outputs: int  # classes, values or different tokens that the model tells apart
+
+
+def sample(data: DataFacts, rows: int, *, device: torch.device) -> tuple[Any, Any]:
+    """Inputs and targets as batches of this data hold them, all zeros."""
+    if data.batch is not None:
+        return nested.made(data.batch, rows, device=device)
+    if data.task == "tokens":
+        tokens = torch.zeros(rows, *data.input_shape, dtype=torch.int64, device=device)
+        return tokens, torch.zeros_like(tokens)
+    x = torch.zeros(rows, *data.input_shape, device=device)
+    if data.task == "classification":
+        return x, torch.zeros(rows, dtype=torch.int64, device=device)
+    return x, torch.zeros(rows, data.outputs, device=device)
+
+
+def build(config: RunConfig, data: DataFacts) -> nn.Module:
+    """The model on the host, built-in or the user's own, with freshly drawn weights.
+
+    Raises ModelError.
+    """
+    name, args = config.model.name, config.model.args
+    if not is_import(name):
+        return builtin.build(name, input_shape=data.input_shape, outputs=data.outputs, args=args)
+    factory = found(name, setting="model.name", refusal=ModelError)
+    model = construct(factory, name, args, input_shape=data.input_shape, outputs=data.outputs)
+    if any(isinstance(p, LAZY) for p in (*model.parameters(), *model.buffers())):
+        _forward(model, *sample(data, 2, device=CPU), name)
+    return model
+
+
+def check(config: RunConfig, data: DataFacts) -> Checked:
+    """Build the model, send two rows through it and try the loss. Raises ModelError, ConfigError.
+
+    Of a model of the user's own the last answer is kept, in plain values: a flow asks before a run
+    is opened and again in training.
+    """
+    name = config.model.name
+    if not is_import(name):
+        return _checked_builtin(config, data)
+    factory = found(name, setting="model.name", refusal=ModelError)
+    facts = [data.task, data.input_shape, data.outputs, data.batch, data.class_rows]
+    facts.append(data.train_rows)
+    said = [config.model.args, config.train.model_dump(), facts]
+    try:
+        return _checked(factory, json.dumps(said, default=str), _Unhashed(config, data))
+    except (RuntimeError, MemoryError) as error:
+        if not is_oom(error):
+            raise
+        told = f"model.name: {name} with {dict(config.model.args)} needs more memory than this host"
+    raise ModelError(f"{told} has; make it smaller")
+
+
+def _checked_builtin(config: RunConfig, data: DataFacts) -> Checked:
+    name = config.model.name
+    if data.batch is not None:
+        _refuse_batches(data, name)
+    work, weights_bytes = builtin.check(
+        name,
+        input_shape=data.input_shape,
+        outputs=data.outputs,
+        args=config.model.args,
+        task=data.task,
+    )
+    loss = loss_of(config.train, data, CPU)
+    if is_import(config.train.loss) or config.train.metrics:
+        x, y = sample(data, 2, device=CPU)
+        with torch.no_grad():
+            outputs = build(config, data)(x)
+        check_loss(config.train, loss, outputs, y)
+    return Checked(work, weights_bytes, data.outputs)
+
+
+def _refuse_batches(data: DataFacts, name: str) -> None:
+    """Raises ModelError where a built-in model can't take what a loader gives."""
+    inputs = data.batch["of"][0] if data.batch else {}
+    wanted = "int" if data.task == "tokens" else "float32"
+    if inputs["kind"] != "rows" or not inputs["dtype"].startswith(wanted):
+        what = inputs.get("dtype", f"a {inputs['kind']}")
+        raise ModelError(
+            f"model.name: {name} takes one {'int64' if wanted == 'int' else wanted} tensor, and "
+            f"the batches of {data.source} hold {what}; convert it there, or name a model of your "
+            "own"
+        )
+    if not data.outputs:
+        raise ModelError(
+            f"model.name: {name} has to know how many classes there are, and {data.source} does "
+            "not tell; give its data set an attribute `classes`, the list of their names, or name "
+            "a model of your own"
+        )
+
+
+class _Unhashed:
+    """Carries what the key beside it says already."""
+
+    def __init__(self, config: RunConfig, data: DataFacts) -> None:
+        self.config, self.data = config, data
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Unhashed)
+
+
+@lru_cache(maxsize=1)
+def _checked(factory: Callable[..., Any], key: str, of: _Unhashed) -> Checked:
+    config, data = of.config, of.data
+    name = config.model.name
+    model = build(config, data)
+    _refuse_untrainable(model, name)
+    x, y = sample(data, 2, device=CPU)
+    with builtin.multiply_adds(model) as work:
+        outputs = _forward(model, x, y, name, takes_loss=gives_own_loss(config.train))
+    wide = _refuse_misshapen(outputs, y, data, name)
+    check_loss(config.train, loss_of(config.train, data, CPU), outputs, y)
+    if _has_single_row(config.train.batch_size, config.train.accumulate, data.train_rows):
+        _forward(model.train(), *sample(data, 1, device=CPU), name)  # a norm of the batch can't
+    return Checked(sum(work) // 2, builtin.bytes_of(model), wide)
+
+
+def _has_single_row(batch_size: int, accumulate: int, rows: int) -> bool:
+    """Whether one row alone goes through the model in an epoch, as the last one may."""
+    micro = -(-batch_size // accumulate)
+    return any(
+        size == 1
+        for batch in (batch_size, rows % batch_size)
+        for size in (min(micro, batch), batch % micro)
+    )
+
+
+def _forward(model: nn.Module, x: Any, y: Any, name: str, *, takes_loss: bool = False) -> Tensor:
+    """The outputs for these rows. Raises ModelError with the line that failed."""
+    try:
+        outputs, loss = free(model, takes_loss=takes_loss)(x)
+        outputs.float()
+        lost = _lost(model, outputs if loss is None else loss)
+        if not (outputs if loss is None else loss).requires_grad:
+            told = (
+                f"model.name: {name} gives outputs that no parameter has a share in; compute them "
+                "with gradients, without detach() or no_grad"
+            )
+        elif lost:
+            told = (
+                f"model.name: {name} computes with {lost}, which PyTorch does not know: it would "
+                "be neither trained nor saved; keep a list of layers in an nn.ModuleList, a dict "
+                "in an nn.ModuleDict, a tensor in an nn.Parameter, as attributes of the module"
+            )
+        else:
+            return outputs.detach()
+    except NoOutputs as error:
+        told = f"model.name: forward of {name} {error}; return its outputs"
+    except MemoryError:
+        raise
+    except Exception as error:
+        if is_oom(error):
+            raise
+        told = explain.explained(error, model, (x, y)) or (
+            f"model.name: forward of {name}, given two rows of {_shown(x)}, raised: "
+            f"{told_of(error)}"
+        )
+    raise ModelError(told)
+
+
+def _lost(model: nn.Module, result: Tensor) -> str:
+    """What has a share in the result and wants gradients, and is no parameter of the model; empty
+    where all is. What the forward pass has made itself is none of it."""
+    known = {id(parameter) for parameter in model.parameters()}
+    held = {id(tensor): path for path, tensor in unsaved(model).items()}
+    waiting: list[Any] = [result.grad_fn]
+    seen, shares = set(), {}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [inner for inner, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)  # of what gathers a leaf's gradient
+        if leaf is None or id(leaf) in known:
+            continue
+        if id(leaf) in held or isinstance(leaf, nn.Parameter):
+            shares[id(leaf)] = held.get(id(leaf), f"a parameter of shape {tuple(leaf.shape)}")
+    names = sorted(shares.values())
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _refuse_untrainable(model: nn.Module, name: str) -> None:
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ModelError(
+            f"model.name: {name} has no parameters, so there is nothing to train; assign its "
+            "layers to attributes of the module, lists of them as an nn.ModuleList"
+        )
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ModelError(
+            f"model.name: all {len(parameters)} parameters of {name} are frozen; set requires_grad "
+            "of those to be trained"
+        )
+    for where, parameter in parameters.items():
+        if parameter.is_floating_point() and not bool(parameter.isfinite().all()):
+            raise ModelError(
+                f"model.name: parameter {where} of {name} is not finite at the start; mend how it "
+                "is initialized"
+            )
+    for where, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ModelError(
+                f"model.name: {name} keeps {where!r} in its state_dict, a {type(value).__name__}; "
+                "only tensors can be saved and loaded without running code"
+            )
+
+
+def _refuse_misshapen(outputs: Tensor, y: Any, data: DataFacts, name: str) -> int:
+    """The width of the outputs. Raises ModelError where it is not what is learnt."""
+    got = tuple(outputs.shape)
+    rule = f"model.name: {name} must return"
+    if not outputs.is_floating_point():
+        raise ModelError(f"{rule} floating-point numbers (got {outputs.dtype})")
+    if not got or got[0] != 2:
+        raise ModelError(f"{rule} a row for each of two rows (got shape {got})")
+    if data.task == "regression":
+        expected = tuple(y.shape) if isinstance(y, Tensor) else got
+        return _equal(got, expected, rule) or data.outputs
+    leading = (2, *data.input_shape) if data.task == "tokens" else (2,)
+    if not data.outputs:
+        if len(got) != len(leading) + 1 or got[:-1] != leading:
+            told = ", ".join(map(str, (*leading, "classes")))
+            raise ModelError(f"{rule} ({told}) for two rows (got {got})")
+        return got[-1]
+    is_padded = got[:-1] == leading and data.task == "tokens" and got[-1] > data.outputs
+    if not is_padded:  # vocabularies are often rounded up
+        _equal(got, (*leading, data.outputs), rule)
+    return got[-1]
+
+
+def _equal(got: tuple[int, ...], expected: tuple[int, ...], rule: str) -> int:
+    if got != expected:
+        raise ModelError(
+            f"{rule} {expected} for two rows (got {got}); take the parameters input_shape and "
+            "outputs, which tell what the data needs"
+        )
+    return 0
+
+
+def _shown(x: Any) -> str:
+    parts = [
+        f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+        for name, t in nested.named(x, "inputs")
+    ]
+    return ", ".join(parts)

@@ -1,0 +1,101 @@
+"""What each phase of a step takes, in time and in memory. Time is the clock's business; memory is
+asked on sampled steps only, and counted by owner on some of these, since both cost time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from tasks.engine.base.timing import PhaseClock
+from tasks.engine.memory.memory_by_owner import Accounts
+from tasks.engine.memory.memory_meter import Meter
+from tasks.engine.step.optimizer_step import Watched
+
+# On an asynchronous device a timed step keeps the host busy with events and statistics. The first
+# is taken phase by phase, those after it as steps are taken by then: replayed, perhaps.
+TIME_EVERY = 100
+# A counted step takes about 2 ms longer on a CPU (an mlp of three layers: 2.8 instead of 0.6 ms).
+COUNT_EVERY = 5000
+
+
+class Phases:
+    """Marks where a phase ends. Steps are watched at log points, where they are read anyway: some
+    timed, some counted by owner.
+
+    Where the clock times every step there is no need to choose; see timing.py.
+    """
+
+    def __init__(
+        self, clock: PhaseClock, meter: Meter, accounts: Accounts, *, count_every: int | None
+    ) -> None:
+        """count_every: steps between two counted ones, at least; None: one in the run."""
+        self.clock, self.meter, self.accounts = clock, meter, accounts
+        self._count_every = count_every
+        self._counted: int | None = None
+        self._timed: int | None = None
+        self._whole: int | None = None
+        self._once: set[str] = set()
+        self.watched = Watched.NOT
+
+    def begin(self, step: int, *, is_log_point: bool) -> None:
+        """Step number `step` begins."""
+        self.watched = Watched.NOT
+        if is_log_point and _is_due(step, self._counted, self._count_every):
+            self.watched, self._counted = Watched.COUNTED, step
+        elif is_log_point and _is_due(step, self._timed, None):
+            self.watched, self._timed = Watched.TIMED, step
+        elif is_log_point and _is_due(step, self._whole, TIME_EVERY):
+            self.watched, self._whole = Watched.WHOLE, step
+        if self.watched is not Watched.NOT:
+            self.meter.phase("between")
+        if self.watched is not Watched.COUNTED:  # counting takes time of its own
+            self.clock.begin(sample=self.watched is not Watched.NOT)
+
+    def counting(self, batch: Sequence[Any]) -> AbstractContextManager[None]:
+        """Around what is counted of this step, if it is to be counted."""
+        if self.watched is Watched.COUNTED:
+            return self.accounts.counting(batch)
+        return nullcontext()
+
+    def counting_once(self, phase: str, batch: Sequence[Any]) -> AbstractContextManager[None]:
+        """Around something beside the steps: counted the first time, as a phase of its own."""
+        if phase in self._once:
+            return nullcontext()
+        self._once.add(phase)
+        return self._counted_phase(phase, batch)
+
+    @contextmanager
+    def _counted_phase(self, phase: str, batch: Sequence[Any]) -> Iterator[None]:
+        self.meter.phase("between")
+        with self.accounts.counting(batch):
+            yield
+            self.accounts.ledger.end_phase(phase)
+            self.meter.phase(phase)
+
+    def restart(self) -> None:
+        """Forget the first step, which holds warm-up and compilation."""
+        self.clock.reset()
+        self._timed = self._whole = self._counted = None
+
+    def recount(self) -> None:
+        """Count again, steps and what is beside them: from here on they hold something else."""
+        self._counted = None
+        self._once.clear()
+        self.accounts.forget()
+
+    def mark(self, phase: str) -> None:
+        """`phase` ends here."""
+        if self.watched is Watched.NOT:  # nearly always, four times a step
+            return self.clock.mark(phase)
+        if self.watched is Watched.COUNTED:
+            self.accounts.ledger.end_phase(phase)
+        else:
+            self.clock.mark(phase)
+        self.meter.phase(phase)
+
+
+def _is_due(step: int, last: int | None, every: int | None) -> bool:
+    # The same step again: it was begun after an epoch's last batch, and never came.
+    return last is None or step == last or (every is not None and step - last >= every)

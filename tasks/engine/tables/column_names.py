@@ -1,0 +1,121 @@
+"""The names of a table's columns: which are left out, which is the target, which are learnt from.
+It refuses names that are missing, doubled or unprintable, and settings that name what is not there,
+all at once, and a first line that holds no names.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tasks.engine.files.number_formats import is_number
+from tasks.engine.files.source_data import DataError, listed, pick_target, shorten
+from tasks.engine.settings.data_config import DataConfig
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The columns of a table by their place in it."""
+
+    names: tuple[str, ...]  # of all
+    features: tuple[int, ...]
+    target: int
+    notes: tuple[str, ...]
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        return tuple(self.names[i] for i in self.features)
+
+    @property
+    def target_name(self) -> str:
+        return self.names[self.target]
+
+
+def choose(names: Sequence[str], data: DataConfig, label: str) -> Chosen:
+    """What data.drop and data.target make of a table's columns.
+
+    Errors: DataError with a line for each name at fault.
+    """
+    dropped = set(data.drop)
+    places = [i for i, name in enumerate(names) if name not in dropped]
+    left = [names[i] for i in places]
+    problems = [*_unknown(names, data.drop, label), *_unfit(names, left, label)]
+    target = ""
+    if data.target is not None and data.target in dropped:
+        problems.append(
+            f"data.drop: holds {shorten(data.target)}, which is data.target; take it out of one"
+        )
+    elif not left:
+        problems.append(f"data.drop: leaves no column of {label}; keep the target and some others")
+    else:
+        try:
+            target = pick_target(left, data.target, label)
+        except DataError as error:
+            problems.append(str(error))
+            if any(is_number(name) for name in left):
+                problems.append(
+                    f"data.path: {label} has numbers for names; put the columns' names in line 1"
+                )
+        if target and len(left) < 2:
+            gone = " that is not left out" if dropped else ""
+            problems.append(
+                f"data.path: {label} has no column{gone} beside {target!r} to learn from; add "
+                "features"
+            )
+    if problems:
+        raise DataError("\n".join(problems))
+    at = next(i for i in places if names[i] == target)
+    notes = (f"left out by data.drop: {listed(data.drop, 12)}",) if dropped else ()
+    return Chosen(tuple(names), tuple(i for i in places if i != at), at, notes)
+
+
+def _unknown(names: Sequence[str], dropped: Sequence[str], label: str) -> list[str]:
+    problems = []
+    for name in dropped:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            problems.append(
+                f"data.drop: {label} has no {shorten(name)}; {hint}it has {listed(names, 12)}"
+            )
+    return problems
+
+
+def _unfit(names: Sequence[str], left: Sequence[str], label: str) -> list[str]:
+    problems = []
+    double = sorted(name for name, times in Counter(left).items() if times > 1 and name)
+    if double:
+        problems.append(
+            f"data.path: {label} has columns of one name: {listed(double)}; rename one, or leave "
+            "them out by data.drop"
+        )
+    if "" in left:
+        problems.append(
+            f"data.path: {label} column {list(names).index('') + 1} has no name; name it, or leave "
+            "it out by data.drop: [''] if it is a saved index (pandas: index=False)"
+        )
+    odd = [name for name in left if name and not name.isprintable()]
+    if odd:
+        problems.append(f"data.path: {label} has unprintable names: {listed(odd)}; rename them")
+    return problems
+
+
+def looks_headless(names: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+    """Whether a first line is rather a row of the table than its columns' names, by some rows below
+    it. Names such as 0, 1, 2 or 2019, 2020, 2021 are names."""
+    numerals = [float(name) for name in names if is_number(name)]
+    steps = [b - a for a, b in zip(numerals, numerals[1:], strict=False)]
+    below = [row for row in rows if len(row) == len(names) and list(row) != list(names)]
+    columns = [{cell.strip() for cell in column} for column in zip(*below, strict=True)]
+    if len(numerals) == len(names):
+        one_step = set(steps) == {1.0} if len(names) < 3 else len(set(steps)) == 1
+        return not (one_step and steps[0] and all(n.is_integer() for n in numerals))
+    alike = [
+        all(is_number(cell) for cell in cells if cell) if is_number(name) else name in cells
+        for name, cells in zip(names, columns, strict=False)
+    ]
+    in_order = all(step > 0 for step in steps) or len(set(steps)) == 1
+    few = 2 * len(numerals) < len(names)
+    return bool(alike) and (all(alike) or not (in_order or few or not numerals))

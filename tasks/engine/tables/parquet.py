@@ -1,0 +1,155 @@
+"""Reads Parquet, one file or a folder of parts, a few columns and rows at a time, so that the
+memory it takes depends on neither. It refuses files whose columns differ from the first one's, and
+types of no use, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+from pyarrow import parquet
+
+from tasks.engine.files.number_formats import Spelling
+from tasks.engine.files.source_data import DataError, shorten
+from tasks.engine.settings.data_config import DataConfig
+from tasks.engine.tables.arrow_columns import refused_types
+from tasks.engine.tables.column_gathering import BROKEN, Block, block_of
+from tasks.engine.tables.column_names import Chosen, choose
+from tasks.engine.tables.memory_budget import Budget
+
+PANDAS_INDEX = "__index_level_"
+BUFFER_BYTES = 256 * 1024  # read at once of a column, instead of all of it in a row group
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parquet files of one schema."""
+
+    files: tuple[Path, ...]
+    counts: tuple[int, ...]  # rows of each, as it claims
+    label: str
+    chosen: Chosen
+    spelling: Spelling
+
+    @property
+    def rows(self) -> int:
+        return sum(self.counts)
+
+    def blocks(self, budget: Budget) -> Iterator[tuple[Block, list[int], int]]:
+        """The cells of some columns from a row on: the block, their places among the features,
+        and the row. Errors: DataError for a file that is damaged."""
+        features, target = self.chosen.features, self.chosen.target
+        places = list(range(len(features)))
+        groups = [places[i : i + budget.together] for i in range(0, len(places), budget.together)]
+        for group in groups:
+            wanted = [features[i] for i in group]
+            of_target = target if group is groups[0] else None
+            first = 0
+            for path, count in zip(self.files, self.counts, strict=True):
+                row = 0
+                for block in self._blocks(path, wanted, of_target, rows=budget.block_rows):
+                    if row + block.matrix.shape[1] <= count:
+                        yield block, group, first + row
+                    row += block.matrix.shape[1]
+                if row != count:
+                    wrong = ValueError(f"it claims {count:,} rows and holds {row:,}")
+                    raise DataError(_damaged(path.name, wrong))
+                first += count
+
+    def _blocks(
+        self, path: Path, features: Sequence[int], target: int | None, *, rows: int
+    ) -> Iterator[Block]:
+        names = [self.chosen.names[i] for i in (*features, *([] if target is None else [target]))]
+        try:
+            with _opened(path) as file:
+                for batch in file.iter_batches(batch_size=rows, columns=names):
+                    batch.validate(full=True)
+                    arrays = [batch.column(name) for name in names]
+                    of_target = None if target is None else arrays.pop()
+                    yield block_of(arrays, of_target, batch.num_rows, self.spelling)
+        except BROKEN as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(_damaged(path.name, error)) from None
+
+
+def opened(files: Sequence[Path], data: DataConfig) -> Parts:
+    """The files, as far as their schemas tell.
+
+    Errors: DataError where they differ, hold no rows, or have columns of no use.
+    """
+    first, counts = None, []
+    label = files[0].name if len(files) == 1 else files[0].parent.name
+    for path in files:
+        with _opened(path) as file:
+            try:
+                fields = _fields(file.schema_arrow)
+                counts.append(file.metadata.num_rows)
+            except BROKEN as error:
+                raise DataError(_damaged(path.name, error)) from None
+        if first is None:
+            first = fields
+        _refuse_other(first, fields, files[0].name, path.name)
+    assert first is not None
+    chosen = choose([field.name for field in first], data, label)
+    judged = [first[i] for i in (*chosen.features, chosen.target)]
+    problems = (
+        [f"data.path: {label} has no rows; write some"]
+        if sum(counts) <= 0 or min(counts) < 0
+        else []
+    )
+    problems += refused_types(judged, chosen.target_name, label)
+    if problems:
+        raise DataError("\n".join(problems))
+    return Parts(tuple(files), tuple(counts), label, chosen, Spelling(na=tuple(data.na or ())))
+
+
+def _fields(schema: pa.Schema) -> list[pa.Field]:
+    # What pandas keeps its index in is no column of the table, and reading with pandas hides it.
+    return [field for field in schema if not field.name.startswith(PANDAS_INDEX)]
+
+
+def _refuse_other(
+    first: Sequence[pa.Field], fields: Sequence[pa.Field], name: str, other: str
+) -> None:
+    mine, theirs = ({field.name: _told(field.type) for field in of} for of in (first, fields))
+    remedy = "write all parts alike, or move it elsewhere"
+    for column in mine:
+        if column not in theirs:
+            raise DataError(
+                f"data.path: {other} has no column {shorten(column)}, which {name} has; {remedy}"
+            )
+        if mine[column] != theirs[column]:
+            raise DataError(
+                f"data.path: {other} column {shorten(column)} is of type {theirs[column]}, but in "
+                f"{name} of type {mine[column]}; {remedy}"
+            )
+    for column in theirs:
+        if column not in mine:
+            raise DataError(
+                f"data.path: {other} has a column {shorten(column)}, which {name} lacks; {remedy}"
+            )
+
+
+def _told(kind: pa.DataType) -> str:
+    # How wide the indices of a dictionary are depends on how many values a part happens to have.
+    return f"dictionary of {kind.value_type}" if pa.types.is_dictionary(kind) else str(kind)
+
+
+def _opened(path: Path) -> parquet.ParquetFile:
+    try:
+        return parquet.ParquetFile(
+            path, page_checksum_verification=True, buffer_size=BUFFER_BYTES, pre_buffer=False
+        )
+    except BROKEN as error:
+        raise DataError(_damaged(path.name, error)) from None
+
+
+def _damaged(label: str, error: BaseException) -> str:
+    return (
+        f"data.path: {label} is damaged or no Parquet file "
+        f"({shorten(str(error), 160)}); copy or write it anew"
+    )

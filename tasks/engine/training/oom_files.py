@@ -1,0 +1,82 @@
+"""The end of a run for lack of memory, as it is left to its user: one error with one sentence, and
+the files beside it. Files that cannot be written are no reason to hide the sentence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tasks.engine.base.facts import DeviceFacts
+from tasks.engine.memory.allocation_log import Ledger
+from tasks.engine.memory.oom_report import Explanation, explain
+from tasks.engine.report.memory_timeline import page
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.micro_batches import Failure
+from tasks.engine.step.phases import Phases
+
+log = logging.getLogger(__name__)
+
+
+class OutOfMemory(RuntimeError):
+    """A run ended for lack of memory: what was tried, what was free and what to change."""
+
+    def __init__(self, explanation: Explanation) -> None:
+        super().__init__(explanation.sentence)
+        self.explanation = explanation
+
+
+def unwatched(error: BaseException) -> Failure:
+    """A failure beside the steps, where nothing is repeated and nobody counted."""
+    return Failure(str(error), phase="set-up")
+
+
+def told(
+    failure: Failure,
+    phases: Phases | None,
+    *,
+    config: RunConfig,
+    device: DeviceFacts,
+    precision: str,
+    folder: Path,
+) -> Explanation:
+    """The explanation of a failure, left in `folder`/memory/oom.json as well.
+
+    phases: None where the training had none yet; precision: as resolved for the device.
+    """
+    on = torch.device(device.name)
+    explanation = explain(
+        failure.text,
+        phases.accounts.ledger if phases else Ledger(on),
+        config=config,
+        device=device.name,
+        precision=precision,
+        phase=failure.phase,
+        step=failure.step,
+        batch_shape=failure.batch_shape,
+        allocator=failure.allocator,
+        tried=failure.tried,
+        fitted=failure.fitted,
+    )
+    try:
+        (folder / "memory").mkdir(parents=True, exist_ok=True)
+        (folder / "memory" / "oom.json").write_text(explanation.to_json())
+    except OSError as error:
+        log.warning("memory/oom.json could not be written: %s", error)
+    if phases is not None:
+        title = f"Out of memory: {explanation.phase} of step {explanation.step}"
+        draw(phases.accounts.ledger, folder, title=title, lines=[explanation.sentence])
+    return explanation
+
+
+def draw(ledger: Ledger, folder: Path, *, title: str, lines: Sequence[str]) -> None:
+    """The last step that was counted, as the page `folder`/memory/snapshot.html."""
+    try:
+        (folder / "memory").mkdir(parents=True, exist_ok=True)
+        file = folder / "memory" / "snapshot.html"
+        file.write_text(page(ledger, title=title, lines=lines), encoding="utf-8")
+    except OSError as error:
+        log.warning("memory/snapshot.html could not be written: %s", error)

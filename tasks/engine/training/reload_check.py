@@ -1,0 +1,137 @@
+"""A trained model held against what its files make, before anything is logged: it is built and
+loaded again as a stranger would, and both are given the same rows. It refuses a model that would
+predict something else than it was trained to, and names the attribute that was not saved.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tasks.engine.base.field_types import is_import
+from tasks.engine.base.import_paths import told_of
+from tasks.engine.diagnosis.tensor_names import unsaved
+from tasks.engine.memory.memory_meter import clear_frames, is_oom
+from tasks.engine.models import predictor
+from tasks.engine.models.builtin import ModelError
+from tasks.engine.models.model_call import Outputs
+
+# Of the largest output. Both are computed on one device, so that only the order of sums differs.
+NEAR = 1e-3
+NEAR_ENOUGH = 2e-2  # where products are rounded to 10 bits and fewer: tf32, bf16, fp16
+NUMBERS = (int, float, np.ndarray, np.generic)
+
+log = logging.getLogger(__name__)
+
+
+def check_reloads(model: nn.Module, x: Any, folder: Path, *, precision: str) -> None:
+    """Raises ModelError where the model of `folder` gives other outputs than `model` for x.
+
+    x: a few rows as batches hold them, where the model is. Nothing is compared of a model that
+    gives other outputs each time with the same random numbers, or where memory runs out.
+    """
+    name = json.loads((folder / "spec.json").read_text())["model"]
+    trained = Outputs(model) if is_import(name) else model
+    try:
+        with _path_kept():
+            told = _told(trained, x, folder, name, precision)
+    except (RuntimeError, MemoryError) as error:
+        if not is_oom(error):
+            raise
+        clear_frames(error)
+        log.warning("no memory to load the model again and compare its outputs")
+        return
+    if told:
+        raise ModelError(f"model.name: {name} {told}")
+
+
+def _told(trained: nn.Module, x: Any, folder: Path, name: str, precision: str) -> str:
+    """What is wrong with the model of `folder`; empty where nothing is."""
+    first = _outputs(trained, x)
+    near = NEAR if precision == "fp32" else NEAR_ENOUGH
+    torch.seed()  # what is drawn anew and not saved has to be other numbers than the training's
+    try:
+        spec = json.loads((folder / "spec.json").read_text())
+        loaded = predictor.rebuilt(spec, folder)
+        if first.device.type != "cpu":
+            # Its own weights have been loaded; those on the device are not held twice there.
+            loaded.load_state_dict(trained.state_dict(), assign=True)
+            loaded = loaded.to(first.device)
+        apart = _apart(first, _outputs(loaded, x))
+    except Exception as error:
+        if is_oom(error):
+            raise
+        return (
+            f"was trained, and cannot be loaded again from its files: {told_of(error)}; let it be "
+            "built from model.args alone"
+        )
+    if apart <= near:
+        return ""
+    if _apart(first, _outputs(trained, x)) > near:
+        log.info("%s gives other outputs each time: not held against what is loaded again", name)
+        return ""
+    lost = _lost(trained, loaded)
+    what = f"{lost}, which it does not save" if lost else "something that it does not save"
+    return (
+        f"gives other outputs when it is loaded from its files than it did when it was trained "
+        f"(up to {100 * apart:,.1f} % apart): it computes with {what}; make tensors buffers "
+        "(register_buffer), weights an nn.Parameter, lists of layers an nn.ModuleList"
+    )
+
+
+@torch.inference_mode()
+def _outputs(model: nn.Module, x: Any) -> Tensor:
+    torch.manual_seed(0)  # for layers that are random when they predict, too
+    outputs: Tensor = model.eval()(x)
+    return outputs.detach().clone()
+
+
+def _apart(first: Tensor, other: Tensor) -> float:
+    """The largest difference as a share of the largest output; infinite for other shapes."""
+    if first.shape != other.shape:
+        return float("inf")
+    a, b = (torch.nan_to_num(part.double().cpu()) for part in (first, other))
+    return float((a - b).abs().max() / a.abs().max().clamp(min=1e-12)) if a.numel() else 0.0
+
+
+def _lost(trained: nn.Module, loaded: nn.Module) -> str:
+    """The attributes whose values the loaded model does not have; empty where none is found."""
+    there = {path.removeprefix("model."): t for path, t in unsaved(trained).items()}
+    here = {path.removeprefix("model."): t for path, t in unsaved(loaded).items()}
+    names = [path for path, tensor in there.items() if not _same(tensor, here.get(path))]
+    names = names or [path for path, one, other in _numbers(trained, loaded) if one != other]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _same(one: Tensor, other: Tensor | None) -> bool:
+    return other is not None and torch.equal(one.detach().cpu(), other.detach().cpu())
+
+
+def _numbers(one: nn.Module, other: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """The numbers and arrays that are attributes of layers, of both models, as can be compared."""
+    theirs = dict(other.named_modules())
+    for path, layer in one.named_modules():
+        for name, value in vars(layer).items():
+            if isinstance(value, NUMBERS) and path in theirs:
+                given = vars(theirs[path]).get(name)
+                where = f"{path}.{name}".removeprefix("model.")
+                yield where, np.asarray(value).tolist(), np.asarray(given).tolist()
+
+
+@contextmanager
+def _path_kept() -> Iterator[None]:
+    """The code that lies beside the weights is for strangers: here it would hide the user's own."""
+    before = list(sys.path)
+    try:
+        yield
+    finally:
+        sys.path[:] = before

@@ -1,0 +1,68 @@
+"""What earlier runs of the same training on the same device measured, for decisions that only a
+measurement can make well. Runs are alike where a step does the same work: rate, seed and length may
+differ. It refuses to decide anything itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+
+from tasks.engine.base.facts import DataFacts, DeviceFacts
+from tasks.engine.device.detection import resolve_precision
+from tasks.engine.memory.allocation_log import MIB
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.build import keeps_best, steps_of
+from tasks.engine.step.choose_step import Known
+from tasks.engine.step.cuda_graph import may_replay
+
+COMPILING = ("time/plain_step_ms", "time/compiled_step_ms", "time/compile_s")
+PEAKS = ("memory/run_peak_allocated_mib", "memory/run_peak_reserved_mib")
+WANTED = (*COMPILING, *PEAKS, "memory/micro_batch")
+
+
+@dataclass(frozen=True)
+class Past:
+    """The newest values of finished runs that are alike, under the names of the run record."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def compiling(self) -> Known | None:
+        """What compiling cost and gained; None where no run has tried."""
+        if not all(name in self.metrics for name in COMPILING):
+            return None
+        plain_ms, compiled_ms, cost_s = (self.metrics[name] for name in COMPILING)
+        return Known(plain_ms / 1000, compiled_ms / 1000, cost_s)
+
+    def peak_bytes(self) -> float | None:
+        """The most that tensors held, of the last run that counted it."""
+        peak_mib = self.metrics.get("memory/run_peak_allocated_mib")
+        return None if peak_mib is None else peak_mib * MIB
+
+    def reserved_bytes(self) -> float | None:
+        """The most that the allocator held for them; None where it is not known to have one."""
+        reserved_mib = self.metrics.get("memory/run_peak_reserved_mib")
+        return None if reserved_mib is None else reserved_mib * MIB
+
+    def micro_batch(self) -> int | None:
+        """Rows of the micro-batch that fitted at the end of the last run."""
+        rows = self.metrics.get("memory/micro_batch")
+        return None if rows is None else max(1, round(rows))
+
+
+def alike(config: RunConfig, device: DeviceFacts, data: DataFacts) -> str:
+    """A name for the work of a step: the same for runs whose steps cost the same, so also whether
+    they may be replayed from a graph. 16 hex digits."""
+    t, o = config.train, config.optim
+    precision = resolve_precision(t.precision, device)
+    graphs = may_replay(config, device, precision, steps=steps_of(config, data))
+    said = [
+        [device.kind, device.model, device.total_bytes, device.torch_version],
+        [data.task, data.input_shape, data.outputs, data.bytes],
+        [config.model.name, config.model.args],
+        [o.name, o.momentum > 0, o.clip_norm is not None],
+        [t.batch_size, t.accumulate, precision, t.deterministic, config.memory.limit_mib, graphs],
+        [keeps_best(config) and device.kind == "cpu"],  # beside the weights that are trained
+    ]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]

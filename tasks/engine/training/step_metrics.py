@@ -1,0 +1,221 @@
+"""Numbers of the steps on their way to the log. They stay on the device until a log point, are
+packed there into one tensor, and are read one reading late, so that the host never waits for the
+step it has just enqueued. It refuses to go on after a loss that is not finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tasks.engine.base.timing import Stopwatch, new_event
+from tasks.engine.step.nan_origin import NOBODY, Suspects
+from tasks.engine.step.optimizer_step import Outcome
+from tasks.engine.step.phases import Phases
+
+Log = Callable[[dict[str, float], int], None]
+
+# Log points closer than this are read together: a reading costs the host about 0.1 ms.
+READ_EVERY_S = 0.05
+
+
+class Diverged(RuntimeError):
+    """The loss became NaN or infinite; the text says where, and the last good values."""
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A log point: the step, and how many losses and norms had been kept by then."""
+
+    step: int
+    lr: float
+    losses: int
+    norm: int | None
+
+
+@dataclass(frozen=True)
+class _Packed:
+    values: Tensor  # on the host once `ready`: the losses, then the norms
+    ready: Any
+    first_step: int
+    losses: int
+    points: list[_Point]
+    began: Any  # where the window's first step began
+    timed: tuple[int, int]  # steps and rows that the speed counts
+    epoch: int
+    suspects: list[Suspects]  # of each step
+
+
+class Readings:
+    """The losses and norms since the last reading, and the one reading that is on its way."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        phases: Phases,
+        watch: Stopwatch,
+        rate: Callable[[int], float],
+        speeds: Callable[[float], dict[str, float]],
+        log: Log,
+    ) -> None:
+        """rate: learning rate of step 0, 1, ... speeds: more of them, from the samples a second."""
+        self._device, self._phases, self._watch = device, phases, watch
+        self._rate, self._speeds, self._log = rate, speeds, log
+        self._losses: list[Tensor] = []
+        self._norms: list[Tensor] = []
+        self._points: list[_Point] = []
+        self._suspects: list[Suspects] = []
+        self._timed = (0, 0)  # steps and rows since the last reading
+        self._began: Any = None
+        self._step = 0
+        self._on_its_way: _Packed | None = None
+        self._read_s = perf_counter()  # when the host last read
+        self._speed_from = (0.0, 0, 0)  # seconds of steps, steps and rows since the last speed
+        self._open: list[float] = []  # losses read since the last log point
+        self._last_good: tuple[int, float] | None = None
+
+    def begin(self) -> None:
+        """Steps begin here, after something else."""
+        self._began = self._mark()
+
+    def add(self, outcome: Outcome, *, rows: int, suspects: Suspects = NOBODY) -> None:
+        """One more step was taken. suspects: what is to blame if its loss is no number."""
+        self._step += 1
+        self._losses.append(outcome.loss)
+        self._suspects.append(suspects)
+        self._timed = (self._timed[0] + 1, self._timed[1] + rows)
+
+    def point(self, outcome: Outcome, epoch: int) -> None:
+        """The step just added is a log point. Reads, when the last reading is long enough ago."""
+        norm = outcome.grad_norm
+        if norm is not None:
+            self._norms.append(norm)
+        at = None if norm is None else len(self._norms) - 1
+        self._points.append(_Point(self._step, self._rate(self._step - 1), len(self._losses), at))
+        if perf_counter() - self._read_s >= READ_EVERY_S:
+            self.read(epoch)
+
+    def read(self, epoch: int) -> None:
+        """Send what there is, and log what was sent before; on a CPU both are the same.
+
+        Raises Diverged.
+        """
+        packed = self._pack(epoch)
+        if self._device.type == "cpu":
+            self._take(packed)
+        else:
+            waiting, self._on_its_way = self._on_its_way, packed
+            self._take(waiting)
+        self._read_s = perf_counter()
+
+    def drain(self, epoch: int) -> None:
+        """Wait for the device and log all there is. Raises Diverged."""
+        self.read(epoch)
+        waiting, self._on_its_way = self._on_its_way, None
+        self._take(waiting)
+
+    def restart(self) -> None:
+        """The first step, which holds warm-up and compilation, counts for no speed."""
+        self._timed = (0, 0)
+        self.begin()
+
+    def _mark(self) -> Any:
+        """A timed event where the device is now; nothing on a CPU, whose clock is the host's."""
+        if self._device.type == "cpu":
+            return None
+        event = new_event(self._device, timed=True)
+        event.record()
+        return event
+
+    def _pack(self, epoch: int) -> _Packed | None:
+        if not self._losses:
+            return None
+        scalars = [scalar.float() for scalar in (*self._losses, *self._norms)]
+        values = torch.stack(scalars).to("cpu", non_blocking=True)  # pinned, where it can be
+        ready = self._mark()
+        first = self._step - len(self._losses) + 1
+        packed = _Packed(
+            values,
+            ready,
+            first,
+            len(self._losses),
+            self._points,
+            self._began,
+            self._timed,
+            epoch,
+            self._suspects,
+        )
+        self._began = ready
+        self._losses, self._norms, self._points, self._timed = [], [], [], (0, 0)
+        self._suspects = []
+        return packed
+
+    def _take(self, packed: _Packed | None) -> None:
+        if packed is None:
+            return
+        if packed.ready is not None:
+            packed.ready.synchronize()
+        step_s = self._watch.lap("steps")
+        if packed.ready is not None:
+            # A reading comes one window late: the host's time would be that of another window.
+            step_s = packed.began.elapsed_time(packed.ready) / 1000
+        before_s, steps, rows = self._speed_from
+        self._speed_from = before_s + step_s, steps + packed.timed[0], rows + packed.timed[1]
+        values = packed.values.tolist()
+        losses, norms = values[: packed.losses], values[packed.losses :]
+        self._refuse_unfinite(losses, packed)
+        begin = 0
+        for point in packed.points:
+            part = self._open + losses[begin : point.losses]
+            begin, self._open = point.losses, []
+            metrics = {"train/loss": sum(part) / len(part), "train/lr": point.lr}
+            if point.norm is not None:
+                metrics["train/grad_norm"] = norms[point.norm]
+            if point is packed.points[-1]:
+                metrics |= self._speed() | self._phases.meter.window()
+            self._log(metrics, point.step)
+        self._open += losses[begin:]
+        self._phases.clock.collect()
+        self._watch.lap("log")
+
+    def _speed(self) -> dict[str, float]:
+        wall_s, steps, rows = self._speed_from
+        if not steps:
+            return {}
+        self._speed_from = (0.0, 0, 0)
+        per_s = rows / max(wall_s, 1e-9)
+        return {
+            "speed/samples_per_s": per_s,
+            "speed/steps_per_s": steps / max(wall_s, 1e-9),
+            **self._speeds(per_s),
+        }
+
+    def _refuse_unfinite(self, losses: list[float], packed: _Packed) -> None:
+        for step, loss in enumerate(losses, start=packed.first_step):
+            if not math.isfinite(loss):
+                suspects = packed.suspects[step - packed.first_step]
+                raise Diverged(self._diverged(step, loss, packed.epoch, suspects))
+            self._last_good = (step, loss)
+
+    def _diverged(self, step: int, loss: float, epoch: int, suspects: Suspects) -> str:
+        good = "no step was good"
+        if self._last_good is not None:
+            good = f"the last good loss was {self._last_good[1]:.6g} at step {self._last_good[0]}"
+        when = f"at step {step} (epoch {epoch + 1}, optim.lr then {self._rate(step - 1):.3g}); "
+        blamed = suspects.blamed()
+        if blamed:
+            return f"{blamed[0]}: the loss became {loss} {when}{good}. {blamed[1]}"
+        advice = "Lower optim.lr, set optim.clip_norm, or use train.precision fp32"
+        if step == 1:
+            advice = (
+                "No weight was changed by then: look for a division by 0, a log or a root of less "
+                "in the model and the loss, or use train.precision fp32"
+            )
+        return f"train.loss: became {loss} {when}{good}. {advice}"

@@ -1,0 +1,271 @@
+"""One training from facts to facts: builds what the loop works with, runs it, saves the model and
+measures. Everything that holds device memory lives and dies inside `train`, also when it raises.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from tasks.engine.base.facts import DataFacts, DeviceFacts, TrainFacts
+from tasks.engine.base.import_paths import ends_told
+from tasks.engine.base.seeds import seeded
+from tasks.engine.base.timing import Stopwatch
+from tasks.engine.data.run_warnings import ALIKE, of_results
+from tasks.engine.device.detection import resolve_precision
+from tasks.engine.device.memory_limit import limited
+from tasks.engine.device.precision import matmul_mode
+from tasks.engine.diagnosis import explain
+from tasks.engine.files.source_data import DataError
+from tasks.engine.forecast.admission import Admission, admit
+from tasks.engine.memory import glibc_heap, memory_meter
+from tasks.engine.memory.allocator_history import recording
+from tasks.engine.memory.allocator_stats import give_back
+from tasks.engine.memory.broken_device import outlived
+from tasks.engine.models import builtin
+from tasks.engine.models.model_folder import keep
+from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step import own_model, own_optim
+from tasks.engine.step.build import model_of, plan_of, rate_of, settled, spec_of, steps_of
+from tasks.engine.step.cpu_threads import fitting_threads
+from tasks.engine.step.cuda_graph import may_replay, own_stream
+from tasks.engine.step.micro_batches import MemoryExhausted
+from tasks.engine.step.own_model import Checked
+from tasks.engine.training.loop import Tools, batch_of, fit
+from tasks.engine.training.oom_files import OutOfMemory, draw, told, unwatched
+from tasks.engine.training.peak_flops import Peak
+from tasks.engine.training.reload_check import check_reloads
+from tasks.engine.training.similar_runs import Past
+from tasks.engine.training.step_metrics import Log
+from tasks.engine.training.throughput import peak_of, rates, timings
+from tasks.engine.training.training_batches import example, fed, first_rows
+from tasks.engine.training.training_parts import workbench
+
+
+@ends_told
+def check(config: RunConfig, data: DataFacts) -> Checked:
+    """Refuse what can't be trained before a device is touched; what two rows have shown.
+
+    Raises models.ModelError for the model and ConfigError for a setting that contradicts the data.
+    """
+    config = settled(config, data)
+    if data.endless and config.train.max_steps is None:
+        raise ConfigError(
+            f"train.max_steps: is needed, since the training loader of {data.source} has no "
+            "length; set it to the optimizer steps of the whole run, or give its data set a __len__"
+        )
+    own_optim.check(config.optim, steps=steps_of(config, data))
+    checked = own_model.check(config, data)
+    if config.train.batch_size > data.train_rows:
+        raise ConfigError(
+            f"train.batch_size: must be at most the {data.train_rows} training rows "
+            f"(got {config.train.batch_size})"
+        )
+    return checked
+
+
+def train(
+    config: RunConfig,
+    device: DeviceFacts,
+    data: DataFacts,
+    *,
+    past: Past = Past(),  # noqa: B008 (frozen)
+    folder: Path,
+    log: Log,
+) -> TrainFacts:
+    """Train as `config` says and write the model to `folder`/model.
+
+    `log(metrics, step)` is called at every log point. Raises readings.Diverged for a loss that is
+    not finite, and whatever PyTorch raises; the frames of an exception are cleared of tensors.
+    """
+    failure = None
+    try:
+        return _train(config, device, data, past=past, folder=folder, log=log)
+    except BaseException as error:
+        # Prefect keeps the exception of a failed task, and with it every tensor of its frames.
+        memory_meter.clear_frames(error)
+        if not isinstance(error, Exception):
+            memory_meter.forget_frames(error)
+            raise
+        if isinstance(error, OutOfMemory) or not memory_meter.is_oom(error):
+            raise
+        failure = unwatched(error)
+    # Beside the steps: the model, its rows or a batch found no room.
+    raise OutOfMemory(
+        told(failure, None, config=config, device=device, precision="", folder=folder)
+    )
+
+
+@ends_told
+def _train(
+    config: RunConfig,
+    facts: DeviceFacts,
+    data: DataFacts,
+    *,
+    past: Past,
+    folder: Path,
+    log: Log,
+) -> TrainFacts:
+    watch = Stopwatch()
+    config = settled(config, data)
+    device = torch.device(facts.name)
+    checked = check(config, data)
+    work = checked.work
+    precision = resolve_precision(config.train.precision, facts)
+    with ExitStack() as stack:
+        stack.enter_context(glibc_heap.kept(device))
+        stack.enter_context(matmul_mode(precision))
+        batch_work = config.train.batch_size * work
+        threads = stack.enter_context(
+            fitting_threads(batch_work, device, fixed=config.train.deterministic)
+        )
+        if facts.index is not None and device.type != "cpu":
+            stack.enter_context(torch.accelerator.device_index(facts.index))
+        stack.enter_context(own_stream(device))
+        peak = peak_of(facts, precision, task=data.task)
+        if device.type != "cpu":
+            give_back(device)  # what was cached by then is no part of the run, and escapes a limit
+        admission = admit(
+            config,
+            data,
+            facts,
+            past_peak_bytes=past.peak_bytes(),
+            past_reserved_bytes=past.reserved_bytes(),
+            past_micro_batch=past.micro_batch(),
+        )
+        # After the forecasts, which build a model of the user's own as often as memory is short.
+        stack.enter_context(seeded(config.train.seed, deterministic=config.train.deterministic))
+        ledger, source = stack.enter_context(limited(facts, config.memory.limit_mib))
+        meter = memory_meter.Meter(device, source)  # before the model and the rows: they count too
+        model = model_of(config, data, device)
+        recorder = stack.enter_context(recording(device, folder=folder, on=config.memory.snapshot))
+        rows, val = fed(config, facts, data, model)
+        stack.callback(rows.close)
+        stack.callback(val.close)
+        bench = workbench(
+            config,
+            data,
+            model,
+            (rows, val),
+            facts=facts,
+            precision=precision,
+            ledger=ledger,
+            meter=meter,
+            recorder=recorder,
+            known=past.compiling(),
+            micro_rows=admission.micro_batch,
+            threads=threads,
+            graphs=admission.fits_graph
+            and may_replay(config, facts, precision, steps=steps_of(config, data)),
+        )
+        tools = Tools(
+            device=device,
+            step=bench.tuned,
+            micro=bench.micro,
+            judge=bench.judge,
+            optimizer=bench.optimizer,
+            rate=rate_of(config, steps=bench.steps),
+            phases=bench.phases,
+            watch=watch,
+            speeds=rates(data, work=work, peak_flops_per_s=peak.flops_per_s if peak else None),
+            log=log,
+            best=bench.best,
+            outputs=bench.outputs,
+        )
+        exhausted = mistake = None
+        try:
+            with outlived(device):
+                fitted = fit(model, rows, val, plan=plan_of(config), tools=tools)
+        except MemoryExhausted as error:
+            exhausted = error.failure
+        except (ConfigError, DataError):
+            raise  # a sentence by now, though the words of PyTorch are in it
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+            mistake = explain.explained(error, model, batch_of(error))
+            if mistake is None:
+                raise
+        if mistake is not None:
+            raise builtin.ModelError(mistake)
+        if exhausted is not None:  # told apart from the error, which keeps what it came through
+            raise OutOfMemory(
+                told(
+                    exhausted,
+                    bench.phases,
+                    config=config,
+                    device=facts,
+                    precision=precision,
+                    folder=folder,
+                )
+            )
+        threads = torch.get_num_threads()  # after the trial
+        measured = {
+            **bench.measured(),
+            **_predicted(admission, past, config.memory.limit_mib, bench.tuned.has_recorded),
+        }
+        stats = bench.phases.meter.stats()
+        held_bytes = memory_meter.allocated_bytes(device)
+        if config.memory.snapshot:
+            title = f"Memory of a training step on {facts.name}"
+            draw(bench.phases.accounts.ledger, folder, title=title, lines=[])
+        watch.lap("log")
+        spec = spec_of(config, data, outputs=checked.outputs)
+        x = first_rows(val)
+        keep(model, spec, example(data, x), folder / "model")
+        check_reloads(model, x, folder / "model", precision=precision)
+        del x
+        watch.lap("checkpoint")
+        alike = bool(fitted.metrics.pop(ALIKE, 0))
+    return TrainFacts(
+        metrics={
+            **fitted.metrics,
+            **timings(tools, fitted, rows=rows, replays=bench.tuned.replays),
+            **measured,
+        },
+        tags={
+            "precision": precision,
+            "threads": str(threads),
+            "data.residency": rows.residency,
+            "data.residency.reason": rows.reason,
+            "memory.admission": admission.reason,
+            **bench.tags(),
+            **_peak_tags(peak),
+        },
+        steps=fitted.steps,
+        epochs=fitted.epochs,
+        stopped_early=fitted.stopped_early,
+        model_folder=str(folder / "model"),
+        held_bytes=held_bytes,
+        stats=stats,
+        warnings=of_results(data, fitted.metrics, loss=config.train.loss, alike=alike),
+    )
+
+
+def _predicted(
+    admission: Admission, past: Past, limit_mib: float | None, has_recorded: bool
+) -> dict[str, float]:
+    """The forecast with a recorded step where one was recorded, else without."""
+    peak_bytes, reserved_bytes = past.peak_bytes(), past.reserved_bytes()
+    told = admission.told
+    if told is not None:
+        told = told.graphed if has_recorded and told.graphed is not None else told
+        peak_bytes, reserved_bytes = told.peak_bytes, told.reserved_bytes
+    # A forecast judges whole batches; where they don't fit a training judges parts of them.
+    most_bytes = math.inf if limit_mib is None else limit_mib * memory_meter.MIB
+    found = {
+        "memory/predicted_peak_mib": peak_bytes,
+        "memory/predicted_reserved_mib": reserved_bytes,
+    }
+    return {k: min(v, most_bytes) / memory_meter.MIB for k, v in found.items() if v is not None}
+
+
+def _peak_tags(peak: Peak | None) -> dict[str, str]:
+    if peak is None:
+        return {}
+    return {
+        "device.peak_tflops": f"{peak.flops_per_s / 1e12:.4g}",
+        "device.peak_source": peak.source,
+    }

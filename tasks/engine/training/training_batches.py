@@ -1,0 +1,74 @@
+"""The rows of a training, where it takes them from: prepared arrays, on the device or streamed to
+it, or the loaders of the user's own; and two rows of them, as an example for those who predict.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tasks.engine.base import nested
+from tasks.engine.base.facts import DataFacts, DeviceFacts
+from tasks.engine.batches.dataset_batches import TRAIN_SHARE, VAL_SHARE, Batches, feed
+from tasks.engine.data import own_facts
+from tasks.engine.data import preparation as prepared
+from tasks.engine.device.memory_limit import rows_room_bytes
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.build import takes_channels_last
+
+
+def fed(
+    config: RunConfig, facts: DeviceFacts, data: DataFacts, model: nn.Module
+) -> tuple[Batches, Batches]:
+    """The rows to train on and those to validate on, where they are fastest to reach."""
+    device = torch.device(facts.name)
+    if data.batch is not None:
+        return own_facts.loaded(config, data, device)
+    arrays = prepared.load(data)
+    room = rows_room_bytes(config, facts)
+    send = partial(
+        feed,
+        device=device,
+        channels_last=takes_channels_last(config, model),
+        is_spare=config.data.memory_mib is not None,
+    )
+    rows = send(arrays.train_x, arrays.train_y, room_bytes=TRAIN_SHARE * room)
+    return rows, send(arrays.val_x, arrays.val_y, room_bytes=VAL_SHARE * room)
+
+
+def first_rows(val: Batches) -> Any:
+    """The inputs of two rows to validate on, as a batch holds them."""
+    with closing(val.in_order(2)) as batches:  # type: ignore[type-var]
+        x, _ = next(batches)
+        return nested.head(x, 2)
+
+
+def example(data: DataFacts, x: Any) -> dict[str, np.ndarray]:
+    """Two rows as their user has them, by the name of the input; the only one is called x.
+
+    x: what first_rows gives.
+    """
+    if data.batch is None:
+        return {"x": _raw(prepared.load(data).val_x[:2], data)}
+    rows = nested.mapped(x, lambda tensor: tensor.detach().cpu())
+    return {name: value.numpy() for name, value in inputs_by_name(rows).items()}
+
+
+def inputs_by_name(x: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a batch's inputs: of a dict under its keys, of several under their numbers."""
+    if isinstance(x, torch.Tensor):
+        return {"x": x}
+    named = x.items() if isinstance(x, dict) else enumerate(x)
+    return {str(key): value for key, value in named if isinstance(value, torch.Tensor)}
+
+
+def _raw(rows: np.ndarray, data: DataFacts) -> np.ndarray:
+    """The rows as their user has them: the scaling undone."""
+    if data.task == "tokens":
+        return np.asarray(rows)
+    return (rows * np.array(data.scale) + np.array(data.offset)).astype(np.float32)

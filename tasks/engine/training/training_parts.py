@@ -1,0 +1,189 @@
+"""What a training works with, put together: the step in all its ways, the micro-batches, the judge,
+the clocks and accounts; and what they have measured when it is over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from tasks.engine.base.facts import DataFacts, DeviceFacts
+from tasks.engine.base.timing import phase_clock, wait
+from tasks.engine.batches.dataset_batches import Batches
+from tasks.engine.device.memory_limit import room_bytes
+from tasks.engine.memory.allocation_log import Ledger
+from tasks.engine.memory.allocator_history import Recorder
+from tasks.engine.memory.memory_by_owner import BEST, Accounts, Owned
+from tasks.engine.memory.memory_meter import Meter
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.best_weights import Best
+from tasks.engine.step.build import forward_of, optimizer_of, plan_of, step_of
+from tasks.engine.step.choose_step import Known, TunedStep
+from tasks.engine.step.evaluation import Judge, eval_rows
+from tasks.engine.step.losses import in_units, loss_of, metrics_of
+from tasks.engine.step.micro_batches import MicroBatches
+from tasks.engine.step.optim import Optimizer
+from tasks.engine.step.phases import COUNT_EVERY, Phases
+
+
+@dataclass(frozen=True)
+class _Witness:
+    """Keeps what the device tells of the last attempt; see oom.Witness."""
+
+    recorder: Recorder
+    meter: Meter
+
+    def start(self) -> None:
+        self.recorder.start()
+
+    def write(self) -> None:
+        self.recorder.write()
+
+    def reading(self) -> dict[str, int]:
+        return self.meter.reading()
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """What a training works with, and is measured by."""
+
+    optimizer: Optimizer
+    phases: Phases
+    micro: MicroBatches
+    tuned: TunedStep
+    judge: Judge
+    steps: int  # of the whole run
+    best: Best
+    outputs: list[tuple[str, Tensor]]  # see suspects.Seen
+
+    def measured(self) -> dict[str, float]:
+        """Under the names of the run record. Call it before the model is freed."""
+        memory = self.phases.meter.summary()
+        return {
+            **memory,
+            **self.phases.accounts.metrics(peak_mib=memory.get("memory/run_peak_allocated_mib")),
+            **self.tuned.verdict.metrics(),
+            "memory/ooms_recovered": float(self.micro.recovered + self.judge.micro.recovered),
+            "memory/micro_batch": float(self.micro.rows),
+        }
+
+    def tags(self) -> dict[str, str]:
+        """Under the names of the run record."""
+        return {
+            "compiled": self.tuned.verdict.compiled,
+            "compiled.reason": self.tuned.verdict.reason,
+            "micro_batch": str(self.micro.rows),
+        }
+
+
+def workbench(
+    config: RunConfig,
+    data: DataFacts,
+    model: nn.Module,
+    fed: tuple[Batches, Batches],
+    *,
+    facts: DeviceFacts,
+    precision: str,
+    ledger: Ledger,
+    meter: Meter,
+    recorder: Recorder,
+    known: Known | None,
+    micro_rows: int,
+    threads: int,
+    graphs: bool,
+) -> Workbench:
+    """Everything for one training of `model` on the rows of `fed`, those to validate on last.
+
+    precision: as resolved for the device; ledger: as limits.limited() yields it; recorder: of the
+    device's history; known: what runs alike measured of compiling; micro_rows: of a micro-batch to
+    start with; threads: to try beside those of now; graphs: whether steps may be replayed.
+    """
+    device = torch.device(facts.name)
+    batch_size = config.train.batch_size
+    optimizer = optimizer_of(config, model)
+
+    best = Best(keeps=config.train.keep == "best")
+    owned = _Owned(fed, model, optimizer, best)
+    phases = Phases(
+        phase_clock(device),
+        meter,
+        Accounts(ledger, owned, partial(_in_use, meter) if device.type != "cpu" else lambda: None),
+        count_every=COUNT_EVERY if device.type == "cpu" else None,
+    )
+    fitting = partial(
+        MicroBatches,
+        device=device,
+        model=model,
+        accounts=phases.accounts,
+        witness=_Witness(recorder, phases.meter),
+    )
+    micro = fitting(micro_rows, whole=batch_size, what="training", give_back=fed[0].give_back)
+    outputs: list[tuple[str, Tensor]] = []
+    step = step_of(
+        config,
+        data,
+        model,
+        optimizer,
+        device=device,
+        precision=precision,
+        micro=micro,
+        mark=phases.mark,
+        outputs=outputs,
+    )
+    steps = plan_of(config).steps(fed[0].steps(batch_size))
+    tuned = TunedStep(
+        step,
+        mode=config.train.compile,
+        steps=steps,
+        wait=partial(wait, device),
+        graphs=graphs,
+        threads=threads,
+        known=known,
+        recorded=partial(_recorded, owned, phases),
+    )
+    most = eval_rows(data, batch_size, room_bytes=room_bytes(config, facts.free_bytes or 0))
+    judge = Judge(
+        task=data.task,
+        loss=loss_of(config.train, data, device),
+        autocast=step.autocast,
+        micro=fitting(most, whole=most, what="eval", give_back=fed[1].give_back),
+        phases=phases,
+        forward=forward_of(config),
+        metrics={n: in_units(m, data, device) for n, m in metrics_of(config.train).items()},
+        target_scale=data.target_scale,
+    )
+    return Workbench(optimizer, phases, micro, tuned, judge, steps, best, outputs)
+
+
+@dataclass
+class _Owned:
+    """What belongs to whom, whenever it is asked."""
+
+    fed: tuple[Batches, Batches]
+    model: nn.Module
+    optimizer: Optimizer
+    best: Best
+    recorded: list[Tensor] = field(default_factory=list)
+
+    def __call__(self) -> Owned:
+        return {
+            "data": [tensor for rows in self.fed for tensor in rows.tensors()],
+            "parameters": self.model.parameters(),
+            "buffers": self.model.buffers(),
+            BEST: self.best.tensors(),
+            "graph": self.recorded,
+            "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
+            "optimizer_state": self.optimizer.state_tensors(),
+        }
+
+
+def _recorded(owned: _Owned, phases: Phases, tensors: list[Tensor]) -> None:
+    owned.recorded = tensors
+    phases.recount()
+
+
+def _in_use(meter: Meter) -> int | None:
+    return meter.reading().get("allocated")

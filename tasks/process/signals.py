@@ -1,0 +1,135 @@
+"""Signals that end a command at a desk: Ctrl-C, SIGTERM, a terminal that closes. A handler that
+raises wherever it stands may do so inside a library, which swallows it or leaves half of something
+behind; this one raises in this project's own code, as soon as that goes on. While nothing is there
+that would have to be left in order, the process just ends.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+ASKING = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+PATIENCE_S = 5.0  # for code that is not ours, such as a read that blocks; then it is raised there
+AGAIN_S = (
+    1.0  # a second Ctrl-C means it; a signal to a process and to its group comes twice at once
+)
+_PROJECT = os.path.abspath(os.path.join(__file__, "..", "..", "..")) + os.sep
+_OWN = (f"{_PROJECT}flows{os.sep}", f"{_PROJECT}tasks{os.sep}")
+
+_begun_in: int | None = None  # the process that has something to leave in order
+_asked: int | None = None
+_asked_at = 0.0
+_raised: weakref.ref[BaseException] | None = None
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C."""
+
+
+class Terminated(SystemExit):
+    """Another signal; its code is the exit code."""
+
+
+def catch() -> None:
+    """From now on a signal ends this process at once, with its exit code and without a traceback.
+
+    Those that are ignored (nohup, a script's background job) stay ignored.
+    """
+    for number in ASKING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _handle)
+
+
+def begin() -> None:
+    """From now on there is something to leave in order: a signal is raised in our own code."""
+    global _begun_in
+    from prefect.utilities import engine
+
+    # Prefect would put its own in our place for as long as a flow runs, and that raises anywhere.
+    engine._prefect_sigterm_handler = _handle  # type: ignore[assignment]
+    _begun_in = os.getpid()
+
+
+def finish() -> None:
+    """All is in order: from now on a signal ends the process at once, as before."""
+    global _begun_in
+    _begun_in = None
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    sys.settrace(None)
+
+
+def exit_code() -> int | None:
+    """That of the signal that came; None where none came."""
+    return None if _asked is None else 128 + _asked
+
+
+def in_words() -> str:
+    """What the signal did to the command."""
+    return ASKING.get(signal.Signals(_asked or signal.SIGINT), "ended")
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    global _asked, _asked_at
+    is_again = _asked is not None and _begun_in is not None
+    if is_again and (number != signal.SIGINT or time.monotonic() - _asked_at < AGAIN_S):
+        return
+    _asked, _asked_at = number, time.monotonic()
+    if _begun_in is None:
+        try:
+            os.write(2, f"{in_words()}\n".encode())
+        finally:
+            os._exit(128 + number)
+    if _begun_in != os.getpid() or frame is None or _is_own(frame):  # or a worker process of ours
+        raise _ending()
+    signal.signal(signal.SIGALRM, _insist)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE_S, PATIENCE_S)
+    below: FrameType | None = frame
+    while below is not None:
+        if _returns_to_own(below):
+            below.f_trace = _raise_between
+        below = below.f_back
+    sys.settrace(_raise_between)
+
+
+def _raise_between(frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
+    """A trace function: raises where other code calls ours, and where it returns to ours.
+
+    Not at the next line of ours: that may be a `finally` or the end of a `with`, which Python would
+    then pass over. At its return a function has no more `except`, and ours sees it raise.
+    """
+    if event == "return" or _is_own(frame):
+        raise _ending()  # which also ends the tracing
+    return _raise_between if _returns_to_own(frame) else None
+
+
+def _returns_to_own(frame: FrameType) -> bool:
+    is_plain = not frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE)
+    called_by_own = frame.f_back is not None and _is_own(frame.f_back)
+    return is_plain and called_by_own and not _is_own(frame)
+
+
+def _insist(number: int, frame: FrameType | None) -> None:
+    if _raised is None or _raised() is None:  # not yet raised, or swallowed where it was
+        sys.settrace(None)
+        raise _ending()
+
+
+def _ending() -> BaseException:
+    global _raised
+    number = _asked or signal.SIGINT
+    error = Interrupted() if number == signal.SIGINT else Terminated(128 + number)
+    _raised = weakref.ref(error)
+    return error
+
+
+def _is_own(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith(_OWN) and name != __file__

@@ -1,0 +1,162 @@
+"""Runs that were left behind: those that say RUNNING though their process is gone, and those that
+MLflow could not be told of in time. Each is sent and ended by whoever comes next. Part of the
+sending process.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities import Run, ViewType
+from mlflow.exceptions import MlflowException
+
+from tasks.process.redaction import redacted
+from tasks.serving.crashed_flow_runs import is_alive
+from tasks.tracking.journal_lines import metrics_before
+from tasks.tracking.mlflow_run import Sender, State, lock
+from tasks.tracking.where import Where
+
+DEAD = "its process was gone"
+
+
+def close_the_dead(client: MlflowClient, chosen: Where, experiment_id: str) -> None:
+    """End the runs of this host that say RUNNING though their process is gone."""
+    host = socket.gethostname().replace("'", "")
+    query = f"attributes.status = 'RUNNING' and tags.host = '{host}'"
+    for run in client.search_runs([experiment_id], query, ViewType.ALL, max_results=100):
+        tags = run.data.tags
+        if is_alive(tags.get("pid", ""), tags.get("process.started_at", "")):
+            continue
+        name = tags.get("journal", "")  # anybody's text: only a folder of ours is opened
+        folder = Path(chosen.runs) / name if name in _folders(chosen) else Path()
+        with _passed_over(run.info.run_id):
+            resend(Sender(client, chosen, folder, State(run.info.run_id, experiment_id)))
+
+
+@contextmanager
+def _passed_over(which: str) -> Iterator[None]:
+    """Whatever is wrong with one run that was left, the others are sent; it stays as it is."""
+    try:
+        yield
+    except Exception as error:  # of what lies in anybody's folder
+        told = f"{type(error).__name__}: {redacted(str(error))}"
+        print(f"{which}: left behind, and not sent: {told}", file=sys.stderr)
+
+
+def _folders(chosen: Where) -> set[str]:
+    return {file.parent.name for file in Path(chosen.runs).glob("*/sent.json")}
+
+
+def send_the_unsent(client: MlflowClient, chosen: Where) -> None:
+    """Send what earlier runs could not, and whose processes are gone."""
+    for name in sorted(_folders(chosen)):
+        folder = Path(chosen.runs) / name
+        with _passed_over(name):
+            said = _said(folder)
+            if said is not None and said.closed:
+                continue
+            run = run_of(client, folder)
+            if _is_gone(run):
+                ids = run.info.run_id, run.info.experiment_id
+                resend(Sender(client, chosen, folder, State(*ids)))
+
+
+def _said(folder: Path) -> State | None:
+    """What sent.json says; None where it says nothing that can be read."""
+    with suppress(OSError, ValueError, TypeError):
+        return State(**json.loads((folder / "sent.json").read_text()))
+    return None
+
+
+def run_of(client: MlflowClient, folder: Path) -> Run:
+    """The run that has this journal. MLflow is asked: sent.json may be damaged, or of another run.
+
+    Raises ValueError where there is none.
+    """
+    said = _said(folder)
+    if said is not None:
+        with suppress(MlflowException):
+            run = client.get_run(said.run_id)
+            if run.data.tags.get("journal") == folder.name:
+                return run
+    ids = [experiment.experiment_id for experiment in client.search_experiments()]
+    name = folder.name.replace("'", "")
+    found = client.search_runs(ids, f"tags.journal = '{name}'", max_results=1)
+    if not found:
+        raise ValueError("MLflow has no run of this journal")
+    return found[0]
+
+
+def state_of(client: MlflowClient, run: Run, folder: Path) -> State:
+    """How far the run was sent: what sent.json says, as far as the journal and MLflow agree with
+    it; else from the start. What is sent twice is kept once."""
+    whole = State(run.info.run_id, run.info.experiment_id)
+    said = _said(folder)
+    if said is None or said.run_id != whole.run_id:
+        return whole
+    if said.closed and run.info.status != "RUNNING":
+        return said
+    with suppress(MlflowException):
+        if said.model_id and client.get_logged_model(said.model_id).source_run_id == whole.run_id:
+            whole.model_id, whole.has_model = said.model_id, said.has_model
+    try:
+        before = metrics_before(folder / "metrics.jsonl", said.offset) if said.offset else {}
+    except (OSError, ValueError, TypeError) as error:
+        print(f"{folder}: sent again from the start: {error}", file=sys.stderr)
+        return whole
+    if any(run.data.metrics.get(name) != value for name, value in before.items()):
+        return whole  # it is not the newest that MLflow holds: less was sent, or more
+    whole.offset, whole.damaged = said.offset, said.damaged
+    return whole
+
+
+def _is_gone(run: Run) -> bool:
+    """Whether its process was one of this host and is no more."""
+    tags = run.data.tags
+    is_here = tags.get("host") == socket.gethostname()
+    return is_here and not is_alive(tags.get("pid", ""), tags.get("process.started_at", ""))
+
+
+def resend(sender: Sender) -> bool:
+    """Send what the folder holds, and end the run as its process ended it, or as KILLED. False
+    where another process is at it."""
+    if sender.held is None and sender.folder.is_dir() and sender.folder != Path():
+        sender.held = lock(sender.folder)
+        if sender.held is None:
+            return False
+    try:
+        _resend(sender)
+    finally:
+        if sender.held is not None:
+            sender.held.close()
+            sender.held = None
+    return True
+
+
+def _resend(sender: Sender) -> None:
+    stored = sender.client.get_run(sender.state.run_id)
+    if not sender.folder.is_dir() or sender.folder == Path():
+        sender.client.set_tag(sender.state.run_id, "end.reason", DEAD)
+        sender.client.set_terminated(sender.state.run_id, "KILLED")
+        return
+    sender.state = state_of(sender.client, stored, sender.folder)
+    if sender.state.closed:
+        return
+    try:
+        run = json.loads((sender.folder / "run.json").read_text())
+        if run["status"] not in ("FINISHED", "FAILED", "KILLED"):
+            raise ValueError("no end of a run")
+    except (OSError, ValueError, KeyError, TypeError):
+        run = {"status": stored.info.status}  # all that is known of an end on a full disk
+        if run["status"] == "RUNNING":
+            run = {"status": "KILLED", "error": DEAD, "tags": {"end.reason": DEAD}}
+    run = {"params": stored.data.params, "metrics": stored.data.metrics, **run}
+    run["tags"] = {**stored.data.tags, **run.get("tags", {})}
+    run["tags"] = {k: v for k, v in run["tags"].items() if not k.startswith("mlflow.")}
+    sender.close({"name": stored.info.run_name, **run})

@@ -1,0 +1,184 @@
+"""Logs a trained model as an MLflow model: its weights and description, the code that reads them,
+signature, input example and requirements; `mlflow.pyfunc.load_model` needs nothing else. Part of
+the sending process.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlflow.pyfunc
+import numpy as np
+import pandas as pd
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModelOutput
+from mlflow.models import Model, ModelSignature
+from mlflow.models.utils import _save_example
+from mlflow.types import ColSpec, Schema, TensorSpec
+from mlflow.types.schema import AnyType
+
+from tasks.engine.models.checksums import seal
+from tasks.engine.models.raw_inputs import raw_of
+from tasks.engine.models.structured_inputs import is_structured, wanted
+
+if TYPE_CHECKING:
+    from tasks.tracking.mlflow_run import State
+
+# All that predictor.py imports: nothing else of this project is there where the model is loaded.
+CODE = (
+    "__init__.py",
+    "engine/__init__.py",
+    "engine/base/__init__.py",
+    "engine/base/factory_call.py",
+    "engine/base/import_paths.py",
+    "engine/models/__init__.py",
+    "engine/models/builtin.py",
+    "engine/models/checksums.py",
+    "engine/models/model_call.py",
+    "engine/models/own_factory.py",
+    "engine/models/predictor.py",
+    "engine/models/raw_inputs.py",
+    "engine/models/structured_inputs.py",
+    "engine/models/transformer.py",
+    "engine/settings/__init__.py",
+    "engine/settings/model_args.py",
+)
+REQUIREMENTS = ("torch", "numpy", "pandas")
+
+
+def create(client: MlflowClient, state: State, folder: Path) -> str:
+    """A model named `model` of the run, without files yet; its id."""
+    model_type = json.loads((folder / "model" / "spec.json").read_text())["model"]
+    logged = client.create_logged_model(
+        state.experiment_id, name="model", source_run_id=state.run_id, model_type=model_type
+    )
+    model_id: str = logged.model_id
+    return model_id
+
+
+def fill(client: MlflowClient, state: State, folder: Path) -> None:
+    """Send `folder`/model as the files of the model that was created."""
+    spec = json.loads((folder / "model" / "spec.json").read_text())
+    with tempfile.TemporaryDirectory() as scratch:
+        _write(Path(scratch), folder / "model", spec, run_id=state.run_id)
+        client.log_model_artifacts(state.model_id, scratch)
+    client.finalize_logged_model(state.model_id, "READY")
+    client.log_outputs(state.run_id, models=[LoggedModelOutput(state.model_id, step=0)])
+
+
+def _write(path: Path, trained: Path, spec: dict[str, Any], *, run_id: str) -> None:
+    """An MLflow model's folder, of parts that MLflow documents.
+
+    mlflow.pyfunc.save_model() would write the same, after it has read the metadata of every package
+    of the environment to compare it with three requirements: 1 s at the end of each run.
+    """
+    for name in CODE:
+        (path / "code" / "tasks" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(Path(__file__).parent.parent / name, path / "code" / "tasks" / name)
+    shutil.copytree(trained, path / "data")
+    model = Model(run_id=run_id, signature=signature(spec))
+    mlflow.pyfunc.add_to_model(
+        model,
+        loader_module="tasks.engine.models.predictor",
+        data="data",
+        code="code",
+        python_env="python_env.yaml",
+    )
+    _save_example(model, _example(trained, spec), str(path))
+    requirements = [f"{name}=={version(name)}" for name in REQUIREMENTS]
+    requirements += spec.get("requirements", [])  # of the user's own code
+    (path / "requirements.txt").write_text("\n".join(requirements) + "\n")
+    python = f"python: {platform.python_version()}\n"
+    (path / "python_env.yaml").write_text(python + "dependencies: [-r requirements.txt]\n")
+    model.save(str(path / "MLmodel"))
+    # Not MLflow's own files, which it may write anew.
+    kept = (f for part in ("data", "code") for f in sorted((path / part).rglob("*")))
+    seal(path / "data", [f for f in kept if f.is_file()])
+
+
+def _example(trained: Path, spec: dict[str, Any]) -> Any:
+    several = trained / "example.npz"
+    if several.is_file():
+        with np.load(several, allow_pickle=False) as found:
+            return {name: found[name] for name in wanted(spec)}
+    rows, names = np.load(trained / "example.npy"), spec["feature_names"]
+    if spec["task"] == "tokens" and spec["source"] == "text":
+        # A row may begin or end within a character, or be no text at all.
+        return pd.DataFrame({"text": [bytes(row).decode(errors="ignore") for row in rows]})
+    if spec["task"] == "tokens":
+        return rows.astype("int64")
+    if spec.get("columns"):
+        return pd.DataFrame(raw_of(rows, spec["columns"]))
+    return rows if names is None else pd.DataFrame(rows.astype("float64"), columns=names)
+
+
+def signature(spec: dict[str, Any]) -> ModelSignature:
+    """Rows in, by column name where there are names; a prediction for each row out.
+
+    Rows of tokens may be shorter than the context.
+    """
+    if is_structured(spec):
+        inputs: list[Any] = _several(spec)
+    elif spec["task"] == "tokens":
+        return _token_signature(spec["source"])
+    else:
+        names = spec["feature_names"]
+        inputs = [TensorSpec(np.dtype("float32"), (-1, *spec["input_shape"]))]
+        if spec.get("columns"):
+            inputs = _columns(spec)
+        elif names:
+            inputs = [ColSpec("double", name) for name in names]
+    return ModelSignature(inputs=Schema(inputs), outputs=Schema(_predictions(spec)))
+
+
+def _columns(spec: dict[str, Any]) -> list[ColSpec]:
+    """The raw columns of a table. Whole numbers may come as any: MLflow refuses int64, which is
+    what pandas reads them as, where a double is asked for."""
+    required = spec.get("missing", "fail") == "fail"
+    found = []
+    for column in spec["columns"]:
+        number = AnyType() if column.get("whole") else "double"
+        kind = number if column["kind"] == "number" else "string"
+        found.append(ColSpec(kind, column["name"], required=required))
+    return found
+
+
+def _several(spec: dict[str, Any]) -> list[Any]:
+    """The inputs of a model of the user's own, each an array by its name. Lengths may differ."""
+    found = []
+    for name, need in wanted(spec).items():
+        kind = "float32" if "float" in need["dtype"] else need["dtype"]
+        sizes = [-1 if kind == "int64" else size for size in need["shape"]]
+        found.append(TensorSpec(np.dtype(kind), (-1, *sizes), name=name))
+    return (
+        found
+        if len(found) > 1 or found[0].name != "x"
+        else [TensorSpec(found[0].type, found[0].shape)]
+    )
+
+
+def _predictions(spec: dict[str, Any]) -> list[Any]:
+    if spec["task"] == "classification":
+        return [ColSpec("string", "prediction"), ColSpec("float", "probability")]
+    if spec["task"] == "tokens":
+        return [ColSpec("long", "prediction"), ColSpec("float", "probability")]
+    if spec["task"] == "multilabel":
+        return [ColSpec("float", name) for name in spec["class_names"]]
+    if spec["outputs"] == 1:
+        return [ColSpec("double", "prediction")]
+    return [ColSpec("double", f"prediction_{i}") for i in range(spec["outputs"])]
+
+
+def _token_signature(source: str) -> ModelSignature:
+    inputs: list[Any] = [TensorSpec(np.dtype("int64"), (-1, -1))]
+    prediction = ColSpec("long", "prediction")
+    if source == "text":
+        inputs, prediction = [ColSpec("string", "text")], ColSpec("string", "prediction")
+    outputs: list[Any] = [prediction, ColSpec("float", "probability")]
+    return ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs))

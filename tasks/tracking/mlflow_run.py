@@ -1,0 +1,233 @@
+"""One run in MLflow: its journal sent in batches by the run's id, and its end with its true status,
+also when its process has died. Part of the sending process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fcntl import LOCK_EX, LOCK_NB, flock
+from pathlib import Path
+from typing import Any, TextIO
+
+from mlflow import MlflowClient
+from mlflow.entities import Param, RunTag
+
+from tasks.engine.device.telemetry import Telemetry
+from tasks.engine.report import run_report
+from tasks.process.redaction import redacted
+from tasks.tracking import logged_model, metrics
+from tasks.tracking.journal import RESERVE
+from tasks.tracking.journal_lines import Sample, batches, series
+from tasks.tracking.pace import Pace
+from tasks.tracking.surroundings import environment
+from tasks.tracking.where import Where
+
+PIECE_BYTES = 2**15  # of the journal, where the training needs all cores: some 5 ms of one
+PARAMS = 100
+TAG_LIMIT = 7900  # characters; over 8,000 MLflow cuts, or refuses
+LOCK = "sending.lock"
+REPORT = "report.html"
+OURS = ("sent.json", "run.json", LOCK, RESERVE, "model")  # of a run's folder, what is no artifact
+
+
+@dataclass
+class State:
+    """How far a run's journal was sent; kept beside it as sent.json."""
+
+    run_id: str
+    experiment_id: str
+    offset: int = 0  # bytes of metrics.jsonl
+    closed: bool = False
+    model_id: str = ""  # of the model logged, once it exists
+    has_model: bool = False  # whether all of it is there
+    damaged: int = 0  # lines that had to be skipped
+
+
+@dataclass
+class Sender:
+    """One run in MLflow."""
+
+    client: MlflowClient
+    where: Where
+    folder: Path
+    state: State
+    tags: dict[str, str] = field(default_factory=dict)
+    telemetry: Telemetry = field(default_factory=lambda: Telemetry(None))
+    step: int = 0  # of the newest metric sent
+    retry_at: float = 0.0
+    wait_s: float = 1.0
+    pace: Pace = field(default_factory=Pace)
+    told_progress: Callable[[], None] = lambda: None  # who waits for the end hears of each batch
+    held: TextIO | None = None  # the lock of the folder, while this process sends it
+
+    def flush(self, *, most_bytes: float = math.inf) -> None:
+        """Send the metrics that are new, of so many bytes of the journal. Raises what MLflow
+        raises; nothing is lost then."""
+        bad: list[int] = []
+        with suppress(FileNotFoundError), open(self.folder / "metrics.jsonl", "rb") as journal:
+            found = batches(journal, self.state.offset, most_bytes=most_bytes, damaged=bad)
+            for batch, offset in found:
+                if batch:
+                    self.step = batch[-1][-1]
+                    self._send(batch)
+                self.state.offset = offset
+                self.state.damaged += len(bad)
+                bad.clear()
+                self._keep()
+                self.told_progress()
+        now_ms = int(time.time() * 1000)
+        sample = self.telemetry.sample().items()
+        if sample:
+            self._send([(k, v, now_ms, self.step) for k, v in sample])
+        if self.tags:
+            tags = [RunTag(k, v[:TAG_LIMIT]) for k, v in self.tags.items()]
+            self.client.log_batch(self.state.run_id, tags=tags)
+            self.tags.clear()
+
+    def _send(self, samples: list[Sample]) -> None:
+        metrics.send(self.client, self.where.database, self.state.run_id, samples)
+
+    def flush_patiently(self) -> None:
+        """Send, or try again later: the training must not notice that MLflow is away, nor that it
+        takes time."""
+        if time.monotonic() < self.retry_at or not self.pace.may_work():
+            return
+        began = time.process_time()
+        try:
+            self.flush(most_bytes=math.inf if self.pace.has_spare else PIECE_BYTES)
+            self.wait_s = 1.0
+        except Exception as error:  # of any store: sqlite's, the network's, the server's
+            print(
+                f"{self.state.run_id}: kept, not yet sent: {redacted(str(error))}", file=sys.stderr
+            )
+            self.retry_at = time.monotonic() + self.wait_s
+            self.wait_s = min(30.0, 2 * self.wait_s)
+        self.pace.worked(time.process_time() - began)
+
+    def close(self, run: dict[str, Any]) -> dict[str, float]:
+        """Send all that is left and end the run; the times that only its end could tell. Raises
+        what MLflow raises."""
+        (self.folder / RESERVE).unlink(missing_ok=True)  # where its process has died
+        try:
+            times = self._send_the_rest(run)
+        finally:
+            self.telemetry.close()
+            # Whatever else went wrong, the run is over, and says how it ended.
+            self.client.set_terminated(self.state.run_id, run["status"])
+        self.state.closed = True
+        self._keep()
+        # Only now: what was sent is a copy with the same rights, and is for all who may see MLflow.
+        for path in self.folder.rglob("*"):
+            path.chmod(0o700 if path.is_dir() else 0o600)
+        return times
+
+    def _send_the_rest(self, run: dict[str, Any]) -> dict[str, float]:
+        began = time.perf_counter()
+        run_id = self.state.run_id
+        self.tags |= {k: str(v) for k, v in run.get("tags", {}).items()}
+        self.flush()
+        self._tell_damage()
+        run = {**run, "run_id": run_id, "experiment_id": self.state.experiment_id}
+        run["series"] = series(self.folder / "metrics.jsonl")
+        command = run.get("open_command", "make ui")
+        plots = run_report.plots(run, self._made("plots"))
+        (self.folder / "environment.txt").write_text(environment())
+        has_model = (self.folder / "model" / "spec.json").is_file()
+        if run["status"] == "FINISHED" and has_model and not self.state.has_model:
+            self._send_model()
+        for name in sorted(os.listdir(self.folder)):
+            if name not in (*OURS, REPORT):
+                self._artifact(self.folder / name)
+        # What is left takes next to no time, and shows what all of it took.
+        times = {"time/close_s": time.perf_counter() - began}
+        if "time/total_s" in run["metrics"]:
+            times["time/total_s"] = run["metrics"]["time/total_s"] + times["time/close_s"]
+        run["metrics"] = {**run["metrics"], **times}
+        now_ms = int(time.time() * 1000)
+        self._send([(k, v, now_ms, self.step) for k, v in times.items()])
+        page = run_report.html(run, plots, open_command=command)
+        (self.folder / REPORT).write_text(page, encoding="utf-8")
+        self._artifact(self.folder / REPORT)
+        note = run_report.markdown(run, open_command=command)
+        self.client.set_tag(run_id, "mlflow.note.content", note)
+        return times
+
+    def _tell_damage(self) -> None:
+        """Nothing comes any more: what is no whole line by now will never be one."""
+        journal = self.folder / "metrics.jsonl"
+        whole_bytes = journal.stat().st_size if journal.is_file() else 0
+        bad = self.state.damaged + (whole_bytes > self.state.offset)
+        if bad:
+            print(f"{journal}: {bad} damaged lines were skipped", file=sys.stderr)
+            self.client.set_tag(self.state.run_id, "journal.damaged_lines", str(bad))
+
+    def _send_model(self) -> None:
+        """Once, however often the rest is sent."""
+        if not self.state.model_id:
+            self.state.model_id = logged_model.create(self.client, self.state, self.folder)
+            self._keep()
+        logged_model.fill(self.client, self.state, self.folder)
+        self.state.has_model = True
+        self._keep()
+
+    def _artifact(self, path: Path) -> None:
+        if path.is_dir():
+            self.client.log_artifacts(self.state.run_id, str(path), path.name)
+        else:
+            self.client.log_artifact(self.state.run_id, str(path))
+
+    def _made(self, name: str) -> Path:
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def _keep(self) -> None:
+        half = self.folder / "sent.json.new"
+        half.write_text(json.dumps(vars(self.state)))
+        half.rename(self.folder / "sent.json")
+
+
+def create(
+    client: MlflowClient,
+    chosen: Where,
+    *,
+    experiment_id: str,
+    folder: Path,
+    name: str,
+    params: dict[str, str],
+    tags: dict[str, str],
+) -> Sender:
+    """A new run with its params and tags."""
+    tags = {k: v[:TAG_LIMIT] for k, v in tags.items()}
+    run = client.create_run(experiment_id, run_name=name, tags={**tags, "journal": folder.name})
+    entries = [Param(k, v[:5900]) for k, v in params.items()]
+    for i in range(0, len(entries), PARAMS):
+        client.log_batch(run.info.run_id, params=entries[i : i + PARAMS])
+    state = State(run.info.run_id, experiment_id)
+    sender = Sender(client, chosen, folder, state, held=lock(folder))
+    sender.telemetry = telemetry(tags)
+    sender._keep()
+    return sender
+
+
+def telemetry(tags: Mapping[str, str]) -> Telemetry:
+    """Of the device that the run's tags name, where it is one that tells."""
+    return Telemetry(tags.get("device.uuid") if tags.get("device.kind") == "cuda" else None)
+
+
+def lock(folder: Path) -> TextIO | None:
+    """The folder's lock, kept until the file or the process ends; None where another has it."""
+    file = open(folder / LOCK, "a")  # noqa: SIM115
+    try:
+        flock(file, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file

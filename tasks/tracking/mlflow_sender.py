@@ -1,0 +1,198 @@
+"""The sending process: the only importer of mlflow, with the files beside it. It obeys the training
+process, whose instructions come as JSON lines, and sends the run's journal between them.
+
+`python -m tasks.tracking.mlflow_sender FOLDER` sends what a run left there while MLflow was away.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# MLflow's defaults wait four minutes for a server that is away; the journal waits better.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
+
+from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it is imported)
+from mlflow.exceptions import MlflowException  # noqa: E402
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  # noqa: E402
+
+from tasks.engine.report import run_report  # noqa: E402
+from tasks.process.redaction import redact_output, redacted  # noqa: E402
+from tasks.serving import crashed_flow_runs
+from tasks.tracking import mlflow_store  # noqa: E402
+from tasks.tracking.left_runs import close_the_dead, resend, run_of, send_the_unsent, state_of  # noqa: E402
+from tasks.tracking.mlflow_run import Sender, State, create, lock, telemetry  # noqa: E402
+from tasks.tracking.query_past import recall  # noqa: E402
+from tasks.tracking.surroundings import code_version  # noqa: E402
+from tasks.tracking.where import Where, where  # noqa: E402
+
+SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell
+
+
+class Session:
+    """Instructions in, answers out, for one training process."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], None]) -> None:
+        self.answer = answer
+        self.client: MlflowClient | None = None
+        self.where: Where | None = None
+        self.prefect_api = ""
+        self.experiment_id = ""
+        self.sender: Sender | None = None
+        self.is_swept = False
+        self.opened_at = math.inf
+        self.system: SystemMetricsMonitor | None = None
+
+    def obey(self, order: dict[str, Any]) -> dict[str, Any] | None:
+        match order.pop("do"):
+            case "open":
+                self.where = Where(**order["where"])
+                self.prefect_api = order.get("prefect_api", "")
+                self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
+                return {"ready": True}
+            case "create":
+                assert self.client is not None and self.where is not None
+                order["folder"] = Path(order["folder"])
+                wanted = order.pop("wanted")
+                past = recall(self.client, self.experiment_id, order["tags"]["alike"], wanted)
+                self.sender = create(
+                    self.client, self.where, experiment_id=self.experiment_id, **order
+                )
+                self.opened_at = time.monotonic()
+                state = self.sender.state
+                ids = {"run_id": state.run_id, "experiment_id": state.experiment_id}
+                return {**ids, "past": past}
+            case "resume":
+                self.resume(order)
+                return {"resumed": True}
+            case "close":
+                assert self.sender is not None
+                return {"closed": True, "times": self.close(order["run"])}
+        raise AssertionError("an unknown instruction")
+
+    def resume(self, order: dict[str, Any]) -> None:
+        """Go on with a run whose sending process ended. Ends this one too where it can't."""
+        self.where, folder = Where(**order["where"]), Path(order["folder"])
+        self.experiment_id, self.prefect_api = order["experiment_id"], order["prefect_api"]
+        try:
+            self.client = MlflowClient(self.where.tracking_uri)
+            run = self.client.get_run(order["run_id"])
+            state = state_of(self.client, run, folder)
+            self.sender = Sender(self.client, self.where, folder, state, held=lock(folder))
+        except (MlflowException, OSError) as error:
+            print(f"{folder}: not resumed: {redacted(str(error))}", file=sys.stderr)
+            sys.exit(1)
+        self.sender.telemetry = telemetry(run.data.tags)
+        self.opened_at = time.monotonic()
+
+    def idle(self) -> None:
+        """Between instructions: send what is new, then what makes the end faster."""
+        if self.sender is None:
+            return
+        self.sender.flush_patiently()
+        if self.system is None and time.monotonic() - self.opened_at > SYSTEM_METRICS_AFTER_S:
+            assert self.where is not None
+            run_id, uri = self.sender.state.run_id, self.where.tracking_uri
+            self.system = SystemMetricsMonitor(run_id, tracking_uri=uri)
+            self.system.start()
+        if not self.is_swept:
+            self.is_swept = True
+            self.sender.tags |= code_version()
+            run_report.load_plotting()
+            assert self.client is not None and self.where is not None
+            # Somebody else's runs and files: not worth this run's end.
+            with suppress(MlflowException, OSError, ValueError):
+                close_the_dead(self.client, self.where, self.experiment_id)
+            self.crash_the_dead()
+
+    def crash_the_dead(self) -> None:
+        """In Prefect too. Its server may be gone, or ask for a password: then the next run does."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            if self.prefect_api:
+                crashed_flow_runs.crash_the_dead(self.prefect_api)
+
+    def close(self, run: dict[str, Any]) -> dict[str, float]:
+        """End the run, trying again until `give_up_s` have passed."""
+        assert self.sender is not None and self.where is not None
+        self.sender.told_progress = partial(self.answer, {"sending": True})
+        if self.system is not None:
+            self.system.finish()
+        until = time.monotonic() + self.where.give_up_s
+        while True:
+            try:
+                return self.sender.close(run)
+            except (MlflowException, OSError) as error:
+                if time.monotonic() > until:
+                    raise
+                print(f"not closed yet: {redacted(str(error))}", file=sys.stderr)
+                time.sleep(1)
+
+    def end(self) -> None:
+        """The training process is gone. If it did not close the run, it was killed."""
+        if self.sender is not None and not self.sender.state.closed:
+            resend(self.sender)
+            self.crash_the_dead()
+        if self.where is not None:
+            if self.client is not None and self.sender is not None:  # MLflow answers, as it seems
+                send_the_unsent(self.client, self.where)
+            mlflow_store.sweep_journals(Path(self.where.runs), keep=self.where.keep_runs)
+
+
+def main() -> None:
+    """Obey the training process until it closes its end of the pipe."""
+    answers, pending = os.fdopen(os.dup(1), "w", buffering=1), b""
+    os.dup2(2, 1)  # what a library prints is not an answer
+
+    def tell(answer: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError):
+            print(json.dumps(answer), file=answers)
+
+    session = Session(tell)
+    redact_output(is_log=True)
+    while True:
+        pause_s = session.where.flush_s if session.where is not None and session.is_swept else 0.05
+        if not select.select([0], [], [], pause_s)[0]:
+            session.idle()
+            continue
+        read = os.read(0, 1 << 16)
+        if not read:
+            return session.end()
+        *orders, pending = (pending + read).split(b"\n")
+        for order in orders:
+            try:
+                answer = session.obey(json.loads(order))
+            except Exception as error:  # whatever it is, the training process has to hear of it
+                answer = {"error": mlflow_store.explained(error, session.where)}
+            if answer is not None:
+                tell(answer)
+
+
+def send_folder(folder: Path) -> int:
+    """Send one run's folder now."""
+    try:
+        client = MlflowClient(where().tracking_uri)
+        run = run_of(client, folder).info
+        if not resend(Sender(client, where(), folder, State(run.run_id, run.experiment_id))):
+            print(f"{folder}: not sent: another process is sending it", file=sys.stderr)
+            return 1
+    except (OSError, ValueError, MlflowException) as error:
+        print(f"{folder}: not sent: {redacted(str(error))}", file=sys.stderr)
+        return 1
+    print(f"{folder}: sent, run {run.run_id}")
+    return 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        sys.exit(send_folder(Path(sys.argv[1])))
+    main()

@@ -1,0 +1,147 @@
+"""Opens the place where runs are kept: makes a new MLflow database in a way that two first users,
+or a kill in the middle, can't break, and finds or makes the experiment. Part of the sending
+process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import sys
+import time
+from contextlib import closing
+from fcntl import LOCK_EX, flock
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow import __version__ as mlflow_version
+from mlflow.entities import Experiment
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
+
+from tasks.process.redaction import redacted
+from tasks.tracking.where import TrackingError, Where
+
+AWAY_S = 60.0  # so long MLflow itself tries to reach a database that is away
+# MLflow's pages for training rather than those for language models' traces.
+EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # another host may be making the tables of a new database
+
+
+def open_experiment(where: Where) -> tuple[MlflowClient, str]:
+    """A client, and the id of the experiment, made where it is new.
+
+    Raises TrackingError where the database, the server or the experiment can't be used.
+    """
+    if where.database is not None:
+        _provide_database(where.database, where)
+    client, found = _first_asked(where)
+    if found is None:
+        location = Path(where.artifacts).as_uri() if where.keeps_files else None
+        try:
+            made = client.create_experiment(where.experiment, location, tags=EXPERIMENT_TAGS)
+            return client, made
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        found = client.get_experiment_by_name(where.experiment)  # another run was first
+    assert found is not None
+    if found.lifecycle_stage == "deleted":
+        raise TrackingError(
+            f"run.experiment: {where.experiment!r} was deleted in MLflow; restore it with "
+            f"`mlflow experiments restore -x {found.experiment_id}`, or choose another name"
+        )
+    return client, found.experiment_id
+
+
+def _first_asked(where: Where) -> tuple[MlflowClient, Experiment | None]:
+    """A client and the experiment, if it is there: by the first question MLflow makes a new store.
+
+    It breaks where another one is at that. On this host they go one by one; where another host's
+    was first, the tables are there a moment later.
+    """
+    runs = Path(where.runs)
+    runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    turn = runs / "store.lock"
+    turn.touch(mode=0o600)
+    with turn.open("r+") as lock:
+        flock(lock, LOCK_EX)
+        for pause_s in AGAIN_S:
+            began = time.monotonic()
+            try:
+                return _asked(where)
+            except (MlflowException, SQLAlchemyError) as error:
+                took_s = time.monotonic() - began
+                if not where.is_sql or (isinstance(error, OperationalError) and took_s > AWAY_S):
+                    raise
+                print(f"asked again in {pause_s} s: {redacted(str(error))[:600]}", file=sys.stderr)
+            time.sleep(pause_s)
+        return _asked(where)
+
+
+def _asked(where: Where) -> tuple[MlflowClient, Experiment | None]:
+    client = MlflowClient(where.tracking_uri)
+    return client, client.get_experiment_by_name(where.experiment)
+
+
+def template() -> Path:
+    """Where set-up keeps an empty database for this MLflow, inside the environment."""
+    return Path(sys.prefix) / "share" / "headroom" / f"mlflow-{mlflow_version}.db"
+
+
+def _provide_database(path: Path, where: Where) -> None:
+    """A new database is made under another name and renamed when whole: MLflow itself loses one of
+    two first users, and a kill while it writes leaves a file that stays unusable."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{path}.lock", "w") as lock:
+            flock(lock, LOCK_EX)
+            if not path.exists():
+                _make(path, where)
+        if path.stat().st_size:
+            with closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True)) as opened:
+                opened.execute("PRAGMA schema_version")
+                opened.execute("BEGIN IMMEDIATE")  # can it be written?
+    except (OSError, sqlite3.Error) as error:
+        raise TrackingError(f"tracking_uri: {path} can't be used as a database: {error}") from error
+
+
+def _make(path: Path, where: Where) -> None:
+    half = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        if template().exists():
+            shutil.copyfile(template(), half)
+        else:
+            make_database(half)
+        with closing(sqlite3.connect(half)) as opened, opened:
+            default = Path(where.artifacts).as_uri()
+            opened.execute(
+                "UPDATE experiments SET artifact_location = ? WHERE experiment_id = 0", (default,)
+            )
+        os.rename(half, path)
+    finally:
+        half.unlink(missing_ok=True)
+
+
+def make_database(path: Path) -> None:
+    """An empty MLflow database at `path`."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    SqlAlchemyStore(f"sqlite:///{path.absolute()}", "mlartifacts").engine.dispose()
+
+
+def explained(error: Exception, where: Where | None) -> str:
+    """One sentence about what went wrong, starting with the setting at fault."""
+    if isinstance(error, TrackingError):
+        return str(error)
+    text = " ".join(redacted(str(error)).split())
+    uri = redacted(where.tracking_uri) if where is not None else "unknown"
+    return f"tracking_uri: {uri} can't be used: {type(error).__name__}: {text[:600]}"
+
+
+def sweep_journals(runs: Path, *, keep: int) -> None:
+    """Remove the oldest journals whose runs were sent whole, all but `keep`."""
+    sent = [f.parent for f in runs.glob("*/sent.json") if '"closed": true' in f.read_text()]
+    for folder in sorted(sent)[: max(0, len(sent) - keep)]:
+        shutil.rmtree(folder, ignore_errors=True)

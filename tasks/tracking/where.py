@@ -1,0 +1,135 @@
+"""Where results go: mlflow.yaml, the environment over it. Refuses a URI that would lose them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tasks.process.redaction import redacted
+
+SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")
+EXPERIMENT_LETTERS = 250  # of a name, at most
+
+
+class TrackingError(ValueError):
+    """Results can't be kept where they should go; the text starts with the setting at fault."""
+
+
+class Where(BaseModel):
+    """mlflow.yaml with the environment over it, its paths made absolute."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tracking_uri: str = "sqlite:///mlflow.db"
+    artifacts: str = "mlartifacts"
+    experiment: str = Field("headroom", min_length=1, max_length=EXPERIMENT_LETTERS)
+    runs: str = ".headroom/runs"
+    flush_s: float = Field(2, gt=0, le=3600)
+    give_up_s: float = Field(60, gt=0, le=3600)
+    keep_runs: int = Field(200, ge=0)
+
+    @property
+    def database(self) -> Path | None:
+        """The SQLite file that the runs are kept in, if they are."""
+        if not self.tracking_uri.startswith("sqlite"):
+            return None
+        return Path(self.tracking_uri.partition(":///")[2].partition("?")[0])
+
+    @property
+    def is_sql(self) -> bool:
+        """Whether MLflow makes the tables itself, in a database that others may use at once."""
+        return self.tracking_uri.startswith(("postgresql", "mysql", "mssql"))
+
+    @property
+    def keeps_files(self) -> bool:
+        """Whether the artifacts are files here: a tracking server has its own place."""
+        return not self.tracking_uri.startswith(("http", "databricks"))
+
+
+def where() -> Where:
+    """mlflow.yaml of the working directory, else the one beside `tasks`, else the defaults.
+
+    Raises TrackingError for a file or a URI that can't be used.
+    """
+    file = next((f for f in _candidates() if f.is_file()), None)
+    settings = _read(file) if file else {}
+    base = file.parent if file else Path.cwd()
+    environment = {
+        "tracking_uri": os.environ.get("MLFLOW_TRACKING_URI"),
+        "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME"),
+    }
+    if len(environment["experiment"] or "") > EXPERIMENT_LETTERS:
+        raise TrackingError(
+            f"MLFLOW_EXPERIMENT_NAME: must be at most {EXPERIMENT_LETTERS} characters "
+            f"(got {len(environment['experiment'] or ''):,})"
+        )
+    chosen = _validated(settings).model_copy(update={k: v for k, v in environment.items() if v})
+    # A path in the file belongs to the file's folder, one in the environment to the caller's.
+    uri_base = Path.cwd() if environment["tracking_uri"] else base
+    return chosen.model_copy(
+        update={
+            "tracking_uri": _absolute(chosen.tracking_uri, uri_base),
+            "artifacts": str((base / chosen.artifacts).absolute()),
+            "runs": str((base / chosen.runs).absolute()),
+        }
+    )
+
+
+def _candidates() -> tuple[Path, Path]:
+    return Path.cwd() / "mlflow.yaml", Path(__file__).parent.parent.parent / "mlflow.yaml"
+
+
+def _read(file: Path) -> dict[str, object]:
+    try:
+        settings = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = " ".join(str(error).split())
+        raise TrackingError(f"mlflow.yaml: can't be read: {text}") from None
+    if settings is None:
+        return {}
+    if not isinstance(settings, dict):
+        raise TrackingError("mlflow.yaml: must hold settings as `name: value`, one a line")
+    return settings
+
+
+def _validated(settings: dict[str, object]) -> Where:
+    try:
+        return Where.model_validate(settings)
+    except ValidationError as error:
+        lines = [
+            f"mlflow.yaml {'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})"
+            for e in error.errors(include_url=False)
+        ]
+        raise TrackingError(redacted("\n".join(lines))) from None
+
+
+def _absolute(uri: str, base: Path) -> str:
+    scheme, _, rest = uri.partition("://")
+    name = scheme.partition("+")[0]
+    if not rest or name not in SCHEMES:
+        raise TrackingError(
+            f"tracking_uri: must be one of {', '.join(s + '://' for s in SCHEMES)} "
+            f"(got {redacted(uri)!r}); MLflow no longer writes to plain folders"
+        )
+    if name == "sqlite":
+        path = rest.removeprefix("/")
+        if not path or path == ":memory:":
+            raise TrackingError(
+                f"tracking_uri: {uri!r} is in memory and gone at exit; name a file: sqlite:///mlflow.db"
+            )
+        return f"{scheme}:///{(base / path).absolute()}"
+    if name in ("http", "https") and not _has_host(uri):
+        raise TrackingError(f"tracking_uri: must name a host (got {redacted(uri)!r})")
+    return uri
+
+
+def _has_host(uri: str) -> bool:
+    try:
+        parts = urlsplit(uri)
+        return bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False

@@ -1,0 +1,169 @@
+"""A user's own DataLoader feeds the loop like any other rows, and its processes end with it."""
+
+import multiprocessing
+from collections import namedtuple
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
+
+from tasks.engine.batches.dataloaders import Loaded
+from tasks.engine.files.source_data import DataError
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+NO_ORDER = torch.arange(0)
+Pair = namedtuple("Pair", "left right")
+# Python 3.12 warns of fork() in a process with threads, PyTorch's own among them.
+forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
+
+def rows(count: int = 20) -> TensorDataset:
+    return TensorDataset(torch.arange(2.0 * count).reshape(count, 2), torch.arange(count))
+
+
+def nothing(phase: str) -> None:
+    pass
+
+
+def test_batches_are_the_loaders_own() -> None:
+    marks: list[str] = []
+    fed = Loaded(DataLoader(rows(), batch_size=8), CPU)
+    assert (len(fed), fed.batch_size, fed.steps(999), fed.residency) == (20, 8, 3, "loader")
+    assert fed.reason == "a loader of its own: batches of 8 from this process, not pinned"
+    found = list(fed.shuffled(5, NO_ORDER, marks.append))
+    assert [len(y) for _, y in found] == [8, 8, 4]
+    assert marks == ["data_wait"] * 3
+    assert torch.equal(torch.cat([y for _, y in fed.in_order(5)]), torch.arange(20))
+
+
+@pytest.mark.parametrize(("drop_last", "count"), [(False, 20), (True, 16)])
+def test_rows_of_an_epoch_are_those_that_come(drop_last: bool, count: int) -> None:
+    fed = Loaded(DataLoader(rows(), batch_size=8, drop_last=drop_last), CPU)
+    assert len(fed) == count == sum(len(y) for _, y in fed.in_order(1))
+
+
+class Uneven(BatchSampler):
+    """Batches of its own sizes, the largest 6."""
+
+    def __iter__(self):
+        yield from ([0, 1, 2, 3, 4, 5], [6], [7, 8, 9])
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_rows_of_a_sampler_that_does_not_tell_are_counted() -> None:
+    sampler = Uneven(SequentialSampler(range(20)), batch_size=6, drop_last=False)
+    fed = Loaded(DataLoader(rows(), batch_sampler=sampler), CPU)
+    assert (fed.batch_size, fed.steps(1)) == (6, 3)
+    next(fed.in_order(1))
+    assert len(fed) == 18, "three batches of at most 6, as far as it tells; one was not an epoch"
+    assert sum(len(y) for _, y in fed.in_order(1)) == 10 == len(fed)
+
+
+class Nested(Dataset):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, i: int):
+        ones = torch.ones(2) * i
+        return {"a": ones, "b": [ones, Pair(ones, "text")]}, (torch.tensor(i), torch.tensor(-i))
+
+
+def test_inputs_of_any_structure_are_moved_with_it() -> None:
+    marks: list[str] = []
+    fed = Loaded(DataLoader(Nested(), batch_size=4), META)
+    for number, (x, y) in enumerate(fed.shuffled(1, NO_ORDER, marks.append), start=1):
+        assert marks == ["data_wait", "h2d"] * number
+        left = x["b"][1].left
+        assert type(x["b"][1]).__name__ == "Pair" and x["b"][1].right[0] == "text"
+        assert {t.device.type for t in (x["a"], x["b"][0], left, *y)} == {"meta"}
+    assert len(fed) == 6
+
+
+@forks
+def test_workers_give_the_same_and_end_with_the_epoch_or_its_early_end() -> None:
+    fed = Loaded(DataLoader(rows(), batch_size=8, num_workers=2), CPU)
+    assert fed.reason == "a loader of its own: batches of 8 from 2 worker processes, not pinned"
+    assert torch.equal(torch.cat([y for _, y in fed.in_order(1)]), torch.arange(20))
+    assert not multiprocessing.active_children()
+    for _ in fed.shuffled(1, NO_ORDER, nothing):
+        assert len(multiprocessing.active_children()) == 2
+        break
+    assert not multiprocessing.active_children()
+    with pytest.raises(KeyError):
+        for _ in fed.shuffled(1, NO_ORDER, nothing):
+            raise KeyError("the step failed")
+    assert not multiprocessing.active_children()
+
+
+@forks
+def test_workers_that_outlive_an_epoch_end_at_close() -> None:
+    fed = Loaded(DataLoader(rows(), batch_size=8, num_workers=2, persistent_workers=True), CPU)
+    for _ in fed.shuffled(1, NO_ORDER, nothing):
+        break
+    assert len(multiprocessing.active_children()) == 2
+    fed.close()
+    assert not multiprocessing.active_children()
+    assert len(list(fed.in_order(1))) == 3, "a closed loader can start again"
+    fed.close()
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield from rows()
+
+
+class Liar(Endless):
+    """Says that it has rows and gives none."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self):
+        return iter(())
+
+
+def test_what_cannot_feed_a_training_is_refused_in_one_sentence() -> None:
+    untold = SequentialSampler(range(20))
+    for loader, message in (
+        (
+            DataLoader(rows(3), batch_size=4, drop_last=True),
+            r"must have at least one batch \(got 0\)",
+        ),
+        (DataLoader(rows(), batch_size=None), r"must tell its batch size \(got None\)"),
+        (DataLoader(rows(), batch_sampler=untold), r"must tell its batch size \(got None\)"),
+        ([(torch.ones(2), torch.ones(2))], r"must tell its batch size \(got None\)"),
+    ):
+        with pytest.raises(DataError, match=rf"^data.source: the loader {message}.*; \w+") as got:
+            Loaded(loader, CPU)
+        assert "\n" not in str(got.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (TensorDataset(torch.ones(4)), r"must be a pair .* \(got a list of 1\)"),
+        (TensorDataset(*[torch.ones(4)] * 3), r"must be a pair .* \(got a list of 3\)"),
+        ([{"x": 1.0, "y": 2.0}] * 4, r"must be a pair .* \(got a dict\)"),
+        ([1.0] * 4, r"must be a pair .* \(got a Tensor\)"),
+        ([(1.0, "cat")] * 4, r"targets of a batch must be a tensor, or hold one \(got str\)"),
+    ],
+)
+def test_a_batch_that_is_no_pair_of_tensors_is_refused(data, message: str) -> None:
+    fed = Loaded(DataLoader(data, batch_size=2), CPU)
+    with pytest.raises(DataError, match=rf"^data.source: .*{message}; return "):
+        list(fed.in_order(1))
+
+
+def test_a_loader_that_gives_nothing_is_refused() -> None:
+    fed = Loaded(DataLoader(Liar(), batch_size=2), CPU)
+    with pytest.raises(DataError, match="^data.source: the loader gave no rows; give it at least"):
+        list(fed.in_order(1))

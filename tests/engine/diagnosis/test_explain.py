@@ -1,0 +1,837 @@
+"""Mistakes with devices, dtypes and shapes, each provoked on a small model. The device `meta`
+beside `cpu` raises PyTorch's real errors for two devices; what only a GPU says is recorded text."""
+
+import gc
+import importlib
+import math
+import re
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+from tasks.engine.diagnosis.explain import explained, where
+from tasks.engine.memory.memory_meter import clear_frames
+
+META = torch.device("meta")
+GLOBAL = torch.ones(3)
+Forward = Callable[[Any, Any], Any]
+
+
+class _Does(nn.Module):
+    """A model whose forward is a function of itself and its inputs."""
+
+    def __init__(self, does: Forward, **held: Any) -> None:
+        super().__init__()
+        self.does = does
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Any) -> Any:
+        return self.does(self, x)
+
+
+class _Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.scale = torch.ones(3)
+        self.tables = {"shift": torch.ones(3)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * self.scale
+
+
+class _Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential()
+        self.encoder.norm = _Norm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+
+class _Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+        self.blocks = [nn.Linear(3, 3), nn.Linear(3, 3)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class _Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(64, 10), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+
+def _make_a_mask(self: Any, x: Tensor) -> Tensor:
+    mask = torch.zeros(3)
+    return self.fc(x) + mask
+
+
+def _make_inline(self: Any, x: Tensor) -> Tensor:
+    return self.fc(x) + torch.zeros(3)
+
+
+def _make_a_layer(self: Any, x: Tensor) -> Tensor:
+    return nn.Linear(3, 2)(x)
+
+
+def _use_a_global(self: Any, x: Tensor) -> Tensor:
+    return self.fc(x) * GLOBAL
+
+
+def _add_entries(self: Any, x: dict[str, Tensor]) -> Tensor:
+    return x["ids"] + x["mask"]
+
+
+def _double_first(self: Any, x: Tensor) -> Tensor:
+    return self.fc(x * 2)
+
+
+def _hide_upper(self: Any, x: Tensor) -> Tensor:
+    scores = self.fc(x)
+    return scores.masked_fill(self.mask[:2] == 0, -1.0)
+
+
+class _Helper:
+    def __init__(self) -> None:
+        self.table = torch.ones(3)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.table
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient @ torch.zeros(7, 7)
+
+
+def _on_several_lines(self: Any, x: Tensor) -> Tensor:
+    return torch.cat(
+        [x, self.extra],
+        dim=1,
+    )
+
+
+def _in_place(self: Any, x: Tensor) -> Tensor:
+    x += self.extra
+    return x
+
+
+X, Y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
+XM, YM = X.to(META), Y.to(META)
+IMAGES = torch.zeros(2, 1, 8, 8)
+
+
+def _held(*size: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.ones(*size, dtype=dtype))
+
+
+class _Case(NamedTuple):
+    model: Callable[[], nn.Module]
+    batch: tuple[Any, Any]
+    said: list[str]  # in this order
+    loss: Callable[..., Any] | None = None
+    not_said: str = "Traceback"
+
+
+def _fc(does: Forward) -> Callable[[], nn.Module]:
+    return lambda: _Does(does, fc=nn.Linear(3, 3)).to(META)
+
+
+DEVICES = {
+    "plain tensor": _Case(
+        lambda: _Encoder().to(META),
+        (XM, YM),
+        [
+            "model.name: tensors on different devices met in layer encoder.norm (_Norm), ",
+            "`return self.weight * x * self.scale`",
+            "self.scale (plain tensor encoder.norm.scale) is on cpu",
+            "self.scale of layer encoder.norm is a plain tensor on cpu",
+            "self.register_buffer('scale', ...)",
+            "on meta: parameter encoder.norm.weight, inputs, targets",
+            "\nmodel.name: self.tables['shift'] of layer encoder.norm is a plain tensor on cpu",
+        ],
+    ),
+    "layers in a list": _Case(
+        lambda: _Listed().to(META),
+        (XM, YM),
+        [
+            "layer blocks[0] (Linear 3 -> 3)",
+            "`x = block(x)`",
+            "its weight and bias on cpu",
+            "self.blocks",
+            "nn.ModuleList",
+        ],
+        not_said="\n",
+    ),
+    "made in forward": _Case(
+        _fc(_make_a_mask),
+        (XM, YM),
+        ["model.name: ", "`return self.fc(x) + mask`", "mask is on cpu", "device=x.device"],
+        not_said="plain tensor",
+    ),
+    "made in the line": _Case(
+        _fc(_make_inline),
+        (XM, YM),
+        ["model.name: ", "`return self.fc(x) + torch.zeros(3)`", "device=x.device"],
+    ),
+    "layer made in forward": _Case(
+        _fc(_make_a_layer),
+        (XM, YM),
+        ["a layer made in forward (Linear 3 -> 2)", "its weight and bias on cpu", "in __init__"],
+    ),
+    "global": _Case(_fc(_use_a_global), (XM, YM), ["* GLOBAL`", "GLOBAL is on cpu"]),
+    "entry of the batch": _Case(
+        _fc(_add_entries),
+        ({"ids": XM, "mask": X}, YM),
+        [
+            "data.source: ",
+            "x['ids'] (the batch's inputs['ids']) is on meta",
+            "x['mask'] (the batch's inputs['mask']) is on cpu",
+            "inputs['mask'] of the batch is on cpu",
+            "on cpu: inputs['mask']",
+        ],
+    ),
+    "one layer elsewhere": _Case(
+        lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2, device=META)),
+        (X, Y),
+        [
+            "layer 2 (Linear 3 -> 2)",
+            "its weight and bias on meta",
+            "the parameter 2.weight was put on meta and the others are on cpu",
+            "without device=",
+        ],
+        not_said="2.bias was put",
+    ),
+    "targets": _Case(
+        lambda: nn.Linear(3, 2),
+        (X, (Y, YM)),
+        ["data.source: ", "cross_entropy", "target (the batch's targets[1]) is on meta"],
+        loss=lambda out, y: functional.cross_entropy(out, y[1]),
+    ),
+    "lstm": _Case(
+        lambda: nn.Sequential(nn.LSTM(3, 4)),
+        (XM, Y),
+        ["data.source: ", "layer 0 (LSTM 3 -> 4)", "input (the batch's inputs) is on meta"],
+    ),
+    "joined": _Case(
+        lambda: _Does(_on_several_lines, extra=torch.ones(2, 4), fc=nn.Linear(1, 1)).to(META),
+        (XM, YM),
+        ["self.extra (plain tensor extra) is on cpu", "self.register_buffer('extra', ...)"],
+    ),
+    "norm": _Case(
+        lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(META).append(nn.LayerNorm(3)),
+        (XM, YM),
+        ["layer 2 (LayerNorm of (3,))", "its weight and bias on cpu"],
+    ),
+    "copied to numpy": _Case(
+        lambda: _Does(lambda self, x: x.numpy()), (XM, YM), ["inputs) is on meta", "numpy leaves"]
+    ),
+}
+
+DEVICES |= {
+    "a model that was moved by its maker": _Case(
+        lambda: nn.Sequential(nn.Linear(3, 2)).to(META),
+        (X, Y),
+        [
+            "model.name: ",
+            "input (the batch's inputs) is on cpu, its weight and bias on meta",
+            "the model is on meta and the whole batch is not",
+            "since the run moves it",
+        ],
+    ),
+    "part of an operand": _Case(
+        lambda: _Does(
+            _hide_upper, other=torch.ones(3), mask=torch.ones(3, 3), fc=nn.Linear(3, 3)
+        ).to(META),
+        (XM, YM),
+        [
+            "scores is on meta, self.mask (plain tensor mask) is on cpu",
+            "; self.mask is a plain tensor on cpu",
+            "\nmodel.name: self.other is a plain tensor on cpu",
+        ],
+    ),
+    "an object's tensor": _Case(
+        lambda: _Does(
+            lambda self, x: self.helper(self.fc(x)), helper=_Helper(), fc=nn.Linear(3, 3)
+        ).to(META),
+        (XM, YM),
+        [
+            "`return x * self.table`",
+            "self.table (plain tensor helper.table) is on cpu",
+            "self.helper.table is a plain tensor on cpu",
+            "of a layer, under a name of its own",
+        ],
+    ),
+}
+
+DTYPES = {
+    "float64 rows": _Case(
+        lambda: nn.Sequential(nn.Linear(3, 2)),
+        (X.double(), Y),
+        [
+            "data.source: dtypes do not fit in layer 0 (Linear 3 -> 2)",
+            "input (the batch's inputs) is float64 (2, 3), its weights are float32",
+            "give inputs as float32",
+        ],
+    ),
+    "float64 entry, computed with": _Case(
+        lambda: _Does(_double_first, fc=nn.Linear(3, 2)),
+        (X.double(), Y),
+        [
+            "model.name: ",
+            "layer fc (Linear 3 -> 2)",
+            "`return self.fc(x * 2)`",
+            "convert input with .to(torch.float32); of the batch inputs is float64",
+        ],
+    ),
+    "whole numbers": _Case(
+        lambda: nn.Sequential(nn.Linear(3, 2)),
+        ([X.long()], Y),
+        ["model.name: ", "(the batch's inputs[0]) is int64 (2, 3)", "x.float()", "nn.Embedding"],
+        loss=None,
+    ),
+    "one half layer": _Case(
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2).half()),
+        (X, Y),
+        ["model.name: ", "layer 2 (Linear 4 -> 2)", "float16", "without a dtype of its own"],
+    ),
+    "convolution": _Case(
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3)),
+        (IMAGES.double(), Y),
+        ["data.source: ", "layer 0 (Conv2d 1 -> 4)", "is float64 (2, 1, 8, 8)"],
+    ),
+    "embedding": _Case(
+        lambda: nn.Sequential(nn.Embedding(10, 4)),
+        (X, Y),
+        ["layer 0 (Embedding of 10 rows)", "inputs) is float32", "give int64"],
+    ),
+    "lstm": _Case(
+        lambda: nn.Sequential(nn.LSTM(3, 4)), (X.double(), Y), ["layer 0 (LSTM 3 -> 4)", "float64"]
+    ),
+    "norm": _Case(
+        lambda: nn.Sequential(nn.LayerNorm(3)), (X.double(), Y), ["layer 0 (LayerNorm", "float64"]
+    ),
+    "float labels": _Case(
+        lambda: nn.Linear(3, 2),
+        (X, Y.float()),
+        ["data.source: targets is float32 (2,), and cross_entropy takes class labels as int64"],
+        loss=functional.cross_entropy,
+    ),
+    "labels as probabilities": _Case(
+        lambda: nn.Linear(3, 2),
+        (X, torch.zeros(2, 2, dtype=torch.int64)),
+        ["data.source: targets is int64 (2, 2)", "the outputs (2, 2)", "float32"],
+        loss=functional.cross_entropy,
+    ),
+    "labels for a binary loss": _Case(
+        lambda: nn.Linear(3, 2),
+        (X, {"a": torch.zeros(2, 2, dtype=torch.int64)}),
+        ["data.source: targets['a'] is int64 (2, 2)", "takes floats"],
+        loss=lambda out, y: functional.binary_cross_entropy_with_logits(out, y["a"]),
+    ),
+    "softmax of labels": _Case(
+        lambda: _Does(lambda self, x: x.softmax(1)),
+        (X.long(), Y),
+        ["x (the batch's inputs) is int64 (2, 3)", "x.float()"],
+    ),
+    "product": _Case(
+        lambda: _Does(lambda self, x: x @ self.w, w=_held(3, 3)),
+        (X.double(), Y),
+        [
+            "x (the batch's inputs) is float64",
+            "self.w (parameter w) is float32 (3, 3)",
+            "convert x with .to(torch.float32)",
+        ],
+    ),
+    "float index": _Case(
+        lambda: _Does(lambda self, x: self.w[x], w=_held(3, 3)), (X, Y), ["an index is int64"]
+    ),
+    "float mask": _Case(
+        lambda: _Does(lambda self, x: x.masked_fill(self.m, 0.0), m=_held(3).detach()),
+        (X, Y),
+        ["self.m (plain tensor m) is float32 (3,)", "mask.bool()"],
+    ),
+    "in place": _Case(
+        lambda: _Does(_in_place, extra=torch.ones(3)),
+        (X.long(), Y),
+        ["x (the batch's inputs) is int64", "self.extra (plain tensor extra) is float32"],
+    ),
+}
+
+SHAPES = {
+    "linear": _Case(
+        lambda: _Does(lambda self, x: self.encoder(x), encoder=nn.Sequential(nn.Linear(4, 2))),
+        (X, Y),
+        [
+            "model.name: layer encoder.0 (Linear 4 -> 2) takes (..., 4)",
+            "was given input (the batch's inputs) (2, 3), in ",
+            "self.encoder(x)",
+            "make it for 3 instead of 4",
+            "the batch: inputs (2, 3), targets (2,)",
+        ],
+    ),
+    "images into a linear layer": _Case(
+        _Images, (IMAGES, Y), ["layer encoder.0 (Linear 64 -> 10)", "put nn.Flatten() before it"]
+    ),
+    "channels last": _Case(
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3)),
+        (torch.zeros(2, 8, 8, 3), Y),
+        ["layer 0 (Conv2d 3 -> 4) takes (rows, 3, height, width)", "x.permute(0, 3, 1, 2)"],
+    ),
+    "wrong channels": _Case(
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3)), (IMAGES, Y), ["make its in_channels 1"]
+    ),
+    "no channel": _Case(
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3)), (IMAGES[:, 0], Y), ["x.unsqueeze(1) before it"]
+    ),
+    "rows into a convolution": _Case(
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3)), (X, Y), ["x.reshape(-1, 1, height, width)"]
+    ),
+    "small images": _Case(
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 9)), (IMAGES, Y), ["smaller than the kernel"]
+    ),
+    "one row": _Case(
+        lambda: nn.Sequential(nn.BatchNorm1d(3)), (X[:1], Y[:1]), ["train.batch_size"]
+    ),
+    "batch norm": _Case(
+        lambda: nn.Sequential(nn.BatchNorm1d(4)), (X, Y), ["BatchNorm1d of 4", "inputs) (2, 3)"]
+    ),
+    "layer norm": _Case(
+        lambda: nn.Sequential(nn.LayerNorm(4)), (X, Y), ["layer 0", "make it nn.LayerNorm(3)"]
+    ),
+    "lstm": _Case(
+        lambda: nn.Sequential(nn.LSTM(4, 4)), (X, Y), ["layer 0 (LSTM 4 -> 4) takes (..., 4)"]
+    ),
+    "attention": _Case(
+        lambda: nn.TransformerEncoderLayer(4, 2),
+        (X[None], Y),
+        ["layer self_attn (MultiheadAttention of 4)", "inputs) (1, 2, 3)"],
+    ),
+    "ids beyond an embedding": _Case(
+        lambda: nn.Sequential(nn.Embedding(10, 4)),
+        (torch.tensor([[3, 12]]), Y),
+        ["layer 0 (Embedding of 10 rows) takes whole numbers from 0 to 9", "(from 3 to 12)"],
+    ),
+    "labels beyond the outputs": _Case(
+        lambda: nn.Linear(3, 2),
+        (X, torch.tensor([1, 7])),
+        [
+            "data.source: targets holds labels from 1 to 7, among them 7",
+            "the model gives 2 outputs, for the labels 0 to 1",
+        ],
+        loss=functional.cross_entropy,
+    ),
+    "labels in a column": _Case(
+        lambda: nn.Linear(3, 2),
+        (X, Y[:, None]),
+        ["data.source: ", "the model gives (2, 2) and targets is (2, 1)", "of shape (2,)"],
+        loss=nn.CrossEntropyLoss(),
+    ),
+    "rows lost by the model": _Case(
+        lambda: _Does(lambda self, x: x.reshape(-1, 2)),
+        (X, Y),
+        ["the model gives (3, 2) and targets is (2,)", "one row of outputs for each row"],
+        loss=functional.cross_entropy,
+    ),
+    "targets of a language model": _Case(
+        lambda: _Does(lambda self, x: torch.zeros(2, 4, 3)),
+        (X, Y),
+        ["the model gives (2, 4, 3)", "for these the targets are of shape (2, 3)"],
+        loss=functional.cross_entropy,
+    ),
+    "one output too deep": _Case(
+        lambda: nn.Linear(3, 1),
+        (X, torch.zeros(2)),
+        ["the model gives (2, 1) and targets is (2,)", ".squeeze(-1)"],
+        loss=functional.binary_cross_entropy_with_logits,
+    ),
+    "regression": _Case(
+        lambda: nn.Linear(3, 2),
+        (X, torch.zeros(2, 4)),
+        ["mse_loss: the model gives (2, 2) and targets is (2, 4)", "the same shape"],
+        loss=nn.MSELoss(),
+    ),
+    "sum": _Case(
+        lambda: _Does(lambda self, x: x + self.w, w=_held(4)),
+        (X, Y),
+        ["x (the batch's inputs) (2, 3), self.w (parameter w) (4,)", "or 1 to be spread"],
+    ),
+    "view": _Case(
+        lambda: _Does(lambda self, x: x.view(2, 9)), (X, Y), ["x (the batch's inputs) (2, 3)"]
+    ),
+    "joined over several lines": _Case(
+        lambda: _Does(_on_several_lines, extra=torch.ones(5, 4)),
+        (X, Y),
+        ["x (the batch's inputs) (2, 3), self.extra (plain tensor extra) (5, 4)", "joined"],
+    ),
+    "unpacked": _Case(
+        lambda: _Does(lambda self, x: [0 for _, _, _ in [x.shape]]),
+        (X, Y),
+        ["x (the batch's inputs) (2, 3)", "fewer dimensions", "expected 3, got 2"],
+    ),
+    "pooled away": _Case(
+        lambda: _Does(lambda self, x: self.pool(x), pool=nn.MaxPool2d(9)),
+        (IMAGES, Y),
+        ["layer pool (MaxPool2d) was given input (the batch's inputs) (2, 1, 8, 8)"],
+    ),
+    "gradients of the user's own": _Case(
+        lambda: _Does(lambda self, x: _Doubled.apply(self.fc(x)), fc=nn.Linear(3, 3)),
+        (X, Y),
+        ["model.name: ", "`return gradient @ torch.zeros(7, 7)`", "gradient (2, 3)"],
+        loss=lambda out, y: out.sum().backward(),
+    ),
+    "no such dimension": _Case(
+        lambda: _Does(lambda self, x: x.sum(dim=2)), (X, Y), ["x (the batch's inputs) (2, 3)"]
+    ),
+}
+
+
+CALLS = {
+    "an argument is missing": _Case(
+        lambda: _Does(lambda self, x: self.pair(x), pair=nn.Bilinear(3, 3, 2)),
+        (X, Y),
+        [
+            "model.name: forward of layer pair (Bilinear) takes (input1, input2) and was given "
+            "input1 (the batch's inputs) (2, 3), in ",
+            "the batch: inputs (2, 3)",
+        ],
+    ),
+    "an argument is unknown": _Case(
+        lambda: _Does(lambda self, x: self.fc(**x), fc=nn.Linear(3, 2)),
+        ({"input": X, "mask": X}, Y),
+        ["forward of layer fc (Linear 3 -> 2) takes (input) and was given ", "inputs['mask'])"],
+    ),
+    "a dict for a tensor": _Case(
+        lambda: _Does(lambda self, x: self.fc(x), fc=nn.Linear(3, 2)),
+        ({"a": X, "b": X + 1}, Y),
+        [
+            "model.name: a tensor is needed in layer fc (Linear 3 -> 2), ",
+            "a dict (input['a'] (the batch's inputs['a']) (2, 3), ",
+            "x['name']",
+        ],
+    ),
+}
+
+
+def _raised(case: _Case) -> tuple[Exception, nn.Module]:
+    model = case.model()
+    x, y = case.batch
+    try:
+        out = model(x[0] if isinstance(x, list) else x)
+        if case.loss is not None:
+            case.loss(out, y)
+    except Exception as error:
+        return error, model
+    raise AssertionError("PyTorch raised nothing")
+
+
+KINDS = {"device": DEVICES, "dtype": DTYPES, "shape": SHAPES, "call": CALLS}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=f"{kind}: {name}")
+        for kind, cases in KINDS.items()
+        for name, case in cases.items()
+    ],
+)
+def test_a_mistake_is_told_by_the_names_of_its_tensors(case: _Case) -> None:
+    error, model = _raised(case)
+    told = explained(error, model, case.batch)
+    assert told is not None, f"{type(error).__name__}: {error}"
+    at = 0
+    for words in case.said:
+        assert words in told[at:], told
+        at = told.index(words, at) + len(words)
+    assert case.not_said not in told
+    setting = re.compile(r"(model\.name|data\.source|train\.loss): ")
+    assert all(setting.match(line) for line in told.splitlines())
+    assert " ".join(str(error).split())[:60] in told
+
+
+SAME = "Expected all tensors to be on the same device, but "
+RECORDED = {
+    "two devices": SAME + "found at least two devices, cuda:0 and cpu! (when checking argument for "
+    "argument mat2 in method wrapper_CUDA_addmm)",
+    "newer": SAME + "got mat1 is on cpu, different from other tensors on cuda:0 (when checking "
+    "argument in method wrapper_CUDA_addmm)",
+    "convolution": "Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) "
+    "should be the same",
+    "convolution, the other way": "Input type (torch.FloatTensor) and weight type "
+    "(torch.cuda.FloatTensor) should be the same or input should be a MKLDNN tensor and weight is "
+    "a dense tensor",
+    "index": "indices should be either on cpu or on the same device as the indexed tensor (cpu)",
+    "norm": "Tensor for argument #2 'weight' is on CPU, but expected it to be on GPU (while "
+    "checking arguments for cudnn_batch_norm)",
+    "fake": "Unhandled FakeTensor Device Propagation for aten.add.Tensor, found two different "
+    "devices cuda:0, cpu",
+    "metal": "Placeholder storage has not been allocated on MPS device!",
+    "metal, input": "Passed CPU tensor to MPS op",
+    "random numbers": "Expected a 'cuda' device type for generator but found 'cpu'",
+}
+
+
+def _saying(text: str) -> Forward:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return (_ for _ in ()).throw(RuntimeError(text)) + self.scale + x
+
+    return forward
+
+
+@pytest.mark.parametrize("text", RECORDED.values(), ids=RECORDED.keys())
+def test_what_only_gpus_say_is_known_as_a_mistake_with_devices(text: str) -> None:
+    model = _Does(_saying(text), scale=torch.ones(3), fc=nn.Linear(3, 3)).to(META)
+    with pytest.raises(RuntimeError) as caught:
+        model(XM)
+    told = explained(caught.value, model, (XM, YM)) or ""
+    assert told.startswith("model.name: tensors on different devices met in the model (_Does)")
+    assert "self.scale is a plain tensor on cpu" in told
+    assert "on meta: parameter fc.weight, fc.bias, inputs, targets" in told
+    assert text[:60] in told
+
+
+def test_half_against_float_weights_on_a_gpu_is_a_mistake_with_dtypes() -> None:
+    text = "Input type (torch.cuda.FloatTensor) and weight type (torch.cuda.HalfTensor) should be "
+    model = _Does(_saying(text + "the same"), scale=torch.ones(3))
+    with pytest.raises(RuntimeError) as caught:
+        model(X)
+    told = explained(caught.value, model, (X, Y)) or ""
+    assert told.startswith("model.name: dtypes do not fit in the model (_Does)")
+
+
+def test_a_device_that_failed_for_good_is_not_asked_and_names_the_way_to_the_line() -> None:
+    text = "CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later"
+    model = _Does(_saying(text), scale=torch.ones(3))
+    with pytest.raises(RuntimeError) as caught:
+        model(X)
+    told = explained(caught.value, model, (X, Y)) or ""
+    assert "an index or a label is out of range on the GPU" in told
+    assert "device.name: cpu" in told
+    assert "\n" not in told
+
+
+def _run_out(x: Tensor) -> Tensor:
+    try:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    except torch.OutOfMemoryError:
+        return x @ x  # which does not fit either
+
+
+def _raise_own(self: Any, x: Tensor) -> Tensor:
+    raise ValueError("mine: The size of tensor a must match the size of tensor b")
+
+
+def _assert_own(self: Any, x: Tensor) -> Tensor:
+    assert x.ndim == 7, "Expected all tensors to be on the same device"
+    return x
+
+
+OTHERS: dict[str, Forward] = {
+    "memory": lambda self, x: _saying("CUDA out of memory. Tried to allocate 2.00 GiB")(self, x),
+    "memory, in a mistake's words": lambda self, x: _run_out(x),
+    "the user's own words": _raise_own,
+    "the user's own check": _assert_own,
+    "a list": lambda self, x: [x][3],
+    "a key": lambda self, x: {"a": x}["shapes cannot be multiplied"],
+    "a name": lambda self, x: self.fully_connected(x),
+    "a function's signature": lambda self, x: _make_inline(self),  # type: ignore[call-arg]
+    "unpacking something else": lambda self, x: [0 for _, _ in [(1, 2, 3)]],
+    "loading weights": lambda self, x: self.inner.load_state_dict(nn.Linear(4, 2).state_dict()),
+    "gradients": lambda self, x: x.sum().backward(),
+    "the user's arithmetic": lambda self, x: x / math.sqrt(-1),
+}
+
+
+@pytest.mark.parametrize("does", OTHERS.values(), ids=OTHERS.keys())
+def test_an_error_of_another_kind_is_not_explained(does: Forward) -> None:
+    model = _Does(does, inner=nn.Linear(3, 2), scale=torch.ones(3))
+    with pytest.raises(Exception, match=".") as caught:
+        model(X)
+    assert explained(caught.value, model, (X, Y)) is None
+    assert "test_mistakes.py:" in (where(caught.value) or "")
+
+
+def test_where_names_the_users_line_and_not_that_of_pytorch_or_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    (package / "a_library.py").write_text("def multiply(x, w):\n    return x @ w\n")
+    (tmp_path / "a_net.py").write_text(
+        "import a_library\nfrom torch import nn\n\n\n"
+        "class Net(nn.Module):\n    def forward(self, x):\n"
+        "        return a_library.multiply(x, w=x)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(package)
+    monkeypatch.chdir(tmp_path)
+    model = importlib.import_module("a_net").Net()
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            model(X)
+        assert where(caught.value) == "a_net.py:7 `return a_library.multiply(x, w=x)`"
+        told = explained(caught.value, model, (X, Y)) or ""
+    finally:
+        del sys.modules["a_net"], sys.modules["a_library"]
+    both = "a_net.py:7 `return a_library.multiply(x, w=x)` (in it site-packages/a_library.py:2 "
+    assert both + "`return x @ w`)" in told
+    assert "x (the batch's inputs) (2, 3), w (the batch's inputs) (2, 3)" in told
+
+
+def test_where_is_silent_where_no_code_of_the_user_ran() -> None:
+    from tasks.engine.models.builtin import Standardize
+
+    # Called by this file, which called the project: what called it is not at fault.
+    with pytest.raises(RuntimeError) as caught:
+        Standardize([0.0], [1.0] * 4)(X)
+    assert where(caught.value) is None
+    assert "Standardize" in (explained(caught.value, nn.Linear(3, 2), (X, Y)) or "")
+
+
+def test_where_reads_the_place_of_an_error_that_stands_for_another() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        try:
+            _Does(lambda self, x: x @ x)(X)
+        except RuntimeError as error:
+            error.with_traceback(error.__traceback__.tb_next)  # type: ignore[union-attr]
+            raise RuntimeError("in other words") from error
+    caught.value.__traceback__ = None
+    assert "`_Does(lambda self, x: x @ x)(X)`" in (where(caught.value) or "")
+
+
+def test_where_reads_the_line_that_a_compiler_tells() -> None:
+    here = Path(__file__)
+    number = next(
+        n for n, line in enumerate(here.read_text().splitlines(), 1) if "x = block(x)" in line
+    )
+    error = RuntimeError(
+        "Dynamo failed to run FX node with fake tensors\n\nfrom user code:\n"
+        f'   File "/a/b.py", line 3, in forward\n    y = f(x)\n  File "{here}", line {number}, in f'
+    )
+    assert (where(error) or "").endswith(f"test_mistakes.py:{number} `x = block(x)`")
+
+
+def test_a_part_of_a_batch_is_known_as_its_entry() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    rows = torch.zeros(8, 3)
+    with pytest.raises(RuntimeError) as caught:
+        model(rows.split(4)[1])
+    assert "input (the batch's inputs) (4, 3)" in (explained(caught.value, model, (rows, Y)) or "")
+
+
+def test_nothing_is_kept_that_a_layer_held() -> None:
+    model, x = _Encoder().to(META), torch.zeros(2, 3, device=META)
+    kept = weakref.ref(x), weakref.ref(model), weakref.ref(model.encoder.norm.scale)
+    error: BaseException | None = None
+    try:
+        model(x)
+    except RuntimeError as raised:
+        error = raised
+    assert error is not None
+    assert explained(error, model, (x, YM)) is not None
+    clear_frames(error)
+    del model, x
+    gc.collect()
+    assert [one() for one in kept] == [None, None, None]
+
+
+def test_the_variables_of_a_function_that_still_runs_are_not_kept_by_looking_at_them() -> None:
+    model, out, y = nn.Linear(3, 2), torch.zeros(2, 2), torch.zeros(2)
+    kept = weakref.ref(out), weakref.ref(y)
+    error: BaseException | None = None
+    try:
+        functional.cross_entropy(out, y)
+    except RuntimeError as raised:
+        error = raised
+    assert error is not None
+    assert "targets is float32" in (explained(error, model, (X, y)) or "")
+    clear_frames(error)
+    del out, y
+    assert [one() for one in kept] == [None, None]
+
+
+def test_explaining_runs_no_code_of_the_user() -> None:
+    class Guarded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 2)
+            self.circle: list[Any] = []
+            self.circle.append(self.circle)
+            self.deep = nn.LazyLinear(2)
+
+        @property
+        def trap(self) -> Tensor:
+            raise AssertionError("a property was read")
+
+        def __repr__(self) -> str:
+            raise AssertionError("the model was printed")
+
+        def extra_repr(self) -> str:
+            raise AssertionError("the model was printed")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x)
+
+    model = Guarded()
+    with pytest.raises(RuntimeError) as caught:
+        model(X)
+    assert "layer fc (Linear 4 -> 2)" in (explained(caught.value, model, (X, Y)) or "")
+
+
+def test_many_tensors_that_stay_behind_are_counted() -> None:
+    held = {f"table{n}": torch.ones(3) for n in range(9)}
+    model = _Does(lambda self, x: self.fc(x) + self.table0, fc=nn.Linear(3, 3), **held).to(META)
+    with pytest.raises(RuntimeError) as caught:
+        model(XM)
+    lines = (explained(caught.value, model, (XM, YM)) or "").splitlines()
+    assert len(lines) == 6
+    assert lines[-1] == "model.name: and 4 more that stay on another device"
+
+
+def test_a_scripted_model_and_a_batch_of_no_tensors_are_told_without_a_traceback() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    with pytest.warns(DeprecationWarning, match="script"):
+        scripted = torch.jit.script(model)
+    with pytest.raises(RuntimeError) as caught:
+        scripted(X)
+    told = explained(caught.value, scripted, (None, None)) or ""
+    assert told.startswith("model.name: shapes do not fit in the model (RecursiveScriptModule), ")
+    assert "the batch: no tensors" in told
+
+
+@pytest.mark.filterwarnings("ignore:.*FakeTensor")
+def test_a_batch_beside_fake_tensors_is_not_read() -> None:
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(4, 2))
+        ids = torch.zeros(2, 3, dtype=torch.int64)
+        with pytest.raises(RuntimeError) as caught:
+            model(ids)
+        told = explained(caught.value, model, (ids, Y)) or ""
+    assert "layer 1 (Linear 4 -> 2) takes (..., 4) and was given input (2, 3, 2)" in told

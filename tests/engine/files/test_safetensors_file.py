@@ -1,0 +1,173 @@
+"""safetensors files: what they give, and that a header is believed only where it fits the file."""
+
+import json
+import logging
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from tasks.engine.data.preparation import check, load, prepare
+from tasks.engine.data.sources import SOURCES
+from tasks.engine.files.npy import booleans
+from tasks.engine.files.source_data import DataError, Raw
+from tasks.engine.settings.data_config import DataConfig
+
+X = np.arange(60, dtype=np.float32).reshape(20, 3)
+Y = np.arange(20) % 2
+
+
+@pytest.fixture(autouse=True)
+def _no_prefect_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefect, once imported, warns of each line that is logged outside a flow."""
+    monkeypatch.setattr(logging.getLogger("tasks"), "handlers", [])
+
+
+def _config(folder: Path, content: bytes, **more: Any) -> DataConfig:
+    path = folder / "given.safetensors"
+    path.write_bytes(content)
+    return DataConfig(path=str(path), cache=str(folder / "cache"), **more)
+
+
+def _read(config: DataConfig) -> Raw:
+    check(config)
+    read = SOURCES[config.source].read(config)
+    assert isinstance(read, Raw)
+    return read
+
+
+def _file(header: bytes | dict[str, Any], values: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + values
+
+
+def _entry(kind: str, shape: list[Any], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+
+
+WHOLE = {"x": _entry("F32", [4, 2], 0, 32), "y": _entry("U8", [4], 32, 36)}
+
+
+def test_features_and_labels_are_read_by_name_and_mapped(tmp_path: Path) -> None:
+    raw = _read(_config(tmp_path, save({"x": X, "labels": Y}, metadata={"by": "a test"})))
+    assert isinstance(raw.features, np.memmap) and (raw.features == X).all()
+    assert (raw.target == Y).all() and raw.target_name == "labels"
+    facts = prepare(_config(tmp_path, save({"a": X, "b": Y}), target="b"))
+    assert (facts.task, facts.train_rows, facts.input_shape) == ("classification", 16, (3,))
+    assert load(facts).train_x.dtype == np.float32
+
+
+@pytest.mark.parametrize("kind", ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"])
+def test_every_type_of_numbers_is_read_as_it_was_written(tmp_path: Path, kind: str) -> None:
+    raw = _read(_config(tmp_path, save({"x": X.astype(kind), "y": Y.astype(kind)})))
+    assert raw.features.dtype == np.dtype(kind)
+    assert (raw.features == X).all() and (raw.target == Y).all()
+
+
+def test_bf16_is_read_as_the_float32_it_was_cut_from(tmp_path: Path) -> None:
+    numbers = np.array([[1.5, -2.0], [3.140625, 1e30], [0.0, -0.0], [2.0**-126, 7.0]], np.float32)
+    upper = (numbers.view(np.uint32) >> 16).astype("<u2")
+    content = _file(
+        {"x": _entry("BF16", [4, 2], 0, 16), "y": _entry("BF16", [4], 16, 24)},
+        upper.tobytes() + upper[:, 0].tobytes(),
+    )
+    raw = _read(_config(tmp_path, content, task="regression"))
+    cut = (upper.astype(np.uint32) << 16).view(np.float32)
+    assert raw.features.dtype == np.float32 and (raw.features == cut).all()
+    assert (raw.target == cut[:, 0]).all()
+
+
+def test_images_become_channels_first(tmp_path: Path) -> None:
+    images = np.arange(20 * 6 * 7 * 3, dtype=np.uint8).reshape(20, 6, 7, 3)
+    raw = _read(_config(tmp_path, save({"images": images, "y": Y})))
+    assert raw.features.shape == (20, 3, 6, 7)
+    assert (raw.features[4, 2] == images[4, :, :, 2]).all()
+
+
+def test_a_byte_that_is_no_boolean_makes_no_third_class(tmp_path: Path) -> None:
+    # Found by a fuzzer: numpy counted three classes where there are two names.
+    values = np.zeros(32, np.uint8).tobytes() + bytes([0, 1, 2, 0])
+    header = {"x": _entry("F32", [4, 2], 0, 32), "y": _entry("BOOL", [4], 32, 36)}
+    assert _read(_config(tmp_path, _file(header, values))).target.tolist() == [0, 1, 1, 0]
+    assert np.unique(booleans(np.frombuffer(bytes([0, 2, 1]), bool))).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (_file(WHOLE, b"1" * 36)[:30], "claims a header of .* but holds 30 in all: it is cut off"),
+        (_file(WHOLE, length=900), "claims a header of 900 bytes but holds"),
+        (_file(WHOLE, b"1" * 20), "claims .* bytes but holds .*: it is cut off"),
+        (_file(WHOLE, b"1" * 40), "has 4 bytes that no array claims"),
+        (_file(b'{"\xff": 1}'), "has a header that is not UTF-8"),
+        (_file(b"{1: 2}"), "has a damaged header .'Expecting property name"),
+        (_file(b'{"a":' * 3000), "has a damaged header"),
+        (_file(b'{"x": {"dtype": "F32", "shape": [1' + b"0" * 5000 + b"]}}"), "a damaged header"),
+        (
+            _file(b'{"x": {"dtype": "F32", "shape": [], "shape": [1], "data_offsets": [0, 4]}}'),
+            "has two entries named 'shape' in its header",
+        ),
+        (_file(b'{"x": 1, "x": 2}'), "has two entries named 'x' in its header"),
+        (_file({"x": 3}), "array 'x' has a damaged entry .3. in the header"),
+        (_file({"x": _entry("F32", [-1], 0, 4)}), "array 'x' has a damaged entry"),
+        (_file({"x": _entry("F32", [1.0], 0, 4)}), "array 'x' has a damaged entry"),
+        (_file({"x": _entry("F32", [True], 0, 4)}), "array 'x' has a damaged entry"),
+        (_file({"x": _entry("F32", [2**63], 0, 4)}), "array 'x' has a damaged entry"),
+        (
+            _file({"x": _entry("F32", [2**40, 2**20], 0, 4)}, b"1234"),
+            "array 'x' claims .* values of F32 .*GiB. but has a place of 4 bytes",
+        ),
+        (_file({"x": _entry("F8_E4M3", [4], 0, 4)}, b"1234"), "of type 'F8_E4M3', but only BOOL"),
+        (_file({"x": _entry("C64", [1], 0, 8)}, b"12345678"), "of type 'C64', but only BOOL"),
+        (
+            _file({**WHOLE, "y": _entry("U8", [4], 30, 34)}, b"1" * 36),
+            "has arrays that overlap: 'x', 'y'",
+        ),
+        (
+            _file({**WHOLE, "y": _entry("U8", [4], 33, 37)}, b"1" * 37),
+            "has 1 bytes that no array claims",
+        ),
+        (_file({"__metadata__": {}}), "holds no arrays"),
+        (save({"x": X[:0], "y": Y[:0]}), "array 'x' has no rows; write some"),
+        (save({"x": X, "y": Y[:5]}), "array 'x' has 20 rows, but 'y' has 5"),
+        (b"a,b,y\n1,2,3\n", "is not a safetensors file"),
+        (_file({"__metadata__": 3, **WHOLE}, b"1" * 36), "is damaged or no safetensors file"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_refused_by_the_check(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
+    with pytest.raises(DataError, match=f"^data.path: .*{words}") as told:
+        check(_config(tmp_path, content))
+    assert "\n" not in str(told.value)
+
+
+def test_an_enormous_header_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "given.safetensors"
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", 2**24 - 100) + b"{")
+        file.truncate(2**25)
+    config = DataConfig(path=str(path))
+    with pytest.raises(DataError, match="^data.path: given.safetensors has a damaged header"):
+        check(config)
+    with open(path, "r+b") as file:
+        file.write(struct.pack("<Q", 2**24 + 1))
+    with pytest.raises(DataError, match="^data.path: .* is not a safetensors file"):
+        check(config)
+
+
+def test_a_name_that_is_there_thousands_of_times_is_told_at_once(tmp_path: Path) -> None:
+    twice = b'{"a": 1' + b"".join(b', "n%d": 1' % i for i in range(50_000)) + b', "n49999": 1}'
+    with pytest.raises(DataError, match="has two entries named 'n49999'"):
+        check(_config(tmp_path, _file(twice)))
+
+
+def test_a_length_that_looks_like_a_pickle_is_none(tmp_path: Path) -> None:
+    # A header of 640 bytes begins with 80 02, as pickles of protocol 2 do.
+    header = json.dumps(WHOLE).encode()
+    content = _file(header.ljust(640), b"1" * 36)
+    assert content[:2] == b"\x80\x02"
+    assert _read(_config(tmp_path, content)).features.shape == (4, 2)

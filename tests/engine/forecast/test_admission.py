@@ -1,0 +1,210 @@
+"""Who gets the memory: history before forecast, smaller before waiting, waiting before refusing."""
+
+import logging
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from tasks.engine.base.facts import DataFacts, DeviceFacts
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import DeviceError, detect
+from tasks.engine.device.machine_facts import Gpu, Holder
+from tasks.engine.device.nvml import Nvml, holders
+from tasks.engine.forecast import admission
+from tasks.engine.forecast.admission import admit
+from tasks.engine.forecast.forecast import forecast
+from tasks.engine.settings.data_config import DataConfig
+from tasks.engine.settings.run_config import MemoryConfig, ModelConfig, RunConfig, TrainConfig
+
+MIB = 1024**2
+NVML = Nvml(
+    gpus=(
+        Gpu("GPU-other", "cuda", uuid="GPU-other", holders=(Holder(1, "none of ours", 1),)),
+        Gpu(
+            "GPU-1",
+            "cuda",
+            uuid="GPU-1",
+            holders=(Holder(7), Holder(42, "python", 3 * 1024 * MIB)),
+        ),
+    )
+)
+
+
+class Machine:
+    """A GPU whose free memory is written down, and a clock that only sleeping moves."""
+
+    def __init__(self, *free_bytes: float | None) -> None:
+        self.free_bytes, self.slept, self.asked = list(free_bytes), [], 0
+
+    def seams(self) -> dict:
+        return {
+            "free": self.free,
+            "nvml": lambda: NVML,
+            "now": lambda: sum(self.slept),
+            "sleep": self.slept.append,
+        }
+
+    def free(self) -> float | None:
+        self.asked += 1
+        return self.free_bytes.pop(0) if len(self.free_bytes) > 1 else self.free_bytes[0]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataFacts:
+    cache = str(tmp_path_factory.mktemp("data"))
+    return prepare(DataConfig(cache=cache, source="synthetic", rows=600, features=50))
+
+
+@pytest.fixture(scope="module")
+def cpu() -> DeviceFacts:
+    return detect("cpu")
+
+
+@pytest.fixture(scope="module")
+def gpu(cpu: DeviceFacts) -> DeviceFacts:
+    return replace(cpu, name="cuda:0", kind="cuda", index=0, uuid="GPU-1", total_bytes=2**34)
+
+
+def config_of(**memory) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(name="mlp", args={"hidden": [512, 512]}),
+        train=TrainConfig(batch_size=256, precision="fp32"),
+        memory=MemoryConfig(**memory),
+    )
+
+
+def asked(config: RunConfig, data: DataFacts, device: DeviceFacts, machine: Machine, **past):
+    past = {"past_peak_bytes": None, "past_micro_batch": None} | past
+    return admit(config, data, device, **past, **machine.seams())
+
+
+def test_what_runs_alike_have_taken_is_believed_before_any_forecast(data, gpu):
+    machine = Machine(300 * MIB)
+    found = asked(config_of(), data, gpu, machine, past_peak_bytes=200 * MIB, past_micro_batch=128)
+    assert (found.predicted_bytes, found.source, found.micro_batch) == (200 * MIB, "history", 128)
+    assert found.reason == (
+        "200 MiB by what runs alike have taken, of 300 MiB that cuda:0 has for it"
+    )
+
+
+def test_without_history_a_dry_step_tells(data, gpu):
+    told = forecast(config_of(), data, gpu)
+    found = asked(config_of(), data, gpu, Machine(told.needed_bytes))
+    assert (found.predicted_bytes, found.source) == (told.peak_bytes, "dry step")
+    assert found.micro_batch == 256
+
+
+@pytest.mark.parametrize("past_peak_bytes", [None, 2**30])
+def test_a_smaller_micro_batch_is_what_it_starts_with_where_only_that_fits(
+    data, gpu, past_peak_bytes
+):
+    wide = ModelConfig(name="mlp", args={"hidden": [8192]})  # so that segments matter less
+    config = config_of(wait_s=60).model_copy(update={"model": wide})
+    room = forecast(config, data, gpu, micro_batch=128).needed_bytes
+    machine = Machine(room)
+    found = asked(config, data, gpu, machine, past_peak_bytes=past_peak_bytes)
+    assert (found.micro_batch, found.source, machine.slept) == (128, "dry step", [])
+    assert "128 rows" in found.reason and "where 256 would need" in found.reason
+
+
+def test_what_counts_against_a_limit_is_what_the_allocator_reserves(data, gpu):
+    """44 MiB of tensors were admitted under a limit of as much, and failed 11 times down to one
+    row: the limit counts segments of 20 MiB."""
+    told = forecast(config_of(), data, gpu)
+    limit_mib = (told.peak_bytes + MIB // 2) / MIB
+    assert told.needed_bytes > limit_mib * MIB
+    with pytest.raises(DeviceError, match="must be at least "):
+        asked(config_of(limit_mib=limit_mib), data, gpu, Machine(2**33))
+
+
+def test_a_history_that_reserved_more_than_there_is_asks_a_dry_step(data, gpu):
+    room = forecast(config_of(), data, gpu).needed_bytes
+    past = {"past_peak_bytes": MIB, "past_reserved_bytes": 2 * room}
+    found = asked(config_of(), data, gpu, Machine(room), **past)
+    assert (found.micro_batch, found.source) == (256, "dry step")
+
+
+def test_it_waits_for_memory_and_says_once_for_whom(data, gpu, caplog):
+    need = forecast(config_of(), data, gpu).needed_bytes
+    machine = Machine(MIB, MIB, MIB, need)
+    with caplog.at_level(logging.WARNING):
+        found = asked(config_of(wait_s=60.0), data, gpu, machine)
+    assert (found.micro_batch, machine.slept) == (256, [1.0, 1.0, 1.0])
+    (said,) = caplog.messages
+    assert said.startswith("waiting up to 60.0 s: ")
+    assert "1.00 MiB are free; held by pid 42 (python) 3.00 GiB, pid 7" in said
+
+
+@pytest.mark.parametrize(("wait_s", "slept"), [(0.0, []), (2.5, [1.0, 1.0, 0.5])])
+def test_what_does_not_come_free_in_time_is_refused_with_numbers_and_names(
+    data, gpu, wait_s, slept
+):
+    machine = Machine(MIB)
+    with pytest.raises(DeviceError) as caught:
+        asked(config_of(wait_s=wait_s), data, gpu, machine)
+    text = str(caught.value)
+    assert machine.slept == slept
+    assert text.startswith("device.name: training one row at a time needs ")
+    assert "of cuda:0, and 1.00 MiB are free; held by pid 42 (python) 3.00 GiB, pid 7" in text
+    assert text.endswith("or let memory.wait_s wait for it")
+
+
+def test_nobody_waits_for_what_the_whole_device_does_not_have(data, gpu):
+    machine = Machine(MIB)
+    with pytest.raises(DeviceError, match="needs .* of cuda:0") as caught:
+        asked(config_of(wait_s=60), data, replace(gpu, total_bytes=2 * MIB), machine)
+    assert machine.slept == [] and "wait_s" not in str(caught.value)
+
+
+def test_a_gpu_that_tells_nothing_is_no_reason_to_refuse(data, gpu):
+    found = asked(config_of(), data, gpu, Machine(None))
+    assert found.micro_batch == 256
+    assert found.reason.endswith("cuda:0 does not tell what is free")
+
+
+def test_a_limit_is_room_too(data, gpu, cpu):
+    need = forecast(config_of(limit_mib=6.0), data, cpu, micro_batch=64).needed_bytes
+    config = config_of(limit_mib=need / MIB)
+    on_cpu, on_gpu = Machine(None), Machine(2**33)
+    assert asked(config, data, cpu, on_cpu).micro_batch == 64
+    with pytest.raises(DeviceError, match="^memory.limit_mib: must be at least "):
+        asked(config, data, gpu, on_gpu)  # cuBLAS alone takes more
+
+
+def test_a_limit_names_itself_where_what_is_held_already_makes_it_too_small(data, gpu, monkeypatch):
+    """A process that held memory from before was told that the device had too little free."""
+    held = {"reserved": 64 * MIB}
+    monkeypatch.setattr(admission, "allocator", lambda _: SimpleNamespace(read=lambda: held))
+    need_mib = forecast(config_of(), data, gpu, micro_batch=1).needed_bytes / MIB
+    with pytest.raises(DeviceError) as caught:
+        asked(config_of(limit_mib=need_mib + 1), data, gpu, Machine(2**33))
+    least = math.ceil(need_mib + 64)
+    assert str(caught.value).startswith(
+        f"memory.limit_mib: must be at least {least}, for one row at a time beside 64.0 MiB that "
+        "this process holds already (got "
+    )
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_a_limit_below_the_parameters_is_refused_in_one_sentence(kind, data, request):
+    with pytest.raises(DeviceError) as caught:
+        asked(config_of(limit_mib=0.5), data, request.getfixturevalue(kind), Machine(2**33))
+    weights = 4 * (50 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10) / MIB
+    assert str(caught.value) == (
+        f"memory.limit_mib: must be more than the {weights:.2f} MiB of the parameters alone "
+        "(got 0.5); raise it, or make the model smaller"
+    )
+
+
+def test_a_cpu_without_a_limit_is_not_asked(data, cpu):
+    machine = Machine(0)
+    found = asked(config_of(), data, cpu, machine, past_micro_batch=32)
+    assert (found.predicted_bytes, found.source, found.micro_batch) == (None, "", 32)
+    assert machine.asked == 0
+
+
+def test_holders_are_those_of_the_gpu_that_was_asked_about():
+    assert [h.pid for h in holders("GPU-1", NVML)] == [7, 42]
+    assert holders("GPU-9", NVML) == holders(None, Nvml(error="no driver")) == ()

@@ -1,0 +1,201 @@
+"""What a forecast says of a training's memory, against the same training, counted."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import forecast as benchmark
+from tasks.engine.base.facts import DataFacts, DeviceFacts
+from tasks.engine.batches.dataset_batches import feed
+from tasks.engine.data.preparation import load, prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.forecast.forecast import asked_micro_batch, forecast, largest_micro_batch
+from tasks.engine.memory.allocation_log import MIB, Ledger
+from tasks.engine.settings.data_config import DataConfig
+from tasks.engine.settings.run_config import ModelConfig, OptimConfig, RunConfig, TrainConfig
+from tasks.engine.step import build
+from tasks.engine.step.best_weights import Best
+from tasks.engine.step.micro_batches import Fixed
+from tasks.engine.step.optimizer_step import Watched
+
+SOURCES = {
+    "linear": {"source": "synthetic", "rows": 600, "features": 50},
+    "mlp": {"source": "synthetic", "rows": 600, "features": 50, "classes": 1},
+    "cnn": {"source": "digits"},
+    "transformer": {"source": "text", "context": 16},
+}
+ARGS = {
+    "linear": {},
+    "mlp": {"hidden": [64, 32], "dropout": 0.1},
+    "cnn": {"width": 8},
+    "transformer": {"layers": 1, "heads": 2, "width": 32, "dropout": 0.1},
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DataFacts]:
+    folder = tmp_path_factory.mktemp("data")
+    short = folder / "short.txt"
+    short.write_text("a text of some length, to be learnt by heart. " * 200)
+    found = {}
+    for model, source in SOURCES.items():
+        path = str(short) if model == "transformer" else None
+        found[model] = prepare(DataConfig(cache=str(folder), path=path, **source))
+    return found
+
+
+@pytest.fixture(scope="module")
+def cpu() -> DeviceFacts:
+    return detect("cpu")
+
+
+def config_of(model: str, *, optim: str = "adamw", clip: float | None = None, **train) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(name=model, args=ARGS[model]),
+        optim=OptimConfig(name=optim, clip_norm=clip),
+        train=TrainConfig(**train),
+    )
+
+
+def really(config: RunConfig, data: DataFacts, device: DeviceFacts) -> dict[str, int]:
+    """Peaks by phase of two steps of the real thing."""
+    cpu, found = torch.device("cpu"), {}
+    ledger = Ledger(cpu)
+
+    def mark(phase: str) -> None:
+        ledger.end_phase(phase)
+        found[phase] = max(found.get(phase, 0), ledger.peak_bytes)
+        ledger.reset_peak()
+
+    with ledger:
+        model = build.model_of(config, data, cpu)
+        model.train()
+        arrays, images = load(data), build.is_convolutional(model)
+        room = device.free_bytes or 0
+        rows = feed(
+            arrays.train_x, arrays.train_y, device=cpu, room_bytes=room, channels_last=images
+        )
+        val = feed(arrays.val_x, arrays.val_y, device=cpu, room_bytes=room, channels_last=images)
+        ledger.own("data", (*rows.tensors(), *val.tensors()))
+        best = Best(keeps=build.keeps_best(config))
+        best.judged({"val/loss": 0.0}, 1)
+        best.keep(model)
+        step = build.step_of(
+            config,
+            data,
+            model,
+            build.optimizer_of(config, model),
+            device=cpu,
+            precision=config.train.precision,
+            micro=Fixed(asked_micro_batch(config)),
+            mark=mark,
+        )
+        order = rows.order(seed=0, epoch=0)[: 2 * config.train.batch_size]
+        mark("setup")
+        for x, y in rows.shuffled(config.train.batch_size, order, mark):
+            ledger.own("batch", (x, y))
+            step(x, y, norm=True, watched=Watched.NOT)
+            del x, y  # as the loop does
+    return found
+
+
+CASES = [
+    {"batch_size": 64, "precision": "fp32"},
+    {"batch_size": 96, "precision": "bf16", "accumulate": 3},
+    {"batch_size": 32, "precision": "fp32", "accumulate": 4, "optim": "sgd", "clip": 1.0},
+]
+NAMES = ["fp32", "bf16-accumulate", "sgd-clip"]
+
+
+@pytest.mark.parametrize("is_resident", [True, False], ids=["resident", "streamed"])
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+@pytest.mark.parametrize("model", SOURCES)
+def test_a_forecast_is_within_a_tenth_of_what_a_training_takes(
+    model: str,
+    case: dict,
+    is_resident: bool,
+    prepared: dict[str, DataFacts],
+    cpu: DeviceFacts,
+) -> None:
+    config, data = config_of(model, **case), prepared[model]
+    device = cpu if is_resident else replace(cpu, free_bytes=0)
+    told, measured = forecast(config, data, device), really(config, data, device)
+    assert set(told.phases) == {*measured, "eval"}
+    for phase, most in measured.items():
+        assert told.phases[phase] == pytest.approx(most, rel=0.1), phase
+    assert told.needed_bytes == pytest.approx(max(measured.values()), rel=0.1)
+
+
+def test_owners_add_up_to_the_peak_and_are_what_they_should_be(
+    prepared: dict[str, DataFacts], cpu: DeviceFacts
+) -> None:
+    told = forecast(config_of("transformer", batch_size=64), prepared["transformer"], cpu)
+    model = build.model_of(config_of("transformer"), prepared["transformer"], torch.device("cpu"))
+    weights = sum(p.nbytes for p in model.parameters())
+    buffers = sum(b.nbytes for b in model.buffers())
+    assert sum(told.owners.values()) == told.peak_bytes == told.phases[told.phase]
+    assert told.phase == "backward"
+    assert told.owners["parameters"] == weights
+    assert told.parameter_bytes == weights + buffers
+    assert told.owners["optimizer_state"] == pytest.approx(2 * weights, rel=0.01)
+
+
+def test_a_forecast_takes_no_random_number_and_is_the_same_again(
+    prepared: dict[str, DataFacts], cpu: DeviceFacts
+) -> None:
+    before = torch.get_rng_state()
+    config = config_of("mlp", batch_size=4, accumulate=2)
+    first = forecast(config, prepared["mlp"], cpu)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert forecast(config, prepared["mlp"], cpu) == first
+
+
+def test_a_model_larger_than_any_host_is_forecast_without_its_weights(
+    prepared: dict[str, DataFacts], cpu: DeviceFacts
+) -> None:
+    wide = RunConfig(model=ModelConfig(name="mlp", args={"hidden": [2**20, 2**20]}))
+    told = forecast(wide, prepared["linear"], cpu)
+    assert told.parameter_bytes > 4 * 2**40  # 4 TiB
+
+
+def test_a_gpu_that_is_not_here_is_forecast_with_its_blocks_and_libraries(
+    prepared: dict[str, DataFacts], cpu: DeviceFacts
+) -> None:
+    config = config_of("mlp", batch_size=64, precision="bf16", keep="last")
+    gpu = replace(cpu, name="cuda:0", kind="cuda", index=0, bf16=True)
+    here, there = forecast(config, prepared["mlp"], cpu), forecast(config, prepared["mlp"], gpu)
+    libraries = there.owners["libraries"]
+    assert libraries == 2 * 8.125 * MIB
+    assert sum(there.owners.values()) == there.peak_bytes
+    assert all(size % 512 == 0 for size in there.owners.values())
+    assert here.peak_bytes < there.peak_bytes - libraries < 1.5 * here.peak_bytes
+
+
+def test_the_largest_micro_batch_is_the_first_half_that_fits(
+    prepared: dict[str, DataFacts], cpu: DeviceFacts
+) -> None:
+    # Streamed, so that the micro-batch and not the rows at rest decide.
+    config, data = config_of("cnn", batch_size=48), prepared["cnn"]
+    device = replace(cpu, free_bytes=0)
+    need = {n: forecast(config, data, device, micro_batch=n).needed_bytes for n in (48, 12, 1)}
+    assert largest_micro_batch(config, data, device, need[48]) == 48
+    assert largest_micro_batch(config, data, device, need[12] - 1) == 6
+    assert largest_micro_batch(config, data, device, need[1] - 1) is None
+
+
+def test_the_best_weights_are_a_second_set_on_a_cpu(
+    prepared: dict[str, DataFacts], cpu: DeviceFacts
+) -> None:
+    best, last, once = (
+        forecast(config_of("mlp", batch_size=64, keep=keep, epochs=n), prepared["mlp"], cpu)
+        for keep, n in (("best", 2), ("last", 2), ("best", 1))
+    )
+    assert best.peak_bytes - last.peak_bytes == last.parameter_bytes
+    assert once.peak_bytes == last.peak_bytes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="which it then takes minutes to measure on")
+def test_the_benchmark_of_forecasts_is_left_out_in_one_line_without_a_cuda_device(capsys) -> None:
+    assert benchmark.main([]) == 0
+    assert capsys.readouterr().out.count("\n") == 1

@@ -1,0 +1,431 @@
+"""That what was given back is measured, and that who still holds something is named."""
+
+import gc
+import sys
+import threading
+import types
+import weakref
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tasks.engine.memory import leaks
+from tasks.engine.memory.leaks import MOST_OWNERS, NO_HOLDER, baseline, release
+from tasks.engine.memory.live_tensors import live_tensors, storages_of
+from tasks.engine.memory.memory_meter import allocated_bytes, clear_frames
+
+CPU = torch.device("cpu")
+KEPT = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def a_small_heap():
+    """Takes all objects there are out of the collector's sight, to make its passes short."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def my_hooks():
+    """A module made now, which the collector therefore sees; it holds KEPT."""
+    global KEPT
+    module = types.ModuleType("my_hooks")
+    module.KEPT = KEPT = []
+    yield module
+    KEPT.clear()
+    gc.collect()
+
+
+@pytest.fixture
+def before():
+    return baseline(CPU).bytes
+
+
+def held_by(before):
+    """Who holds the one leak there is."""
+    facts = release(CPU, baseline_bytes=before)
+    assert not facts.ok
+    (owner,) = facts.owners
+    return owner.held_by
+
+
+class Model:
+    def __init__(self, tensor):
+        self.kept = tensor
+
+
+class Slotted:
+    __slots__ = ("empty", "kept")
+
+    def __init__(self, tensor):
+        self.kept = tensor
+
+
+def test_nothing_kept_is_ok(before):
+    nn.Linear(8, 8)(torch.ones(2, 8)).sum().backward()
+    facts = release(CPU, baseline_bytes=before)
+    assert (facts.ok, facts.leaked_bytes, facts.residual_bytes, facts.owners) == (True, 0, 0, ())
+    assert facts.after_bytes == facts.baseline_bytes == before
+
+
+def test_release_collects_a_cycle_and_tells_what_it_freed(before):
+    model = Model(torch.ones(1000))
+    model.me = model
+    del model
+    facts = release(CPU, baseline_bytes=before)
+    assert facts.ok
+    assert (facts.before_bytes - before, facts.released_bytes) == (4000, 4000)
+
+
+def test_a_leak_is_described(before):
+    KEPT.append(torch.ones(3, 5, dtype=torch.float64))
+    facts = release(CPU, baseline_bytes=before)
+    (owner,) = facts.owners
+    assert (owner.kind, owner.shape, owner.dtype, owner.bytes) == ("Tensor", (3, 5), "float64", 120)
+    assert owner.held_by == "list in module my_hooks, name 'KEPT'"
+    assert (facts.leaked_bytes, facts.after_bytes, facts.residual_bytes) == (120, before + 120, 0)
+
+
+def test_a_module_global_is_named(before, my_hooks):
+    my_hooks.kept = torch.ones(2)
+    assert held_by(before) == "module my_hooks, name 'kept'"
+
+
+def test_a_dict_in_a_dict_is_named_by_its_keys(before):
+    KEPT.append({"runs": {7: torch.ones(2)}})
+    found = held_by(before)
+    assert found == "dict, key 7 in dict, key 'runs' in list in module my_hooks, name 'KEPT'"
+
+
+def test_an_attribute_is_named(before):
+    KEPT.append(Model(torch.ones(2)))
+    assert held_by(before).startswith("attribute 'kept' of Model in list in module")
+
+
+def test_a_slot_is_named(before):
+    KEPT.append(Slotted(torch.ones(2)))
+    assert held_by(before).startswith("attribute 'kept' of Slotted in list in module")
+
+
+def test_a_class_attribute_is_named(before):
+    class Cached:
+        cache = torch.ones(2)
+
+    found = held_by(before)
+    assert found.startswith(f"attribute 'cache' of class {__name__}.test_a_class_attribute")
+    assert found.endswith("Cached")
+
+
+def test_a_closure_is_named(before):
+    def make():
+        kept = torch.ones(2)
+        return lambda: kept
+
+    KEPT.append(make())
+    assert "cell 'kept' of closure" in (found := held_by(before))
+    assert found.endswith("in list in module my_hooks, name 'KEPT'")
+
+
+def test_a_default_argument_is_named(before):
+    def logged(rows=torch.ones(2)):  # noqa: B008
+        return rows
+
+    assert "default argument of function" in held_by(before)
+
+
+def test_a_forward_hook_that_keeps_outputs_is_named(before):
+    model = nn.Linear(2, 2)
+
+    def watch():
+        seen = []
+        model.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+
+    watch()
+    model(torch.ones(1, 2))
+    names = [owner.held_by for owner in release(CPU, baseline_bytes=before).owners]
+    assert any("cell 'seen' of closure" in n and "'_forward_hooks' of Linear" in n for n in names)
+
+
+def test_a_local_of_a_running_function_is_named_and_not_kept_by_looking(before):
+    rows = torch.ones(2)
+    assert "local 'rows' of function test_a_local_of_a_running_function" in held_by(before)
+    alive = weakref.ref(rows)
+    del rows
+    assert alive() is None
+
+
+def test_what_locals_returned_is_left_as_it_was(before):
+    rows = torch.ones(2)
+    mine = locals()
+    held_by(before)
+    assert mine["rows"] is rows
+
+
+def test_a_suspended_generator_is_named(before):
+    def batches():
+        rows = torch.ones(2)
+        yield len(rows)
+
+    it = batches()
+    next(it)
+    assert "suspended function" in (found := held_by(before))
+    assert "batches" in found
+
+
+def test_an_exceptions_traceback_is_named_with_frame_and_local(before):
+    def train_step():
+        batch = torch.ones(2)
+        raise RuntimeError(f"failed on {len(batch)}")
+
+    with pytest.raises(RuntimeError) as caught:
+        train_step()
+    KEPT.append(caught.value)
+    found = held_by(before)
+    assert found.startswith("exception RuntimeError's traceback, frame ")
+    assert "train_step (test_leaks.py:" in found
+    assert found.endswith("local 'batch'")
+    clear_frames(caught.value)
+    assert release(CPU, baseline_bytes=before).ok
+
+
+def test_an_object_that_holds_its_parent_is_climbed_out_of(before):
+    parent, child = Model(None), Model(torch.ones(2))
+    parent.child, child.parent = child, parent
+    KEPT.append(parent)
+    del parent, child
+    assert "module my_hooks, name 'KEPT'" in held_by(before)
+
+
+def test_a_model_is_named_by_its_parts_and_gradients(before):
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2, bias=False)))
+    model(torch.ones(1, 2)).sum().backward()
+    KEPT.append(model)
+    del model
+    owners = release(CPU, baseline_bytes=before).owners
+    path = "'weight' of Linear in '0' of Sequential in '0' of Sequential in list in module my_hooks"
+    assert [o.kind for o in owners if o.held_by.startswith(path)] == ["Parameter"]
+    assert [o.kind for o in owners if o.held_by.startswith("Parameter (2, 2) as its gradient")]
+    assert len(owners) == 2
+
+
+def test_what_a_kept_loss_keeps_for_its_backward_is_counted_and_named(before):
+    x = torch.randn(8, 8, requires_grad=True)
+    KEPT.append((x.exp() * x.sin()).sum())
+    del x
+    facts = release(CPU, baseline_bytes=before)
+    assert facts.leaked_bytes == 3 * 256 + 4
+    said = [o.held_by for o in facts.owners if o.bytes == 256]
+    assert (
+        said
+        == ["Tensor () for its backward pass, held by list in module my_hooks, name 'KEPT'"] * 3
+    )
+
+
+def test_looking_at_a_graph_recomputes_nothing(before):
+    calls = []
+
+    def block(x):
+        calls.append(1)
+        return x.exp().sin()
+
+    x = torch.ones(4, requires_grad=True)
+    loss = checkpoint(block, x, use_reentrant=False).sum()
+    assert not release(CPU, baseline_bytes=before).ok
+    assert len(calls) == 1
+    loss.backward()
+
+
+def test_a_tensor_of_another_thread_is_a_leak_though_nothing_names_it(before):
+    go, ready = threading.Event(), threading.Event()
+
+    def work():
+        mine = torch.ones(2)
+        ready.set()
+        go.wait(30)
+        del mine
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ready.wait(30)
+    found = held_by(before)
+    go.set()
+    thread.join()
+    assert found == NO_HOLDER or "local 'mine' of function" in found
+
+
+def test_the_largest_owners_are_named_first_and_at_most_ten():
+    gc.collect()
+    before = baseline(CPU).bytes
+    KEPT.extend(torch.ones(n) for n in range(1, 31))
+    facts = release(CPU, baseline_bytes=before)
+    assert [o.shape for o in facts.owners] == [(n,) for n in range(30, 30 - MOST_OWNERS, -1)]
+    assert facts.leaked_bytes == 4 * sum(range(1, 31))
+
+
+def test_tensors_of_before_are_no_leak_and_hide_none():
+    """What is freed meanwhile must not pay for what is kept."""
+    old = [torch.ones(1000), torch.ones(10)]
+    gc.collect()
+    before = baseline(CPU).bytes
+    del old[0]
+    KEPT.append(torch.ones(5))
+    facts = release(CPU, baseline_bytes=before)
+    assert facts.after_bytes < before
+    assert (facts.leaked_bytes, facts.residual_bytes) == (20, 0)
+    assert [o.shape for o in facts.owners] == [(5,)]
+
+
+def test_a_view_of_an_old_tensor_is_no_leak():
+    old = torch.ones(100)
+    before = baseline(CPU).bytes
+    KEPT.append(old[:50])
+    assert release(CPU, baseline_bytes=before).ok
+
+
+def test_a_new_tensor_at_an_old_address_is_a_leak():
+    old = torch.ones(100)
+    before = baseline(CPU).bytes
+    del old
+    KEPT.append(torch.ones(100))
+    assert release(CPU, baseline_bytes=before).leaked_bytes == 400
+
+
+def test_a_baseline_of_another_process_is_known_by_its_size_only(monkeypatch):
+    old = torch.ones(100)
+    gc.collect()
+    in_use = allocated_bytes(CPU)
+    monkeypatch.setattr(leaks, "_baselines", {})
+    assert release(CPU, baseline_bytes=in_use).ok
+    KEPT.append(torch.ones(5))
+    facts = release(CPU, baseline_bytes=in_use)
+    assert (facts.leaked_bytes, facts.ok) == (20, False)
+    assert len(old) == 100
+
+
+def test_a_baseline_keeps_no_memory():
+    tensor = torch.ones(4)
+    alive = weakref.ref(tensor)
+    kept = baseline(CPU)
+    del tensor
+    assert alive() is None
+    assert "before" not in repr(kept)
+
+
+def test_facts_hold_plain_values_only(before):
+    KEPT.append(torch.ones(2))
+    facts = release(CPU, baseline_bytes=before)
+    KEPT.clear()
+    assert release(CPU, baseline_bytes=before).ok
+    assert "Tensor" in repr(facts)
+
+
+def test_a_hundred_trainings_of_which_half_fail_leave_the_baseline(before):
+    def train(fail):
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 8)).square().mean()
+            loss.backward()
+            if fail and step == 2:
+                raise RuntimeError(f"failed at {loss.item()}")
+            optimizer.step()
+
+    for run in range(100):
+        try:
+            train(run % 2)
+        except RuntimeError as error:
+            clear_frames(error)
+            KEPT.append(error)  # as Prefect does
+    facts = release(CPU, baseline_bytes=before)
+    assert facts.owners == ()
+    assert facts.after_bytes == before
+    assert len(KEPT) == 50
+
+
+def test_release_does_not_import_the_compiler():
+    before = baseline(CPU).bytes
+    here = "torch._dynamo" in sys.modules
+    release(CPU, baseline_bytes=before)
+    assert ("torch._dynamo" in sys.modules) == here
+
+
+class Wrapper(torch.Tensor):
+    """Claims a size, holds no memory, and refuses every operation."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise ValueError("nobody may ask")
+
+
+def in_use():
+    return sum({live.key: live.bytes for live in live_tensors(CPU)}.values())
+
+
+def test_odd_objects_are_passed_by_without_a_question():
+    class Touchy:
+        @property
+        def __class__(self):
+            raise ValueError("nobody may ask")
+
+        def __getattr__(self, name):
+            raise ValueError("nobody may ask")
+
+    target = Model(None)
+    odd = [Touchy(), MagicMock(), MagicMock(spec=torch.Tensor), weakref.proxy(target)]
+    odd += [
+        nn.LazyLinear(3),
+        torch.empty(3, device="meta"),
+        torch.empty(0),
+        torch.ones(3).to_mkldnn(),
+    ]
+    gc.collect()
+    start = in_use()
+    odd.append(Wrapper(torch.ones(4)))
+    assert in_use() - start == 16
+
+
+def test_fake_and_functorch_tensors_hold_nothing():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    gc.collect()
+    start = in_use()
+    with FakeTensorMode():
+        fake = [torch.empty(4), torch.empty(4, device="cuda")]
+    assert in_use() == start
+    assert all(not storages_of(f) for f in fake)
+    seen = []
+    torch.func.vmap(lambda row: seen.append(len(storages_of(row))) or row)(torch.ones(3, 2))
+    assert seen == [0]
+
+
+def test_sparse_tensors_count_their_parts():
+    gc.collect()
+    start = in_use()
+    sparse = torch.eye(4).to_sparse()
+    assert in_use() - start == 4 * 4 + 2 * 4 * 8
+    assert sparse.is_sparse
+
+
+def test_a_gradient_that_nobody_looked_at_counts():
+    x = torch.ones(4, requires_grad=True)
+    gc.collect()
+    start = in_use()
+    x.sum().backward()
+    assert in_use() - start == 16

@@ -1,0 +1,326 @@
+"""Rows to predict come in order, batch by batch, and what is wrong is told by file, row, column."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from tasks.engine.files.source_data import DataError
+from tasks.engine.predict import array_inputs, input_batches, table_inputs
+from tasks.engine.predict.input_batches import Batch, Needs, needs_of
+from tasks.engine.predict.input_files import amount, batches, check_rows
+from tasks.engine.predict.request import Order
+
+AB = Needs("classification", "csv", (2,), (("a", "number"), ("b", "number")), width=2)
+COLOURED = Needs("classification", "csv", (3,), (("a", "number"), ("colour", "category")))
+PLAIN = Needs("classification", "digits", (1, 2, 2), None, width=4)
+TEXT = Needs("tokens", "text", (8,), (("text", "text"),))
+TOKENS = Needs("tokens", "tokens", (8,), None, width=8)
+
+
+def _order(path: Path, *keep: str) -> Order:
+    reads = "parquet" if path.is_dir() else path.suffix.removeprefix(".")
+    return Order("latest", str(path), reads, str(path.with_name("o.csv")), "csv", keep=keep)
+
+
+def _read(path: Path, needs: Needs, *keep: str) -> list[Batch]:
+    order = _order(path, *keep)
+    found = list(batches(order, needs))
+    total = sum(len(batch.rows) for batch in found)
+    assert found[-1].done == amount(order, needs) or not total
+    return found
+
+
+def _refused(path: Path, needs: Needs, *keep: str) -> str:
+    with pytest.raises(DataError) as caught:
+        list(batches(_order(path, *keep), needs))
+    return str(caught.value)
+
+
+def _write(tmp_path: Path, text: str | bytes, name: str = "rows.csv") -> Path:
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("spec", "columns"),
+    [
+        ({"feature_names": ["a", "b"]}, (("a", "number"), ("b", "number"))),
+        ({"feature_names": None}, None),
+        ({"task": "tokens", "source": "tokens", "feature_names": None}, None),
+        ({"task": "tokens", "source": "text", "feature_names": None}, (("text", "text"),)),
+        (
+            {"feature_names": ["c=x"], "columns": [{"name": "c", "kind": "category"}]},
+            (("c", "category"),),
+        ),
+    ],
+)
+def test_what_a_model_takes_stands_in_its_description(spec: dict[str, Any], columns: Any) -> None:
+    full = {"task": "classification", "source": "csv", "input_shape": [2], **spec}
+    assert needs_of(full).columns == columns
+
+
+def test_a_table_is_read_in_any_order_of_columns_with_others_left_out(tmp_path: Path) -> None:
+    path = _write(tmp_path, "\ufeffb, a ,junk,id\n1,2,x,007\n3,4.5,y,008\n")
+    (batch,) = _read(path, AB, "id")
+    assert batch.rows.to_dict("list") == {"a": [2.0, 4.5], "b": [1.0, 3.0]}
+    assert batch.kept.to_pydict() == {"id": ["007", "008"]}
+    assert batch.at(1) == "rows.csv row 2 below the header"
+
+
+def test_numbers_that_begin_whole_may_go_on_with_fractions_and_holes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guess by a file's first block would refuse the second."""
+    monkeypatch.setattr(table_inputs, "BLOCK_BYTES", 64)
+    lines = [f"{i},{i}" for i in range(40)] + ["0.5,", "1e3,2"]
+    found = _read(_write(tmp_path, "a,b\n" + "\n".join(lines) + "\n"), AB)
+    assert len(found) > 3
+    rows = pd.concat([batch.rows for batch in found])
+    assert rows["a"].tolist() == [*range(40), 0.5, 1000.0]
+    assert rows["b"].isna().tolist() == [False] * 40 + [True, False]
+    assert [batch.first for batch in found] == np.cumsum(
+        [0, *(len(batch.rows) for batch in found[:-1])]
+    ).tolist()
+
+
+def test_text_and_truth_are_taken_as_the_model_knows_them(tmp_path: Path) -> None:
+    path = _write(tmp_path, "colour\ta\nred\ttrue\n7\tfalse\n", "rows.tsv")
+    (batch,) = _read(path, COLOURED)
+    assert batch.rows["colour"].tolist() == ["red", "7"]
+    assert batch.rows["a"].tolist() == [True, False]
+
+
+def test_a_table_for_a_model_of_arrays_gives_as_many_numbers_in_order(tmp_path: Path) -> None:
+    path = _write(tmp_path, "id,w,x,y,z\n9,1,2,3,4\n")
+    (batch,) = _read(path, PLAIN, "id")
+    assert batch.rows.to_numpy().tolist() == [[1, 2, 3, 4]]
+    assert "has 5 columns beside those to keep, and the model takes 4 numbers" in _refused(
+        path, PLAIN
+    )
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet", "x.npy"])
+def test_no_rows_are_one_batch_of_none(tmp_path: Path, name: str) -> None:
+    if name == "rows.csv":
+        _write(tmp_path, "a,b\n")
+    elif name == "x.npy":
+        np.save(tmp_path / name, np.zeros((0, 2), np.float32))
+    else:
+        parquet.write_table(
+            pa.table({"a": pa.array([], pa.int64()), "b": [0.0][:0]}), tmp_path / name
+        )
+    (batch,) = _read(tmp_path / name, AB)
+    assert len(batch.rows) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a,c\n1,2\n", "input: rows.csv has no column 'b'; it has 'a', 'c'"),
+        ("a,bb\n1,2\n", "input: rows.csv has no column 'b' (did you mean 'bb'?)"),
+        ("a,b,b\n1,2,3\n", "input: rows.csv has columns of one name: 'b'; rename one"),
+        ("a;b\n1;2\n", "input: rows.csv has one column only, 'a;b'"),
+        ("a,b\n1,2\n3,x\n", "row 2 below the header, column 'b': must be a number (got 'x')"),
+        ("a,b\n1,2\n3\n", "row 2 below the header: has 1 cells where the header has 2"),
+        ("a,b\n1,2,3\n", "row 1 below the header: has 3 cells where the header has 2"),
+        (b"a,b\n1,\xff\n", "row 1 below the header, column 'b': is not UTF-8"),
+    ],
+)
+def test_what_is_wrong_in_text_is_told_by_row_and_column(
+    tmp_path: Path, text: str | bytes, said: str
+) -> None:
+    told = _refused(_write(tmp_path, text), AB)
+    assert told.startswith("input: rows.csv") and said in told and "\n" not in told
+
+
+def test_a_wrong_cell_far_down_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_inputs, "BLOCK_BYTES", 256)
+    lines = ["1,2"] * 500 + ["1,NA", "n/a?,2"]
+    told = _refused(_write(tmp_path, "a,b\n" + "\n".join(lines) + "\n"), AB)
+    assert "row 502 below the header, column 'a': must be a number (got 'n/a?')" in told
+
+
+def test_a_row_that_is_longer_than_a_block_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_inputs, "BLOCK_BYTES", 64)
+    told = _refused(_write(tmp_path, "a,b,note\n1,2,x\n1,2," + "x" * 300 + "\n"), AB)
+    assert told == "input: rows.csv has a row of more than 64 bytes; write it as parquet"
+
+
+def test_a_column_to_keep_must_be_there(tmp_path: Path) -> None:
+    told = _refused(_write(tmp_path, "a,b,ident\n1,2,3\n"), AB, "iden")
+    assert told.startswith("keep: rows.csv has no column 'iden' (did you mean 'ident'?)")
+
+
+def test_parts_of_a_folder_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for name, values in (("2", [3, 4]), ("1", [1, 2])):
+        table = pa.table({"b": values, "a": pa.array(values, pa.int8()), "day": ["x", None]})
+        parquet.write_table(table, folder / f"{name}.parquet")
+    found = _read(folder, AB, "day")
+    assert [batch.rows["a"].tolist() for batch in found] == [[1, 2], [3, 4]]
+    assert [batch.done for batch in found] == [2, 4]
+    assert found[1].kept.to_pydict() == {"day": ["x", None]}
+    assert found[1].at(0) == "2.parquet row 1"
+
+
+def test_parquet_columns_of_another_type_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pa.table({"a": ["x"], "colour": [1]}), path)
+    assert _refused(path, COLOURED).splitlines() == [
+        "input: rows.parquet column 'a' is of type string; the model takes numbers there: turn it "
+        "into numbers",
+        "input: rows.parquet column 'colour' is of type int64; the model takes text there: turn it "
+        "into text",
+    ]
+
+
+def test_a_damaged_part_is_told_by_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    parquet.write_table(pa.table({"a": [1.0], "b": [2.0]}), folder / "1.parquet")
+    (folder / "2.parquet").write_bytes((folder / "1.parquet").read_bytes()[:-9])
+    assert _refused(folder, AB).startswith("input: 2.parquet is damaged or no Parquet file")
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("name", ["x.npy", "x.npz"])
+def test_arrays_are_read_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, order: str
+) -> None:
+    monkeypatch.setattr(array_inputs, "BATCH_BYTES", 4 * 8 * 3)
+    x = np.asarray(np.arange(40.0).reshape(10, 1, 2, 2), order=order)
+    save = np.save if name == "x.npy" else np.savez_compressed
+    save(tmp_path / name, x)
+    found = _read(tmp_path / name, PLAIN)
+    np.testing.assert_array_equal(np.concatenate([batch.rows for batch in found]), x)
+    assert len(found) == (1 if name == "x.npz" and order == "F" else 4)
+    assert found[-1].at(0) == f"{name} row {1 if len(found) == 1 else 10}"
+
+
+def test_of_several_arrays_x_is_read(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", y=np.zeros(3), x=np.ones((3, 4)))
+    (batch,) = _read(tmp_path / "x.npz", PLAIN)
+    assert batch.rows.shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "arrays", "said"),
+    [
+        ("x.npy", PLAIN, np.zeros((3, 5)), "must hold numbers of the shape (rows, 1, 2, 2)"),
+        ("x.npy", PLAIN, np.array(["a"]), "must hold real numbers of at most 64 bits"),
+        ("x.npy", PLAIN, np.array(1.0), "is a single value; save rows"),
+        ("x.npy", TOKENS, np.zeros((3, 5)), "must hold whole numbers of the shape (rows, 1 to 8)"),
+        ("x.npy", TOKENS, np.zeros((3, 9), int), "whole numbers of the shape (rows, 1 to 8)"),
+        ("x.npy", COLOURED, np.zeros((3, 2)), "takes text in 'colour', and an npy file holds"),
+        ("x.npz", PLAIN, {"u": np.zeros(3), "v": np.zeros(3)}, "must hold one array, or one named"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(
+    tmp_path: Path, name: str, needs: Needs, arrays: Any, said: str
+) -> None:
+    if isinstance(arrays, dict):
+        np.savez(tmp_path / name, **arrays)
+    else:
+        np.save(tmp_path / name, arrays)
+    told = _refused(tmp_path / name, needs)
+    assert told.startswith("input: ") and said in told
+
+
+MASKED = {
+    "kind": "dict",
+    "of": {
+        "ids": {"kind": "rows", "shape": [4], "dtype": "int64"},
+        "mask": {"kind": "rows", "shape": [4], "dtype": "int64"},
+        "labels": {"kind": "rows", "shape": [], "dtype": "int64"},
+    },
+}
+
+
+def test_a_model_of_several_inputs_takes_arrays_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(array_inputs, "BATCH_BYTES", 8 * 4 * 2)
+    spec = {"task": "classification", "input_shape": [], "feature_names": None, "inputs": MASKED}
+    needs = needs_of({**spec, "source": "own:load"})
+    assert (needs.inputs, needs.width) == (("ids", "mask"), 8)
+    ids, mask = np.arange(20).reshape(5, 4), np.ones((5, 4), np.int8)
+    np.savez(tmp_path / "x.npz", mask=mask, ids=ids, more=ids)
+    found = list(batches(_order(tmp_path / "x.npz"), needs))
+    assert [len(batch.rows["ids"]) for batch in found] == [2, 2, 1]
+    np.testing.assert_array_equal(np.concatenate([batch.rows["ids"] for batch in found]), ids)
+    np.savez(tmp_path / "x.npz", mask=mask[:4], ids=ids)
+    assert "must have as many rows (got {'ids': 5, 'mask': 4})" in _refused(
+        tmp_path / "x.npz", needs
+    )
+    np.savez(tmp_path / "x.npz", ids=ids)
+    assert "x.npz has no array 'mask' (got 'ids'); the model takes ids, mask" in _refused(
+        tmp_path / "x.npz", needs
+    )
+    np.save(tmp_path / "x.npy", ids)
+    assert "takes ids, mask, and an npy file holds one array" in _refused(tmp_path / "x.npy", needs)
+    assert "the model takes arrays (got csv); give an npz file with ids, mask" in _refused(
+        _write(tmp_path, "a,b\n1,2\n"), needs
+    )
+
+
+def test_an_array_of_objects_is_never_unpickled(tmp_path: Path) -> None:
+    class Payload:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    np.save(tmp_path / "x.npy", np.array([Payload()], dtype=object), allow_pickle=True)
+    np.savez(tmp_path / "x.npz", x=np.array([Payload()], dtype=object))
+    for name in ("x.npy", "x.npz"):
+        assert "is an array of Python objects (a pickle)" in _refused(tmp_path / name, PLAIN)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_cut_array_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((100, 4)))
+    whole = (tmp_path / "x.npy").read_bytes()
+    (tmp_path / "x.npy").write_bytes(whole[:-8])
+    assert "it is cut off" in _refused(tmp_path / "x.npy", PLAIN)
+    (tmp_path / "x.npz").write_bytes(b"PK\x03\x04" + b"\0" * 100)
+    assert "is damaged or no NPZ archive" in _refused(tmp_path / "x.npz", PLAIN)
+
+
+def test_a_text_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(input_batches, "BATCH_BYTES", 6)
+    path = _write(tmp_path, "one\r\ntwo words\n\u00fcber\nlast", "rows.txt")
+    found = _read(path, TEXT)
+    texts = [text for batch in found for text in batch.rows["text"]]
+    assert texts == ["one", "two words", "\u00fcber", "last"]
+    assert len(found) > 1 and found[-1].at(1) == "rows.txt line 4"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(b"one\n\ntwo\n", "line 2 is blank"), (b"one\n\xe9t\xe9\n", "line 2 is not UTF-8")],
+)
+def test_a_line_that_is_no_text_is_told(tmp_path: Path, text: bytes, said: str) -> None:
+    assert f"input: rows.txt {said}" in _refused(_write(tmp_path, text, "rows.txt"), TEXT)
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "said"),
+    [
+        ("rows.txt", AB, "the model takes the columns 'a', 'b', not a text a line (got txt)"),
+        ("rows.csv", TOKENS, "the model takes tokens, whole numbers in an npy or npz file"),
+        ("rows.csv", TEXT, "rows.csv has no column 'text'; it has 'x'"),
+    ],
+)
+def test_a_file_of_another_kind_than_the_model_takes_is_refused(
+    tmp_path: Path, name: str, needs: Needs, said: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        check_rows(_order(_write(tmp_path, "x\n1\n", name)), needs)
+    assert said in str(caught.value)

@@ -1,0 +1,166 @@
+"""The page of a step's memory stands alone, and says what the ledger counted."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from torch import nn
+
+from tasks.engine.base.units import mebibytes
+from tasks.engine.memory.allocation_log import MIB, Ledger
+from tasks.engine.memory.memory_by_owner import OWNERS
+from tasks.engine.report.memory_timeline import SHOWN, page
+from tasks.engine.report.memory_timeline_svg import COLOURS, COLUMNS
+
+CPU = torch.device("cpu")
+VOID = {"meta", "line", "circle"}  # elements without an end, in HTML or by "/>"
+
+
+class Read(HTMLParser):
+    """The elements of a page; refuses one that is not closed in its turn."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.found, self.words = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.found.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+def counted(limit=None, layers=3, parts=1):
+    model = nn.Sequential(*[m for _ in range(layers) for m in (nn.Linear(32, 32), nn.ReLU())])
+    ledger = Ledger(CPU, limit_bytes=limit)
+    ledger.own("parameters", model.parameters())
+    x = torch.zeros(64, 32)
+    ledger.own("batch", [x])
+    ledger.begin_step()
+    with ledger.active():
+        for part in x.split(64 // parts):
+            loss = model(part).square().sum()
+            ledger.end_phase("forward")
+            loss.backward()
+            ledger.end_phase("backward")
+    ledger.own("gradients", [p.grad for p in model.parameters()])
+    return ledger
+
+
+def test_the_page_needs_no_network_and_no_script():
+    read = Read(page(counted(), title="a step"))
+    assert not {tag for tag, _ in read.found} & {"script", "link", "img", "iframe", "object"}
+    for _, attributes in read.found:
+        for name, value in attributes.items():
+            assert not name.startswith("on")
+            assert "http:" not in value and "https:" not in value and "url(" not in value, name
+    (policy,) = [m["content"] for m in read.all("meta") if "http-equiv" in m]
+    assert policy.startswith("default-src 'none'")
+
+
+def test_the_sizes_on_the_page_are_the_ledgers():
+    ledger = counted(limit=MIB)
+    words = " ".join(Read(page(ledger, title="a step")).words)
+    for owner, size in ledger.owners_at_peak().items():
+        assert f"{owner} {mebibytes(size / MIB)}" in re.sub(r"\s+", " ", words)
+    assert f"{mebibytes(ledger.step_peak_bytes / MIB)} at the peak" in words
+    assert f"peak {mebibytes(ledger.step_peak_bytes / MIB)}" in words
+    assert "limit 1.00 MiB" in words
+
+
+def test_the_areas_add_up_to_what_was_held():
+    ledger = counted()
+    text = page(ledger, title="a step")
+    svg = text[text.index("<svg") : text.index("</svg>")]
+    paths = re.findall(r'<path d="M([^L]*) L[^>]*><title>([^<]*)', svg)
+    names = [name.replace(" ", "_") for _, name in paths]
+    assert names == [owner for owner in OWNERS if owner in names]
+    (peak_y,) = re.findall(r'<circle class="dot" cx="[\d.]+" cy="([\d.]+)"', svg)
+    highest = min(float(corner.split(",")[1]) for corner in paths[-1][0].split())
+    assert highest == float(peak_y)
+    limits = [float(n) for n in re.findall(r'y2="([\d.]+)" opacity', svg)]
+    assert limits and highest < limits[0]  # above the floor
+
+
+def test_the_phases_are_named_where_they_are_and_a_limit_in_sight_is_a_line():
+    ledger = counted(parts=2)
+    near = counted(limit=int(1.1 * counted().step_peak_bytes))
+    text = page(ledger, title="a step")
+    assert text.count('class="phase"') == 4
+    for name in ("forward", "backward"):
+        assert f">{name}</text>" in text
+    assert 'class="limit"' not in text
+    assert 'class="limit"' in page(near, title="a step")
+    far = page(counted(limit=100 * MIB), title="a step")
+    assert 'class="limit"' not in far and "limit 100 MiB" in far
+
+
+def test_every_owner_has_a_colour_of_its_own():
+    assert set(OWNERS) == set(COLOURS)
+    assert len(set(COLOURS.values())) == len(COLOURS)
+
+
+def test_what_is_alike_is_one_row_and_the_rest_is_summed_up():
+    ledger = Ledger(CPU)
+    with ledger.active():
+        alike = [torch.zeros(MIB // 4) for _ in range(5)]
+        others = [torch.zeros(10 + n) for n in range(SHOWN + 6)]
+    read = Read(page(ledger, title="a step"))
+    words = [word for word in read.words if word.strip()]
+    at = words.index("made by, each")
+    row = words[at + 3 : at + 7]
+    assert row == [
+        "rest",
+        mebibytes(sum(t.nbytes for t in alike) / MIB),
+        "5",
+        "zeros (262144,) float32",
+    ]
+    left = sorted(tensor.nbytes for tensor in others)[:7]
+    assert f"and 7 more, {mebibytes(sum(left) / MIB)}" in words
+
+
+def test_thousands_of_allocations_are_thinned_and_keep_their_peak():
+    ledger = Ledger(CPU)
+    with ledger.active():
+        ledger.begin_step()
+        for n in range(6000):
+            kept = torch.zeros(10_000 if n == 4321 else 1 + n % 97)
+            if n % 1500 == 0:
+                ledger.end_phase(f"phase {n}")
+    text = page(ledger, title="a step")
+    assert len(text) < 200_000
+    assert kept.numel() < 97
+    (path,) = re.findall(r'<path d="M([^L]*) L', text)
+    assert len(path.split()) <= 2 * (COLUMNS + 2)
+    heights = {corner.split(",")[1] for corner in path.split()}
+    assert re.search(r'cy="([\d.]+)"', text)[1] in heights
+
+
+@pytest.mark.parametrize("title", ["<script>alert(1)</script>", 'a "b" & <c>'])
+def test_nothing_it_is_given_acts_as_markup(title):
+    ledger = counted()
+    for entry in ledger.at_peak():
+        entry.line = entry.what = title
+    ledger.own(title, [torch.zeros(9)])
+    text = page(ledger, title=title, lines=[title])
+    assert not {tag for tag, _ in Read(text).found} & {"script", "c"}
+    assert title not in text
+
+
+def test_a_ledger_that_counted_nothing_has_a_page_too():
+    assert "0 MiB at the peak" in page(Ledger(CPU), title="nothing")

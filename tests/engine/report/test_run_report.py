@@ -1,0 +1,486 @@
+"""The report of a run: its faces say the same, say only what was measured, and act on nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tasks.engine.base.units import (
+    clock,
+    mebibytes,
+    milliseconds,
+    number,
+    percent,
+    printable,
+    seconds,
+)
+from tasks.engine.report import plots, run_report
+from tasks.engine.report.report_sections import sections
+
+COMMAND = "make ui  # then open http://127.0.0.1:5000/#/experiments/1/runs/4f1c"
+EVIL = (
+    "<script>alert(1)</script>|[x](javascript:alert(1)) `t` [bold red]r[/] \x1b[2J\x1b[31m\r\n"
+    "# head\r\n| a | b |\u202eevil\ud800 **b** ~~s~~ <img src=x onerror=alert(1)>\0"
+)
+PLOTS = ["loss.png", "time.png", "memory.png"]
+
+
+def _cpu() -> dict[str, Any]:
+    steps = range(10, 470, 10)
+    falling = [[s, 2.3 * 0.99**s, 1_790_000_000_000 + s] for s in steps]
+    rising = [[s, 1 - 0.5 * 0.99**s, 1_790_000_000_000 + s] for s in steps]
+    return {
+        "run_id": "4f1c0a9d",
+        "name": "mlp-digits-1403",
+        "experiment_id": "1",
+        "status": "FINISHED",
+        "params": {
+            "model.name": "mlp",
+            "data.source": "digits",
+            "data.path": None,
+            "optim.name": "adamw",
+            "optim.lr": 0.002,
+            "train.batch_size": 64,
+            "train.epochs": 20,
+            "train.seed": 0,
+        },
+        "tags": {
+            "device": "cpu",
+            "device.kind": "cpu",
+            "device.model": "A processor",
+            "device.reason": "no GPU was found on this machine",
+            "torch.version": "2.13.0+cpu",
+            "precision": "fp32",
+            "compiled": "no",
+            "data.residency": "host",
+        },
+        "metrics": {
+            "train/loss": 0.00812,
+            "val/loss": 0.0672,
+            "val/accuracy": 0.9833,
+            "speed/samples_per_s": 41235.7,
+            "time/detect_device_s": 0.012,
+            "time/prepare_data_s": 0.084,
+            "time/train_model_s": 0.93,
+            "time/release_memory_s": 0.031,
+            "time/total_s": 4.21,
+            "time/first_step_s": 0.021,
+            "time/data_wait_ms": 0.03,
+            "time/forward_ms": 0.5,
+            "time/backward_ms": 0.6,
+            "time/optimizer_ms": 0.37,
+            "time/eval_s": 0.044,
+            "time/log_s": 0.0072,
+            "time/unaccounted_pct": 1.7,
+            "memory/parameters_mib": 0.21,
+            "memory/gradients_mib": 0.21,
+            "memory/optimizer_state_mib": 0.42,
+            "memory/host_rss_mib": 412.3,
+            "memory/host_rss_peak_mib": 431.9,
+            "memory/baseline_mib": 0.0,
+            "memory/released_mib": 0.84,
+            "memory/leaked_mib": 0.0,
+            "memory/release_ok": 1.0,
+        },
+        "series": {
+            "train/loss": falling,
+            "val/loss": falling[::5],
+            "val/accuracy": rising[::5],
+            "memory/host_rss_mib": [[s, 380 + s / 10, t] for s, _, t in falling],
+        },
+        "owners": [],
+        "error": None,
+    }
+
+
+def _cuda() -> dict[str, Any]:
+    run = _cpu()
+    run["tags"] |= {
+        "device": "cuda:0",
+        "device.kind": "cuda",
+        "device.model": "NVIDIA H200",
+        "device.total_mib": "143771",
+        "device.reason": "the only GPU here that works",
+        "accelerator.runtime": "CUDA 13.0",
+        "driver.version": "580.95.05",
+        "precision": "bf16",
+        "compiled": "default",
+        "data.residency": "device",
+        "micro_batch": "512",
+    }
+    run["metrics"] |= {
+        "speed/mfu": 0.412,
+        "time/h2d_ms": 0.12,
+        "time/checkpoint_s": 2.2,
+        "memory/run_peak_allocated_mib": 6246.0,
+        "memory/run_peak_reserved_mib": 6544.0,
+        "memory/headroom_mib": 136012.0,
+        "memory/fragmentation_pct": 4.55,
+        "memory/alloc_retries": 0.0,
+        "memory/ooms_recovered": 2.0,
+        "memory/peak_forward_mib": 4890.0,
+        "memory/peak_backward_mib": 6246.0,
+        "memory/peak_optimizer_mib": 2750.0,
+        "memory/peak_eval_mib": 1830.0,
+        "memory/activations_mib": 3640.0,
+        "memory/residual_mib": 8.125,
+        "gpu/utilization_pct": 93.0,
+        "gpu/throttled": 1.0,
+    }
+    run["series"]["memory/peak_allocated_mib"] = [
+        [s, 6000.0 + s, t] for s, _, t in run["series"]["train/loss"]
+    ]
+    return run
+
+
+def _failed() -> dict[str, Any]:
+    run = _cuda()
+    run["status"] = "FAILED"
+    run["error"] = "memory.on_leak: 12.0 MiB were not given back; see the owners"
+    run["metrics"] |= {"memory/leaked_mib": 12.0, "memory/release_ok": 0.0}
+    del run["metrics"]["time/total_s"]
+    run["owners"] = [
+        _owner("Tensor", (1024, 1024), 4, "list in module my_hooks, name 'kept'"),
+        _owner("Parameter", (2048, 1024), 8, "attribute 'weight' of Linear"),
+    ]
+    return run
+
+
+def _owner(kind: str, shape: tuple[int, ...], mib: int, held_by: str) -> dict[str, Any]:
+    size = mib * 1024**2
+    return {
+        "kind": kind,
+        "shape": shape,
+        "dtype": "torch.float32",
+        "bytes": size,
+        "held_by": held_by,
+    }
+
+
+def _empty() -> dict[str, Any]:
+    return {"run_id": "abc"}
+
+
+def _hostile() -> dict[str, Any]:
+    run = _failed()
+    run |= {"name": EVIL * 3, "error": EVIL * 50, "status": EVIL}
+    run["tags"] = {name: EVIL * 20 for name in run["tags"]}
+    run["params"] = {name: EVIL * 5 for name in run["params"]} | {EVIL: EVIL}
+    run["owners"] = [_owner(EVIL, (1,), 1, EVIL * 100) for _ in range(500)]
+    run["metrics"] |= {"val/accuracy": float("nan"), "time/total_s": float("inf"), EVIL: 1.0}
+    run["metrics"]["speed/mfu"] = None
+    run["series"]["train/loss"] += [[1e9, float("nan"), 0], [2e9, float("inf"), 0]]
+    run["series"]["val/loss"] = [[1, 1.797e308, 0]]
+    return run
+
+
+RUNS = pytest.mark.parametrize("make", [_cpu, _cuda, _failed, _empty, _hostile])
+Make = Callable[[], dict[str, Any]]
+
+
+def _terminal(run: dict[str, Any], *, width: int = 100, **options: Any) -> str:
+    file = io.StringIO()
+    console = Console(file=file, width=width, **options)
+    console.print(run_report.terminal(run, open_command=COMMAND))
+    return file.getvalue()
+
+
+def _words(text: str) -> str:
+    """The text without what only arranges it."""
+    return re.sub(r"[\s\u2501\u2578\u2588|\\]+", " ", text)
+
+
+@RUNS
+def test_every_face_says_what_the_sections_say(make: Make) -> None:
+    run = make()
+    plain, page = _words(_terminal(run, width=2000)), run_report.html(run, [], open_command=COMMAND)
+    note = _words(run_report.markdown(run, open_command=COMMAND))
+    for section in sections(run, limit=20).sections:
+        for block in section.blocks:
+            for bar in block.bars:
+                assert f"{bar.label} {bar.value}" in plain
+                assert f"{bar.label} {bar.value}" in note
+                assert f'<td>{bar.label}</td><td class="n">{bar.value}</td>' in page
+
+
+def test_a_cpu_run_tells_what_a_person_asks() -> None:
+    text = _terminal(_cpu())
+    for phrase in (
+        "FINISHED mlp-digits-1403  val/accuracy 0.9833  4.21 s in all  on cpu",
+        "mlp on digits, adamw at lr 0.002, batch 64, 20 epochs, seed 0",
+        "no GPU was found on this machine",
+        "other    3.15 s 75 %",
+        "one step, 1.50 ms",
+        "forward    0.50 ms 33 %",
+        "host process 412 MiB, its peak 432 MiB",
+        "OK, 0.84 MiB given back, 0 MiB in use before the run, 0 MiB leaked",
+        f"Open     {COMMAND}",
+    ):
+        assert phrase in text
+
+
+@pytest.mark.parametrize("name", ["mlp-digits-20261122-041031", "transformer-text-20261122-041031"])
+def test_no_headline_is_broken_at_80_columns(name: str) -> None:
+    """One line ended in "4.30 s in", the next was "all  on cpu"."""
+    lines = _terminal({**_cpu(), "name": name}, width=80).splitlines()
+    facts = "val/accuracy 0.9833  4.21 s in all  on cpu"
+    short = f"FINISHED {name}  {facts}"
+    assert lines[:1] == [short] or lines[:2] == [f"FINISHED {name}", f"         {facts}"]
+
+
+def test_the_page_shows_each_thing_once(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in PLOTS]
+    for file in files:
+        file.write_bytes(b"x")
+    page = run_report.html(_cpu(), files, open_command=COMMAND)
+    assert page.count("stages of the run") == 1 and page.count("<img") == 2
+
+
+def test_a_gpu_run_tells_where_its_memory_went() -> None:
+    text = _terminal(_cuda())
+    for phrase in (
+        "cuda:0, NVIDIA H200, 140 GiB, CUDA 13.0, driver 580.95.05",
+        "bf16, compiled (default), data on the device, micro-batch 512, 93 % busy, throttled",
+        "peak 6.10 GiB allocated, 6.39 GiB reserved, headroom 133 GiB, 4.55 % fragmented",
+        "2 out-of-memory errors recovered",
+        "activations 3.55 GiB 58 %",
+        "backward  6.10 GiB 100 %",
+        "8.12 MiB kept by libraries",
+    ):
+        assert phrase in text
+
+
+def test_a_leak_is_named_largest_first() -> None:
+    text = _terminal(_failed(), width=110)
+    parameter = "Parameter 2048x1024 torch.float32, 8.00 MiB, held by attribute 'weight' of Linear"
+    tensor = "Tensor 1024x1024 torch.float32, 4.00 MiB, held by list in module my_hooks"
+    assert "NOT ALL GIVEN BACK" in text and "Error    memory.on_leak: 12.0 MiB" in text
+    assert text.index(parameter) < text.index(tensor)
+
+
+def test_what_was_not_measured_has_no_line_and_is_no_zero() -> None:
+    run = _cpu()
+    text = _terminal(run) + run_report.markdown(run, open_command=COMMAND)
+    for absent in ("allocated", "reserved", "headroom", "h2d", "MFU", "checkpoint", "retries"):
+        assert absent not in text
+    assert _terminal(_empty()) == f"abc\n\nOpen     {COMMAND}\n"
+    assert sections({}).sections == ()
+    assert "%" not in _terminal({"metrics": {"time/train_model_s": 1.0}})  # of what total?
+
+
+def test_a_stage_is_not_made_up_where_the_stages_exceed_the_total() -> None:
+    metrics = {"time/train_model_s": 1.0, "time/total_s": 0.999}
+    assert "other" not in _terminal({"metrics": metrics})
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+@RUNS
+def test_the_terminal_report_stays_within_its_columns(make: Make, width: int) -> None:
+    lines = _terminal(make(), width=width).splitlines()
+    assert max(len(line) for line in lines) <= width
+
+
+@pytest.mark.parametrize(("make", "most"), [(_cpu, 30), (_cuda, 31)])
+def test_the_terminal_report_is_compact(make: Make, most: int) -> None:
+    assert len(_terminal(make()).splitlines()) <= most
+
+
+def test_a_terminal_that_knows_only_ascii_gets_only_ascii() -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Console(file=file, width=80).print(run_report.terminal(_cuda(), open_command=COMMAND))
+    file.flush()
+    assert b"backward  6.10 GiB 100 % -----" in file.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+@RUNS
+def test_without_colour_the_report_says_the_same(make: Make) -> None:
+    coloured = _terminal(make(), force_terminal=True, color_system="truecolor")
+    assert "\x1b[" in coloured
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == _terminal(make())
+
+
+def test_hostile_text_neither_moves_the_cursor_nor_forges_a_line() -> None:
+    text = _terminal(_hostile())
+    assert all(c.isprintable() or c == "\n" for c in text)
+    assert "[bold red]r[/]" in text  # shown, not obeyed
+    assert not [line for line in text.splitlines() if line.startswith(("#", "|"))]
+
+
+@RUNS
+def test_the_markdown_fits_a_tag_of_mlflow_and_opens_the_run(make: Make) -> None:
+    text = run_report.markdown(make(), open_command=COMMAND)
+    assert len(text) < 8000
+    assert f"```sh\n{COMMAND}\n```" in text
+
+
+@pytest.mark.parametrize("evil", ["<" * 10**6, "|" * 10**5, "&" * 10**5, "`" * 5000, "\0" * 10**6])
+def test_the_markdown_stays_short_whatever_the_texts(evil: str) -> None:
+    run = _hostile()
+    run |= {"name": evil, "error": evil, "status": evil}
+    run["tags"] = dict.fromkeys(run["tags"], evil)
+    run["params"] = dict.fromkeys(run["params"], evil)
+    run["owners"] = [_owner(evil, (10**30,) * 50, 1, evil)] * 50
+    text = run_report.markdown(run, open_command=evil)
+    assert len(text) < 8000
+    fences = [line for line in text.splitlines() if re.fullmatch("`+(sh)?", line)]
+    longest = max(len(ticks) for ticks in re.findall("`*", text.splitlines()[-2]))
+    assert len(fences[-1]) > longest and fences[0] == fences[-1] + "sh"
+
+
+def test_markdown_tables_keep_their_columns_and_nothing_acts_as_markup() -> None:
+    text = run_report.markdown(_hostile(), open_command="make ui")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert rows and all(len(re.findall(r"(?<!\\)\|", row)) == 5 for row in rows)
+    assert "<" not in text and "](" not in text.replace("\\](", "")
+    assert not re.search(r"(?<!\\)`", text.split("### Open")[0])
+    assert text.count("\n#") == text.count("\n### ")
+    assert all(c.isprintable() or c == "\n" for c in text)
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+
+def test_the_page_stands_alone_and_runs_nothing(tmp_path: Path) -> None:
+    run = _hostile()
+    files = run_report.plots(run, tmp_path)
+    page = run_report.html(run, files, open_command=EVIL)
+    page.encode("utf-8")
+    parser = _Tags()
+    parser.feed(page)
+    tags = [tag for tag, _ in parser.seen]
+    assert not {"script", "link", "iframe", "a", "object"} & set(tags)
+    images = [attributes for tag, attributes in parser.seen if tag == "img"]
+    assert len(images) == 2 and len(files) == 3
+    assert all((a["src"] or "").startswith("data:image/png;base64,") for a in images)
+    assert not [a for _, attributes in parser.seen for a in attributes if a.startswith("on")]
+    assert "default-src 'none'" in page and "prefers-color-scheme: dark" in page
+
+
+def test_the_page_holds_all_that_was_asked_found_and_measured() -> None:
+    page = run_report.html(_cpu(), [], open_command=COMMAND)
+    assert "<td>optim.lr</td><td>0.002</td>" in page
+    assert "<td>device.reason</td><td>no GPU was found on this machine</td>" in page
+    assert "<td>memory/host_rss_mib</td><td>412.3</td>" in page
+
+
+@pytest.mark.parametrize("make", [_cpu, _cuda])
+def test_plots_are_large_enough_to_read(make: Make, tmp_path: Path) -> None:
+    files = run_report.plots(make(), tmp_path / "new" / "plots")
+    assert [f.name for f in files] == PLOTS
+    for file in files:
+        head = file.read_bytes()[:24]
+        assert head.startswith(b"\x89PNG")
+        assert (int.from_bytes(head[16:20]), int.from_bytes(head[20:24])) == (1200, 690)
+
+
+@pytest.mark.parametrize(
+    ("run", "names"),
+    [
+        ({}, []),
+        ({"series": {"train/loss": []}, "metrics": {}}, []),
+        ({"series": {"train/loss": [[1, float("nan"), 0]]}}, []),
+        ({"series": {"train/loss": [[1, 0.0, 0]]}}, ["loss.png"]),
+        ({"series": {"val/r2": [[1, -3.0, 0], [2, 0.5, 0]]}}, ["loss.png"]),
+        ({"metrics": {"time/train_model_s": 0.0, "time/total_s": 0.0}}, ["time.png"]),
+        ({"metrics": {"memory/parameters_mib": 0.0}}, []),
+        ({"metrics": {"memory/parameters_mib": 3.0}}, ["memory.png"]),
+        ({"series": {"memory/host_rss_mib": [[5, 0.0, 0]]}}, ["memory.png"]),
+        ({"metrics": {"memory/peak_eval_mib": 3.0}}, ["memory.png"]),
+    ],
+)
+def test_only_what_has_data_is_drawn(run: dict[str, Any], names: list[str], tmp_path: Path) -> None:
+    assert [f.name for f in run_report.plots(run, tmp_path)] == names
+
+
+def test_the_epoch_whose_weights_are_logged_is_told_and_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The picture's last point is the last epoch; the number beside it must be the best one's."""
+    run = _cpu()
+    last_step = run["series"]["val/accuracy"][-1][0]
+    run["series"]["val/accuracy"] = [[1, 0.5, 0], [2, 0.875, 0], [last_step, 0.75, 0]]
+    # The run's final value, which MLflow has at the last step too.
+    run["series"]["val/accuracy"].append([last_step, 0.875, 1])
+    run["metrics"] |= {"val/accuracy": 0.875, "train/best_epoch": 2.0, "train/epoch": 3.0}
+    text = run_report.markdown(run, open_command=COMMAND)
+    assert "the weights are those of epoch 2 of 3: its val/loss is the lowest" in text
+    marked = []
+    monkeypatch.setattr(plots, "_mark", lambda ax, point, text: marked.append((point, text)))
+    run_report.plots(run, tmp_path)
+    assert marked == [((2, 0.875), "0.875")]
+    assert plots._points(run, "val/accuracy")[-1] == (last_step, 0.75)
+
+
+def test_a_report_reads_the_same_from_json() -> None:
+    run = json.loads(json.dumps(_failed()))
+    assert run_report.markdown(run, open_command=COMMAND) == (
+        run_report.markdown(_failed(), open_command=COMMAND)
+    )
+
+
+def test_importing_the_report_loads_neither_rich_nor_matplotlib_and_drawing_no_pyplot() -> None:
+    code = (
+        "import sys, tasks.engine.report.run_report as r\n"
+        "print([m for m in ('rich', 'matplotlib', 'torch') if m in sys.modules])\n"
+        "r.load_plotting()\n"
+        "import tempfile, pathlib\n"
+        "run = {'metrics': {'time/train_model_s': 1.0}}\n"
+        "with tempfile.TemporaryDirectory() as d: r.plots(run, pathlib.Path(d))\n"
+        "print('matplotlib.pyplot' in sys.modules)"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert done.stdout.split() == ["[]", "False"], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (seconds(0.0421), "42.1 ms"),
+        (seconds(0.0996), "99.6 ms"),
+        (seconds(9.996), "10.0 s"),
+        (seconds(99.96), "1 min 40 s"),
+        (seconds(3599.7), "1 h 00 min"),
+        (seconds(12000), "3 h 20 min"),
+        (seconds(0), "0 ms"),
+        (milliseconds(0.0004), "0.0004 ms"),
+        (milliseconds(1250), "1,250 ms"),
+        (clock(59.6), "1:00"),
+        (clock(3729), "1:02:09"),
+        (clock(-5), "0:00"),
+        (mebibytes(0), "0 MiB"),
+        (mebibytes(5 / 1024**2), "5 B"),
+        (mebibytes(1 / 256), "4.00 KiB"),
+        (mebibytes(0.25), "0.25 MiB"),
+        (mebibytes(999.4), "999 MiB"),
+        (mebibytes(999.6), "0.98 GiB"),
+        (mebibytes(143771), "140 GiB"),
+        (mebibytes(-12), "-12.0 MiB"),
+        (number(0.98333), "0.9833"),
+        (number(41235.7), "41,236"),
+        (number(float("nan")), "nan"),
+        (number(1.797e308), "1.797e+308"),
+        (percent(0.001), "<1 %"),
+        (percent(0), "0 %"),
+        (printable("a\r\n\tb\x1b[31m\u202e", limit=20), "a b [31m"),
+        (printable("x" * 10**7, limit=8), "xxxxx..."),
+    ],
+)
+def test_numbers_and_names_in_words(said: str, expected: str) -> None:
+    assert said == expected

@@ -1,0 +1,527 @@
+"""Settings from files, flags and overrides: what is read, and what each mistake is told."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.engine.settings import import_path_checks, unused_settings
+from tasks.engine.settings.read_settings import ConfigError, from_mapping, override, resolve
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.table import markdown_table, table, unknown
+from tasks.engine.settings.yaml_file import MAX_BYTES, Refused, parse_value, scalar, to_yaml
+
+LAUGHS = "a: &a [x, x]\n" + "".join(
+    f"{name}: &{name} [*{before}, *{before}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+DEVICE = "must be auto, cuda, cuda:INDEX, rocm, rocm:INDEX, xpu, mps or cpu"
+
+# What stands in the file, and the whole of what is said about it, without the file's name.
+TEXTS: list[tuple[str | bytes, str]] = [
+    ("zzz: {lr: 1}", ":1 zzz.lr: unknown setting; did you mean optim.lr?"),
+    ("zzz: {abc: 1}", ":1 zzz.abc: unknown setting; the sections are device, data, model, "),
+    ("run: {x: 1}", ":1 run.x: unknown setting; run has name, experiment"),
+    (
+        "\n\noptim:\n  leraning_rate: 1",
+        ":4 optim.leraning_rate: unknown setting; did you mean optim.lr?",
+    ),
+    ("train: {epochs: [1]}", ":1 train.epochs: must be a whole number (got [1])"),
+    ("optim: {lr: '0.1'}", ":1 optim.lr: must be a number (got '0.1'); drop the quotes"),
+    ("optim: {lr: true}", ":1 optim.lr: must be a number (got true)"),
+    ("data: {target: 3}", ":1 data.target: must be text or null (got 3); put it in quotes"),
+    ("optim: {lr: -0.1}", ":1 optim.lr: must be above 0 (got -0.1)"),
+    ("optim: {lr: 0}", ":1 optim.lr: must be above 0 (got 0)"),
+    ("optim: {lr: .nan}", ":1 optim.lr: must be a finite number (got nan)"),
+    ("optim: {lr: .inf}", ":1 optim.lr: must be a finite number (got inf)"),
+    ("optim: {lr: 1e999}", ":1 optim.lr: must be a finite number (got inf)"),
+    ("optim: {lr: nan}", ":1 optim.lr: must be a number (got 'nan')"),
+    ("train: {batch_size: 0}", ":1 train.batch_size: must be at least 1 (got 0)"),
+    ("train: {batch_size: -1}", ":1 train.batch_size: must be at least 1 (got -1)"),
+    (
+        f"train: {{batch_size: {10**12}}}",
+        ":1 train.batch_size: must be at most 10,000,000 (got 1000000000000)",
+    ),
+    ("train: {epochs: 0}", ":1 train.epochs: must be at least 1 (got 0)"),
+    ("train: {epochs: -1}", ":1 train.epochs: must be at least 1 (got -1)"),
+    ("train: {epochs: true}", ":1 train.epochs: must be a whole number (got true)"),
+    ("train: {epochs: 2.5}", ":1 train.epochs: must be a whole number (got 2.5)"),
+    ("train: {epochs: 1e3}", ":1 train.epochs: must be a whole number (got 1000.0); write 1000"),
+    (
+        f"train: {{epochs: {10**30}}}",
+        f":1 train.epochs: must be at most 1,000,000 (got {10**30})",
+    ),
+    ("train: {epochs: 1" + "0" * 5000 + "}", ":1 train.epochs: must be a whole number (got '1000"),
+    ('train: {amp: "yes"}', ":1 train.amp: unknown setting; did you mean train.precision?"),
+    ('data: {scale: "yes"}', ":1 data.scale: must be true or false (got 'yes')"),
+    ("data: {scale: yes}", ":1 data.scale: must be true or false (got 'yes')"),
+    ("train: {seed: -1}", ":1 train.seed: must be at least 0 (got -1)"),
+    (f"train: {{seed: {2**64}}}", f":1 train.seed: must be below 2**63 (got {2**64})"),
+    ("device: {name: gpu}", f":1 device.name: {DEVICE} (got 'gpu')"),
+    ('device: {name: "cuda:-1"}', f":1 device.name: {DEVICE} (got 'cuda:-1')"),
+    ("device: {name: ''}", f":1 device.name: {DEVICE} (got '')"),
+    ("device: {name: 'cuda:abc'}", f":1 device.name: {DEVICE} (got 'cuda:abc')"),
+    ("device: {name: 'cpu:3'}", f":1 device.name: {DEVICE} (got 'cpu:3')"),
+    ("device: {name: meta}", f":1 device.name: {DEVICE} (got 'meta')"),
+    ("device: {name: 0}", ":1 device.name: must be text (got 0); put it in quotes"),
+    (
+        "device: {name: cpu, require: gpu}",
+        ":1 device.name: is cpu but require is gpu; drop one of them",
+    ),
+    ("optim: {lr: 1}\noptim: {lr: 2}", ":2 optim: is written twice, on lines 1 and 2; keep one"),
+    ("optim: {lr: 1, lr: 2}", ":1 optim.lr: is written twice, on line 1; keep one"),
+    ("optim:\n lr: 1\noptim.lr: 2", ":3 optim.lr: is written twice, on lines 2 and 3; keep one"),
+    ("model: {args: {a: 1}}\nmodel.args.a: 1", ":2 model.args.a: is written twice, on lines 1 a"),
+    ("model: {args: {a: {b: 1, b: 2}}}", ":1 model.args.a.b: is written twice, on line 1; keep"),
+    ("optim:\n\tlr: 1", ":2 is not YAML: a tab; indent with spaces"),
+    ("optim: {lr: 1}\n---\noptim: {lr: 2}", ":2 holds a second document (---); keep one"),
+    (b"optim:\n  lr: 1\0\n", ":2 holds a NUL byte; save it as plain UTF-8"),
+    ('data: {cache: "a\\0"}', ":1 holds an escape that stands for no character of a text"),
+    ('data: {cache: "\\ud800"}', ":1 holds an escape that stands for no character of a text"),
+    ('data: {cache: "\\UFFFFFFFF"}', ": is not YAML: "),
+    ("run:\n  name: a\x07b", ":2 holds a character that YAML refuses (0x07)"),
+    ("# \u00e9\nrun: {name: caf\u00e9}".encode("latin-1"), ":1 is not UTF-8 (byte 0xe9); save it"),
+    ("optim: {lr: 1}".encode("utf-16"), ": is UTF-16; save it as UTF-8"),
+    ("", ": is empty; write at least one section, or leave the file out"),
+    ("# nothing yet\n---\n", ": is empty; write at least one section, or leave the file out"),
+    ("- optim", ":1 must hold sections, such as 'optim: {lr: 0.01}' (got a list)"),
+    ("optim", ":1 must hold sections, such as 'optim: {lr: 0.01}' (got 'optim')"),
+    ("[" * 2000 + "]" * 2000, ":1 is nested deeper than 32 levels"),
+    ("{a: " * 2000 + "}" * 2000, ":1 is nested deeper than 32 levels"),
+    ("- " * 2000, ":1 is nested deeper than 32 levels"),
+    ("a: [" + "1," * 6000 + "]", ":1 holds more than 5,000 values; name data by its path"),
+    (LAUGHS, ":1 has an anchor or alias (& or *); write the value out, or quote it"),
+    ("run: {name: *x}", ":1 has an anchor or alias (& or *); write the value out, or quote it"),
+    (
+        "a: !!python/object/apply:os.system ['false']",
+        ":1 has a tag (tag:yaml.org,2002:python/object/apply:os.system); a settings file holds",
+    ),
+    ("1: {lr: 1}", ":1 has a name that is not text; put it in quotes"),
+    ("? [a]\n: 1", ":1 has a name that is not text; put it in quotes"),
+    ("optim: 3", ":1 optim: is a section; give its settings by name, such as optim.name (got 3)"),
+    ("optim:\ntrain: {epochs: 2}", ":1 optim: is empty; write its settings under it, or leave it"),
+    ("model: {args: 3}", ":1 model.args: must be a mapping with names of text, such as {hidden: "),
+    ("optim: {lr: {x: 1}}", ":1 optim.lr: must be a number (got {'x': 1})"),
+    ("optim: {lr: 1", ":1 is not YAML: expected ',' or '}', but got '<stream end>'"),
+    ("optim: {name: adam}", ":1 optim.name: must be one of adamw, sgd, Adadelta"),
+    ("run: {name: ''}", ":1 run.name: must be text of 1 or more characters (got '')"),
+    (f"run: {{name: {'x' * 300}}}", ":1 run.name: must be text of at most 250 characters (got 'x"),
+    ('run: {name: "a\\nb"}', ":1 run.name: must be printable text on one line (got 'a\\nb')"),
+    ("\ndata:\n  source: csv", ":3 data.path: is needed for source csv; name the file to read"),
+    ("data: {path: x}", ":1 data.source: the ending of 'x' does not tell; set data.source to one"),
+    (
+        "data: {path: x.csv, source: synthetic}",
+        ":1 data.path: has no meaning for source synthetic (got 'x.csv'); set data.source",
+    ),
+    ("data: {path: x.npy, drop: [a]}", ":1 data.drop: has no meaning for source npy; drop it"),
+    ("data: {args: {a: 1}}", ":1 data.args: are for a source of your own, package.module:factory"),
+    ("data: {path: x.csv, drop: [1]}", ":1 data.drop: must be a list of text, such as [a, b] (got"),
+    (
+        "model: {name: 'os:'}",
+        ":1 model.name: must be one of linear, mlp, cnn, transformer, or pack",
+    ),
+    (
+        "train: {metrics: {f1: f1}}",
+        ":1 train.metrics: f1 must be package.module:function (got 'f1'",
+    ),
+    (
+        "train: {batch_size: 2, accumulate: 3}",
+        ":1 train.accumulate: must be at most train.batch_size (got 3 for a batch of 2)",
+    ),
+]
+
+
+def _said(file: str | None, flags: dict[str, Any] | None = None) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(file, flags or {})
+    return caught.value.problems
+
+
+def test_no_row_of_the_table_was_lost() -> None:
+    assert len(TEXTS) == 82
+
+
+@pytest.mark.parametrize("text, said", TEXTS, ids=[repr(t)[:40] for t, _ in TEXTS])
+def test_a_wrong_file_is_told_in_one_line_with_its_place(
+    tmp_path: Path, text: str | bytes, said: str
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    problems = _said(str(file))
+    assert problems[0].startswith(f"{file}{said}")
+    assert all(problem.isprintable() and len(problem) < 400 for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "path, said",
+    [
+        ("missing.yaml", "is not there (looked in "),
+        (".", "is a folder; name a YAML file"),
+        ("/dev/zero", "is a pipe, socket or device; name a YAML file"),
+        pytest.param("/proc/self/mem", "cannot be read (Input/output error)", marks=LINUX),
+        ("a\0b", "is not a file name (embedded null byte)"),
+        ("x" * 5000, "cannot be read (File name too long); check the path and its rights"),
+        ("", "is not there"),
+    ],
+)
+def test_what_is_no_file_is_refused_without_reading_it(path: str, said: str) -> None:
+    assert said in _said(path)[0]
+
+
+def test_a_fifo_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    assert "is a pipe, socket or device" in _said(str(tmp_path / "fifo"))[0]
+
+
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("optim: {lr: 1}")
+    file.chmod(0)
+    user = os.geteuid()
+    if user == 0:  # root may read everything
+        os.seteuid(65534)
+    try:
+        said = _said(str(file))
+    finally:
+        os.seteuid(user)
+    assert said == (f"{file}: cannot be read (Permission denied); check the path and its rights",)
+
+
+def test_a_file_over_1_mib_is_refused_and_one_below_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("#" * (MAX_BYTES - 20) + "\noptim: {lr: 1.5}")
+    assert resolve(str(file), {}).optim.lr == 1.5
+    file.write_text("#" * (MAX_BYTES + 1))
+    assert _said(str(file))[0].endswith("is larger than 1 MiB; a settings file holds only settings")
+
+
+def test_all_problems_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("train:\n  epochs: 0\n  batch: 8\noptim: {lr: -1}\n")
+    assert _said(str(file), {"train.seed": "-1", "sed": "1", "optim.beta2": "1"}) == (
+        f"{file}:2 train.epochs: must be at least 1 (got 0)",
+        f"{file}:3 train.batch: unknown setting; did you mean train.batch_size?",
+        f"{file}:4 optim.lr: must be above 0 (got -1)",
+        "sed: unknown setting; did you mean train.seed?",
+        "optim.beta2: must be below 1 (got 1)",
+        "train.seed: must be at least 0 (got -1)",
+    )
+
+
+def test_a_consequence_of_another_mistake_is_not_told(tmp_path: Path) -> None:
+    # data.path "has no meaning" only because the source was not understood
+    file = tmp_path / "config.yaml"
+    file.write_text("data: {sorce: csv, path: x.csv}")
+    assert len(_said(str(file))) == 1
+    assert len(_said(str(tmp_path / "missing.yaml"), {"data.path": "x.csv"})) == 1
+
+
+def test_nested_and_dotted_names_mean_the_same_and_flags_win(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "\ufeffoptim: {lr: 1e-3, name: sgd}\ndata: {}\nrun.name: on\nmodel.args.hidden: [8]\n"
+        "model: {args.dropout: 0.5}\ntrain:\n  seed: 0x10\n  epochs: 010\n  compile: off\n"
+    )
+    config = resolve(
+        str(file), {"optim.lr": "2", "model.args.hidden": "[4]", "run.experiment": "7"}
+    )
+    assert (config.optim.lr, config.optim.name, config.run.name) == (2, "sgd", "on")
+    assert config.model.args == {"dropout": 0.5, "hidden": [4]}
+    assert (config.train.seed, config.train.epochs, config.train.compile) == (16, 10, "off")
+
+
+@pytest.mark.parametrize(
+    "name, text, value",
+    [
+        ("optim.lr", "1e-3", 0.001),
+        ("optim.lr", " .5 ", 0.5),
+        ("optim.clip_norm", "None", None),
+        ("optim.clip_norm", "1", 1.0),
+        ("run.name", "123", "123"),
+        ("run.name", "null", None),
+        ("data.cache", "true", "true"),
+        ("data.cache", "null", "null"),
+        ("data.scale", "False", False),
+        ("model.args", '{"hidden": [64], "dropout": 0.1}', {"hidden": [64], "dropout": 0.1}),
+        ("model.args", "{hidden: [64]}", {"hidden": [64]}),
+        ("model.args.activation", "relu", {"activation": "relu"}),
+        ("model.args", {"a": 1}, {"a": 1}),
+        ("train.epochs", 3, 3),
+    ],
+)
+def test_a_flag_is_read_by_the_kind_of_its_setting(name: str, text: Any, value: Any) -> None:
+    flat = resolve(None, {name: text}).flat()
+    assert flat["model.args" if name.startswith("model.args") else name] == value
+
+
+@pytest.mark.parametrize(
+    "name, text, said",
+    [
+        ("optim.lr", "-0.1", "optim.lr: must be above 0 (got -0.1)"),
+        ("optim.lr", "nan", "optim.lr: must be a number (got 'nan')"),
+        ("optim.lr", ".nan", "optim.lr: must be a finite number (got nan)"),
+        ("optim.lr", "", "optim.lr: must be a number (got '')"),
+        ("optim.lr", "null", "optim.lr: must be a number (got null)"),
+        ("optim.lr", "\udcff", "optim.lr: must be a number (got '\\udcff')"),
+        ("optim.clip_norm", "x", "optim.clip_norm: must be a number or null (got 'x')"),
+        ("optim.clip_norm", "0", "optim.clip_norm: must be above 0 (got 0)"),
+        ("train.epochs", "true", "train.epochs: must be a whole number (got true)"),
+        ("train.epochs", "2.0", "train.epochs: must be a whole number (got 2.0); write 2"),
+        ("data.scale", "1", "data.scale: must be true or false (got 1)"),
+        ("run.name", "a\nb", "run.name: must be printable text on one line (got 'a\\nb')"),
+        ("data.cache", "\udcff", "data.cache: must be text of whole characters (got '\\udcff')"),
+        ("model.args", "[1]", "model.args: must be a mapping with names of text, such as {hid"),
+        ("model.args", "{a: 1, a: 2}", "model.args: a: is written twice, on line 1; keep one"),
+        ("model.args", "{a", "model.args: is not YAML: expected ',' or '}', but got '<stream end"),
+        ("model.args.x", "*a", "model.args.x: has an anchor or alias (& or *); write the value"),
+        ("model.args.x", "[" * 2000, "model.args.x: is nested deeper than 32 levels (got '[[["),
+        ("model.args", "\udcff", "model.args: holds a character that YAML refuses (0xdcff)"),
+        ("optim", "3", "optim: is a section; give its settings by name, such as optim.name"),
+        ("a\nb\x1b[0m", "3", "a\\nb\\x1b[0m: unknown setting; the sections are device, data,"),
+        ("", "3", ": unknown setting; the sections are device, data,"),
+        ("x" * 10**6, "3", "xxxx"),
+    ],
+)
+def test_a_wrong_flag_is_told_under_its_dotted_name(name: str, text: str, said: str) -> None:
+    problems = _said(None, {name: text})
+    assert len(problems) == 1 and problems[0].startswith(said) and len(problems[0]) < 2200
+
+
+@pytest.mark.parametrize(
+    "wrong, meant",
+    [
+        ("learning_rate", "optim.lr"),
+        ("lr", "optim.lr"),
+        ("optm.lr", "optim.lr"),
+        ("optim.weight_dacay", "optim.weight_decay"),
+        ("optim.batch_size", "train.batch_size"),
+        ("train.batch-size", "train.batch_size"),
+        ("trian.epochs", "train.epochs"),
+        ("epocs", "train.epochs"),
+        ("batch", "train.batch_size"),
+        ("gpu", "device.name"),
+        ("amp", "train.precision"),
+        ("optm.name", "optim.name"),
+        ("data.name", "data.source"),
+        ("modle.name", "model.name"),
+        ("memory.limit_mb", "memory.limit_mib"),
+        ("memory.limit", "memory.limit_mib"),
+    ],
+)
+def test_a_typo_or_another_tools_word_leads_to_the_setting(wrong: str, meant: str) -> None:
+    assert unknown(wrong) == f"unknown setting; did you mean {meant}?"
+
+
+def test_every_synonym_leads_to_a_setting_that_is_there() -> None:
+    from tasks.engine.settings.table import _SYNONYMS
+
+    assert set(_SYNONYMS.values()) <= set(RunConfig().flat())
+
+
+def test_overrides_change_only_what_they_name() -> None:
+    config = resolve(None, {"optim.lr": 0.5, "model.args": {"hidden": [4], "dropout": 0.1}})
+    changed = override(config, {"train.epochs": 3, "model.args.hidden": [8]})
+    assert (changed.optim.lr, changed.train.epochs) == (0.5, 3)
+    assert changed.model.args == {"hidden": [8], "dropout": 0.1}
+    assert override(config, None) is config and override(config, {}) is config
+
+
+@pytest.mark.parametrize(
+    "overrides, said",
+    [
+        ({"optim.lr": "0.1"}, "optim.lr: must be a number (got '0.1'); drop the quotes"),
+        ({"optim.lr": True}, "optim.lr: must be a number (got true)"),
+        ({"optim.lr": 10**5000}, "optim.lr: must be a number (got a value too long to print)"),
+        ({"optim": {"lr": 1}}, "optim: is a section; give its settings by name, such as"),
+        ({"optim.momentun": 1}, "optim.momentun: unknown setting; did you mean optim.momentum?"),
+        ({"model.args": {1: 2}}, "model.args: must be a mapping with names of text, such as"),
+        ({"data.source": "csv"}, "data.path: is needed for source csv; name the file to read"),
+        ({"train.accumulate": 65}, "train.accumulate: must be at most train.batch_size (got 65 "),
+        ({1: 2}, "overrides: must map dotted names to values, such as {'optim.lr': 0.01} (got {1"),
+        ([1], "overrides: must map dotted names to values, such as {'optim.lr': 0.01} (got [1])"),
+    ],
+)
+def test_a_wrong_override_is_told_like_a_wrong_flag(overrides: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        override(RunConfig(), overrides)
+    assert len(caught.value.problems) == 1 and str(caught.value).startswith(said)
+
+
+def test_the_table_lists_every_setting_with_its_text_and_default() -> None:
+    rows = {row.name: row for row in table()}
+    assert list(rows) == list(RunConfig().flat())
+    assert all(row.text for row in rows.values())
+    assert rows["optim.lr"][1:4] == ("number", "0.002", "above 0, at most 1,000")
+    assert rows["optim.clip_norm"][1:4] == ("number or null", "null", "above 0")
+    assert rows["device.require"][1:4] == ("one of", "any", "any, gpu")
+    assert rows["model.args"][1:4] == ("mapping", "{}", "")
+    assert markdown_table().count("\n") == len(rows) + 2
+    assert "| `optim.lr` | number | `0.002` | above 0, at most 1,000 | Peak lea" in markdown_table()
+
+
+@pytest.mark.parametrize(
+    ("path", "source"), [("a.csv", "csv"), ("b.TAB", "tsv"), ("c.pq", "parquet"), ("d.txt", "text")]
+)
+def test_the_ending_of_a_path_tells_its_source(path: str, source: str) -> None:
+    assert resolve(None, {"data.path": path}).data.source == source
+    assert override(RunConfig(), {"data.path": path}).data.source == source
+
+
+def test_every_default_reads_back_as_a_flag() -> None:
+    defaults = {row.name: row.default for row in table() if row.default != "null"}
+    assert resolve(None, defaults) == RunConfig()
+
+
+def test_a_problem_survives_pickling() -> None:
+    import pickle
+
+    error = pickle.loads(pickle.dumps(ConfigError("a: b", "c: d")))
+    assert error.problems == ("a: b", "c: d") and str(error) == "a: b\nc: d"
+
+
+@pytest.mark.parametrize(
+    "text", ["1e-3", "yes", "1_000", "12:30", "0o7", "null", "- a", "2024-01-01"]
+)
+def test_written_settings_read_back_as_they_were(tmp_path: Path, text: str) -> None:
+    config = override(RunConfig(), {"run.name": text, "optim.lr": 1e-7, "model.args.x": [text]})
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config.model_dump()))
+    assert resolve(str(file), {}) == config
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=12))
+def test_any_text_that_is_written_reads_back_or_is_refused(text: str) -> None:
+    try:
+        assert parse_value(to_yaml({"a": text})) == {"a": text}
+    except Refused:
+        assert not text.isprintable()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.from_regex(r"[-+.0-9eExo_:infa~]{1,8}", fullmatch=True))
+def test_a_bare_word_is_what_yaml_1_2_says(text: str) -> None:
+    value = scalar(text)
+    if isinstance(value, float):
+        assert float(text.replace(".inf", "inf").replace(".nan", "nan")) == value or value != value
+    elif isinstance(value, int):
+        assert int(text, 0 if text[1:2] in ("x", "o") else 10) == value
+    else:
+        assert value is None or value == text
+
+
+SEED_TEXT = """\
+optim: {lr: 1e-3, name: sgd}   # a comment
+train:
+  epochs: 5
+  batch_size: 64
+"data": {source: csv, path: 'x'}
+model.args: {hidden: [64, 32], act: "re\\u006cu"}
+run.name: |
+  text
+"""
+_PIECES = st.one_of(
+    st.sampled_from(
+        list("{}[],:#&*!|>'\"%@`-?\n\t \\~=.") + ["---\n", "<<: ", "!!int ", "\\x", "..."]
+    ),
+    st.text(max_size=3),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(SEED_TEXT)), _PIECES, st.integers(0, 9)), max_size=6))
+def test_mutated_text_gives_a_config_or_a_config_error(
+    tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[int, str, int]]
+) -> None:
+    text = SEED_TEXT
+    for place, piece, cut in edits:
+        text = text[:place] + piece + text[place + cut :]
+    file = tmp_path_factory.getbasetemp() / "mutated.yaml"
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        assert isinstance(resolve(str(file), {}), RunConfig)
+    except ConfigError as error:
+        assert error.problems and all(p.isprintable() for p in error.problems)
+
+
+def test_yaml_1_1_would_have_read_it_differently() -> None:
+    # why there is a reader of our own: these are the traps it closes
+    assert yaml.safe_load("1e-3") == "1e-3" and scalar("1e-3") == 0.001
+    assert yaml.safe_load("off") is False and scalar("off") == "off"
+    assert yaml.safe_load("12:30") == 750 and scalar("12:30") == "12:30"
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        (
+            {"data.source": "csv", "data.path": "a.csv", "data.rows": 5000},
+            "data.rows: has no effect (got 5000): it is for data.source synthetic (this is csv)",
+        ),
+        (
+            {"optim": {"name": "sgd", "beta2": 0.9}},
+            "optim.beta2: has no effect (got 0.9): it is for AdamW (optim.name is sgd)",
+        ),
+        (
+            {"train": {"patience": 30}},
+            "train.patience: has no effect (got 30): the run ends after 20 epochs, by train.epochs",
+        ),
+        (
+            {"data.source": "text", "data.split_seed": 3},
+            "data.split_seed: has no effect (got 3): it is not for tokens (data.source is text)",
+        ),
+        (
+            {"data.context": 64},
+            "data.context: has no effect (got 64): it is for data.source text or tokens "
+            "(this is digits)",
+        ),
+    ],
+)
+def test_a_setting_without_effect_is_told(asked: dict[str, Any], line: str) -> None:
+    """data.rows with a csv file was taken in silence."""
+    assert unused_settings.told(from_mapping(asked)) == [line]
+
+
+def test_a_setting_without_meaning_is_no_param_of_the_run() -> None:
+    params = unused_settings.params(from_mapping({"data.source": "text", "optim.name": "sgd"}))
+    assert params["data.context"] == 128 and params["train.patience"] == 0
+    assert not {"data.rows", "data.scale", "data.drop", "optim.beta2"} & set(params)
+    assert not unused_settings.told(RunConfig())
+
+
+def test_arguments_of_a_built_in_model_are_checked_by_the_settings_alone() -> None:
+    """They were built, and refused, after the data had been prepared."""
+    config = from_mapping({"model.args": {"hidden": 256, "droput": 0.1}})
+    with pytest.raises(ConfigError) as caught:
+        import_path_checks.check(config)
+    assert caught.value.problems == (
+        "model.args: hidden must be a list of whole numbers from 1 to 1,048,576, such as [256] "
+        "(got 256)",
+        "model.args: 'droput' is unknown; the model mlp takes hidden, dropout; "
+        "did you mean dropout?",
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"train": {"epochz": 2}}, "train.epochz: unknown setting; did you mean train.epochs?"),
+        ({"optim.lr": "0.1"}, "optim.lr: must be a number (got '0.1'); drop the quotes"),
+        ({"optim": None}, "optim: is empty; write its settings under it, or leave it out"),
+        (
+            [1],
+            "config: must be a RunConfig or a dict of sections, such as {'optim': {'lr': 0.01}} "
+            "(got [1])",
+        ),
+    ],
+)
+def test_a_dict_of_a_notebook_is_refused_as_a_file_is(given: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(given)
+    assert str(caught.value) == told

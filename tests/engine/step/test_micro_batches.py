@@ -1,0 +1,295 @@
+"""Memory that runs out for real: a ledger with a limit counts the bytes of the tensors on a CPU."""
+
+import math
+from contextlib import nullcontext
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tasks.engine.memory.allocation_log import Ledger
+from tasks.engine.memory.memory_by_owner import Accounts
+from tasks.engine.step import micro_batches, optim
+from tasks.engine.step.micro_batches import Fixed, MemoryExhausted, MicroBatches
+from tasks.engine.step.optimizer_step import Step, Watched
+
+CPU = torch.device("cpu")
+ROWS, WIDTH = 32, 16
+
+
+class _Witness:
+    """What was done to see the last attempt."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def start(self) -> None:
+        self.seen.append("start")
+
+    def write(self) -> None:
+        self.seen.append("write")
+
+    def reading(self) -> dict[str, int]:
+        return {"allocated": 7}
+
+
+class _Training:
+    """A small training whose activations are most of its memory."""
+
+    def __init__(
+        self,
+        *,
+        limit_bytes: int | None = None,
+        micro_rows: int = ROWS,
+        dropout: float = 0.0,
+        fixed: bool = False,
+        adam: bool = False,
+        scaled: bool = False,
+        clip_norm: float | None = None,
+    ) -> None:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for _ in range(3):
+            layers += [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH) if dropout else nn.Identity()]
+            layers += [nn.Tanh(), nn.Dropout(dropout)]
+        self.model = nn.Sequential(*layers, nn.Linear(WIDTH, 3))
+        self.ledger = Ledger(CPU, limit_bytes=limit_bytes)
+        optimizer = optim.make(
+            "adamw" if adam else "sgd",
+            self.model.parameters(),
+            lr=0.01,
+            weight_decay=0.0,
+            momentum=0.9 if adam else 0.0,  # which has a state
+            beta2=0.99,
+        )
+        accounts = Accounts(
+            self.ledger,
+            lambda: {
+                "parameters": self.model.parameters(),
+                "optimizer_state": optimizer.state_tensors(),
+            },
+        )
+        self.witness = _Witness()
+        self.micro = MicroBatches(
+            micro_rows,
+            whole=ROWS,
+            what="training",
+            device=CPU,
+            model=self.model,
+            accounts=accounts,
+            witness=self.witness,
+        )
+        self.phases: list[str] = []
+        self.step = Step(
+            compute=lambda x, y: nn.functional.cross_entropy(self.model(x), y),
+            optimizer=optimizer,
+            scaler=torch.amp.GradScaler("cpu", enabled=scaled, growth_interval=2),
+            autocast=nullcontext,
+            clip_norm=clip_norm,
+            micro=Fixed(micro_rows) if fixed else self.micro,
+            mark=self.phases.append,
+        )
+
+    def train(self, steps: int = 2) -> list[float]:
+        draw = torch.Generator().manual_seed(1)
+        torch.manual_seed(2)
+        losses = []
+        self.ledger.own("parameters", (*self.model.parameters(), *self.model.buffers()))
+        for _ in range(steps):
+            x = torch.randn(ROWS, WIDTH, generator=draw)
+            y = torch.randint(3, (ROWS,), generator=draw)
+            self.ledger.own("batch", [x, y])
+            with self.ledger.active():
+                losses.append(self.step(x, y, norm=False, watched=Watched.NOT).loss.item())
+        return losses
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self.model.state_dict()
+
+
+@cache
+def _peak(*, steps: int = 2, **how) -> int:
+    """The most that a training without a limit holds, at the size that it starts with."""
+    training = _Training(**how)
+    training.micro._patience = 10**9
+    training.train(steps)
+    return training.ledger.peak_bytes
+
+
+def _assert_equal(one: _Training, other: _Training) -> None:
+    for a, b in zip(one.state().values(), other.state().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("micro_rows", [16, 8, 4, 2, 1])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_running_out_gives_the_bits_of_a_run_that_never_did(micro_rows, dropout) -> None:
+    # A batch norm makes its running means from each micro-batch: they must not see one twice. It
+    # needs two rows.
+    if dropout and micro_rows == 1:
+        pytest.skip("a batch norm cannot train on one row")
+    spared = _Training(micro_rows=micro_rows, dropout=dropout, fixed=True)
+    expected = spared.train()
+    limited = _Training(limit_bytes=_peak(micro_rows=micro_rows, dropout=dropout), dropout=dropout)
+    assert limited.train() == expected
+    assert limited.micro.rows == micro_rows
+    assert limited.micro.recovered == int(math.log2(ROWS // micro_rows))
+    _assert_equal(limited, spared)
+
+
+@settings(max_examples=12, deadline=None)
+@given(share=st.floats(0.0, 1.0), start=st.integers(1, ROWS))
+def test_whatever_the_limit_it_trains_within_it_or_says_so(share: float, start: int) -> None:
+    least, most = _peak(micro_rows=1), _peak()
+    limit = int(0.8 * least + share * (most - 0.8 * least))
+    training = _Training(limit_bytes=limit, micro_rows=start)
+    if limit < least:
+        with pytest.raises(MemoryExhausted, match="memory ran out in training"):
+            training.train()
+    else:
+        assert all(math.isfinite(loss) for loss in training.train())
+        assert training.ledger.peak_bytes - ROWS * WIDTH * 4 * 2 <= limit
+
+
+@pytest.mark.parametrize("at", ["forward", "backward", "optimizer"])
+def test_each_phase_may_run_out(at: str) -> None:
+    """An operation of that phase finds no memory, once."""
+    training, spared = _Training(), _Training(fixed=True)
+    training.train(1), spared.train(1)
+    failures = iter([True])
+
+    def fail_once(*_: object) -> None:
+        if next(failures, False):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    if at == "forward":
+        training.model[4].register_forward_hook(fail_once)
+    elif at == "backward":
+        training.model[4].register_full_backward_hook(fail_once)
+    else:
+        real = training.step.optimizer.step
+        training.step.optimizer.step = lambda: (fail_once(), real())[1]
+    training.train(1), spared.train(1)
+    assert training.micro.recovered == 1
+    assert training.micro.rows == (ROWS if at == "optimizer" else ROWS // 2)
+    for a, b in zip(training.state().values(), spared.state().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def _fails_once_a_step(monkeypatch, owner: object, name: str) -> list[str]:
+    """Every second call of a function finds no memory, the first one first."""
+    real, calls = getattr(owner, name), []
+
+    def call(*args, **kwargs):
+        calls.append(name)
+        if len(calls) % 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("at", ["unscale", "norm", "scale", "step", "kernel"])
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("adam", [False, True])
+def test_an_update_that_failed_and_was_repeated_is_that_of_a_run_that_never_failed(
+    monkeypatch, adam: bool, clip_norm: float | None, at: str
+) -> None:
+    """The scale that a failed step left behind was multiplied into the next one's, and a step of
+    AdamW counted twice: silently wrong weights."""
+    if clip_norm is None and at in ("unscale", "norm"):
+        pytest.skip("nothing is unscaled beside the step")
+    spared = _Training(adam=adam, scaled=True, clip_norm=clip_norm, fixed=True)
+    expected = spared.train(4)
+    training = _Training(adam=adam, scaled=True, clip_norm=clip_norm)
+    owner, name = {
+        "unscale": (training.step.scaler, "unscale_"),
+        "norm": (nn.utils, "clip_grad_norm_"),
+        "scale": (training.step.scaler, "_get_scale_async"),
+        "step": (training.step.optimizer, "step"),
+        "kernel": (torch, "_fused_adamw_" if adam else "_fused_sgd_"),
+    }[at]
+    calls = _fails_once_a_step(monkeypatch, owner, name)
+    assert training.train(4) == expected
+    monkeypatch.undo()
+    assert len(calls) == 8 and training.micro.recovered == 4
+    assert training.micro.rows == ROWS, "the activations are gone: fewer rows don't help"
+    _assert_equal(training, spared)
+    state, wanted = (t.step.optimizer.state_tensors() for t in (training, spared))
+    assert all(torch.equal(a, b) for a, b in zip(state, wanted, strict=True))
+    assert training.step.scaler.state_dict() == spared.step.scaler.state_dict()
+
+
+def test_the_optimizer_state_is_made_whole_or_not_at_all() -> None:
+    training = _Training(
+        limit_bytes=_peak(micro_rows=1, adam=True, steps=1) - 1, micro_rows=1, adam=True
+    )
+    with pytest.raises(MemoryExhausted, match="memory ran out in optimizer"):
+        training.train(1)
+    assert training.witness.seen == ["start", "write"]
+    made = len(training.step.optimizer.state_tensors())
+    assert made in (0, 2 * len(training.step.optimizer.params) + 1)
+
+
+def test_what_failed_is_let_go_of_before_it_is_tried_again() -> None:
+    """Otherwise not even the peak of the size that fits would fit beside it."""
+    training = _Training(limit_bytes=_peak(micro_rows=8))
+    training.train()
+    assert training.micro.tried == [32, 16] and training.micro.fitted == 8
+
+
+def test_it_grows_back_when_there_is_room_and_waits_longer_when_there_is_none(monkeypatch) -> None:
+    monkeypatch.setattr(micro_batches, "GROW_AFTER", 3)
+    training = _Training()
+    training.micro._patience = 3
+    training.micro.ease("the allocator had to free its cache twice")
+    assert training.micro.rows == ROWS // 2
+    training.train(3)
+    assert training.micro.rows == ROWS // 2
+    training.train(1)
+    assert training.micro.rows == ROWS
+    limited = _Training(limit_bytes=_peak(micro_rows=ROWS // 2))
+    limited.micro._patience = 3
+    limited.train(1)
+    limited.train(3)
+    assert limited.micro.tried == [ROWS, ROWS] and limited.micro._patience == 6
+    limited.train(5)
+    assert limited.micro.tried == [ROWS, ROWS]
+
+
+def test_what_only_saves_time_is_given_back_where_not_even_one_row_fits(caplog) -> None:
+    """A batch that was read ahead held the room that a step lacked. Each halving was told with
+    all that PyTorch says about memory."""
+    told = "CUDA out of memory. Tried to allocate 2.00 MiB"
+    text = f"{told}. GPU 0 has a total capacity of 23.6 GiB of which 1.2 GiB is free. See also"
+    training, spared, ahead = _Training(dropout=0.3), _Training(dropout=0.3, fixed=True), [1]
+
+    def too_much(module: nn.Module, *_: object) -> None:
+        if ahead:
+            raise torch.OutOfMemoryError(text)
+
+    training.model[0].register_forward_hook(too_much)
+    training.micro._give_back = lambda: bool(ahead and ahead.pop())
+    assert training.train(2) == spared.train(2)
+    assert training.micro.tried == [32, 16, 8, 4, 2]
+    assert training.micro.rows == ROWS and training.micro.recovered == 6
+    assert caplog.messages[0].endswith(f"{ROWS} rows: going on with {ROWS // 2} ({told})")
+    _assert_equal(training, spared)
+
+
+def test_other_errors_are_not_repeated() -> None:
+    training = _Training()
+    calls = []
+
+    def wrong(*_: object) -> None:
+        calls.append(1)
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    training.model[0].register_forward_hook(wrong)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        training.train(1)
+    assert len(calls) == 1

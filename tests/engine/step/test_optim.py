@@ -1,0 +1,194 @@
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tasks.engine.step import optim
+
+
+def _twins() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    two = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    two.load_state_dict(one.state_dict())
+    return one, two
+
+
+def _train(model: nn.Module, optimizer, *, steps: int) -> None:
+    torch.manual_seed(1)
+    for _ in range(steps):
+        x, y = torch.randn(8, 6), torch.randn(8, 2)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "sgd without momentum"])
+def test_steps_are_those_of_torch_optim(name: str, weight_decay: float) -> None:
+    mine, theirs = _twins()
+    momentum = 0.0 if "without" in name else 0.9
+    made = optim.make(
+        name.split()[0],
+        mine.parameters(),
+        lr=0.05,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        beta2=0.99,
+    )
+    if name == "adamw":
+        reference = torch.optim.AdamW(
+            theirs.parameters(), lr=0.05, betas=(0.9, 0.99), weight_decay=weight_decay
+        )
+    else:
+        reference = torch.optim.SGD(
+            theirs.parameters(),
+            lr=0.05,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            nesterov=momentum > 0,
+        )
+    _train(mine, made, steps=25)
+    _train(theirs, reference, steps=25)
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+class Mixed(nn.Module):
+    """One of each kind of parameter, a norm over several axes and a tied one among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 6)
+        self.norm = nn.LayerNorm((3, 6))
+        self.hidden = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 5)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.hidden(self.norm(self.embedding(tokens))))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_norms_biases_and_embeddings_have_no_weight_decay(name: str) -> None:
+    torch.manual_seed(0)
+    mine = Mixed()
+    theirs = copy.deepcopy(mine)
+    made = optim.make(
+        name,
+        mine.parameters(),
+        lr=0.05,
+        weight_decay=0.5,
+        momentum=0.9,
+        beta2=0.99,
+        undecayed=optim.undecayed(mine),
+    )
+    decayed = [theirs.hidden.weight]
+    rest = [p for p in theirs.parameters() if p is not theirs.hidden.weight]
+    groups = [{"params": decayed}, {"params": rest, "weight_decay": 0.0}]
+    reference: torch.optim.Optimizer
+    if name == "adamw":
+        reference = torch.optim.AdamW(groups, lr=0.05, betas=(0.9, 0.99), weight_decay=0.5)
+    else:
+        reference = torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.5, nesterov=True)
+    tokens = torch.randint(5, (8, 3))
+    for _ in range(6):
+        for model, optimizer in ((mine, made), (theirs, reference)):
+            optimizer.zero_grad()
+            model(tokens).logsumexp(-1).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+    used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = optim.AdamW([used, unused], lr=0.1, weight_decay=0.1, beta1=0.9, beta2=0.99)
+    used.sum().backward()
+    optimizer.step()
+    assert unused.tolist() == [1, 1, 1]
+    assert used.tolist() != [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_step_with_infinite_gradients_changes_nothing_under_a_scaler(name: str) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = optim.make(name, [weight], lr=0.1, weight_decay=0.1, momentum=0.9, beta2=0.99)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale((weight * math.inf).sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.tolist() == [1, 1, 1]
+    assert all(not state.any() for state in optimizer.state_tensors())
+    assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("unscaled_before", [True, False])
+def test_scaled_gradients_give_the_step_of_unscaled_ones(unscaled_before: bool) -> None:
+    mine, theirs = _twins()
+    results = []
+    for model, enabled in ((mine, True), (theirs, False)):
+        optimizer = optim.AdamW(model.parameters(), lr=0.1, weight_decay=0, beta1=0.9, beta2=0.99)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+        scaler.scale(model(torch.ones(2, 6)).square().sum()).backward()
+        if unscaled_before:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        results.append([p.detach() for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_rate_rises_then_falls_along_a_cosine() -> None:
+    at = optim.schedule("cosine", lr=1.0, total_steps=110, warmup_fraction=10 / 110)
+    assert [at(0), at(4), at(9)] == pytest.approx([0.1, 0.5, 1.0])
+    assert [at(10), at(60)] == pytest.approx([1.0, 0.5])
+    assert 0 < at(109) < 0.001
+
+
+def test_the_rate_falls_to_its_floor_and_not_below() -> None:
+    at = optim.schedule(
+        "cosine", lr=2.0, total_steps=110, warmup_fraction=10 / 110, min_fraction=0.1
+    )
+    assert [at(10), at(60), at(110)] == pytest.approx([2.0, 1.1, 0.2])
+
+
+def test_a_constant_rate_stays_after_the_warm_up() -> None:
+    at = optim.schedule("constant", lr=0.3, total_steps=10, warmup_fraction=0.0)
+    assert {at(step) for step in range(10)} == {0.3}
+
+
+def test_a_first_step_imports_no_compiler() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, torch\n"
+        "from tasks.engine.step import optim\n"
+        "p = torch.nn.Parameter(torch.ones(2)); p.sum().backward()\n"
+        "o = optim.make('adamw', [p], lr=.1, weight_decay=0., momentum=.9, beta2=.9)\n"
+        "o.step(); o.zero_grad()\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_parameter_that_misses_a_gradient_misses_a_count_too() -> None:
+    """All share one count, until one of them goes its own way: as in torch.optim."""
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    mine = optim.AdamW(ours, lr=0.1, weight_decay=0.01, beta1=0.9, beta2=0.99)
+    reference = torch.optim.AdamW(theirs, lr=0.1, betas=(0.9, 0.99), weight_decay=0.01)
+    for present in ((0, 1), (0,), (0, 1), (1,), (0, 1)):
+        for i in range(2):
+            gradient = torch.randn(3) if i in present else None
+            ours[i].grad, theirs[i].grad = gradient, gradient
+        mine.step()
+        reference.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)

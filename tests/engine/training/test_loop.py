@@ -1,0 +1,406 @@
+import math
+import time
+import weakref
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tasks.engine.base.timing import HostClock, Stopwatch
+from tasks.engine.batches.dataloaders import Loaded
+from tasks.engine.batches.dataset_batches import feed
+from tasks.engine.batches.memory_format import row_order
+from tasks.engine.memory.allocation_log import Ledger
+from tasks.engine.memory.memory_by_owner import Accounts
+from tasks.engine.memory.memory_meter import Meter
+from tasks.engine.step import optim
+from tasks.engine.step.best_weights import Best
+from tasks.engine.step.build import Plan
+from tasks.engine.step.evaluation import Judge, evaluate
+from tasks.engine.step.micro_batches import Failure, Fixed, MemoryExhausted
+from tasks.engine.step.optimizer_step import Step
+from tasks.engine.step.phases import Phases
+from tasks.engine.training.loop import Fitted, Tools, fit
+from tasks.engine.training.step_metrics import Diverged
+
+CPU = torch.device("cpu")
+PLAN = Plan(
+    epochs=3,
+    batch_size=16,
+    log_every=4,
+    patience=0,
+    seed=0,
+)
+
+
+def _data(rows: int, *, seed: int, task: str = "classification"):
+    draw = np.random.default_rng(seed)
+    x = draw.normal(size=(rows, 6)).astype(np.float32)
+    if task == "regression":
+        return feed(x, x[:, :1] * 2 + 1, device=CPU, room_bytes=10**9)
+    return feed(x, (x[:, 0] > 0).astype(np.int64), device=CPU, room_bytes=10**9)
+
+
+def _model(outputs: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def _tools(
+    model: nn.Module,
+    log,
+    *,
+    lr: float = 0.05,
+    loss=nn.functional.cross_entropy,
+    micro_rows: int = 1024,
+    clip_norm: float | None = None,
+    task: str = "classification",
+    best: Best | None = None,
+) -> Tools:
+    accounts = Accounts(Ledger(CPU), lambda: {"parameters": model.parameters()})
+    phases = Phases(HostClock(), Meter(CPU), accounts, count_every=5)
+    optimizer = optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, beta1=0.9, beta2=0.99)
+    step = Step(
+        compute=lambda x, y: loss(model(x), y),
+        optimizer=optimizer,
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        autocast=nullcontext,
+        clip_norm=clip_norm,
+        micro=Fixed(micro_rows),
+        mark=phases.mark,
+    )
+    return Tools(
+        device=CPU,
+        step=step,
+        micro=Fixed(micro_rows),
+        judge=Judge(task, loss, nullcontext, micro=Fixed(1024), phases=phases),
+        optimizer=optimizer,
+        rate=lambda step: lr,
+        phases=phases,
+        watch=Stopwatch(),
+        speeds=lambda samples_per_s: {},
+        log=log,
+        best=best or Best(),
+    )
+
+
+def _fit(model: nn.Module, plan: Plan = PLAN, *, rows: int = 100, **tools) -> tuple[Fitted, list]:
+    logged: list[tuple[int, dict[str, float]]] = []
+    made = _tools(model, lambda metrics, step: logged.append((step, metrics)), **tools)
+    task = made.judge.task
+    train, val = _data(rows, seed=1, task=task), _data(40, seed=2, task=task)
+    return fit(model, train, val, plan=plan, tools=made), logged
+
+
+def test_the_loop_gives_the_weights_of_the_plain_loop() -> None:
+    mine, plain = _model(), _model()
+    _fit(mine)
+    data = _data(100, seed=1)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.05, betas=(0.9, 0.99), weight_decay=0.01)
+    for epoch in range(3):
+        for rows in row_order(100, seed=0, epoch=epoch).split(16):
+            reference.zero_grad()
+            nn.functional.cross_entropy(plain(data.x[rows]), data.y[rows]).backward()
+            reference.step()
+    for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("max_steps", "steps", "epochs"), [(9, 9, 2), (14, 14, 2), (99, 21, 3)])
+def test_max_steps_ends_the_training_in_mid_epoch_with_an_evaluation(
+    max_steps: int, steps: int, epochs: int
+) -> None:
+    fitted, logged = _fit(_model(), replace(PLAN, max_steps=max_steps))
+    assert (fitted.steps, fitted.epochs, fitted.stopped_early) == (steps, epochs, False)
+    assert fitted.rows == sum(4 if step % 7 == 0 else 16 for step in range(1, steps + 1))
+    step, last = logged[-1]
+    assert step == steps and last["val/loss"] == fitted.metrics["val/loss"]
+    assert any(step == steps and "train/loss" in metrics for step, metrics in logged)
+
+
+@pytest.mark.parametrize("micro_rows", [8, 6, 1])
+def test_micro_batches_give_the_weights_of_the_whole_batch(micro_rows: int) -> None:
+    whole, parts = _model(), _model()
+    _fit(whole)
+    _fit(parts, micro_rows=micro_rows)
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_it_logs_each_window_and_each_epoch() -> None:
+    fitted, logged = _fit(_model())
+    assert fitted.steps == 21 and fitted.epochs == 3 and not fitted.stopped_early
+    steps = [step for step, metrics in logged if "train/loss" in metrics]
+    assert steps == [4, 8, 12, 16, 20, 21]
+    assert [m["train/epoch"] for _, m in logged if "train/epoch" in m] == [1, 2, 3]
+    speeds = [m["speed/samples_per_s"] for _, m in logged if "speed/samples_per_s" in m]
+    assert len(speeds) >= 3 and min(speeds) > 0
+    losses = [m["train/loss"] for _, m in logged if "train/loss" in m]
+    assert losses[-1] < losses[0]
+
+
+def test_logging_more_often_changes_no_weight() -> None:
+    seldom, often = _model(), _model()
+    _fit(seldom, replace(PLAN, log_every=1000))
+    _fit(often, replace(PLAN, log_every=1))
+    for a, b in zip(seldom.parameters(), often.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_each_log_point_holds_the_mean_loss_of_its_steps() -> None:
+    _, every = _fit(_model(), replace(PLAN, log_every=1))
+    _, windows = _fit(_model(), replace(PLAN, log_every=4))
+    single = {step: m["train/loss"] for step, m in every if "train/loss" in m}
+    begin = 0
+    for step, metrics in windows:
+        if "train/loss" in metrics:  # also the window from step 5 to 8, which an epoch's end cuts
+            mean = sum(single[i] for i in range(begin + 1, step + 1)) / (step - begin)
+            assert metrics["train/loss"] == pytest.approx(mean, rel=1e-6)
+            begin = step
+    assert begin == 21
+
+
+@pytest.mark.parametrize("log_every", [1, 4, 1000])
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step(log_every: int) -> None:
+    calls = 0
+
+    def breaks_at_the_sixth(outputs, targets):
+        nonlocal calls
+        calls += 1
+        loss = nn.functional.cross_entropy(outputs, targets)
+        return loss * math.nan if calls == 6 else loss
+
+    plan = replace(PLAN, log_every=log_every)
+    message = r"train.loss: became nan at step 6 \(epoch 1, .*last good loss was 0.\d+ at step 5"
+    with pytest.raises(Diverged, match=message):
+        _fit(_model(), plan, loss=breaks_at_the_sixth)
+    assert calls <= 7  # the end of the first epoch
+
+
+def test_a_loss_that_was_never_good_is_said_so() -> None:
+    with pytest.raises(Diverged, match="became inf at step 1 .*no step was good"):
+        _fit(_model(), loss=lambda out, y: nn.functional.cross_entropy(out, y) * math.inf)
+
+
+def test_patience_stops_and_keeps_the_best_weights() -> None:
+    model = _model()
+    plan = replace(PLAN, epochs=60, patience=2)
+    fitted, logged = _fit(model, plan, lr=0.9)
+    losses = [m["val/loss"] for _, m in logged if "val/loss" in m]
+    assert fitted.stopped_early and fitted.epochs == len(losses) < 60
+    assert losses.index(min(losses)) == len(losses) - 3
+    assert fitted.metrics["val/loss"] == min(losses)
+    again = evaluate(model, _data(40, seed=2), _tools(model, None).judge)
+    assert again["val/loss"] == pytest.approx(min(losses))
+
+
+def _judged_again(model: nn.Module) -> float:
+    return evaluate(model, _data(40, seed=2), _tools(model, None).judge)["val/loss"]
+
+
+def test_the_weights_are_those_of_the_best_epoch_unless_the_last_are_asked_for() -> None:
+    """Without patience the last epoch was logged, even where an earlier one was better."""
+    for keeps in (True, False):
+        model = _model()
+        model.insert(1, nn.BatchNorm1d(8))  # whose running statistics belong to the weights
+        fitted, logged = _fit(model, replace(PLAN, epochs=12), lr=0.9, best=Best(keeps=keeps))
+        losses = [m["val/loss"] for _, m in logged if "val/loss" in m]
+        best = losses.index(min(losses))
+        assert 0 < best < 11 and not fitted.stopped_early and fitted.epochs == len(losses) == 12
+        assert _judged_again(model) == pytest.approx(losses[best if keeps else -1])
+        assert fitted.metrics["val/loss"] == losses[best if keeps else -1]
+        assert fitted.metrics.get("train/best_epoch") == (best + 1 if keeps else None)
+
+
+def test_weights_are_copied_only_where_training_goes_on_after_a_better_epoch() -> None:
+    model, best = _model(), Best()
+    best.judged({"val/loss": 2.0}, 1)
+    best.keep(model)
+    (kept, *_) = best.tensors()
+    first = kept.clone()
+    with torch.no_grad():
+        model[0].weight += 1
+    best.judged({"val/loss": 3.0}, 2)
+    best.keep(model)  # worse: nothing is copied
+    assert torch.equal(kept, first)
+    best.judged({"val/loss": 1.0}, 3)
+    best.keep(model)
+    assert torch.equal(kept, first + 1) and next(best.tensors()) is kept
+    one = Best()
+    _fit(_model(), replace(PLAN, epochs=1), best=one)
+    assert list(one.tensors()) == [] and one.epoch == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_validation_loss_that_is_no_number_is_never_the_best(bad: float) -> None:
+    model, best = _model(), Best()
+    assert best.restored(model, {"val/loss": bad}) == {"val/loss": bad}
+    for epoch, loss in enumerate((bad, 2.0, bad, bad), start=1):
+        best.judged({"val/loss": loss}, epoch)
+        best.keep(model)
+        with torch.no_grad():
+            model[0].weight.fill_(epoch)
+    assert best.waited == 2
+    assert best.restored(model, {"val/loss": bad}) == {"val/loss": 2.0, "train/best_epoch": 2}
+    assert (model[0].weight == 1).all()
+
+
+def test_a_buffer_that_grows_is_kept_as_it_was() -> None:
+    model, best = _model(), Best()
+    model.register_buffer("seen", torch.ones(2))
+    best.judged({"val/loss": 1.0}, 1)
+    best.keep(model)
+    model.seen = torch.zeros(5)
+    best.judged({"val/loss": 2.0}, 2)
+    best.restored(model, {})
+    assert model.seen.tolist() == [1, 1]
+
+
+def test_clipping_bounds_the_gradients_of_every_step() -> None:
+    model = _model()
+    _, logged = _fit(model, replace(PLAN, log_every=1), clip_norm=1e-3)
+    norms = [
+        torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item(),
+    ]
+    assert norms[0] <= 1e-3 * 1.01
+    assert all(m["train/grad_norm"] > 1e-3 for _, m in logged if "train/loss" in m)
+
+
+def test_regression_is_judged_by_r2_and_mae() -> None:
+    fitted, _ = _fit(
+        _model(outputs=1),
+        replace(PLAN, epochs=40),
+        task="regression",
+        loss=nn.functional.mse_loss,
+    )
+    assert fitted.metrics["val/r2"] > 0.9
+    assert 0 < fitted.metrics["val/mae"] < 0.6
+
+
+def test_evaluation_sees_the_model_without_dropout_and_leaves_no_gradient() -> None:
+    model = nn.Sequential(_model(), nn.Dropout(0.9))
+    model.train()
+    tools = _tools(model, None)
+    both = [evaluate(model, _data(40, seed=2), tools.judge) for _ in range(2)]
+    assert both[0] == both[1]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_users_own_loader_feeds_the_loop_and_its_waiting_is_timed() -> None:
+    class Slow(torch.utils.data.Dataset):
+        """Rows that take a while, as those of a network drive do."""
+
+        def __len__(self) -> int:
+            return 60
+
+        def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+            time.sleep(0.0005)
+            return torch.full((6,), float(i % 3)), i % 2
+
+    loaded = Loaded(torch.utils.data.DataLoader(Slow(), batch_size=16), CPU)
+    logged: list[dict[str, float]] = []
+    tools = _tools(_model(), lambda metrics, step: logged.append(metrics))
+    fitted = fit(_model(), loaded, _data(40, seed=2), plan=PLAN, tools=tools)
+    assert fitted.steps == 3 * 4 and "train/loss" in logged[0]
+    phases = tools.phases.clock.seconds_per_step()
+    assert phases["data_wait"] > 0.004  # 16 rows of half a millisecond
+
+
+class _Narrow:
+    """Rows from the host, of which a device takes only so many at once, one batch at a time."""
+
+    residency, copy_s = "host", None
+
+    def __init__(self, rows: int, *, most: int, from_step: int = 1) -> None:
+        self._rows, self._most, self._from = _data(rows, seed=2), most, from_step
+        self.last: tuple[weakref.ref, ...] = ()
+        self.given: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def steps(self, batch_size: int) -> int:
+        return self._rows.steps(batch_size)
+
+    def order(self, *, seed: int, epoch: int) -> torch.Tensor:
+        return row_order(len(self), seed=seed, epoch=epoch)
+
+    def shuffled(self, batch_size, order, mark):
+        yield from map(self._sent, self._rows.shuffled(batch_size, order, mark))
+
+    def in_order(self, batch_size):
+        yield from map(self._sent, self._rows.in_order(batch_size))
+
+    def _sent(self, batch):
+        assert not any(part() is not None for part in self.last), "the batch before is still there"
+        if len(batch[1]) > self._most and len(self.given) + 1 >= self._from:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+        batch = tuple(part.clone() for part in batch)
+        self.last = tuple(map(weakref.ref, batch))
+        self.given.append(len(batch[1]))
+        return batch
+
+
+def test_a_batch_is_gone_before_the_next_one_comes() -> None:
+    """It was held until the next was there: a third batch on the device."""
+    model = _model()
+    train, val = _Narrow(100, most=16), _Narrow(40, most=1024)
+    fitted = fit(model, train, val, plan=PLAN, tools=_tools(model, lambda metrics, step: None))
+    assert sum(train.given) == 300 and sum(val.given) == 120 and fitted.steps == 21
+
+
+@pytest.mark.parametrize("most", [39, 20, 3, 1])
+def test_an_evaluation_whose_batch_finds_no_room_reads_fewer_rows(most: int) -> None:
+    whole = _fit(_model())[0].metrics
+    model, val = _model(), _Narrow(40, most=most)
+    tools = _tools(model, lambda metrics, step: None)
+    found = fit(model, _data(100, seed=1), val, plan=PLAN, tools=tools).metrics
+    assert found == pytest.approx(whole)
+    assert max(val.given) <= most and sum(val.given) == 120
+    assert most // 2 <= tools.judge.micro.rows <= most, "it is learnt once"
+
+
+@pytest.mark.parametrize(
+    ("train_most", "val_most", "phase", "step"), [(0, 99, "sending", 3), (99, 0, "eval", 7)]
+)
+def test_a_batch_without_room_is_told_with_its_phase_and_step(
+    train_most: int, val_most: int, phase: str, step: int
+) -> None:
+    """All of it was told as the set-up of step 0."""
+    model = _model()
+    train = _Narrow(100, most=train_most, from_step=3)
+    with pytest.raises(MemoryExhausted, match=f"in {phase}: CUDA out of memory") as ended:
+        fit(
+            model,
+            train,
+            _Narrow(40, most=val_most),
+            plan=PLAN,
+            tools=_tools(model, lambda metrics, step: None),
+        )
+    assert (ended.value.failure.phase, ended.value.failure.step) == (phase, step)
+
+
+def test_a_step_that_runs_out_of_memory_is_told_by_its_number() -> None:
+    """Those who take the steps don't see the recorded ones, and counted without these."""
+    model = _model()
+    tools, calls = _tools(model, lambda metrics, step: None), []
+
+    def step(x, y, *, norm, watched):
+        calls.append(1)
+        if len(calls) == 5:
+            raise MemoryExhausted(Failure("CUDA error: out of memory", "optimizer", tried=(4, 2)))
+        return tools.step(x, y, norm=norm, watched=watched)
+
+    with pytest.raises(MemoryExhausted) as ended:
+        fit(
+            model,
+            _data(100, seed=1),
+            _data(40, seed=2),
+            plan=PLAN,
+            tools=replace(tools, step=step),
+        )
+    failure = ended.value.failure
+    assert (failure.phase, failure.step, failure.tried) == ("optimizer", 5, (4, 2))

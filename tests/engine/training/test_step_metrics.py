@@ -1,0 +1,112 @@
+from typing import Any
+
+import pytest
+import torch
+
+from tasks.engine.base.timing import HostClock, Stopwatch
+from tasks.engine.memory.allocation_log import Ledger
+from tasks.engine.memory.memory_by_owner import Accounts
+from tasks.engine.memory.memory_meter import Meter
+from tasks.engine.step.optimizer_step import Outcome
+from tasks.engine.step.phases import Phases
+from tasks.engine.training import step_metrics
+from tasks.engine.training.step_metrics import Diverged, Readings
+
+CPU = torch.device("cpu")
+
+
+class _Event:
+    """A device's event; synchronize() is the wait that the loop must not make too early."""
+
+    waits = 0
+    now_ms = 0.0  # the device's own time
+
+    def record(self) -> None:
+        self.at_ms = _Event.now_ms
+
+    def elapsed_time(self, end: "_Event") -> float:
+        return end.at_ms - self.at_ms
+
+    def synchronize(self) -> None:
+        _Event.waits += 1
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Readings of a device that works on its own, and what they logged."""
+    monkeypatch.setattr(step_metrics, "new_event", lambda device, timed: _Event())
+    monkeypatch.setattr(step_metrics, "READ_EVERY_S", 0.0)
+    _Event.waits, _Event.now_ms = 0, 0.0
+    logged: list[tuple[int, dict[str, float]]] = []
+    made = Readings(
+        torch.device("cuda"),
+        phases=Phases(HostClock(), Meter(CPU), Accounts(Ledger(CPU), dict), count_every=None),
+        watch=Stopwatch(),
+        rate=lambda step: 0.1,
+        speeds=lambda per_s: {"speed/tokens_per_s": 2 * per_s},
+        log=lambda metrics, step: logged.append((step, metrics)),
+    )
+    made.begin()
+    return made, logged
+
+
+def _step(made: Readings, loss: float, *, norm: float | None = None) -> Outcome:
+    _Event.now_ms += 10
+    outcome = Outcome(torch.tensor(loss), None if norm is None else torch.tensor(norm))
+    made.add(outcome, rows=4)
+    return outcome
+
+
+def test_a_reading_is_logged_one_late_and_waits_only_for_the_one_before(made) -> None:
+    made, logged = made
+    made.point(_step(made, 1.0, norm=3.0), 0)
+    assert logged == [] and _Event.waits == 0
+    made.point(_step(made, 2.0), 0)
+    assert [step for step, _ in logged] == [1] and _Event.waits == 1
+    made.drain(0)
+    assert [step for step, _ in logged] == [1, 2] and _Event.waits == 2
+    assert logged[0][1]["train/loss"] == 1.0 and logged[0][1]["train/grad_norm"] == 3.0
+    assert "train/grad_norm" not in logged[1][1]
+
+
+def test_points_close_to_each_other_are_read_together(made, monkeypatch) -> None:
+    made, logged = made
+    monkeypatch.setattr(step_metrics, "READ_EVERY_S", 3600.0)
+    for loss in (1.0, 2.0, 3.0):
+        made.point(_step(made, loss), 0)
+    assert logged == []
+    made.drain(0)
+    assert [(step, m["train/loss"]) for step, m in logged] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert ["speed/tokens_per_s" in m for _, m in logged] == [False, False, True]
+
+
+def test_the_first_step_counts_for_no_speed(made) -> None:
+    made, logged = made
+    outcome = _step(made, 1.0)
+    made.restart()
+    made.point(outcome, 0)
+    made.drain(0)
+    assert "speed/samples_per_s" not in logged[0][1]
+
+
+def test_each_window_has_the_speed_of_its_own_steps_by_the_devices_clock(made) -> None:
+    """Two windows read back to back at an epoch's end: the second was told 13,000 times its speed,
+    having no time left of the host's."""
+    made, logged = made
+    made.point(_step(made, 1.0), 0)
+    made.point(_step(made, 1.0), 0)
+    made.drain(0)
+    _Event.now_ms += 5000  # an evaluation
+    made.begin()
+    made.point(_step(made, 1.0), 1)
+    made.drain(1)
+    assert [m["speed/samples_per_s"] for _, m in logged] == pytest.approx([400, 400, 400])
+
+
+def test_a_bad_loss_is_found_one_reading_late_and_nothing_after_it_is_logged(made) -> None:
+    made, logged = made
+    made.point(_step(made, 1.0), 0)
+    made.point(_step(made, float("nan")), 0)
+    with pytest.raises(Diverged, match="became nan at step 2 .* good loss was 1 at step 1"):
+        made.point(_step(made, 2.0), 0)
+    assert [step for step, _ in logged] == [1]

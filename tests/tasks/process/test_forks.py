@@ -1,0 +1,29 @@
+"""A DataLoader's worker processes end well in a flow, where Prefect's services run beside them."""
+
+import multiprocessing
+
+import pytest
+import torch
+from prefect import flow
+from prefect.events import emit_event
+from torch.utils.data import DataLoader, TensorDataset
+
+from tasks.process import forks
+
+# Python 3.12 warns of fork() in a process with threads, PyTorch's own among them.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
+
+def test_worker_processes_end_well_in_a_flow(prefect_api: str) -> None:
+    forks.let_them_end()
+
+    @flow
+    def reads() -> tuple[list[int], int | None]:
+        emit_event("a.service.runs", {"prefect.resource.id": "tests"})
+        loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=8, num_workers=2)
+        child = multiprocessing.get_context("fork").Process(target=int)
+        child.start()
+        child.join()
+        return [len(rows) for (rows,) in loader], child.exitcode
+
+    assert reads() == ([8, 8, 4], 0)

@@ -1,0 +1,70 @@
+"""Signals are raised in this project's own code only, and end what has not begun at once."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent.parent
+LIBRARY = """
+import os, signal, time
+def swallows(number):
+    try:
+        os.kill(os.getpid(), number)
+        time.sleep(0.2)
+    except:
+        print("swallowed")
+def waits(number):
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+def wraps(number):
+    try:
+        waits(number)
+    except BaseException as error:
+        raise ValueError("serializer") from error
+"""
+# `called` stands for the code of this project that calls a library.
+CALLS = """
+import sys
+import library
+from tasks.process import signals
+from tasks.engine.base.factory_call import called
+signals.catch()
+signals.PATIENCE_S = 0.5
+if {begun}: signals.begin()
+try:
+    called(library.{name}, {{"number": {number}}}, setting="s", path="p", refusal=ValueError)
+except BaseException as error:
+    print(type(error).__name__)
+    signals.finish()
+    sys.exit(signals.exit_code())
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "begun", "code", "out", "err"),
+    [
+        ("swallows", 15, True, 143, "Terminated\n", ""),
+        ("swallows", 2, True, 130, "Interrupted\n", ""),
+        ("swallows", 2, False, 130, "", "interrupted\n"),
+        ("swallows", 15, False, 143, "", "terminated\n"),
+        ("waits", 2, True, 130, "Interrupted\n", ""),
+        ("wraps", 1, True, 129, "ValueError\n", ""),
+    ],
+)
+def test_a_signal_is_raised_in_our_own_code_and_in_a_library_only_where_that_does_not_return(
+    tmp_path: Path, name: str, number: int, begun: bool, code: int, out: str, err: str
+) -> None:
+    """One of 27 was swallowed in start-up by an `except` of a library, and the run ended with 1."""
+    (tmp_path / "library.py").write_text(LIBRARY)
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS.format(name=name, number=number, begun=begun)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, out, err)

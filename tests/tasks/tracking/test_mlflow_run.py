@@ -1,0 +1,95 @@
+"""The sender of one run, in this process, on a real SQLite MLflow."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from tasks.tracking import journal, journal_lines, mlflow_run, mlflow_sender
+from tasks.tracking.journal_lines import line_of
+from tasks.tracking.mlflow_store import open_experiment
+from tasks.tracking.pace import Pace
+from tasks.tracking.where import TrackingError, Where
+
+END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
+
+
+def test_a_training_that_needs_all_cores_is_sent_in_pieces_and_whole_at_its_end(
+    tmp_path: Path,
+) -> None:
+    where = Where(
+        tracking_uri=f"sqlite:///{tmp_path}/mlflow.db",
+        artifacts=str(tmp_path / "artifacts"),
+        runs=str(tmp_path / "runs"),
+    )
+    client, experiment_id = open_experiment(where)
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    sender = mlflow_run.create(
+        client, where, experiment_id=experiment_id, folder=folder, name="n", params={}, tags={}
+    )
+    clock = [0.0]
+    sender.pace = Pace(now_s=lambda: clock[0], idle_s=lambda: 0.0)
+    lines = [line_of({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 3001)]
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+
+    def sent() -> int:
+        return len(MlflowClient(where.tracking_uri).get_metric_history(run_id, "train/loss"))
+
+    run_id = sender.state.run_id
+    clock[0] = 1.0
+    sender.flush_patiently()
+    first = sent()
+    assert 0 < first < 3000 and sender.state.offset < mlflow_run.PIECE_BYTES + 100
+    sender.flush_patiently()  # it rests
+    assert sent() == first
+    clock[0] = 1000.0
+    sender.flush_patiently()
+    assert first < sent() < 3000
+    sender.close(END)
+    assert sent() == 3000
+    assert sender.held is not None
+    sender.held.close()
+
+
+def test_whoever_waits_for_a_long_end_hears_that_it_goes_on(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(journal_lines, "BATCH", 10)
+    where = Where(
+        tracking_uri=f"sqlite:///{tmp_path}/mlflow.db",
+        artifacts=str(tmp_path / "artifacts"),
+        runs=str(tmp_path / "runs"),
+    )
+    heard: list[dict] = []
+    session = mlflow_sender.Session(heard.append)
+    session.obey({"do": "open", "where": where.model_dump()})
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    order = {"folder": str(folder), "name": "n", "params": {}, "tags": {"alike": ""}, "wanted": []}
+    session.obey({"do": "create", **order})
+    lines = [line_of({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 36)]
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines))
+    answer = session.obey({"do": "close", "run": END})
+    assert answer is not None and answer["closed"] and answer["times"]["time/close_s"] > 0
+    assert heard == [{"sending": True}] * 4
+    assert session.sender is not None and session.sender.held is not None
+    session.sender.held.close()
+
+
+def test_the_end_waits_while_there_are_signs_of_it(tmp_path: Path, monkeypatch) -> None:
+    where = Where(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", give_up_s=0.2)
+    monkeypatch.setattr(journal, "CLOSE_S", 0.1)
+    kept = journal.Journal(where, tmp_path)
+
+    def answers() -> None:
+        for answer in [{"sending": True}] * 4 + [{"closed": True, "times": {}}]:
+            time.sleep(0.15)  # longer than the time without a sign, all together
+            kept._answers.put(answer)
+
+    monkeypatch.setattr(kept, "_tell", lambda what: threading.Thread(target=answers).start())
+    kept.close(END)
+    assert kept._answers.empty()
+    monkeypatch.setattr(kept, "_tell", lambda what: None)
+    with pytest.raises(TrackingError, match="no answer within"):
+        kept.close(END)

@@ -1,0 +1,378 @@
+"""The journal and the sending process together, on a real SQLite MLflow."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from io import FileIO
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import IntegrityError, OperationalError
+
+from tasks.tracking import mlflow_store
+from tasks.tracking.journal import Journal, _append
+from tasks.tracking.where import TrackingError, Where
+
+
+def _where(tmp_path: Path, **more) -> Where:
+    return Where(
+        tracking_uri=f"sqlite:///{tmp_path}/mlflow.db",
+        artifacts=str(tmp_path / "artifacts"),
+        runs=str(tmp_path / "runs"),
+        flush_s=0.2,
+        **more,
+    )
+
+
+def _run(status: str = "FINISHED", **more) -> dict:
+    return {"status": status, "name": "n", "params": {}, "tags": {}, "metrics": {}, **more}
+
+
+def _until(what, *, timeout_s: float = 60):
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        found = what()
+        if found:
+            return found
+        time.sleep(0.1)
+    raise AssertionError("it did not happen")
+
+
+def test_a_run_is_kept_whole(tmp_path: Path) -> None:
+    where = _where(tmp_path, experiment="default one")
+    folder = tmp_path / "runs" / "one"
+    with Journal(where, folder) as journal:
+        journal.open("chosen")
+        params = {"optim.lr": 0.1, "run.name": None, "model.args": {"hidden": [3]}}
+        journal.create(name="first", params=params, tags={"device": "cpu", "long": "x" * 9000})
+        for step in range(1, 2501):
+            journal.log({"train/loss": 1 / step}, step)
+        journal.log({"train/grad_norm": math.inf, "val/loss": math.nan}, 2500)
+        (folder / "config.yaml").write_text("optim: {lr: 0.1}\n")
+        journal.close(_run(tags={"precision": "fp32", "end.reason": "none"}))
+    client = MlflowClient(where.tracking_uri)
+    run = client.get_run(journal.run_id)
+    assert client.get_experiment(run.info.experiment_id).name == "chosen"
+    assert run.info.status == "FINISHED" and run.info.end_time
+    assert run.data.params == {
+        "optim.lr": "0.1",
+        "run.name": "",
+        "model.args": "{'hidden': [3]}",
+    }
+    assert {k: run.data.tags[k] for k in ("device", "precision", "end.reason")} == {
+        "device": "cpu",
+        "precision": "fp32",
+        "end.reason": "none",
+    }
+    assert "mlflow.note.content" in run.data.tags
+    losses = client.get_metric_history(journal.run_id, "train/loss")
+    assert [(m.step, m.value) for m in losses] == [(s, 1 / s) for s in range(1, 2501)]
+    assert "train/grad_norm" not in run.data.metrics  # MLflow would make 1.797e308 of it
+    assert math.isnan(run.data.metrics["val/loss"])
+    files = {f.path for f in client.list_artifacts(journal.run_id)}
+    assert {"metrics.jsonl", "config.yaml", "environment.txt", "report.html"} <= files
+
+
+DIES = """
+import os, signal, sys, time
+from pathlib import Path
+from tasks.tracking.journal import Journal, _append
+from tasks.tracking.where import Where
+where = Where.model_validate_json(sys.argv[1])
+journal = Journal(where, Path(where.runs) / "dying").__enter__()
+journal.open(None)
+journal.create(name="dying", params={}, tags={})
+for step in range(1, 1001):
+    journal.log({"train/loss": 1 / step}, step)
+print(journal.run_id, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_loses_no_metric_and_its_run_is_ended(tmp_path: Path) -> None:
+    where = _where(tmp_path)
+    command = [sys.executable, "-c", DIES, where.model_dump_json()]
+    died = subprocess.run(command, capture_output=True, text=True)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    client, run_id = MlflowClient(where.tracking_uri), died.stdout.strip()
+    _until(lambda: client.get_run(run_id).info.status != "RUNNING")
+    run = client.get_run(run_id)
+    assert run.info.status == "KILLED" and run.info.end_time
+    assert run.data.tags["end.reason"] == "its process was gone"
+    assert len(client.get_metric_history(run_id, "train/loss")) == 1000
+
+
+def test_the_next_run_ends_those_whose_process_is_gone_and_no_others(tmp_path: Path) -> None:
+    where = _where(tmp_path)
+    with Journal(where, tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        journal.create(name="first", params={}, tags={})
+        journal.close(_run())
+    client = MlflowClient(where.tracking_uri)
+    here, me = socket.gethostname(), {"pid": str(os.getpid())}
+    import psutil
+
+    began = {"process.started_at": str(psutil.Process().create_time())}
+    cases = {
+        "gone": {"host": here, "pid": "4194304", "process.started_at": "1.0"},
+        "pid of another by now": {"host": here, **me, "process.started_at": "1.0"},
+        "alive": {"host": here, **me, **began},
+        "elsewhere": {"host": "another-host", "pid": "4194304", "process.started_at": "1.0"},
+        "not ours": {},
+        "gone, with a tag that leads astray": {
+            "host": here,
+            "pid": "4194304",
+            "process.started_at": "1.0",
+            "journal": "../../..",
+        },
+    }
+    ids = {
+        name: client.create_run(journal.experiment_id, tags=tags).info.run_id
+        for name, tags in cases.items()
+    }
+    with Journal(where, tmp_path / "runs" / "two") as second:
+        second.open(None)
+        second.create(name="second", params={}, tags={})
+        _until(lambda: client.get_run(ids["gone"]).info.status != "RUNNING")
+        second.close(_run())
+    status = {name: client.get_run(run_id).info.status for name, run_id in ids.items()}
+    assert status == {
+        "gone": "KILLED",
+        "gone, with a tag that leads astray": "KILLED",
+        "pid of another by now": "KILLED",
+        "alive": "RUNNING",
+        "elsewhere": "RUNNING",
+        "not ours": "RUNNING",
+    }
+
+
+def test_what_could_not_be_sent_is_kept_and_sent_later(tmp_path: Path) -> None:
+    where = _where(tmp_path, give_up_s=0.5)
+    folder = tmp_path / "runs" / "one"
+    with Journal(where, folder) as journal:
+        journal.open(None)
+        journal.create(name="first", params={"a": 1}, tags={})
+        # A store that fails at once; MLflow itself waits 20 s for a lock.
+        with closing(sqlite3.connect(tmp_path / "mlflow.db")) as broken:
+            broken.execute("ALTER TABLE metrics RENAME TO gone")
+            journal.log({"train/loss": 0.5}, 1)
+            with pytest.raises(TrackingError, match="tracking_uri: .*no such table: metrics"):
+                journal.close(_run())
+            broken.execute("ALTER TABLE gone RENAME TO metrics")
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": where.tracking_uri}
+    client = MlflowClient(where.tracking_uri)
+    _until(lambda: client.get_run(journal.run_id).info.status == "FINISHED")
+    # It was sent when the training process let go; sending it once more does no harm.
+    command = [sys.executable, "-m", "tasks.tracking.mlflow_sender", str(folder)]
+    sent = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert sent.returncode == 0, sent.stderr
+    assert client.get_run(journal.run_id).info.status == "FINISHED"
+    losses = client.get_metric_history(journal.run_id, "train/loss")
+    assert [m.value for m in losses] == [0.5]
+    assert json.loads((folder / "sent.json").read_text())["closed"]
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("http://127.0.0.1:9", "tracking_uri: http://127.0.0.1:9 can't be used"),
+        ("postgresql://ann:s3cret@127.0.0.1:9/x", r"tracking_uri: postgresql://ann:\*\*\*@"),
+        ("sqlite:////proc/nowhere/mlflow.db", "tracking_uri: .* can't be used as a database"),
+    ],
+)
+def test_a_place_that_cannot_be_reached_is_told_before_the_run(
+    tmp_path: Path, uri: str, message: str
+) -> None:
+    where = _where(tmp_path).model_copy(update={"tracking_uri": uri})
+    with Journal(where, tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        with pytest.raises(TrackingError, match=message) as caught:
+            journal.create(name="first", params={}, tags={})
+    assert "s3cret" not in str(caught.value)
+    assert not (tmp_path / "runs" / "one").exists()
+
+
+def test_no_password_reaches_the_log_of_the_sending_process(tmp_path: Path) -> None:
+    uri = "mysql+pymysql://ann:s3cret@127.0.0.1:9/x"
+    where = _where(tmp_path).model_copy(update={"tracking_uri": uri})
+    with Journal(where, tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        with pytest.raises(TrackingError) as caught:
+            journal.create(name="first", params={}, tags={})
+    assert "s3cret" not in str(caught.value)
+    assert "s3cret" not in (tmp_path / "runs" / "tracking.log").read_text()
+
+
+def test_a_file_that_is_no_database_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("my notes, not a database\n" * 99)
+    with Journal(_where(tmp_path), tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        with pytest.raises(TrackingError, match="can't be used as a database: file is not"):
+            journal.create(name="first", params={}, tags={})
+    assert (tmp_path / "mlflow.db").read_text().startswith("my notes")
+
+
+def test_a_deleted_experiment_is_refused_with_its_remedy(tmp_path: Path) -> None:
+    where = _where(tmp_path)
+    for attempt in range(2):
+        with Journal(where, tmp_path / "runs" / str(attempt)) as journal:
+            journal.open("gone")
+            if attempt:
+                with pytest.raises(TrackingError, match="run.experiment: 'gone' was deleted"):
+                    journal.create(name="first", params={}, tags={})
+            else:
+                journal.create(name="first", params={}, tags={})
+                journal.close(_run())
+                MlflowClient(where.tracking_uri).delete_experiment(journal.experiment_id)
+
+
+def test_a_run_hears_what_the_newest_finished_runs_alike_measured(tmp_path: Path) -> None:
+    where = _where(tmp_path, experiment="past")
+
+    def run(alike: str, measured: dict[str, float], status: str = "FINISHED") -> dict[str, float]:
+        with Journal(where, tmp_path / "runs" / f"{alike}-{len(measured)}-{status}") as journal:
+            journal.open(None)
+            past = journal.create(name="n", params={}, tags={"alike": alike}, wanted=("a", "b"))
+            journal.log(measured, 1)
+            journal.close(_run(status))
+        return past
+
+    assert run("x", {"a": 1.0, "b": 2.0}) == {}
+    assert run("y", {"a": 9.0}) == {}
+    assert run("x", {"a": 3.0}) == {"a": 1.0, "b": 2.0}
+    assert run("x", {"a": 7.0}, "FAILED") == {"a": 3.0, "b": 2.0}
+    assert run("x", {}) == {"a": 3.0, "b": 2.0}
+
+
+def test_a_line_that_the_disk_takes_half_of_is_taken_back(tmp_path: Path) -> None:
+    """Half a line would spoil the one after it, and the sending of both."""
+
+    class Full(FileIO):
+        def write(self, data: bytes) -> int:
+            return super().write(data[:7] if room else data)
+
+    file, room = Full(tmp_path / "metrics.jsonl", "ab"), []
+    _append(file, b'{"step": 1}\n')
+    room.append(True)
+    with pytest.raises(OSError, match="No space left"):
+        _append(file, b'{"step": 2}\n')
+    room.clear()
+    _append(file, b'{"step": 3}\n')
+    file.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 3}\n'
+
+
+@pytest.mark.parametrize("when", ["in mid-run", "at the end"])
+def test_a_sending_process_that_is_killed_is_replaced_and_nothing_is_lost(
+    tmp_path: Path, when: str
+) -> None:
+    """The run stayed RUNNING without a metric, and the command said nothing."""
+    where = _where(tmp_path)
+    with Journal(where, tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        journal.create(name="first", params={}, tags={})
+        for step in range(1, 51):
+            journal.log({"train/loss": 1 / step}, step)
+        assert journal._sender is not None
+        os.kill(journal._sender.pid, signal.SIGKILL)
+        if when == "in mid-run":
+            _until(lambda: journal.notes)
+        for step in range(51, 101):
+            journal.log({"train/loss": 1 / step}, step)
+        journal.close(_run())
+    told = "the sending process ended in mid-run (exit code -9); it is started again"
+    assert journal.notes == [told]
+    client = MlflowClient(where.tracking_uri)
+    assert client.get_run(journal.run_id).info.status == "FINISHED"
+    losses = client.get_metric_history(journal.run_id, "train/loss")
+    assert [m.step for m in losses] == list(range(1, 101))
+
+
+def test_a_sending_process_that_ends_again_and_again_is_told(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("tasks.tracking.journal.RESTARTS", 1)
+    monkeypatch.setattr("tasks.tracking.journal.CLOSE_S", 30)
+    where = _where(tmp_path, give_up_s=0.1)
+    with Journal(where, tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        journal.create(name="first", params={}, tags={})
+        first = journal._sender
+        assert first is not None
+        first.kill()
+        _until(lambda: journal._sender is not first)
+        assert journal._sender is not None
+        journal._sender.kill()
+        with pytest.raises(TrackingError, match="the sending process ended; see"):
+            journal.close(_run())
+    assert len(journal.notes) == 2
+
+
+def test_a_folder_that_is_removed_in_mid_run_is_written_anew(tmp_path: Path) -> None:
+    """The run was FINISHED without a metric."""
+    where = _where(tmp_path)
+    with Journal(where, tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        journal.create(name="first", params={}, tags={})
+        for step in range(1, 11):
+            journal.log({"train/loss": 1 / step}, step)
+        shutil.rmtree(tmp_path / "runs")
+        for step in range(11, 21):
+            journal.log({"train/loss": 1 / step}, step)
+        shutil.rmtree(tmp_path / "runs")
+        journal.close(_run())
+    assert len(journal.notes) == 2 and "was removed in mid-run" in journal.notes[0]
+    client = MlflowClient(where.tracking_uri)
+    assert client.get_run(journal.run_id).info.status == "FINISHED"
+    losses = client.get_metric_history(journal.run_id, "train/loss")
+    assert [m.step for m in losses] == list(range(1, 21))
+    assert "metrics.jsonl" in {f.path for f in client.list_artifacts(journal.run_id)}
+
+
+# As in a database that is no file here: MLflow makes its tables itself.
+FIRST = """
+import sys
+from tasks.tracking import mlflow_store as tracking_store
+from tasks.tracking.where import Where
+tracking_store._provide_database = lambda *_: None
+where = Where.model_validate_json(sys.argv[1])
+print(tracking_store.open_experiment(where)[1])
+"""
+
+
+def test_the_first_users_of_a_new_store_at_once_all_get_it(tmp_path: Path) -> None:
+    """Of eight on a new PostgreSQL database MLflow's own first use refused seven."""
+    command = [sys.executable, "-c", FIRST, _where(tmp_path).model_dump_json()]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(4)]
+    told = {process.communicate(timeout=300)[0] for process in started}
+    assert told == {b"1\n"}
+
+
+def test_a_store_that_another_host_is_making_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = IntegrityError("CREATE TABLE experiments", {}, Exception("pg_type_typname_nsp_index"))
+    answers: list[object] = [error, MlflowException("Detected out-of-date database schema"), 7]
+
+    def asked(where: Where) -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(mlflow_store, "AGAIN_S", (0.0, 0.0))
+    monkeypatch.setattr(mlflow_store, "_asked", asked)
+    there = _where(tmp_path).model_copy(update={"tracking_uri": "postgresql://me@host/runs"})
+    assert mlflow_store._first_asked(there) == 7
+    monkeypatch.setattr(mlflow_store, "AWAY_S", -1.0)  # it took so long to say that it is away
+    answers[:] = [OperationalError("SELECT", {}, Exception("no route to host"))]
+    with pytest.raises(OperationalError, match="no route"):
+        mlflow_store._first_asked(there)

@@ -1,0 +1,66 @@
+from pathlib import Path
+
+import pytest
+
+from tasks.tracking.where import TrackingError, Where, where
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def _where(text: str) -> Where:
+    Path("mlflow.yaml").write_text(text)
+    return where()
+
+
+def test_paths_belong_to_the_folder_of_the_file(tmp_path: Path) -> None:
+    chosen = _where("tracking_uri: sqlite:///a/b.db\nartifacts: kept\n")
+    assert chosen.tracking_uri == f"sqlite:///{tmp_path}/a/b.db"
+    assert chosen.artifacts == str(tmp_path / "kept")
+
+
+def test_the_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:5000")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of the environment")
+    chosen = _where("tracking_uri: sqlite:///a.db\nexperiment: of the file\n")
+    assert (chosen.tracking_uri, chosen.experiment) == (
+        "http://tracking:5000",
+        "of the environment",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tracking_uri: sqlite:///\n", "tracking_uri: 'sqlite:///' is in memory and gone at exit"),
+        ("tracking_uri: 'sqlite:///:memory:'\n", "is in memory and gone at exit"),
+        ("tracking_uri: ./mlruns\n", "tracking_uri: must be one of sqlite://"),
+        ("tracking_uri: file:///tmp/x\n", "MLflow no longer writes to plain folders"),
+        ("tracking_uri: 'http://'\n", "tracking_uri: must be one of"),
+        ("tracking_uri: 'http:///path'\n", "tracking_uri: must name a host"),
+        ("tracking_uri: 'http://host:port'\n", "tracking_uri: must name a host"),
+        ("tracking_urI: sqlite:///a.db\n", r"mlflow.yaml tracking_urI: Extra inputs"),
+        ("flush_s: 0\n", r"mlflow.yaml flush_s: Input should be greater than 0 \(got 0\)"),
+        ("flush_s: [\n", "mlflow.yaml: can't be read"),
+        ("- a\n", "mlflow.yaml: must hold settings"),
+        ("experiment: ''\n", "mlflow.yaml experiment"),
+    ],
+)
+def test_a_place_that_would_lose_the_record_is_refused(text: str, message: str) -> None:
+    with pytest.raises(TrackingError, match=message):
+        _where(text)
+
+
+def test_an_empty_file_means_the_defaults() -> None:
+    assert _where("# nothing\n").experiment == "headroom"
+
+
+def test_a_refused_uri_does_not_show_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "oracle://ann:s3cret@db/x")
+    with pytest.raises(TrackingError) as caught:
+        where()
+    assert "s3cret" not in str(caught.value)
