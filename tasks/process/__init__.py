@@ -1,0 +1,5 @@
+"""A process and its surroundings: signals, standard streams, forks, and secrets that none of these
+may show. It knows nothing of a run.
+
+Front doors: forks, redaction, signals, streams.
+"""
