@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-# As in tracking.py: MLflow's defaults wait four minutes for a server that is away.
+# As in mlflow_sender.py: MLflow's defaults wait four minutes for a server that is away.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 

@@ -145,7 +145,7 @@ def check(
     Raises ModelError where it can't be built, does not fit the task, or gives another shape than
     (2, outputs), for tokens (2, tokens, outputs).
     """
-    # Here, since models.py travels with every logged model and memory.py does not.
+    # Here, since builtin.py travels with every logged model and memory_meter.py does not.
     from tasks.engine.memory.memory_meter import is_oom
 
     _refuse_other_task(name, task)

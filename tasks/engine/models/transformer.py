@@ -1,6 +1,6 @@
 """A decoder-only transformer, GPT-style: tokens in, at every position the logits of the next token
 out. It is a plain nn.Module and knows nothing of settings: what its arguments may be is told in
-`models.py`. It refuses nothing and takes rows of any length up to its context.
+`builtin.py`. It refuses nothing and takes rows of any length up to its context.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def test_what_the_forward_pass_leaves_alive_are_activations_and_phases_have_thei
     assert (first, second) == ("forward", "backward")
     assert forward < backward
     lines = {entry.line for entry in ledger.at_peak() if entry.owner == ACTIVATIONS}
-    assert all(line.startswith("test_ledger.py:") for line in lines), lines
+    assert all(line.startswith("test_allocation_log.py:") for line in lines), lines
 
 
 def test_a_limit_refuses_as_a_device_would_and_what_was_refused_is_not_held():
