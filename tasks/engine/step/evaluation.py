@@ -46,7 +46,7 @@ def eval_rows(data: DataFacts, batch_size: int, *, room_bytes: float) -> int:
 
 
 @dataclass(frozen=True)
-class Judge:
+class Evaluator:
     """How outputs are judged. task: classification, multilabel, regression or tokens."""
 
     task: str
@@ -68,7 +68,7 @@ class _Sums:
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, batches: Batches, judge: Judge) -> dict[str, float]:
+def evaluate(model: nn.Module, batches: Batches, evaluator: Evaluator) -> dict[str, float]:
     """val/loss over all rows, with val/accuracy for a classification, also val/f1 for several
     labels, val/r2 and val/mae for a regression, val/perplexity = exp(val/loss) for tokens; waits
     for the device.
@@ -81,37 +81,37 @@ def evaluate(model: nn.Module, batches: Batches, judge: Judge) -> dict[str, floa
     """
     model.eval()
     while True:
-        rows = min(judge.micro.rows, len(batches))
+        rows = min(evaluator.micro.rows, len(batches))
         try:
             with told_in("eval"):
-                return _evaluated(model, batches, judge, rows)
+                return _evaluated(model, batches, evaluator, rows)
         except MemoryExhausted as error:
             # Fewer rows that come from the host take less of the device.
             if rows == 1 or batches.residency not in ("pinned", "host"):
                 raise
             clear_frames(error)
-        judge.micro.rows = -(-rows // 2)
+        evaluator.micro.rows = -(-rows // 2)
         log.warning("short of memory in eval with %s rows read at once: going on with half", rows)
 
 
 def _evaluated(
-    model: nn.Module, batches: Batches, judge: Judge, rows_at_once: int
+    model: nn.Module, batches: Batches, evaluator: Evaluator, rows_at_once: int
 ) -> dict[str, float]:
     found: list[_Sums] = []
-    forward = judge.forward(model)
+    forward = evaluator.forward(model)
     for x, y in batches.in_order(rows_at_once):
-        with judge.phases.counting_once("eval", (x, y)):
-            found.append(_judged(forward, x, y, judge))
+        with evaluator.phases.counting_once("eval", (x, y)):
+            found.append(_summed_batch(forward, x, y, evaluator))
         del x, y  # gone before the next ones come
         if len(found) == FOLDED:
             found = [_summed(found)]
-    judge.phases.meter.phase("eval")
+    evaluator.phases.meter.phase("eval")
     rows = len(batches)
     whole = _summed(found)
     sums = {name: total.item() for name, total in whole.values.items()}
     loss = sums["loss"] / rows
-    own = {f"val/{name}": sums[f"own/{name}"] / rows for name in judge.metrics}
-    figures = {"val/loss": loss, **_figures(judge, sums, rows, loss, whole.pairs), **own}
+    own = {f"val/{name}": sums[f"own/{name}"] / rows for name in evaluator.metrics}
+    figures = {"val/loss": loss, **_figures(evaluator, sums, rows, loss, whole.pairs), **own}
     return figures | ({ALIKE: 1.0} if _are_alike(sums, whole.pairs) else {})
 
 
@@ -125,13 +125,13 @@ def _are_alike(sums: dict[str, float], pairs: list[tuple[Tensor, Tensor]]) -> bo
 
 
 def _figures(
-    judge: Judge,
+    evaluator: Evaluator,
     sums: dict[str, float],
     rows: int,
     loss: float,
     pairs: list[tuple[Tensor, Tensor]],
 ) -> dict[str, float]:
-    task = judge.task
+    task = evaluator.task
     if task == "classification":
         return {"val/accuracy": sums["hits"] / rows}
     if task == "multilabel":
@@ -142,41 +142,41 @@ def _figures(
         }
     if task == "tokens":
         return {"val/perplexity": math.exp(min(loss, MAX_LOG_PERPLEXITY))}
-    return _errors(pairs, torch.tensor(judge.target_scale, dtype=torch.float64))
+    return _errors(pairs, torch.tensor(evaluator.target_scale, dtype=torch.float64))
 
 
-def _judged(forward: Forward, x: Any, y: Any, judge: Judge) -> _Sums:
-    return judge.micro.fit(partial(_in_parts, forward, judge), (x, y))
+def _summed_batch(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _Sums:
+    return evaluator.micro.fit(partial(_in_parts, forward, evaluator), (x, y))
 
 
-def _in_parts(forward: Forward, judge: Judge, x: Any, y: Any, rows: int) -> _Sums:
+def _in_parts(forward: Forward, evaluator: Evaluator, x: Any, y: Any, rows: int) -> _Sums:
     parts = nested.split((x, y), rows, whole=nested.rows_of(y))
     found = []
     for part_x, part_y in parts:  # no comprehension, which is a closure: see oom.Fitting.fit
-        found.append(_part(forward, part_x, part_y, judge))
+        found.append(_part(forward, part_x, part_y, evaluator))
     return _summed(found)
 
 
-def _part(forward: Forward, x: Any, y: Any, judge: Judge) -> _Sums:
+def _part(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _Sums:
     rows = nested.rows_of(y)
-    with judge.autocast():
+    with evaluator.autocast():
         outputs, loss = forward(x)
-        loss = (judge.loss(outputs, y) if loss is None else loss) * rows
+        loss = (evaluator.loss(outputs, y) if loss is None else loss) * rows
     values = {"loss": loss}
-    if judge.task == "classification":
+    if evaluator.task == "classification":
         told = outputs.argmax(1)
         values["hits"] = (told == y).sum()
         values["told"] = torch.tensor(told.numel())
         values["told_sum"], values["told_squares"] = told.sum(), told.square().sum()
-    elif judge.task == "multilabel":
+    elif evaluator.task == "multilabel":
         is_told, is_so = outputs > 0, y > 0.5
         values["hits"] = (is_told == is_so).sum()
         values["both"] = (is_told & is_so).sum()
         values["either"] = (is_told ^ is_so).sum()
         values["labels"] = torch.tensor(y.numel())
-    for name, metric in judge.metrics.items():
+    for name, metric in evaluator.metrics.items():
         values[f"own/{name}"] = torch.as_tensor(metric(outputs, y)).float().reshape(()) * rows
-    return _Sums(values, [(outputs, y)] if judge.task == "regression" else [])
+    return _Sums(values, [(outputs, y)] if evaluator.task == "regression" else [])
 
 
 def _summed(parts: list[_Sums]) -> _Sums:

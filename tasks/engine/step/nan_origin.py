@@ -34,7 +34,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Suspects:
+class NanOrigin:
     """Of one step. rows: sums of a batch's rows; outputs: what a Seen has kept."""
 
     rows: Sums = ()
@@ -57,7 +57,7 @@ class Suspects:
         return None
 
 
-NOBODY = Suspects()
+NOBODY = NanOrigin()
 
 
 def row_sums(x: Any, y: Any) -> Sums:

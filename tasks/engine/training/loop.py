@@ -19,13 +19,13 @@ from tasks.engine.batches.dataset_batches import Batches
 from tasks.engine.data.run_warnings import ALIKE
 from tasks.engine.step.best_weights import Best
 from tasks.engine.step.build import Plan
-from tasks.engine.step.evaluation import Judge, evaluate
+from tasks.engine.step.evaluation import Evaluator, evaluate
 from tasks.engine.step.micro_batches import Fitting, told_in
-from tasks.engine.step.nan_origin import Suspects, row_sums
+from tasks.engine.step.nan_origin import NanOrigin, row_sums
 from tasks.engine.step.optim import Optimizer
 from tasks.engine.step.optimizer_step import Steps
 from tasks.engine.step.phases import Phases
-from tasks.engine.training.step_metrics import Log, Readings
+from tasks.engine.training.step_metrics import Log, StepMetrics
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Tools:
     device: torch.device
     step: Steps
     micro: Fitting
-    judge: Judge
+    evaluator: Evaluator
     optimizer: Optimizer
     rate: Callable[[int], float]
     phases: Phases
@@ -43,7 +43,7 @@ class Tools:
     speeds: Callable[[float], dict[str, float]]  # more of them, from the samples a second
     log: Log
     best: Best = field(default_factory=Best)
-    outputs: list[tuple[str, Tensor]] = field(default_factory=list)  # see suspects.Seen
+    outputs: list[tuple[str, Tensor]] = field(default_factory=list)  # see nan_origin.Seen
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
     one after it, and at the latest when the epoch ends.
     """
     t, watch = tools, tools.watch
-    readings = Readings(
+    step_metrics = StepMetrics(
         t.device, phases=t.phases, watch=watch, rate=t.rate, speeds=t.speeds, log=t.log
     )
     metrics: dict[str, float] = {}
@@ -78,7 +78,7 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
             model.train()
             order = train.order(seed=plan.seed, epoch=epoch)
             t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
-            readings.begin()
+            step_metrics.begin()
             batches = train.shuffled(plan.batch_size, order, t.phases.mark)
             sent = _sent(batches, step=lambda: step + 1)  # noqa: B023 (asked while it is this)
             for x, y in islice(sent, last_step - step):
@@ -88,23 +88,23 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
                     outcome = t.step(x, y, norm=is_log_point(step), watched=t.phases.watched)
                 rows += rows_of(y)
                 sums = row_sums(x, y) if train.residency == "loader" else ()
-                suspects = Suspects(sums, tuple(t.outputs))
-                readings.add(outcome, rows=rows_of(y), suspects=suspects)
+                nan_origin = NanOrigin(sums, tuple(t.outputs))
+                step_metrics.add(outcome, rows=rows_of(y), nan_origin=nan_origin)
                 t.outputs.clear()
                 if step == 1:
                     wait(t.device)
                     t.phases.restart()
-                    readings.restart()
+                    step_metrics.restart()
                     watch.lap("first_step")
                 if is_log_point(step):
-                    readings.point(outcome, epoch)
+                    step_metrics.point(outcome, epoch)
                     if t.phases.meter.is_thrashing():
                         t.micro.ease("the allocator had to free its cache twice running")
                 t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
                 del x, y  # gone before the next ones come
             sent.close()  # where max_steps ends it, batches are left
-            readings.drain(epoch)
-            metrics = evaluate(model, val, t.judge)
+            step_metrics.drain(epoch)
+            metrics = evaluate(model, val, t.evaluator)
             watch.lap("eval")
             logged = {name: value for name, value in metrics.items() if name != ALIKE}
             t.log({**logged, "train/epoch": epoch + 1.0}, step)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tasks.engine.base.timing import Stopwatch, new_event
-from tasks.engine.step.nan_origin import NOBODY, Suspects
+from tasks.engine.step.nan_origin import NOBODY, NanOrigin
 from tasks.engine.step.optimizer_step import Outcome
 from tasks.engine.step.phases import Phases
 
@@ -49,10 +49,10 @@ class _Packed:
     began: Any  # where the window's first step began
     timed: tuple[int, int]  # steps and rows that the speed counts
     epoch: int
-    suspects: list[Suspects]  # of each step
+    nan_origin: list[NanOrigin]  # of each step
 
 
-class Readings:
+class StepMetrics:
     """The losses and norms since the last reading, and the one reading that is on its way."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Readings:
         self._losses: list[Tensor] = []
         self._norms: list[Tensor] = []
         self._points: list[_Point] = []
-        self._suspects: list[Suspects] = []
+        self._nan_origins: list[NanOrigin] = []
         self._timed = (0, 0)  # steps and rows since the last reading
         self._began: Any = None
         self._step = 0
@@ -85,11 +85,11 @@ class Readings:
         """Steps begin here, after something else."""
         self._began = self._mark()
 
-    def add(self, outcome: Outcome, *, rows: int, suspects: Suspects = NOBODY) -> None:
-        """One more step was taken. suspects: what is to blame if its loss is no number."""
+    def add(self, outcome: Outcome, *, rows: int, nan_origin: NanOrigin = NOBODY) -> None:
+        """One more step was taken. nan_origin: what is to blame if its loss is no number."""
         self._step += 1
         self._losses.append(outcome.loss)
-        self._suspects.append(suspects)
+        self._nan_origins.append(nan_origin)
         self._timed = (self._timed[0] + 1, self._timed[1] + rows)
 
     def point(self, outcome: Outcome, epoch: int) -> None:
@@ -150,11 +150,11 @@ class Readings:
             self._began,
             self._timed,
             epoch,
-            self._suspects,
+            self._nan_origins,
         )
         self._began = ready
         self._losses, self._norms, self._points, self._timed = [], [], [], (0, 0)
-        self._suspects = []
+        self._nan_origins = []
         return packed
 
     def _take(self, packed: _Packed | None) -> None:
@@ -200,16 +200,16 @@ class Readings:
     def _refuse_unfinite(self, losses: list[float], packed: _Packed) -> None:
         for step, loss in enumerate(losses, start=packed.first_step):
             if not math.isfinite(loss):
-                suspects = packed.suspects[step - packed.first_step]
-                raise Diverged(self._diverged(step, loss, packed.epoch, suspects))
+                nan_origin = packed.nan_origin[step - packed.first_step]
+                raise Diverged(self._diverged(step, loss, packed.epoch, nan_origin))
             self._last_good = (step, loss)
 
-    def _diverged(self, step: int, loss: float, epoch: int, suspects: Suspects) -> str:
+    def _diverged(self, step: int, loss: float, epoch: int, nan_origin: NanOrigin) -> str:
         good = "no step was good"
         if self._last_good is not None:
             good = f"the last good loss was {self._last_good[1]:.6g} at step {self._last_good[0]}"
         when = f"at step {step} (epoch {epoch + 1}, optim.lr then {self._rate(step - 1):.3g}); "
-        blamed = suspects.blamed()
+        blamed = nan_origin.blamed()
         if blamed:
             return f"{blamed[0]}: the loss became {loss} {when}{good}. {blamed[1]}"
         advice = "Lower optim.lr, set optim.clip_norm, or use train.precision fp32"

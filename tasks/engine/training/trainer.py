@@ -43,7 +43,7 @@ from tasks.engine.training.similar_runs import Past
 from tasks.engine.training.step_metrics import Log
 from tasks.engine.training.throughput import peak_of, rates, timings
 from tasks.engine.training.training_batches import example, fed, first_rows
-from tasks.engine.training.training_parts import workbench
+from tasks.engine.training.training_parts import training_parts
 
 
 @ends_told
@@ -146,7 +146,7 @@ def _train(
         rows, val = fed(config, facts, data, model)
         stack.callback(rows.close)
         stack.callback(val.close)
-        bench = workbench(
+        parts = training_parts(
             config,
             data,
             model,
@@ -164,17 +164,17 @@ def _train(
         )
         tools = Tools(
             device=device,
-            step=bench.tuned,
-            micro=bench.micro,
-            judge=bench.judge,
-            optimizer=bench.optimizer,
-            rate=rate_of(config, steps=bench.steps),
-            phases=bench.phases,
+            step=parts.tuned,
+            micro=parts.micro,
+            evaluator=parts.evaluator,
+            optimizer=parts.optimizer,
+            rate=rate_of(config, steps=parts.steps),
+            phases=parts.phases,
             watch=watch,
             speeds=rates(data, work=work, peak_flops_per_s=peak.flops_per_s if peak else None),
             log=log,
-            best=bench.best,
-            outputs=bench.outputs,
+            best=parts.best,
+            outputs=parts.outputs,
         )
         exhausted = mistake = None
         try:
@@ -194,7 +194,7 @@ def _train(
             raise OutOfMemory(
                 told(
                     exhausted,
-                    bench.phases,
+                    parts.phases,
                     config=config,
                     device=facts,
                     precision=precision,
@@ -203,14 +203,14 @@ def _train(
             )
         threads = torch.get_num_threads()  # after the trial
         measured = {
-            **bench.measured(),
-            **_predicted(admission, past, config.memory.limit_mib, bench.tuned.has_recorded),
+            **parts.measured(),
+            **_predicted(admission, past, config.memory.limit_mib, parts.tuned.has_recorded),
         }
-        stats = bench.phases.meter.stats()
+        stats = parts.phases.meter.stats()
         held_bytes = memory_meter.allocated_bytes(device)
         if config.memory.snapshot:
             title = f"Memory of a training step on {facts.name}"
-            draw(bench.phases.accounts.ledger, folder, title=title, lines=[])
+            draw(parts.phases.accounts.ledger, folder, title=title, lines=[])
         watch.lap("log")
         spec = spec_of(config, data, outputs=checked.outputs)
         x = first_rows(val)
@@ -222,7 +222,7 @@ def _train(
     return TrainFacts(
         metrics={
             **fitted.metrics,
-            **timings(tools, fitted, rows=rows, replays=bench.tuned.replays),
+            **timings(tools, fitted, rows=rows, replays=parts.tuned.replays),
             **measured,
         },
         tags={
@@ -231,7 +231,7 @@ def _train(
             "data.residency": rows.residency,
             "data.residency.reason": rows.reason,
             "memory.admission": admission.reason,
-            **bench.tags(),
+            **parts.tags(),
             **_peak_tags(peak),
         },
         steps=fitted.steps,

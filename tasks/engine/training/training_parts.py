@@ -1,5 +1,5 @@
-"""What a training works with, put together: the step in all its ways, the micro-batches, the judge,
-the clocks and accounts; and what they have measured when it is over.
+"""What a training works with, put together: the step in all its ways, the micro-batches, the
+evaluator, the clocks and accounts; and what they have measured when it is over.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.best_weights import Best
 from tasks.engine.step.build import forward_of, optimizer_of, plan_of, step_of
 from tasks.engine.step.choose_step import Known, TunedStep
-from tasks.engine.step.evaluation import Judge, eval_rows
+from tasks.engine.step.evaluation import Evaluator, eval_rows
 from tasks.engine.step.losses import in_units, loss_of, metrics_of
 from tasks.engine.step.micro_batches import MicroBatches
 from tasks.engine.step.optim import Optimizer
@@ -47,14 +47,14 @@ class _Witness:
 
 
 @dataclass(frozen=True)
-class Workbench:
+class TrainingParts:
     """What a training works with, and is measured by."""
 
     optimizer: Optimizer
     phases: Phases
     micro: MicroBatches
     tuned: TunedStep
-    judge: Judge
+    evaluator: Evaluator
     steps: int  # of the whole run
     best: Best
     outputs: list[tuple[str, Tensor]]  # see suspects.Seen
@@ -66,7 +66,7 @@ class Workbench:
             **memory,
             **self.phases.accounts.metrics(peak_mib=memory.get("memory/run_peak_allocated_mib")),
             **self.tuned.verdict.metrics(),
-            "memory/ooms_recovered": float(self.micro.recovered + self.judge.micro.recovered),
+            "memory/ooms_recovered": float(self.micro.recovered + self.evaluator.micro.recovered),
             "memory/micro_batch": float(self.micro.rows),
         }
 
@@ -79,7 +79,7 @@ class Workbench:
         }
 
 
-def workbench(
+def training_parts(
     config: RunConfig,
     data: DataFacts,
     model: nn.Module,
@@ -94,7 +94,7 @@ def workbench(
     micro_rows: int,
     threads: int,
     graphs: bool,
-) -> Workbench:
+) -> TrainingParts:
     """Everything for one training of `model` on the rows of `fed`, those to validate on last.
 
     precision: as resolved for the device; ledger: as limits.limited() yields it; recorder: of the
@@ -145,7 +145,7 @@ def workbench(
         recorded=partial(_recorded, owned, phases),
     )
     most = eval_rows(data, batch_size, room_bytes=room_bytes(config, facts.free_bytes or 0))
-    judge = Judge(
+    evaluator = Evaluator(
         task=data.task,
         loss=loss_of(config.train, data, device),
         autocast=step.autocast,
@@ -155,7 +155,7 @@ def workbench(
         metrics={n: in_units(m, data, device) for n, m in metrics_of(config.train).items()},
         target_scale=data.target_scale,
     )
-    return Workbench(optimizer, phases, micro, tuned, judge, steps, best, outputs)
+    return TrainingParts(optimizer, phases, micro, tuned, evaluator, steps, best, outputs)
 
 
 @dataclass

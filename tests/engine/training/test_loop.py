@@ -19,7 +19,7 @@ from tasks.engine.memory.memory_meter import Meter
 from tasks.engine.step import optim
 from tasks.engine.step.best_weights import Best
 from tasks.engine.step.build import Plan
-from tasks.engine.step.evaluation import Judge, evaluate
+from tasks.engine.step.evaluation import Evaluator, evaluate
 from tasks.engine.step.micro_batches import Failure, Fixed, MemoryExhausted
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.phases import Phases
@@ -76,7 +76,7 @@ def _tools(
         device=CPU,
         step=step,
         micro=Fixed(micro_rows),
-        judge=Judge(task, loss, nullcontext, micro=Fixed(1024), phases=phases),
+        evaluator=Evaluator(task, loss, nullcontext, micro=Fixed(1024), phases=phases),
         optimizer=optimizer,
         rate=lambda step: lr,
         phases=phases,
@@ -90,7 +90,7 @@ def _tools(
 def _fit(model: nn.Module, plan: Plan = PLAN, *, rows: int = 100, **tools) -> tuple[Fitted, list]:
     logged: list[tuple[int, dict[str, float]]] = []
     made = _tools(model, lambda metrics, step: logged.append((step, metrics)), **tools)
-    task = made.judge.task
+    task = made.evaluator.task
     train, val = _data(rows, seed=1, task=task), _data(40, seed=2, task=task)
     return fit(model, train, val, plan=plan, tools=made), logged
 
@@ -193,12 +193,12 @@ def test_patience_stops_and_keeps_the_best_weights() -> None:
     assert fitted.stopped_early and fitted.epochs == len(losses) < 60
     assert losses.index(min(losses)) == len(losses) - 3
     assert fitted.metrics["val/loss"] == min(losses)
-    again = evaluate(model, _data(40, seed=2), _tools(model, None).judge)
+    again = evaluate(model, _data(40, seed=2), _tools(model, None).evaluator)
     assert again["val/loss"] == pytest.approx(min(losses))
 
 
 def _judged_again(model: nn.Module) -> float:
-    return evaluate(model, _data(40, seed=2), _tools(model, None).judge)["val/loss"]
+    return evaluate(model, _data(40, seed=2), _tools(model, None).evaluator)["val/loss"]
 
 
 def test_the_weights_are_those_of_the_best_epoch_unless_the_last_are_asked_for() -> None:
@@ -284,7 +284,7 @@ def test_evaluation_sees_the_model_without_dropout_and_leaves_no_gradient() -> N
     model = nn.Sequential(_model(), nn.Dropout(0.9))
     model.train()
     tools = _tools(model, None)
-    both = [evaluate(model, _data(40, seed=2), tools.judge) for _ in range(2)]
+    both = [evaluate(model, _data(40, seed=2), tools.evaluator) for _ in range(2)]
     assert both[0] == both[1]
     assert all(p.grad is None for p in model.parameters())
 
@@ -360,7 +360,7 @@ def test_an_evaluation_whose_batch_finds_no_room_reads_fewer_rows(most: int) -> 
     found = fit(model, _data(100, seed=1), val, plan=PLAN, tools=tools).metrics
     assert found == pytest.approx(whole)
     assert max(val.given) <= most and sum(val.given) == 120
-    assert most // 2 <= tools.judge.micro.rows <= most, "it is learnt once"
+    assert most // 2 <= tools.evaluator.micro.rows <= most, "it is learnt once"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import build
 from tasks.engine.step.build import settled
-from tasks.engine.step.evaluation import Judge, evaluate
+from tasks.engine.step.evaluation import Evaluator, evaluate
 from tasks.engine.step.losses import loss_of
 from tasks.engine.step.micro_batches import Fixed
 from tasks.engine.step.optim import make
@@ -498,9 +498,11 @@ class _Unwatched:
         return nullcontext()
 
 
-def _judged(task: str, loss: Any, *batches: Any, metrics: Any = None, rows: int = 100) -> dict:
-    judge = Judge(task, loss, nullcontext, Fixed(rows), _Unwatched(), metrics=metrics or {})
-    return evaluate(nn.Identity(), _Kept(*batches), judge)
+def _summed_batch(
+    task: str, loss: Any, *batches: Any, metrics: Any = None, rows: int = 100
+) -> dict:
+    evaluator = Evaluator(task, loss, nullcontext, Fixed(rows), _Unwatched(), metrics=metrics or {})
+    return evaluate(nn.Identity(), _Kept(*batches), evaluator)
 
 
 @pytest.mark.parametrize("rows", [100, 1])
@@ -508,7 +510,7 @@ def test_figures_of_several_labels_are_counted_over_all_of_them(rows: int) -> No
     outputs = torch.tensor([[3.0, -1.0], [2.0, 2.0], [-4.0, -0.1]])
     labels = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
     loss = functional.binary_cross_entropy_with_logits
-    got = _judged("multilabel", loss, (outputs[:2], labels[:2]), (outputs[2:], labels[2:]))
+    got = _summed_batch("multilabel", loss, (outputs[:2], labels[:2]), (outputs[2:], labels[2:]))
     assert got["val/accuracy"] == pytest.approx(4 / 6)
     assert got["val/f1"] == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
     assert got["val/loss"] == pytest.approx(loss(outputs, labels).item())
@@ -519,7 +521,7 @@ def test_a_users_metric_is_averaged_over_the_rows(rows: int) -> None:
     x = torch.arange(12.0).reshape(6, 2)
     batches = ((x[:4], x[:4]), (x[4:], x[4:]))
     mean = {"mean": lambda outputs, targets: outputs.mean(), "one": lambda *_: 1}
-    got = _judged("regression", functional.mse_loss, *batches, metrics=mean, rows=rows)
+    got = _summed_batch("regression", functional.mse_loss, *batches, metrics=mean, rows=rows)
     assert got["val/mean"] == pytest.approx(5.5) and got["val/one"] == 1 and got["val/r2"] == 1
 
 

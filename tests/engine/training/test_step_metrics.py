@@ -10,7 +10,7 @@ from tasks.engine.memory.memory_meter import Meter
 from tasks.engine.step.optimizer_step import Outcome
 from tasks.engine.step.phases import Phases
 from tasks.engine.training import step_metrics
-from tasks.engine.training.step_metrics import Diverged, Readings
+from tasks.engine.training.step_metrics import Diverged, StepMetrics
 
 CPU = torch.device("cpu")
 
@@ -33,12 +33,12 @@ class _Event:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Readings of a device that works on its own, and what they logged."""
+    """StepMetrics of a device that works on its own, and what they logged."""
     monkeypatch.setattr(step_metrics, "new_event", lambda device, timed: _Event())
     monkeypatch.setattr(step_metrics, "READ_EVERY_S", 0.0)
     _Event.waits, _Event.now_ms = 0, 0.0
     logged: list[tuple[int, dict[str, float]]] = []
-    made = Readings(
+    made = StepMetrics(
         torch.device("cuda"),
         phases=Phases(HostClock(), Meter(CPU), Accounts(Ledger(CPU), dict), count_every=None),
         watch=Stopwatch(),
@@ -50,7 +50,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made, logged
 
 
-def _step(made: Readings, loss: float, *, norm: float | None = None) -> Outcome:
+def _step(made: StepMetrics, loss: float, *, norm: float | None = None) -> Outcome:
     _Event.now_ms += 10
     outcome = Outcome(torch.tensor(loss), None if norm is None else torch.tensor(norm))
     made.add(outcome, rows=4)
