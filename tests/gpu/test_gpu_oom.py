@@ -8,10 +8,10 @@ import torch
 
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
-from tasks.engine.memory.allocation_log import MIB, Ledger
+from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.memory.allocator_history import FILE, recording
 from tasks.engine.memory.allocator_stats import allocator, history
-from tasks.engine.memory.memory_by_owner import Accounts
+from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import clear_frames, is_oom
 from tasks.engine.memory.oom_message import told_by
 from tasks.engine.memory.oom_report import explain
@@ -71,7 +71,7 @@ def test_under_a_limit_the_free_memory_is_the_limits_and_not_the_gpus(limit_mib)
 
 
 def test_the_ledger_remembers_what_was_held_when_the_gpu_refused():
-    ledger = Ledger(GPU, block_bytes=512)
+    ledger = AllocationLog(GPU, block_bytes=512)
     with ledger.active():
         kept = torch.zeros(MIB, dtype=torch.uint8, device=GPU)
         with pytest.raises(torch.OutOfMemoryError):
@@ -83,7 +83,7 @@ def test_the_ledger_remembers_what_was_held_when_the_gpu_refused():
 def test_the_ledger_and_the_allocator_agree_to_the_block():
     torch.cuda.empty_cache()  # a cached block may be larger than what is asked of it
     before = torch.cuda.memory_allocated(GPU)
-    ledger = Ledger(GPU, block_bytes=512)
+    ledger = AllocationLog(GPU, block_bytes=512)
     with ledger.active():
         kept = [torch.zeros(n, device=GPU) for n in (1, 1000, 12_345, 3 * MIB)]
         assert ledger.allocated_bytes == torch.cuda.memory_allocated(GPU) - before
@@ -132,7 +132,7 @@ class Unseeing:
 
 
 def micro_batches(rows):
-    accounts = Accounts(Ledger(GPU, block_bytes=512), lambda: {})
+    accounts = MemoryByOwner(AllocationLog(GPU, block_bytes=512), lambda: {})
     model = torch.nn.Linear(1, 1).to(GPU)
     return accounts, MicroBatches(
         rows,

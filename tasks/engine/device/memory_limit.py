@@ -13,7 +13,7 @@ import torch
 
 from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.device.detection import limit
-from tasks.engine.memory.allocation_log import MIB, Ledger
+from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.memory.allocator_stats import Allocator, allocator
 from tasks.engine.memory.caching_allocator import BLOCK_BYTES
 from tasks.engine.memory.memory_by_owner import CountedAllocator
@@ -22,7 +22,9 @@ from tasks.engine.settings.run_config import RunConfig
 
 
 @contextmanager
-def limited(facts: DeviceFacts, limit_mib: float | None) -> Iterator[tuple[Ledger, Allocator]]:
+def limited(
+    facts: DeviceFacts, limit_mib: float | None
+) -> Iterator[tuple[AllocationLog, Allocator]]:
     """The ledger of a run on this device, and what tells how much memory is in use.
 
     Inside, more than limit_mib raises torch.OutOfMemoryError.
@@ -32,14 +34,14 @@ def limited(facts: DeviceFacts, limit_mib: float | None) -> Iterator[tuple[Ledge
         lift = limit(facts, limit_mib)
         try:
             yield (
-                Ledger(device, block_bytes=BLOCK_BYTES, scratch=scratch_of(device)),
+                AllocationLog(device, block_bytes=BLOCK_BYTES, scratch=scratch_of(device)),
                 allocator(device),
             )
         finally:
             lift()
         return
     limit_bytes = None if limit_mib is None else int(limit_mib * MIB)
-    ledger = Ledger(device, limit_bytes=limit_bytes)
+    ledger = AllocationLog(device, limit_bytes=limit_bytes)
     counted = CountedAllocator(ledger, limit_bytes)
     if limit_bytes is None:
         yield ledger, counted

@@ -19,7 +19,7 @@ from tasks.engine.base.seeds import chosen_cublas_workspace_bytes
 from tasks.engine.device.detection import resolve_precision
 from tasks.engine.device.memory_limit import room_bytes
 from tasks.engine.forecast.batch_bytes import Loader, Rows, fed
-from tasks.engine.memory.allocation_log import MIB, Ledger
+from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.memory.caching_allocator import BLOCK_BYTES, Empty, Event, Take
 from tasks.engine.memory.memory_by_owner import BEST
 from tasks.engine.memory.reduction_scratch import scratch_of
@@ -57,7 +57,7 @@ class Peaks:
     """Follows the ledger: the most of each phase, the owners at the most of all, and every
     allocation in its order."""
 
-    ledger: Ledger
+    ledger: AllocationLog
     events: list[Event]
     workspace_bytes: int
     training: int = 0  # of the events, those before the last evaluation
@@ -96,7 +96,7 @@ def dry_run(
     device = _usable(torch.device(facts.name))
     precision = resolve_precision(config.train.precision, facts)
     events: list[Event] = []
-    ledger = Ledger(
+    ledger = AllocationLog(
         device,
         block_bytes=1 if facts.kind == "cpu" else BLOCK_BYTES,
         scratch=scratch_of(torch.device(facts.name)),

@@ -43,7 +43,7 @@ class Entry:
     died: int | None = None
 
 
-class Ledger(TorchDispatchMode):
+class AllocationLog(TorchDispatchMode):
     """Counts the storages of one device. Enter it around what is to be counted."""
 
     def __init__(

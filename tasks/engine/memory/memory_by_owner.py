@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from tasks.engine.base import nested
-from tasks.engine.memory.allocation_log import LIBRARIES, MIB, REST, Ledger
+from tasks.engine.memory.allocation_log import LIBRARIES, MIB, REST, AllocationLog
 from tasks.engine.memory.allocator_stats import NoAllocator, Space
 from tasks.engine.memory.live_tensors import live_tensors
 
@@ -34,12 +34,12 @@ OWNERS = (
 Owned = Mapping[str, Iterable[Tensor]]
 
 
-class Accounts:
+class MemoryByOwner:
     """Keeps the ledger of a training. `owned` tells what belongs to whom at the time of asking."""
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: AllocationLog,
         owned: Callable[[], Owned],
         in_use: Callable[[], int | None] = lambda: None,
     ) -> None:
@@ -101,7 +101,7 @@ class CountedAllocator(NoAllocator):
     """The CPU's allocator as far as the ledger has counted it: what it tells is absent between
     watched steps, unless a limit keeps it counting."""
 
-    def __init__(self, ledger: Ledger, limit_bytes: int | None) -> None:
+    def __init__(self, ledger: AllocationLog, limit_bytes: int | None) -> None:
         self._ledger, self._limit = ledger, limit_bytes
         self._is_fresh = False
 

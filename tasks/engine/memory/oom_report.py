@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 from tasks.engine.base.field_types import is_import
 from tasks.engine.base.units import mebibytes, number, printable
-from tasks.engine.memory.allocation_log import ACTIVATIONS, MIB, REST, Entry, Ledger
+from tasks.engine.memory.allocation_log import ACTIVATIONS, MIB, REST, AllocationLog, Entry
 from tasks.engine.memory.oom_message import Told, told_by
 from tasks.engine.settings.data_config import TOKEN_SOURCES
 from tasks.engine.settings.run_config import RunConfig
@@ -107,7 +107,7 @@ class Explanation:
 
 def explain(
     text: str,
-    ledger: Ledger,
+    ledger: AllocationLog,
     *,
     config: RunConfig,
     device: str,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from tasks.engine.base.units import percent, printable
-from tasks.engine.memory.allocation_log import Entry, Ledger
+from tasks.engine.memory.allocation_log import AllocationLog, Entry
 from tasks.engine.report.html_page import POLICY, STYLE
 from tasks.engine.report.memory_timeline_svg import (
     colour,
@@ -41,7 +41,7 @@ tr + tr td { border-top: 1px solid var(--line); } code { font-size: .88rem; }
 """
 
 
-def page(ledger: Ledger, *, title: str, lines: Iterable[str] = ()) -> str:
+def page(ledger: AllocationLog, *, title: str, lines: Iterable[str] = ()) -> str:
     """The page of the step that the ledger counted last; `lines` are said above the picture."""
     points = ledger.timeline() or [(0, {})]
     first, last = points[0][0], points[-1][0]

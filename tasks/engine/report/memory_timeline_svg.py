@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from tasks.engine.base.units import mebibytes
-from tasks.engine.memory.allocation_log import ACTIVATIONS, LIBRARIES, MIB, REST, Ledger
+from tasks.engine.memory.allocation_log import ACTIVATIONS, LIBRARIES, MIB, REST, AllocationLog
 from tasks.engine.memory.memory_by_owner import BEST, OWNERS
 
 COLUMNS = 480  # of the picture: a point each two pixels
@@ -50,7 +50,7 @@ class _Scale:
         return HEIGHT - BOTTOM - size_bytes / self.top_bytes * (HEIGHT - TOP - BOTTOM)
 
 
-def picture(points: Sequence[Point], ledger: Ledger) -> str:
+def picture(points: Sequence[Point], ledger: AllocationLog) -> str:
     """The picture as an element of a page that has its styles."""
     limit = ledger.limit_bytes
     peak = max(points, key=total_of)

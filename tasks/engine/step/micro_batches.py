@@ -17,7 +17,7 @@ from torch import nn
 
 from tasks.engine.base import nested
 from tasks.engine.memory.allocator_stats import drop_cache
-from tasks.engine.memory.memory_by_owner import Accounts
+from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import clear_frames, is_oom
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class MicroBatches:
         what: str,
         device: torch.device,
         model: nn.Module,
-        accounts: Accounts,
+        accounts: MemoryByOwner,
         witness: Witness,
         give_back: Callable[[], bool] = bool,
     ) -> None:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from tasks.engine.base.timing import PhaseClock
-from tasks.engine.memory.memory_by_owner import Accounts
+from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import Meter
 from tasks.engine.step.optimizer_step import Watched
 
@@ -28,7 +28,7 @@ class Phases:
     """
 
     def __init__(
-        self, clock: PhaseClock, meter: Meter, accounts: Accounts, *, count_every: int | None
+        self, clock: PhaseClock, meter: Meter, accounts: MemoryByOwner, *, count_every: int | None
     ) -> None:
         """count_every: steps between two counted ones, at least; None: one in the run."""
         self.clock, self.meter, self.accounts = clock, meter, accounts

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from tasks.engine.base.facts import DeviceFacts
-from tasks.engine.memory.allocation_log import Ledger
+from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.oom_report import Explanation, explain
 from tasks.engine.report.memory_timeline import page
 from tasks.engine.settings.run_config import RunConfig
@@ -50,7 +50,7 @@ def told(
     on = torch.device(device.name)
     explanation = explain(
         failure.text,
-        phases.accounts.ledger if phases else Ledger(on),
+        phases.accounts.ledger if phases else AllocationLog(on),
         config=config,
         device=device.name,
         precision=precision,
@@ -72,7 +72,7 @@ def told(
     return explanation
 
 
-def draw(ledger: Ledger, folder: Path, *, title: str, lines: Sequence[str]) -> None:
+def draw(ledger: AllocationLog, folder: Path, *, title: str, lines: Sequence[str]) -> None:
     """The last step that was counted, as the page `folder`/memory/snapshot.html."""
     try:
         (folder / "memory").mkdir(parents=True, exist_ok=True)

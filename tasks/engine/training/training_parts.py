@@ -14,9 +14,9 @@ from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.base.timing import phase_clock, wait
 from tasks.engine.batches.dataset_batches import Batches
 from tasks.engine.device.memory_limit import room_bytes
-from tasks.engine.memory.allocation_log import Ledger
+from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.allocator_history import Recorder
-from tasks.engine.memory.memory_by_owner import BEST, Accounts, Owned
+from tasks.engine.memory.memory_by_owner import BEST, MemoryByOwner, Owned
 from tasks.engine.memory.memory_meter import Meter
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.best_weights import Best
@@ -87,7 +87,7 @@ def training_parts(
     *,
     facts: DeviceFacts,
     precision: str,
-    ledger: Ledger,
+    ledger: AllocationLog,
     meter: Meter,
     recorder: Recorder,
     known: Known | None,
@@ -110,7 +110,9 @@ def training_parts(
     phases = Phases(
         phase_clock(device),
         meter,
-        Accounts(ledger, owned, partial(_in_use, meter) if device.type != "cpu" else lambda: None),
+        MemoryByOwner(
+            ledger, owned, partial(_in_use, meter) if device.type != "cpu" else lambda: None
+        ),
         count_every=COUNT_EVERY if device.type == "cpu" else None,
     )
     fitting = partial(

@@ -11,7 +11,7 @@ from tasks.engine.batches.dataset_batches import feed
 from tasks.engine.data.preparation import load, prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.forecast.forecast import asked_micro_batch, forecast, largest_micro_batch
-from tasks.engine.memory.allocation_log import MIB, Ledger
+from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.settings.run_config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from tasks.engine.step import build
@@ -61,7 +61,7 @@ def config_of(model: str, *, optim: str = "adamw", clip: float | None = None, **
 def really(config: RunConfig, data: DataFacts, device: DeviceFacts) -> dict[str, int]:
     """Peaks by phase of two steps of the real thing."""
     cpu, found = torch.device("cpu"), {}
-    ledger = Ledger(cpu)
+    ledger = AllocationLog(cpu)
 
     def mark(phase: str) -> None:
         ledger.end_phase(phase)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tasks.engine.memory.allocation_log import ACTIVATIONS, MIB, REST, Ledger
+from tasks.engine.memory.allocation_log import ACTIVATIONS, MIB, REST, AllocationLog
 
 CPU = torch.device("cpu")
 OWNERS = ("parameters", "data")
@@ -41,7 +41,7 @@ class Model:
 @settings(max_examples=60, deadline=None)
 @given(actions=st.lists(ACTIONS, min_size=1, max_size=40), block=st.sampled_from([1, 512]))
 def test_the_ledger_agrees_with_a_plain_model_of_storages(actions, block):
-    ledger, model, tensors = Ledger(CPU, block_bytes=block), Model(block), {}
+    ledger, model, tensors = AllocationLog(CPU, block_bytes=block), Model(block), {}
     ledger.begin_step()
     totals = [0]
     with ledger.active():
@@ -72,7 +72,7 @@ def test_the_ledger_agrees_with_a_plain_model_of_storages(actions, block):
 
 
 def test_a_step_forgets_what_died_before_it_and_keeps_what_lives():
-    ledger = Ledger(CPU)
+    ledger = AllocationLog(CPU)
     with ledger.active():
         kept = torch.zeros(100)
         dead = torch.zeros(9000)
@@ -87,7 +87,7 @@ def test_a_step_forgets_what_died_before_it_and_keeps_what_lives():
 
 def test_what_the_forward_pass_leaves_alive_are_activations_and_phases_have_their_ends():
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
-    ledger = Ledger(CPU)
+    ledger = AllocationLog(CPU)
     ledger.own("parameters", model.parameters())
     x = torch.zeros(16, 8)
     ledger.own("batch", [x])
@@ -112,7 +112,7 @@ def test_what_the_forward_pass_leaves_alive_are_activations_and_phases_have_thei
 
 
 def test_a_limit_refuses_as_a_device_would_and_what_was_refused_is_not_held():
-    ledger = Ledger(CPU, limit_bytes=3 * MIB)
+    ledger = AllocationLog(CPU, limit_bytes=3 * MIB)
     with ledger.active():
         kept = torch.zeros(2 * MIB, dtype=torch.uint8)
         ledger.own("data", [kept])
@@ -132,7 +132,7 @@ def test_a_limit_refuses_as_a_device_would_and_what_was_refused_is_not_held():
 
 
 def test_several_outputs_of_one_operation_are_refused_together():
-    ledger = Ledger(CPU, limit_bytes=1500)
+    ledger = AllocationLog(CPU, limit_bytes=1500)
     with ledger.active():
         x = torch.zeros(100)
         # 400 bytes of values would fit beside the 400 of x, and 800 of indices would.
@@ -142,7 +142,7 @@ def test_several_outputs_of_one_operation_are_refused_together():
 
 
 def test_what_failed_inside_an_operation_is_remembered_until_the_next_step():
-    ledger = Ledger(CPU)
+    ledger = AllocationLog(CPU)
     with ledger.active():
         kept = torch.zeros(10)
         with pytest.raises(RuntimeError):
@@ -153,7 +153,7 @@ def test_what_failed_inside_an_operation_is_remembered_until_the_next_step():
 
 
 def test_other_devices_and_layouts_do_not_count():
-    ledger = Ledger(CPU)
+    ledger = AllocationLog(CPU)
     with ledger.active():
         kept = torch.empty(100, device="meta"), torch.eye(3).to_sparse()
     dense = sum(e.bytes for e in ledger.at_peak() if e.what.startswith("eye"))

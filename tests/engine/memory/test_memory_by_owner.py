@@ -1,22 +1,22 @@
 import torch
 from torch import nn
 
-from tasks.engine.memory.allocation_log import MIB, Ledger
-from tasks.engine.memory.memory_by_owner import Accounts, CountedAllocator
+from tasks.engine.memory.allocation_log import MIB, AllocationLog
+from tasks.engine.memory.memory_by_owner import CountedAllocator, MemoryByOwner
 from tasks.engine.step import optim
 
 CPU = torch.device("cpu")
 
 
-def _training() -> tuple[nn.Module, optim.Optimizer, Accounts, list[torch.Tensor]]:
+def _training() -> tuple[nn.Module, optim.Optimizer, MemoryByOwner, list[torch.Tensor]]:
     torch.manual_seed(0)
     first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
     second.weight = first.weight  # tied: its bytes count once
     model = nn.Sequential(first, nn.Sigmoid(), second)
     optimizer = optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0, beta1=0.9, beta2=0.99)
     batch = [torch.ones(500, 8)]
-    accounts = Accounts(
-        Ledger(CPU),
+    accounts = MemoryByOwner(
+        AllocationLog(CPU),
         lambda: {
             "parameters": model.parameters(),
             "gradients": [p.grad for p in model.parameters() if p.grad is not None],
@@ -26,7 +26,7 @@ def _training() -> tuple[nn.Module, optim.Optimizer, Accounts, list[torch.Tensor
     return model, optimizer, accounts, batch
 
 
-def _step(model: nn.Module, optimizer: optim.Optimizer, accounts: Accounts, batch) -> None:
+def _step(model: nn.Module, optimizer: optim.Optimizer, accounts: MemoryByOwner, batch) -> None:
     optimizer.zero_grad()
     loss = model(*batch).sum()
     accounts.ledger.end_phase("forward")
@@ -65,7 +65,7 @@ def test_what_was_never_counted_has_no_owner() -> None:
 
 
 def test_a_cpu_tells_what_was_counted_and_is_silent_about_the_rest() -> None:
-    ledger = Ledger(CPU)
+    ledger = AllocationLog(CPU)
     allocator = CountedAllocator(ledger, None)
     assert allocator.read() == {} and allocator.space() is None
     with ledger.active():
@@ -78,7 +78,7 @@ def test_a_cpu_tells_what_was_counted_and_is_silent_about_the_rest() -> None:
 
 
 def test_a_limit_is_the_space_of_a_cpu() -> None:
-    ledger = Ledger(CPU, limit_bytes=10_000)
+    ledger = AllocationLog(CPU, limit_bytes=10_000)
     allocator = CountedAllocator(ledger, 10_000)
     with ledger.active():
         kept = torch.ones(1000)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.engine.memory.allocation_log import MIB, Ledger
+from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.memory.oom_message import Told, told_by
 from tasks.engine.memory.oom_report import explain
 from tasks.engine.settings.run_config import RunConfig
@@ -78,7 +78,7 @@ def test_every_library_is_understood(text):
 
 
 def test_the_ledgers_own_words_are_understood():
-    ledger = Ledger(CPU, limit_bytes=3 * MIB)
+    ledger = AllocationLog(CPU, limit_bytes=3 * MIB)
     with ledger.active():
         kept = torch.zeros(MIB, dtype=torch.uint8)
         with pytest.raises(torch.OutOfMemoryError) as refused:
@@ -104,7 +104,7 @@ def explained(ledger, text="CUDA error: out of memory", settings=None, **more):
 def failed(limit_bytes, hidden=32, rows=16):
     """A forward and backward pass under a limit, up to where it is refused."""
     model = nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.Tanh())
-    ledger = Ledger(CPU, limit_bytes=limit_bytes)
+    ledger = AllocationLog(CPU, limit_bytes=limit_bytes)
     x = torch.zeros(rows, 8)
     ledger.own("parameters", model.parameters())
     ledger.own("batch", [x])
@@ -134,7 +134,7 @@ def test_a_forward_pass_that_failed_holds_activations_by_their_line():
 
 
 def test_a_backward_pass_that_failed_is_told_from_a_forward_pass():
-    fits = Ledger(CPU)
+    fits = AllocationLog(CPU)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.Tanh())
     fits.own("parameters", model.parameters())
     x = torch.zeros(16, 8)
@@ -173,7 +173,7 @@ def test_a_backward_pass_that_failed_is_told_from_a_forward_pass():
     ],
 )
 def test_the_remedy_shrinks_what_holds_most(owner, settings, setting, words):
-    ledger = Ledger(CPU)
+    ledger = AllocationLog(CPU)
     with ledger.active():
         large, small = torch.zeros(1000), torch.zeros(10)
         ledger.own(owner, [large])
@@ -189,12 +189,12 @@ def test_the_remedy_shrinks_what_holds_most(owner, settings, setting, words):
 
 
 def test_smaller_micro_batches_are_the_remedy_only_while_there_are_smaller_ones():
-    why = explained(Ledger(CPU), settings={"train": {"batch_size": 100}}, tried=(100, 50))
+    why = explained(AllocationLog(CPU), settings={"train": {"batch_size": 100}}, tried=(100, 50))
     assert (why.setting, why.remedy) == (
         "train.accumulate",
         "set train.accumulate to 4 (got 1)",
     )
-    late = explained(Ledger(CPU), tried=(100, 50), phase="optimizer", fitted=25)
+    late = explained(AllocationLog(CPU), tried=(100, 50), phase="optimizer", fitted=25)
     assert late.setting == "model.args"
     assert "(25 fitted before)" in late.sentence
 
@@ -202,17 +202,17 @@ def test_smaller_micro_batches_are_the_remedy_only_while_there_are_smaller_ones(
 def test_memory_that_lies_in_pieces_is_said_and_what_to_do_about_it():
     text = next(text for text in TEXTS if "13.75 MiB" in text).replace("2.00 GiB", "8.00 MiB")
     pool = {"reserved": 400, "allocated": 100, "inactive_split": 100}
-    why = explained(Ledger(CPU), text, device="cuda:0", allocator=pool)
+    why = explained(AllocationLog(CPU), text, device="cuda:0", allocator=pool)
     assert "PYTORCH_ALLOC_CONF to expandable_segments:True" in why.remedy
     assert why.fragmentation_pct == 25
     assert "Fragmentation: 25 %." in why.markdown()
-    silent = explained(Ledger(CPU), allocator=pool)
+    silent = explained(AllocationLog(CPU), allocator=pool)
     assert silent.told.idle_bytes == 300
     assert "ALLOC_CONF" not in silent.remedy
 
 
 def test_what_nobody_told_is_not_said():
-    why = explained(Ledger(CPU), tried=())
+    why = explained(AllocationLog(CPU), tried=())
     assert (why.owners, why.holdings, why.fragmentation_pct) == ({}, (), None)
     for word in ("asked", "free", "held", "None", "micro"):
         assert word not in why.sentence

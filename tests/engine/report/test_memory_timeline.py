@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tasks.engine.base.units import mebibytes
-from tasks.engine.memory.allocation_log import MIB, Ledger
+from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.memory.memory_by_owner import OWNERS
 from tasks.engine.report.memory_timeline import SHOWN, page
 from tasks.engine.report.memory_timeline_svg import COLOURS, COLUMNS
@@ -47,7 +47,7 @@ class Read(HTMLParser):
 
 def counted(limit=None, layers=3, parts=1):
     model = nn.Sequential(*[m for _ in range(layers) for m in (nn.Linear(32, 32), nn.ReLU())])
-    ledger = Ledger(CPU, limit_bytes=limit)
+    ledger = AllocationLog(CPU, limit_bytes=limit)
     ledger.own("parameters", model.parameters())
     x = torch.zeros(64, 32)
     ledger.own("batch", [x])
@@ -116,7 +116,7 @@ def test_every_owner_has_a_colour_of_its_own():
 
 
 def test_what_is_alike_is_one_row_and_the_rest_is_summed_up():
-    ledger = Ledger(CPU)
+    ledger = AllocationLog(CPU)
     with ledger.active():
         alike = [torch.zeros(MIB // 4) for _ in range(5)]
         others = [torch.zeros(10 + n) for n in range(SHOWN + 6)]
@@ -135,7 +135,7 @@ def test_what_is_alike_is_one_row_and_the_rest_is_summed_up():
 
 
 def test_thousands_of_allocations_are_thinned_and_keep_their_peak():
-    ledger = Ledger(CPU)
+    ledger = AllocationLog(CPU)
     with ledger.active():
         ledger.begin_step()
         for n in range(6000):
@@ -163,4 +163,4 @@ def test_nothing_it_is_given_acts_as_markup(title):
 
 
 def test_a_ledger_that_counted_nothing_has_a_page_too():
-    assert "0 MiB at the peak" in page(Ledger(CPU), title="nothing")
+    assert "0 MiB at the peak" in page(AllocationLog(CPU), title="nothing")

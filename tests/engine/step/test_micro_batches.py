@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tasks.engine.memory.allocation_log import Ledger
-from tasks.engine.memory.memory_by_owner import Accounts
+from tasks.engine.memory.allocation_log import AllocationLog
+from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.step import micro_batches, optim
 from tasks.engine.step.micro_batches import Fixed, MemoryExhausted, MicroBatches
 from tasks.engine.step.optimizer_step import Step, Watched
@@ -56,7 +56,7 @@ class _Training:
             layers += [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH) if dropout else nn.Identity()]
             layers += [nn.Tanh(), nn.Dropout(dropout)]
         self.model = nn.Sequential(*layers, nn.Linear(WIDTH, 3))
-        self.ledger = Ledger(CPU, limit_bytes=limit_bytes)
+        self.ledger = AllocationLog(CPU, limit_bytes=limit_bytes)
         optimizer = optim.make(
             "adamw" if adam else "sgd",
             self.model.parameters(),
@@ -65,7 +65,7 @@ class _Training:
             momentum=0.9 if adam else 0.0,  # which has a state
             beta2=0.99,
         )
-        accounts = Accounts(
+        accounts = MemoryByOwner(
             self.ledger,
             lambda: {
                 "parameters": self.model.parameters(),

@@ -13,8 +13,8 @@ from tasks.engine.base.timing import HostClock, Stopwatch
 from tasks.engine.batches.dataloaders import Loaded
 from tasks.engine.batches.dataset_batches import feed
 from tasks.engine.batches.memory_format import row_order
-from tasks.engine.memory.allocation_log import Ledger
-from tasks.engine.memory.memory_by_owner import Accounts
+from tasks.engine.memory.allocation_log import AllocationLog
+from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import Meter
 from tasks.engine.step import optim
 from tasks.engine.step.best_weights import Best
@@ -60,7 +60,7 @@ def _tools(
     task: str = "classification",
     best: Best | None = None,
 ) -> Tools:
-    accounts = Accounts(Ledger(CPU), lambda: {"parameters": model.parameters()})
+    accounts = MemoryByOwner(AllocationLog(CPU), lambda: {"parameters": model.parameters()})
     phases = Phases(HostClock(), Meter(CPU), accounts, count_every=5)
     optimizer = optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, beta1=0.9, beta2=0.99)
     step = Step(

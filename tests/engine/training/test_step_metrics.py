@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tasks.engine.base.timing import HostClock, Stopwatch
-from tasks.engine.memory.allocation_log import Ledger
-from tasks.engine.memory.memory_by_owner import Accounts
+from tasks.engine.memory.allocation_log import AllocationLog
+from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import Meter
 from tasks.engine.step.optimizer_step import Outcome
 from tasks.engine.step.phases import Phases
@@ -40,7 +40,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     logged: list[tuple[int, dict[str, float]]] = []
     made = StepMetrics(
         torch.device("cuda"),
-        phases=Phases(HostClock(), Meter(CPU), Accounts(Ledger(CPU), dict), count_every=None),
+        phases=Phases(
+            HostClock(), Meter(CPU), MemoryByOwner(AllocationLog(CPU), dict), count_every=None
+        ),
         watch=Stopwatch(),
         rate=lambda step: 0.1,
         speeds=lambda per_s: {"speed/tokens_per_s": 2 * per_s},
