@@ -1,7 +1,7 @@
 """A run's record as the training process keeps it: every metric goes to a local file first, and a
-second process (`tracking.py`) sends it to MLflow, so that no step ever waits for a database and
-nothing is lost where MLflow is away, where that process is killed (another goes on), or where the
-run's folder is removed. This process never imports mlflow.
+second process (`mlflow_sender.py`) sends it to MLflow, so that no step ever waits for a database
+and nothing is lost where MLflow is away, where that process is killed (another goes on), or where
+the run's folder is removed. This process never imports mlflow.
 """
 
 from __future__ import annotations

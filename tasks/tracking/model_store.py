@@ -1,4 +1,4 @@
-"""Asks MLflow for a logged model, from a process that never imports mlflow: `tracking_models.py`
+"""Asks MLflow for a logged model, from a process that never imports mlflow: `logged_models.py`
 answers in a second one, which may be started ahead of need.
 """
 

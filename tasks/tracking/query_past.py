@@ -10,7 +10,7 @@ import json
 import os
 import sys
 
-# As in tracking.py: MLflow's defaults wait four minutes for a server that is away.
+# As in mlflow_sender.py: MLflow's defaults wait four minutes for a server that is away.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 

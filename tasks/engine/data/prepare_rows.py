@@ -1,6 +1,6 @@
 """Makes of a table, or of images, the four arrays that training maps: labels encoded, rows split,
-features and amounts scaled, written in blocks. What cannot be learnt from is refused by `labels.py`
-and `scaling.py`, before anything is written or while it is.
+features and amounts scaled, written in blocks. What cannot be learnt from is refused by
+`target_encoding.py` and `scaling.py`, before anything is written or while it is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What can keep a run off the GPU, one question at a time: each check is a plain function of what
 was seen, so that a machine which is not at hand can be judged too. It touches no device, reads no
-environment and refuses nothing; `device_look.py` sees, `device.py` decides.
+environment and refuses nothing; `probe.py` sees, `choice.py` decides.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The choice among the GPUs that were seen and tried, and its reason in one sentence: a plain
 function of a `Machine`, so that machines which are not at hand are decided in tests. It looks at
-nothing itself; what cannot be had as asked is a `Refusal`, which `device.py` raises.
+nothing itself; what cannot be had as asked is a `Refusal`, which `detection.py` raises.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def limit(facts: DeviceFacts, limit_mib: float | None) -> Callable[[], None]:
     """Caps what this process may allocate on the device; what it returns lifts the cap again.
 
     The cap belongs to the process, not to the run: call the returned function when the run ends.
-    A CPU has no allocator that could keep one: see limits.py.
+    A CPU has no allocator that could keep one: see memory_limit.py.
     """
     check_limit(facts, limit_mib)
     if limit_mib is None or not facts.total_bytes or facts.kind == "cpu":

@@ -1,6 +1,6 @@
 """What is asked of a single GPU that PyTorch sees: has this PyTorch code for it, is its memory
 free, does it compute. Plain functions of what was seen; the questions about the whole machine are
-in `device_checks.py`.
+in `checks.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How much device memory a training will take, told before it takes any: of a dry run, what its
-tensors hold, and what a caching allocator reserves for them by its rules; see dry_run.py, pool.py.
-It refuses nothing; of what libraries take for themselves it knows cuBLAS's workspaces alone.
+tensors hold, and what a caching allocator reserves for them by its rules; see dry_run.py and
+caching_allocator.py. It refuses nothing; of what libraries take for themselves it knows
+cuBLAS's workspaces alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tasks.engine.memory.caching_allocator import SMALL_SEGMENT_BYTES, Pool, lea
 from tasks.engine.settings.run_config import FUSED, RunConfig
 from tasks.engine.step import build, own_model
 
-POOLED = ("cuda", "rocm", "xpu")  # whose allocators cache as pool.py tells
+POOLED = ("cuda", "rocm", "xpu")  # whose allocators cache as caching_allocator.py tells
 # What lies among the small tensors and in no dry run, such as losses that wait to be read: an mlp
 # and a transformer took one segment more than their dry runs, and no more.
 SPARE_BYTES = SMALL_SEGMENT_BYTES

@@ -39,7 +39,7 @@ _OOM = re.compile(
 
 def allocated_bytes(device: torch.device) -> int:
     """Bytes in use by tensors: the allocator's count, which includes what libraries allocated
-    through it; on a CPU those of the live tensors that Python can reach (see live.py)."""
+    through it; on a CPU those of the live tensors that Python can reach (see live_tensors.py)."""
     if device.type == "cpu":
         return unique_bytes(live.tensor for live in live_tensors(device))
     return allocator(device).read().get("allocated", 0)
@@ -123,7 +123,7 @@ class Meter:
         return {**found, "memory/host_rss_peak_mib": self._host.peak_bytes() / MIB}
 
     def reading(self) -> dict[str, int]:
-        """What the allocator tells now; see allocators.py for the keys."""
+        """What the allocator tells now; see allocator_stats.py for the keys."""
         return self._allocator.read()
 
     def stats(self) -> dict[str, Any]:

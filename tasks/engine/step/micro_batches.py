@@ -36,7 +36,7 @@ class Failure:
     batch_shape: tuple[int, ...] = ()
     tried: tuple[int, ...] = ()  # rows of the micro-batches that did not fit
     fitted: int | None = None  # of the largest that did
-    allocator: dict[str, int] = field(default_factory=dict)  # what it told then; see allocators.py
+    allocator: dict[str, int] = field(default_factory=dict)  # as allocator_stats.py tells
 
 
 class MemoryExhausted(RuntimeError):
@@ -75,7 +75,7 @@ class Witness(Protocol):
         """It has failed: keep what the device's memory looks like."""
 
     def reading(self) -> dict[str, int]:
-        """What the allocator tells; see allocators.py."""
+        """What the allocator tells; see allocator_stats.py."""
 
 
 class Fitting(Protocol):

@@ -40,7 +40,7 @@ class Steps(Protocol):
     """Something that takes optimizer steps."""
 
     def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> Outcome:
-        """Train on one batch: tensors, or structures of them (see tree.py). norm: also give the
+        """Train on one batch: tensors, or structures of them (see nested.py). norm: also give the
         norm of the gradients."""
 
 
