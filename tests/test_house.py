@@ -278,15 +278,14 @@ def test_the_pages_show_the_house_and_the_settings_as_they_are(page: str) -> Non
         assert int(one) == pytest.approx(int(other), rel=0.2, abs=40), "`make docs` counts again"
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", *sorted(os.listdir(ROOT / "docs"))]
-)
-def test_files_that_a_page_names_exist(page: str) -> None:
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_files_that_a_page_names_exist(page: Path) -> None:
     """Among them the answers to the ten questions of docs/architecture.md."""
-    file = ROOT / page if (ROOT / page).exists() else ROOT / "docs" / page
-    if file.suffix == ".md":
-        named = re.findall(r"`((?:flows|tasks|tests|benchmarks)/[^`*]*)`", file.read_text())
-        assert not [name for name in named if not (ROOT / name).exists()]
+    named = re.findall(r"`((?:flows|tasks|tests|benchmarks)/[^`*]*)`", page.read_text())
+    assert not [name for name in named if not (ROOT / name).exists()]
 
 
 def test_the_licence_is_one_and_the_versions_agree() -> None:
