@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train test test-cuda lint ui serve serve-down bench clean
+.PHONY: help setup train test test-cuda lint docs ui serve serve-down bench clean
 
 help:
 	@echo 'make train        train on the best device here:  make train ARGS="--train.epochs 5"'
@@ -13,6 +13,7 @@ help:
 	@echo 'make serve        Prefect server, worker, schedules and MLflow on this machine'
 	@echo 'make serve-down   end exactly those'
 	@echo 'make lint         formatter, linter, type checker'
+	@echo 'make docs         what the pages show of the code, written anew: rooms, settings'
 	@echo 'make bench        the benchmarks'
 
 setup: .venv/.ready
@@ -42,6 +43,9 @@ lint: .venv/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: .venv/.ready
+	$(BIN)/python -m tests.test_house
 
 ui: .venv/.ready
 	$(BIN)/python -m tasks.serve ui

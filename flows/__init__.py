@@ -1,0 +1,1 @@
+"""What runs, in which order: a flow a file, read top to bottom. No class, no torch."""

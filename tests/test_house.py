@@ -1,4 +1,6 @@
-"""The laws of the house, each a test: who may import whom, and how large a room may grow."""
+"""The laws of the house, each a test: who may import whom, and how large a room may grow. And its
+picture: `make docs` (`python -m tests.test_house`) writes what the pages under docs/ show of the
+house, and the settings."""
 
 import ast
 import os
@@ -7,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -207,11 +210,82 @@ def test_mlflow_yaml_holds_no_hyper_parameter() -> None:
     assert not set(settings) & (leaves | set(RunConfig.model_fields))
 
 
-def test_the_readme_tells_every_setting_as_it_is() -> None:
+def _edges() -> dict[str, set[str]]:
+    """The rooms that each room imports from."""
+    edges: dict[str, set[str]] = {room: set() for room in reversed(ROOMS)}
+    for module in set(MODULES) - {OLD_LOADER}:
+        edges[_room(module)] |= {_room(need) for need in _needs(module)} - {_room(module)}
+    edges["flows.cli"].discard("flows")  # the other way is drawn
+    return edges
+
+
+def _reached(room: str, edges: dict[str, set[str]]) -> set[str]:
+    return edges[room].union(*(_reached(next_room, edges) for next_room in edges[room]))
+
+
+def _short(room: str) -> str:
+    return room.removeprefix("tasks.engine.")
+
+
+def _graph() -> Iterator[str]:
+    """The rooms and their imports as a mermaid graph, without arrows that others imply."""
+    edges = _edges()
+    yield from ("```mermaid", "graph TD")
+    for room, needs in edges.items():
+        farther = set().union(*(_reached(need, edges) for need in needs))
+        for need in sorted(needs - farther, key=ROOMS.index):
+            yield f"    {_short(room)} --> {_short(need)}"
+    yield "```"
+
+
+def _rooms() -> Iterator[str]:
+    """The rooms, each with what it is for, as a Markdown table."""
+    yield from ("| room | what it is for | files | lines | front doors |", "|:--|:--|--:|--:|:--|")
+    for room in reversed(ROOMS):
+        folder = ROOT / room.replace(".", "/")
+        text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+        told = " ".join(text.partition("Front doors:")[0].split())
+        files = [MODULES[m] for m in MODULES if _room(m) == room and m != OLD_LOADER]
+        lines = sum(len(file.read_text().splitlines()) for file in files)
+        inner = _doors(room) if "Front doors:" in text else ()
+        doors = ", ".join(f"`{module.rpartition('.')[2]}`" for module in sorted(inner))
+        yield f"| `{folder.relative_to(ROOT)}` | {told} | {len(files)} | ~{lines} | {doors} |"
+
+
+def _generated() -> dict[str, dict[str, str]]:
+    """Of each page its generated parts, by the names that stand in its comments."""
     from tasks.engine.settings.table import markdown_table
 
-    told = (ROOT / "README.md").read_text()
-    assert markdown_table().strip() in told
+    house = {"picture": "\n".join(_graph()), "rooms": "\n".join(_rooms())}
+    return {"architecture.md": house, "settings.md": {"settings": markdown_table().strip()}}
+
+
+def _with_parts(page: str, parts: dict[str, str]) -> str:
+    for name, part in parts.items():
+        begin, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}{part}{end}{rest.partition(end)[2]}"
+    return page
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "settings.md"])
+def test_the_pages_show_the_house_and_the_settings_as_they_are(page: str) -> None:
+    """Lines come and go with each change: those are told within a fifth."""
+    told = (ROOT / "docs" / page).read_text()
+    true, lines = _with_parts(told, _generated()[page]), re.compile(r"(?<=\| ~)\d+")
+    assert lines.sub("", told) == lines.sub("", true), "`make docs` writes it anew"
+    for one, other in zip(lines.findall(told), lines.findall(true), strict=True):
+        assert int(one) == pytest.approx(int(other), rel=0.2, abs=40), "`make docs` counts again"
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """Among them the answers to the ten questions of docs/architecture.md."""
+    named = re.findall(r"`((?:flows|tasks|tests|benchmarks)/[^`*]*)`", page.read_text())
+    assert not [name for name in named if not (ROOT / name).exists()]
 
 
 def test_the_licence_is_one_and_the_versions_agree() -> None:
@@ -256,3 +330,8 @@ def test_few_tests_need_a_gpu_itself() -> None:
         f.read_text().count("@pytest.mark.real_gpu(") for f in (ROOT / "tests/gpu").glob("*.py")
     ]
     assert sum(marked) <= 8
+
+
+if __name__ == "__main__":
+    for page, parts in _generated().items():
+        (ROOT / "docs" / page).write_text(_with_parts((ROOT / "docs" / page).read_text(), parts))

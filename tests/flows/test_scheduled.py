@@ -152,9 +152,10 @@ def test_up_is_up_and_a_second_up_starts_nothing(service: Service) -> None:
     assert answers(f"http://127.0.0.1:{service.env['HEADROOM_MLFLOW_PORT']}/health")
 
 
-def test_the_prefect_commands_of_the_readme_work_in_a_fresh_shell(service: Service) -> None:
+def test_the_prefect_commands_of_the_pages_work_in_a_fresh_shell(service: Service) -> None:
     """As they were written they asked a server that Prefect started for itself, and hung."""
-    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    pages = "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
+    blocks = re.findall(r"```sh\n(.*?)```", pages, re.DOTALL)
     commands = [block for block in blocks if "prefect " in block]
     assert len(commands) == 2
     api = f"{service.url}/api"
