@@ -129,7 +129,7 @@ def test_a_mistake_on_cuda_is_told_by_the_names_of_its_tensors(
     model.cuda()
     with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
         functional.cross_entropy(model(x), y)
-    told = explained(caught.value, model, (x, y))
+    told = explained(caught.value, model, (x, y), lambda: functional.cross_entropy(model(x), y))
     assert told is not None, str(caught.value)
     for words in said:
         assert words in told, told
@@ -145,7 +145,7 @@ x, y = torch.full((2,), 7).cuda(), torch.zeros(2, dtype=torch.int64).cuda()
 try:
     model(x).sum().item()
 except RuntimeError as error:
-    print(explained(error, model, (x, y)))
+    print(explained(error, model, (x, y), lambda: model(x)))
 """
 
 

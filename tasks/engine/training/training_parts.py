@@ -26,6 +26,7 @@ from tasks.engine.step.evaluation import Judge, eval_rows
 from tasks.engine.step.losses import in_units, loss_of, metrics_of
 from tasks.engine.step.micro_batches import MicroBatches
 from tasks.engine.step.optim import Optimizer
+from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.phases import COUNT_EVERY, Phases
 
 
@@ -53,6 +54,7 @@ class Workbench:
     optimizer: Optimizer
     phases: Phases
     micro: MicroBatches
+    plain: Step
     tuned: TunedStep
     judge: Judge
     steps: int  # of the whole run
@@ -155,7 +157,7 @@ def workbench(
         metrics={n: in_units(m, data, device) for n, m in metrics_of(config.train).items()},
         target_scale=data.target_scale,
     )
-    return Workbench(optimizer, phases, micro, tuned, judge, steps, best, outputs)
+    return Workbench(optimizer, phases, micro, step, tuned, judge, steps, best, outputs)
 
 
 @dataclass
