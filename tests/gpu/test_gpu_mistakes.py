@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tasks.engine.diagnosis.explain import explained, where
+from tasks.engine.diagnosis.explain import explained
+from tasks.engine.diagnosis.traceback_frames import own_line
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -133,7 +134,7 @@ def test_a_mistake_on_cuda_is_told_by_the_names_of_its_tensors(
     assert told is not None, str(caught.value)
     for words in said:
         assert words in told, told
-    assert "test_gpu_mistakes.py:" in (where(caught.value) or "")
+    assert "test_gpu_mistakes.py:" in (own_line(caught.value) or "")
 
 
 ASSERTED = """

@@ -15,11 +15,16 @@ from torch import nn
 from tasks.engine.diagnosis.devices import device_mistakes
 from tasks.engine.diagnosis.failure import Failure, failure_of
 from tasks.engine.diagnosis.fitting import call_mistakes, dtype_mistakes, shape_mistakes
-from tasks.engine.diagnosis.traceback_frames import is_raised_by_user, own_line
+from tasks.engine.diagnosis.traceback_frames import is_raised_by_user
 from tasks.engine.memory.memory_meter import chain, is_oom
 
 RAISED = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
-_ASSERT = re.compile(r"device-side assert triggered")
+# The line that Python stopped at is a later one: the device tells of its mistakes late.
+_ASSERTED = (
+    "model.name: an index or a label is out of range on the GPU, which cannot tell which one "
+    "(device-side assert); labels go from 0 to the model's outputs - 1, and what is looked up "
+    "in an embedding below its rows; train once with device.name: cpu, which names it"
+)
 _DEVICES = re.compile(
     r"on the same device|at the same device|same device type"
     r"|on the expected device|on the current device|not on the expected device"
@@ -116,8 +121,8 @@ def explained(
         if not isinstance(one, RAISED) or is_raised_by_user(one):
             continue
         text = str(one)
-        if _ASSERT.search(text):
-            return _asserted()
+        if "device-side assert triggered" in text:
+            return _ASSERTED
         kind = next((kind for kind in _TOLD if kind.search(text)), None)
         if kind is None:
             continue
@@ -125,24 +130,3 @@ def explained(
         if lines := _TOLD[kind](failure_of(one, model, batch, again, kind), cure):
             return "\n".join(lines)
     return None
-
-
-def where(error: BaseException) -> str | None:
-    """File, line and source of the user's code that raised, such as net.py:12 `y = x @ self.w`.
-
-    None where no such code ran. An error that stands for another tells the place of that one.
-    """
-    for one in chain(error):
-        line = own_line(one)
-        if line is not None:
-            return line
-    return None
-
-
-def _asserted() -> str:
-    # The line that Python stopped at is a later one: the device tells of its mistakes late.
-    return (
-        "model.name: an index or a label is out of range on the GPU, which cannot tell which one "
-        "(device-side assert); labels go from 0 to the model's outputs - 1, and what is looked up "
-        "in an embedding below its rows; train once with device.name: cpu, which names it"
-    )

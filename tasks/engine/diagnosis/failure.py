@@ -21,12 +21,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tasks.engine.base import nested
+from tasks.engine.base.import_paths import ends_told
 from tasks.engine.diagnosis import traceback_frames
 from tasks.engine.diagnosis.tensor_names import Names, Seen, reached, weights
 from tasks.engine.memory.memory_meter import clear_frames
 
 LONGEST = 240  # characters of PyTorch's message
-LONGEST_S = 20.0  # that the second run may take: it stops at the next call of PyTorch
+LONGEST_S = 10.0  # that the second run may take: it stops at the next call of PyTorch
 CONTAINERS = nn.Sequential | nn.ModuleList | nn.ModuleDict
 SIZES = ("num_features", "normalized_shape", "num_channels", "embed_dim")
 PAIRS = (
@@ -108,7 +109,7 @@ def failure_of(
     try:
         with torch.no_grad(), warnings.catch_warnings(), eager, witness:
             warnings.simplefilter("ignore")
-            again()
+            ends_told(again)()
     except Exception as second:
         if kind.search(str(second)):
             met = witness.met if witness.said == str(second) else []

@@ -11,6 +11,15 @@ from tasks.engine.diagnosis.failure import Failure, Layer, listed
 from tasks.engine.diagnosis.tensor_names import ENTRY, Seen
 
 AXES = {"1d": ("length",), "2d": ("height", "width"), "3d": ("depth", "height", "width")}
+ROWS = "(..., {})"
+TAKES = {
+    "in_features": ROWS,
+    "input_size": ROWS,
+    "embed_dim": ROWS,
+    "num_features": "{} features in dimension 1",
+    "num_channels": "{} features in dimension 1",
+    "normalized_shape": "rows that end in {}",
+}
 _LABEL = re.compile(r"Target (-?\d+) is out of bounds")
 _THING = re.compile(r"must be Tensor, not (\w+)")
 
@@ -166,24 +175,18 @@ def _fit(layer: Layer, given: Seen, text: str, cure: str) -> tuple[str, str]:
         axes = AXES.get(layer.name[-2:], ("...",))
         takes = f"(rows, {sizes['in_channels']}, {', '.join(axes)})"
         return takes, _convolution_cure(shape, sizes["in_channels"], axes, text)
-    if "normalized_shape" in sizes:
-        remedy = f"make it nn.LayerNorm({shape[-1]}), or give it rows that end so"
-        return f"rows that end in {sizes['normalized_shape']}", remedy
-    for name in ("num_features", "num_channels"):
-        if name in sizes:
-            remedy = f"give it that many, or make this {layer.name} for what it is given"
-            return f"{sizes[name]} features in dimension 1", remedy
-    wanted = next(
-        (sizes[n] for n in ("in_features", "input_size", "embed_dim") if n in sizes), None
-    )
-    if wanted is None:
+    if (size := next((n for n in TAKES if n in sizes), None)) is None:
         return "", cure or "make the shapes fit"
-    remedy = "give it rows of that many numbers"
-    if len(shape) > 2 and math.prod(shape[1:]) == wanted:
-        remedy = "put nn.Flatten() before it"
-    elif shape:
-        remedy = f"make it for {shape[-1]} instead of {wanted}, or give it rows of {wanted}"
-    return f"(..., {wanted})", remedy
+    wanted = sizes[size]
+    remedy = f"give it that many, or make this {layer.name} for what it is given"
+    if size == "normalized_shape":
+        remedy = f"make it nn.LayerNorm({shape[-1]}), or give it rows that end so"
+    elif TAKES[size] == ROWS:
+        if len(shape) > 2 and math.prod(shape[1:]) == wanted:
+            remedy = "put nn.Flatten() before it"
+        elif shape:
+            remedy = f"make it for {shape[-1]} instead of {wanted}, or give it rows of {wanted}"
+    return TAKES[size].format(wanted), remedy
 
 
 def _convolution_cure(shape: tuple[int, ...], wanted: int, axes: tuple[str, ...], text: str) -> str:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from tasks.engine.diagnosis.explain import explained, where
+from tasks.engine.diagnosis.explain import explained
+from tasks.engine.diagnosis.traceback_frames import own_line
 from tasks.engine.memory.memory_meter import clear_frames
 
 META = torch.device("meta")
@@ -680,10 +681,10 @@ def test_an_error_of_another_kind_is_not_explained(does: Forward) -> None:
     with pytest.raises(Exception, match=".") as caught:
         model(X)
     assert explained(caught.value, model, (X, Y), lambda: model(X)) is None
-    assert "test_explain.py:" in (where(caught.value) or "")
+    assert "test_explain.py:" in (own_line(caught.value) or "")
 
 
-def test_where_names_the_users_line_and_not_that_of_pytorch_or_a_package(
+def test_the_own_line_is_the_users_line_and_not_that_of_pytorch_or_a_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "site-packages"
@@ -701,7 +702,7 @@ def test_where_names_the_users_line_and_not_that_of_pytorch_or_a_package(
     try:
         with pytest.raises(RuntimeError) as caught:
             model(X)
-        assert where(caught.value) == "a_net.py:7 `return a_library.multiply(x, w=x[:])`"
+        assert own_line(caught.value) == "a_net.py:7 `return a_library.multiply(x, w=x[:])`"
         told = explained(caught.value, model, (X, Y), lambda: model(X)) or ""
     finally:
         del sys.modules["a_net"], sys.modules["a_library"]
@@ -710,20 +711,20 @@ def test_where_names_the_users_line_and_not_that_of_pytorch_or_a_package(
     assert "x (the batch's inputs) (2, 3), w (the batch's inputs) (2, 3)" in told
 
 
-def test_where_is_silent_where_no_code_of_the_user_ran() -> None:
+def test_the_own_line_is_silent_where_no_code_of_the_user_ran() -> None:
     from tasks.engine.models.builtin import Standardize
 
     # Called by this file, which called the project: what called it is not at fault.
     with pytest.raises(RuntimeError) as caught:
         Standardize([0.0], [1.0] * 4)(X)
-    assert where(caught.value) is None
+    assert own_line(caught.value) is None
     assert "Standardize" in (
         explained(caught.value, nn.Linear(3, 2), (X, Y), lambda: Standardize([0.0], [1.0] * 4)(X))
         or ""
     )
 
 
-def test_where_reads_the_place_of_an_error_that_stands_for_another() -> None:
+def test_the_place_is_told_of_an_error_that_stands_for_another() -> None:
     with pytest.raises(RuntimeError) as caught:
         try:
             _Does(lambda self, x: x @ x)(X)
@@ -731,10 +732,12 @@ def test_where_reads_the_place_of_an_error_that_stands_for_another() -> None:
             error.with_traceback(error.__traceback__.tb_next)  # type: ignore[union-attr]
             raise RuntimeError("in other words") from error
     caught.value.__traceback__ = None
-    assert "`_Does(lambda self, x: x @ x)(X)`" in (where(caught.value) or "")
+    model = _Does(lambda self, x: x @ x)
+    told = explained(caught.value, model, (X, Y), lambda: model(X)) or ""
+    assert "`_Does(lambda self, x: x @ x)(X)`" in told
 
 
-def test_where_reads_the_line_that_a_compiler_tells() -> None:
+def test_the_own_line_reads_the_line_that_a_compiler_tells() -> None:
     here = Path(__file__)
     number = next(
         n for n, line in enumerate(here.read_text().splitlines(), 1) if "x = block(x)" in line
@@ -743,7 +746,7 @@ def test_where_reads_the_line_that_a_compiler_tells() -> None:
         "Dynamo failed to run FX node with fake tensors\n\nfrom user code:\n"
         f'   File "/a/b.py", line 3, in forward\n    y = f(x)\n  File "{here}", line {number}, in f'
     )
-    assert (where(error) or "").endswith(f"test_explain.py:{number} `x = block(x)`")
+    assert (own_line(error) or "").endswith(f"test_explain.py:{number} `x = block(x)`")
 
 
 def test_a_part_of_a_batch_is_known_as_its_entry() -> None:
