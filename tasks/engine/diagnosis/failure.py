@@ -94,7 +94,8 @@ def failure_of(
     again: Callable[[], object],
     kind: re.Pattern[str],
 ) -> Failure:
-    """What the error tells, and what a second run sees where it fails in the same way.
+    """What the error tells; where that leaves open which tensors met, what a second run sees that
+    fails in the same way.
 
     The run has failed for good, so that random numbers and running statistics do not matter any
     more; its tensors are let go of first, so that memory holds for the second what it did for the
@@ -102,6 +103,9 @@ def failure_of(
     """
     names = Names(model, batch)
     found = _told(error, names, [])
+    is_given = bool(found.given) or (found.layer is not None and found.layer.is_torchs)
+    if is_given and all(one.known or one.device == names.usual("device") for one in found.met):
+        return found  # a layer or function of PyTorch names what it was given
     clear_frames(error)
     witness = _Witness(names)
     is_compiling = "torch._dynamo" in sys.modules

@@ -137,6 +137,17 @@ def test_nothing_runs_again_for_memory_a_lost_device_or_what_is_no_mistake(
     assert calls == []
 
 
+@pytest.mark.parametrize("x", [X[:, :2], X.double(), XM])
+def test_nothing_runs_again_where_a_layer_of_pytorch_was_given_it_by_name(x: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    with pytest.raises(RuntimeError) as caught:
+        model(x)
+    calls: list[int] = []
+    told = explained(caught.value, model, (x, Y), lambda: calls.append(1)) or ""
+    assert "input (the batch's inputs)" in told
+    assert calls == []
+
+
 def test_a_second_run_that_lasts_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "LONGEST_S", 0.0)
     done: list[Tensor] = []
