@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tasks.engine.diagnosis.explain import explained, where
+from tasks.engine.diagnosis.explain import explained
+from tasks.engine.diagnosis.traceback_frames import own_line
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -129,11 +130,11 @@ def test_a_mistake_on_cuda_is_told_by_the_names_of_its_tensors(
     model.cuda()
     with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
         functional.cross_entropy(model(x), y)
-    told = explained(caught.value, model, (x, y))
+    told = explained(caught.value, model, (x, y), lambda: functional.cross_entropy(model(x), y))
     assert told is not None, str(caught.value)
     for words in said:
         assert words in told, told
-    assert "test_gpu_mistakes.py:" in (where(caught.value) or "")
+    assert "test_gpu_mistakes.py:" in (own_line(caught.value) or "")
 
 
 ASSERTED = """
@@ -145,7 +146,7 @@ x, y = torch.full((2,), 7).cuda(), torch.zeros(2, dtype=torch.int64).cuda()
 try:
     model(x).sum().item()
 except RuntimeError as error:
-    print(explained(error, model, (x, y)))
+    print(explained(error, model, (x, y), lambda: model(x)))
 """
 
 

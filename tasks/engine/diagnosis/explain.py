@@ -1,7 +1,7 @@
 """A user's mistake with devices, dtypes, shapes and arguments, explained: which parameter, buffer
-or entry of the batch is at fault, by name, in which layer and line, and what to do about it. It
-reads what the error left behind and runs nothing again, since a device that failed may not be
-asked; it refuses to guess: an error of another kind is not explained.
+or entry of the batch is at fault, by name, in which layer and line, and what to do about it. The
+step is run once more to see it, never where memory ran out or a device failed for good; it refuses
+to guess: an error of another kind is not explained.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ from typing import Any
 
 from torch import nn
 
-from tasks.engine.diagnosis.calls import call_mistakes
 from tasks.engine.diagnosis.devices import device_mistakes
-from tasks.engine.diagnosis.dtypes import dtype_mistakes
-from tasks.engine.diagnosis.failure import Scene, scene
-from tasks.engine.diagnosis.shapes import shape_mistakes
-from tasks.engine.diagnosis.traceback_frames import is_raised_by_user, own_line
+from tasks.engine.diagnosis.failure import Failure, failure_of
+from tasks.engine.diagnosis.fitting import call_mistakes, dtype_mistakes, shape_mistakes
+from tasks.engine.diagnosis.traceback_frames import is_raised_by_user
 from tasks.engine.memory.memory_meter import chain, is_oom
 
-_ASSERT = re.compile(r"device-side assert triggered")
+RAISED = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+# The line that Python stopped at is a later one: the device tells of its mistakes late.
+_ASSERTED = (
+    "model.name: an index or a label is out of range on the GPU, which cannot tell which one "
+    "(device-side assert); labels go from 0 to the model's outputs - 1, and what is looked up "
+    "in an embedding below its rows; train once with device.name: cpu, which names it"
+)
 _DEVICES = re.compile(
     r"on the same device|at the same device|same device type"
     r"|on the expected device|on the current device|not on the expected device"
@@ -65,53 +69,64 @@ _SHAPES = re.compile(
 _CALLS = re.compile(
     r"forward\(\) (missing|got an unexpected|takes|got multiple)|must be Tensor, not \w+"
 )
-_KINDS: tuple[tuple[re.Pattern[str], Callable[[Scene], list[str]]], ...] = (
-    (_DEVICES, device_mistakes),
-    (_DTYPES, dtype_mistakes),
-    (_SHAPES, shape_mistakes),
-    (_CALLS, call_mistakes),
-)
+_CURES = {  # what PyTorch's words alone tell to do
+    _DEVICES: ((r"to numpy", "compute with PyTorch: numpy leaves the device and the gradients"),),
+    _DTYPES: (
+        (r"indices|index tensor|dtype int32/int64 for index", "an index is int64: x.long()"),
+        (r"boolean mask|condition to be a boolean", "a mask is bool: mask.bool(), or mask > 0"),
+        (r"two bool tensor", "turn a mask round with ~mask, and count with mask.long()"),
+        (r"on a bool tensor|with a bool tensor", "turn a mask round with ~mask, not with a minus"),
+        (
+            r"not implemented for '(Long|Int|Short|Char|Byte|Bool)'|could not infer|cast to the "
+            r"desired|Expected a floating point|can require gradients",
+            "this works on floating point only: convert with x.float()",
+        ),
+    ),
+    _SHAPES: (
+        (r"tensor a|expand|broadcast|existing size", "sizes must be equal, or 1 to be spread"),
+        (r"multiplied|size mismatch|inconsistent|batch2|reduction", "inner sizes must be equal"),
+        (r"Sizes of tensors must match|equal size", "joined tensors differ in one dimension only"),
+        (r"is invalid for input of size", "the new shape must hold as many numbers as the old one"),
+        (r"view size is not", "use .reshape in place of .view"),
+        (r"Dimension out|number of dimensions|many indices|unpack", "it has fewer dimensions"),
+        (r"out of bounds|out of range|exceeds|smaller than num", "an index lies outside"),
+        (r"split_sizes|multiply up|divisible", "the parts must add up to the whole"),
+    ),
+    _CALLS: (),
+}
+_TOLD: dict[re.Pattern[str], Callable[[Failure, str], list[str]]] = {
+    _DEVICES: device_mistakes,
+    _DTYPES: dtype_mistakes,
+    _SHAPES: shape_mistakes,
+    _CALLS: call_mistakes,
+}
 
 
-def explained(error: BaseException, model: nn.Module, batch: tuple[Any, Any]) -> str | None:
+def explained(
+    error: BaseException,
+    model: nn.Module,
+    batch: tuple[Any, Any],
+    again: Callable[[], object],
+) -> str | None:
     """One line for each problem, starting with the setting at fault; None for another error.
 
     batch: the inputs and targets of the step, each a tensor or tuples, lists and mappings of them.
-    Call it while the error is at hand, since it reads the variables that the traceback keeps; it
-    keeps none of them, and whoever keeps the error clears its frames (see memory.clear_frames).
+    again: goes forward once more, and through the loss where that was reached. Call it while the
+    error is at hand, since it reads the variables that the traceback keeps, and lets go of them; it
+    keeps none (whoever keeps the error clears the frames of its chain: see clear_frames).
     """
     if is_oom(error):
         return None
     for one in chain(error):
-        text = str(one)
-        is_pytorchs = isinstance(one, (RuntimeError, ValueError, IndexError, TypeError))
-        if not (is_pytorchs or isinstance(one, AssertionError)) or is_raised_by_user(one):
+        if not isinstance(one, RAISED) or is_raised_by_user(one):
             continue
-        if _ASSERT.search(text):
-            return _asserted()
-        told = next((told for pattern, told in _KINDS if pattern.search(text)), None)
-        lines = told(scene(one, model, batch)) if told is not None else []
-        if lines:
+        text = str(one)
+        if "device-side assert triggered" in text:
+            return _ASSERTED
+        kind = next((kind for kind in _TOLD if kind.search(text)), None)
+        if kind is None:
+            continue
+        cure = next((words for pattern, words in _CURES[kind] if re.search(pattern, text)), "")
+        if lines := _TOLD[kind](failure_of(one, model, batch, again, kind), cure):
             return "\n".join(lines)
     return None
-
-
-def where(error: BaseException) -> str | None:
-    """File, line and source of the user's code that raised, such as net.py:12 `y = x @ self.w`.
-
-    None where no such code ran. An error that stands for another tells the place of that one.
-    """
-    for one in chain(error):
-        line = own_line(one)
-        if line is not None:
-            return line
-    return None
-
-
-def _asserted() -> str:
-    # The line that Python stopped at is a later one: the device tells of its mistakes late.
-    return (
-        "model.name: an index or a label is out of range on the GPU, which cannot tell which one "
-        "(device-side assert); labels go from 0 to the model's outputs - 1, and what is looked up "
-        "in an embedding below its rows; train once with device.name: cpu, which names it"
-    )

@@ -1,12 +1,12 @@
 """The tensors of a model and of a batch, by the names that their user knows: parameters, buffers,
-tensors that were never registered and so stay where they were made, and the entries of a batch. An
-inventory holds words, never tensors; it reads no property of a foreign object.
+tensors that were never registered and so stay where they were made, and the entries of a batch. It
+holds words, never tensors, and reads no property of a foreign object.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -15,20 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tasks.engine.base import nested
+
 DEEPEST = 4  # containers and objects within one another
 MOST = 1_000  # entries of a container that are looked at
 VISITED = 20_000  # things that are looked at in all: some 0.1 s
-_SKIPPED = (type, str, int, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+_SKIPPED = (type, str, int, float, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 SPANNED = 2**20  # values whose least and largest are looked up
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-PARAMETER, BUFFER, PLAIN, LOOSE, ENTRY, VALUE = (
+PARAMETER, BUFFER, PLAIN, LOOSE, ENTRY = (
     "parameter",
     "buffer",
     "plain tensor",
     "unregistered",
     "entry",
-    "value",
 )
 
 
@@ -36,190 +37,137 @@ PARAMETER, BUFFER, PLAIN, LOOSE, ENTRY, VALUE = (
 class Seen:
     """A tensor, in words."""
 
-    name: str  # as at the place where it was seen
-    kind: str
+    name: str  # as at the place where it was seen, "" where it has none there
+    kind: str  # "" where it is none of the model's and the batch's
+    known: str  # its path in the model or in the batch, where it has one
     dtype: str
     shape: tuple[int, ...]
     device: str
-    known: str = ""  # the path of the same tensor in the model or in the batch, where it has one
-    span: tuple[int, int] | None = None  # least and largest value, of whole numbers on the host
+    span: tuple[int, int] | None  # least and largest value, of whole numbers on the host
 
-    @property
-    def size(self) -> str:
-        """The shape as Python writes it."""
-        return str(self.shape)
+    def __str__(self) -> str:
+        """By the name it has in the line, and by that of the batch or the model."""
+        if self.known in ("", self.name):
+            return self.name or "a tensor made there"
+        whose = "the batch's" if self.kind == ENTRY else self.kind
+        return f"{self.name} ({whose} {self.known})"
 
 
-@dataclass(frozen=True)
-class Inventory:
-    """All that has a name, in words; ids are those of objects that are alive now."""
+class Names:
+    """All that has a name. The ids are those of objects that are alive while a failure is told."""
 
-    held: tuple[Seen, ...]  # of the model
-    entries: tuple[Seen, ...]  # of the batch
-    layers: dict[int, str]  # id of a module -> its path, "" for the model itself
-    paths: dict[int, tuple[str, str]]  # id of a tensor -> kind and path
-    storages: dict[int, str]  # key of a storage -> path of the entry, for views of one
+    def __init__(self, model: nn.Module, batch: tuple[Any, Any]) -> None:
+        self.layers: dict[int, str] = {}  # id of a module -> its path, "" for the model itself
+        held = list(_held(model, self.layers))
+        entries = [*nested.named(batch[0], "inputs"), *nested.named(batch[1], "targets")]
+        self._paths = {id(tensor): (kind, path) for kind, path, tensor in held}
+        self._paths |= {id(tensor): (ENTRY, path) for path, tensor in entries}
+        self._storages = {_storage(tensor): (ENTRY, path) for path, tensor in reversed(entries)}
+        self.held = [self.seen(path, tensor) for _, path, tensor in held]
+        self.entries = [self.seen(path, tensor) for path, tensor in entries]
 
     def seen(self, name: str, tensor: Tensor) -> Seen:
-        """A tensor found under `name`, and who it is."""
-        kind, path = self.paths.get(id(tensor), (VALUE, ""))
-        if kind == VALUE and (key := _storage(tensor)) in self.storages:
-            kind, path = ENTRY, self.storages[key]
-        return _seen(name, tensor, kind=kind, known=path)
+        """A tensor found under `name`, and who it is; a view of an entry counts as that entry."""
+        kind, path = self._paths.get(id(tensor)) or self._storages.get(_storage(tensor), ("", ""))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return Seen(name, kind, path, dtype, _shape(tensor), str(tensor.device), _span(tensor))
 
     def usual(self, of: str) -> str:
         """The device or dtype that most parameters have, or else the entries of the batch."""
-        for group in (
-            [one for one in self.held if one.kind in (PARAMETER, BUFFER)],
-            list(self.entries),
-        ):
-            values = [getattr(one, of) for one in group]
-            if of == "dtype":
-                values = [value for value in values if "float" in value]
-            if values:
+        registered = [one for one in self.held if one.kind in (PARAMETER, BUFFER)]
+        for group in (registered, self.entries):
+            if values := [value for one in group if (value := getattr(one, of))]:
                 return Counter(values).most_common(1)[0][0]
         return ""
-
-
-def inventory(model: nn.Module, batch: tuple[Any, Any]) -> Inventory:
-    """What a model and a batch of (inputs, targets) hold."""
-    modules = _modules(model, "")
-    layers = {id(module): path for path, module in modules}
-    tensors = list(_tensors(modules, layers))
-    inputs, targets = batch
-    entries = [*tensors_in("inputs", inputs), *tensors_in("targets", targets)]
-    paths = {id(tensor): (kind, path) for path, kind, tensor in tensors}
-    paths |= {id(tensor): (ENTRY, path) for path, tensor in entries}
-    return Inventory(
-        tuple(_seen(path, tensor, kind=kind, known=path) for path, kind, tensor in tensors),
-        tuple(_seen(path, tensor, kind=ENTRY, known=path) for path, tensor in entries),
-        layers,
-        paths,
-        {_storage(tensor): path for path, tensor in reversed(entries)},
-    )
-
-
-def tensors_in(path: str, value: Any, depth: int = DEEPEST) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in tuples, lists and mappings, with paths such as inputs['mask']."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif depth and isinstance(value, Mapping):
-        for key, inner in list(value.items())[:MOST]:
-            yield from tensors_in(f"{path}[{key!r}]", inner, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        for at, inner in enumerate(value[:MOST]):
-            yield from tensors_in(f"{path}[{at}]", inner, depth - 1)
 
 
 def unsaved(model: nn.Module) -> dict[str, Tensor]:
     """The tensors by their paths that a model holds, and its state_dict does not."""
     saved = model.state_dict().keys()
-    held = _tensors(_modules(model, ""), {})
-    return {path: tensor for path, _, tensor in held if path not in saved}
+    return {path: tensor for _, path, tensor in _held(model, {}) if path not in saved}
 
 
-def held_by(thing: Any) -> dict[str, Any]:
-    """An object's own attributes, without asking its class."""
-    try:
-        return object.__getattribute__(thing, "__dict__")
-    except AttributeError:
-        return {}
-
-
-def weights(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The layer's own parameters and buffers, without those of the layers in it."""
-    for table in ("_parameters", "_buffers"):
-        for name, tensor in vars(layer).get(table, {}).items():
-            if isinstance(tensor, Tensor):
-                yield name, tensor
-
-
-def _tensors(
-    modules: list[tuple[str, nn.Module]], layers: dict[int, str]
-) -> Iterator[tuple[str, str, Tensor]]:
-    """Path, kind and tensor: first what is registered, then what is not. Adds to `layers` those
-    that are not registered."""
-    seen: set[int] = set()
-    for at, module in modules:
-        for table, kind in (("_parameters", PARAMETER), ("_buffers", BUFFER)):
-            for name, tensor in vars(module).get(table, {}).items():
-                if isinstance(tensor, Tensor) and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield _joined(at, name), kind, tensor
-    own = ("_parameters", "_buffers", "_modules")
-    rest = [
-        (_joined(at, name), value, DEEPEST)
-        for at, module in modules
-        for name, value in vars(module).items()
-        if name not in own
-    ]
-    yield from _loose(rest, seen, layers)
-
-
-def _modules(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """The registered layers with their paths, each once, the outer ones first."""
-    found: dict[int, tuple[str, nn.Module]] = {}
-    waiting = deque([(path, model)])
-    while waiting:
-        at, one = waiting.popleft()
-        if id(one) in found:
-            continue
-        found[id(one)] = (at, one)
-        for name, inner in vars(one).get("_modules", {}).items():
-            if isinstance(inner, nn.Module):
-                # A compiled model wraps the one that its user knows.
-                waiting.append((at if name == "_orig_mod" else _joined(at, name), inner))
-    return list(found.values())
-
-
-def _loose(
-    waiting: list[tuple[str, Any, int]], seen: set[int], layers: dict[int, str]
-) -> Iterator[tuple[str, str, Tensor]]:
-    """Tensors that no parameter or buffer is, and those of layers that nothing registered."""
-    queue = deque(waiting)
+def reached(
+    roots: Iterable[tuple[str, Any]], passed: set[int]
+) -> Iterator[tuple[str, Tensor | nn.Module]]:
+    """The tensors and layers that variables lead to, the nearest first, with how each is reached:
+    self.tables['shift']. passed: ids of what is left out, to which all that was visited is added.
+    """
+    queue = deque((path, value, DEEPEST) for path, value in roots)
     for _ in range(VISITED):
         if not queue:
             return
         path, value, depth = queue.popleft()
-        if id(value) in seen or id(value) in layers or isinstance(value, _SKIPPED):
+        if id(value) in passed or isinstance(value, _SKIPPED):
             continue
-        if isinstance(value, Tensor):
-            seen.add(id(value))
-            yield path, PLAIN, value
-        elif isinstance(value, nn.Module):
-            for at, module in _modules(value, path):
-                layers.setdefault(id(module), at)
-                for name, tensor in weights(module):
-                    if id(tensor) not in seen:
-                        seen.add(id(tensor))
-                        yield _joined(layers[id(module)], name), LOOSE, tensor
-        elif depth:
-            seen.add(id(value))
-            queue += [(at, inner, depth - 1) for at, inner in _inside(path, value)]
+        passed.add(id(value))
+        if isinstance(value, Tensor | nn.Module):
+            yield path, value
+        if depth and not isinstance(value, Tensor):
+            inside = islice(_inside(path, value), MOST)
+            queue += [(at, one, depth - 1) for at, one in inside if not _is_empty(one)]
 
 
-def _inside(path: str, value: Any) -> list[tuple[str, Any]]:
+def _held(model: nn.Module, layers: dict[int, str]) -> Iterator[tuple[str, str, Tensor]]:
+    """Kind, path and tensor: first what is registered, then what is not. Adds to `layers`."""
+    modules = list(model.named_modules())
+    # A compiled model wraps the one that its user knows.
+    layers |= {
+        id(module): path.replace("_orig_mod.", "").removesuffix("_orig_mod").rstrip(".")
+        for path, module in modules
+    }
+    passed = set(layers)
+    for _, module in modules:
+        for kind, name, tensor in weights(module):
+            if id(tensor) not in passed:
+                passed.add(id(tensor))
+                yield kind, _joined(layers[id(module)], name), tensor
+    roots = [
+        (_joined(layers[id(module)], name), value)
+        for _, module in modules
+        for name, value in vars(module).items()
+        if name not in _REGISTERED and not _is_empty(value)
+    ]
+    loose = set()
+    for path, value in reached(roots, passed):
+        if isinstance(value, nn.Module):
+            layers[id(value)] = path
+            loose.add(path)
+        else:
+            yield LOOSE if path.rpartition(".")[0] in loose else PLAIN, path, value
+
+
+def weights(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Kind, name and tensor of the layer's own, without those of the layers in it."""
+    for table, kind in (("_parameters", PARAMETER), ("_buffers", BUFFER)):
+        for name, tensor in vars(layer).get(table, {}).items():
+            if isinstance(tensor, Tensor):
+                yield kind, name, tensor
+
+
+def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
-        return [(f"{path}[{key!r}]", inner) for key, inner in islice(dict.items(value), MOST)]
-    if isinstance(value, list | tuple):
-        return [(f"{path}[{at}]", inner) for at, inner in enumerate(value[:MOST])]
-    return [(_joined(path, name), inner) for name, inner in islice(held_by(value).items(), MOST)]
+        yield from ((f"{path}[{key!r}]", inner) for key, inner in dict.items(value))
+    elif isinstance(value, list | tuple):
+        yield from ((f"{path}[{at}]", inner) for at, inner in enumerate(value))
+    else:
+        try:  # an object's own attributes, without asking its class
+            held = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            return
+        tables = (
+            [held.get(name, {}) for name in _REGISTERED] if isinstance(value, nn.Module) else []
+        )
+        for table in (*tables, held):
+            yield from ((_joined(path, n), v) for n, v in table.items() if n not in _REGISTERED)
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, dict | list | tuple | set) and len(value) == 0)
 
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _seen(name: str, tensor: Tensor, *, kind: str, known: str) -> Seen:
-    return Seen(
-        name,
-        kind,
-        str(tensor.dtype).removeprefix("torch."),
-        _shape(tensor),
-        str(tensor.device),
-        known,
-        _span(tensor),
-    )
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

@@ -85,6 +85,12 @@ class Step:
             losses.append(loss.detach())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
+    def forward(self, x: Any, y: Any) -> None:
+        """Only through model and loss, in micro-batches as of now: to see a mistake once more."""
+        for part in nested.split((x, y), self.micro.rows, whole=nested.rows_of(y)):
+            with self.autocast():
+                self.compute(*part)
+
     def recordable(self) -> Step:
         """The same step at the size of now, without what a recording can't hold: other ways out,
         and events of a clock."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -196,7 +196,8 @@ def _forward(model: nn.Module, x: Any, y: Any, name: str, *, takes_loss: bool = 
     except Exception as error:
         if is_oom(error):
             raise
-        told = explain.explained(error, model, (x, y)) or (
+        again = partial(free(model, takes_loss=takes_loss), x)
+        told = explain.explained(error, model, (x, y), again) or (
             f"model.name: forward of {name}, given two rows of {_shown(x)}, raised: "
             f"{told_of(error)}"
         )

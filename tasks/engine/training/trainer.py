@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from tasks.engine.base.facts import DataFacts, DeviceFacts, TrainFacts
 from tasks.engine.base.import_paths import ends_told
@@ -34,6 +36,7 @@ from tasks.engine.step.build import model_of, plan_of, rate_of, settled, spec_of
 from tasks.engine.step.cpu_threads import fitting_threads
 from tasks.engine.step.cuda_graph import may_replay, own_stream
 from tasks.engine.step.micro_batches import MemoryExhausted
+from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.own_model import Checked
 from tasks.engine.training.loop import Tools, batch_of, fit
 from tasks.engine.training.oom_files import OutOfMemory, draw, told, unwatched
@@ -185,7 +188,7 @@ def _train(
         except (ConfigError, DataError):
             raise  # a sentence by now, though the words of PyTorch are in it
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            mistake = explain.explained(error, model, batch_of(error))
+            mistake = _mistake(error, model, parts.plain)
             if mistake is None:
                 raise
         if mistake is not None:
@@ -242,6 +245,12 @@ def _train(
         stats=stats,
         warnings=of_results(data, fitted.metrics, loss=config.train.loss, alike=alike),
     )
+
+
+def _mistake(error: Exception, model: nn.Module, step: Step) -> str | None:
+    """The sentence for a mistake of the user's; its batch lives no longer than that is told."""
+    batch = batch_of(error)
+    return explain.explained(error, model, batch, partial(step.forward, *batch))
 
 
 def _predicted(

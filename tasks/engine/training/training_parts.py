@@ -26,6 +26,7 @@ from tasks.engine.step.evaluation import Evaluator, eval_rows
 from tasks.engine.step.losses import in_units, loss_of, metrics_of
 from tasks.engine.step.micro_batches import MicroBatches
 from tasks.engine.step.optim import Optimizer
+from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.phases import COUNT_EVERY, Phases
 
 
@@ -53,6 +54,7 @@ class TrainingParts:
     optimizer: Optimizer
     phases: Phases
     micro: MicroBatches
+    plain: Step
     tuned: TunedStep
     evaluator: Evaluator
     steps: int  # of the whole run
@@ -157,7 +159,7 @@ def training_parts(
         metrics={n: in_units(m, data, device) for n, m in metrics_of(config.train).items()},
         target_scale=data.target_scale,
     )
-    return TrainingParts(optimizer, phases, micro, tuned, evaluator, steps, best, outputs)
+    return TrainingParts(optimizer, phases, micro, step, tuned, evaluator, steps, best, outputs)
 
 
 @dataclass

@@ -8,6 +8,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from tasks.engine.diagnosis.explain import explained, where
+from tasks.engine.diagnosis.explain import explained
+from tasks.engine.diagnosis.traceback_frames import own_line
 from tasks.engine.memory.memory_meter import clear_frames
 
 META = torch.device("meta")
@@ -269,7 +271,7 @@ DEVICES |= {
         ).to(META),
         (XM, YM),
         [
-            "scores is on meta, self.mask (plain tensor mask) is on cpu",
+            "scores is on meta, what is made of self.mask (plain tensor mask) is on cpu",
             "; self.mask is a plain tensor on cpu",
             "\nmodel.name: self.other is a plain tensor on cpu",
         ],
@@ -537,13 +539,17 @@ CALLS = {
 }
 
 
+def _run(case: _Case, model: nn.Module) -> None:
+    x, y = case.batch
+    out = model(x[0] if isinstance(x, list) else x)
+    if case.loss is not None:
+        case.loss(out, y)
+
+
 def _raised(case: _Case) -> tuple[Exception, nn.Module]:
     model = case.model()
-    x, y = case.batch
     try:
-        out = model(x[0] if isinstance(x, list) else x)
-        if case.loss is not None:
-            case.loss(out, y)
+        _run(case, model)
     except Exception as error:
         return error, model
     raise AssertionError("PyTorch raised nothing")
@@ -564,7 +570,7 @@ KINDS = {"device": DEVICES, "dtype": DTYPES, "shape": SHAPES, "call": CALLS}
 )
 def test_a_mistake_is_told_by_the_names_of_its_tensors(case: _Case) -> None:
     error, model = _raised(case)
-    told = explained(error, model, case.batch)
+    told = explained(error, model, case.batch, partial(_run, case, model))
     assert told is not None, f"{type(error).__name__}: {error}"
     at = 0
     for words in case.said:
@@ -610,7 +616,7 @@ def test_what_only_gpus_say_is_known_as_a_mistake_with_devices(text: str) -> Non
     model = _Does(_saying(text), scale=torch.ones(3), fc=nn.Linear(3, 3)).to(META)
     with pytest.raises(RuntimeError) as caught:
         model(XM)
-    told = explained(caught.value, model, (XM, YM)) or ""
+    told = explained(caught.value, model, (XM, YM), lambda: model(XM)) or ""
     assert told.startswith("model.name: tensors on different devices met in the model (_Does)")
     assert "self.scale is a plain tensor on cpu" in told
     assert "on meta: parameter fc.weight, fc.bias, inputs, targets" in told
@@ -622,7 +628,7 @@ def test_half_against_float_weights_on_a_gpu_is_a_mistake_with_dtypes() -> None:
     model = _Does(_saying(text + "the same"), scale=torch.ones(3))
     with pytest.raises(RuntimeError) as caught:
         model(X)
-    told = explained(caught.value, model, (X, Y)) or ""
+    told = explained(caught.value, model, (X, Y), lambda: model(X)) or ""
     assert told.startswith("model.name: dtypes do not fit in the model (_Does)")
 
 
@@ -631,7 +637,7 @@ def test_a_device_that_failed_for_good_is_not_asked_and_names_the_way_to_the_lin
     model = _Does(_saying(text), scale=torch.ones(3))
     with pytest.raises(RuntimeError) as caught:
         model(X)
-    told = explained(caught.value, model, (X, Y)) or ""
+    told = explained(caught.value, model, (X, Y), lambda: model(X)) or ""
     assert "an index or a label is out of range on the GPU" in told
     assert "device.name: cpu" in told
     assert "\n" not in told
@@ -674,11 +680,11 @@ def test_an_error_of_another_kind_is_not_explained(does: Forward) -> None:
     model = _Does(does, inner=nn.Linear(3, 2), scale=torch.ones(3))
     with pytest.raises(Exception, match=".") as caught:
         model(X)
-    assert explained(caught.value, model, (X, Y)) is None
-    assert "test_mistakes.py:" in (where(caught.value) or "")
+    assert explained(caught.value, model, (X, Y), lambda: model(X)) is None
+    assert "test_explain.py:" in (own_line(caught.value) or "")
 
 
-def test_where_names_the_users_line_and_not_that_of_pytorch_or_a_package(
+def test_the_own_line_is_the_users_line_and_not_that_of_pytorch_or_a_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "site-packages"
@@ -687,7 +693,7 @@ def test_where_names_the_users_line_and_not_that_of_pytorch_or_a_package(
     (tmp_path / "a_net.py").write_text(
         "import a_library\nfrom torch import nn\n\n\n"
         "class Net(nn.Module):\n    def forward(self, x):\n"
-        "        return a_library.multiply(x, w=x)\n"
+        "        return a_library.multiply(x, w=x[:])\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(package)
@@ -696,26 +702,29 @@ def test_where_names_the_users_line_and_not_that_of_pytorch_or_a_package(
     try:
         with pytest.raises(RuntimeError) as caught:
             model(X)
-        assert where(caught.value) == "a_net.py:7 `return a_library.multiply(x, w=x)`"
-        told = explained(caught.value, model, (X, Y)) or ""
+        assert own_line(caught.value) == "a_net.py:7 `return a_library.multiply(x, w=x[:])`"
+        told = explained(caught.value, model, (X, Y), lambda: model(X)) or ""
     finally:
         del sys.modules["a_net"], sys.modules["a_library"]
-    both = "a_net.py:7 `return a_library.multiply(x, w=x)` (in it site-packages/a_library.py:2 "
+    both = "a_net.py:7 `return a_library.multiply(x, w=x[:])` (in it site-packages/a_library.py:2 "
     assert both + "`return x @ w`)" in told
     assert "x (the batch's inputs) (2, 3), w (the batch's inputs) (2, 3)" in told
 
 
-def test_where_is_silent_where_no_code_of_the_user_ran() -> None:
+def test_the_own_line_is_silent_where_no_code_of_the_user_ran() -> None:
     from tasks.engine.models.builtin import Standardize
 
     # Called by this file, which called the project: what called it is not at fault.
     with pytest.raises(RuntimeError) as caught:
         Standardize([0.0], [1.0] * 4)(X)
-    assert where(caught.value) is None
-    assert "Standardize" in (explained(caught.value, nn.Linear(3, 2), (X, Y)) or "")
+    assert own_line(caught.value) is None
+    assert "Standardize" in (
+        explained(caught.value, nn.Linear(3, 2), (X, Y), lambda: Standardize([0.0], [1.0] * 4)(X))
+        or ""
+    )
 
 
-def test_where_reads_the_place_of_an_error_that_stands_for_another() -> None:
+def test_the_place_is_told_of_an_error_that_stands_for_another() -> None:
     with pytest.raises(RuntimeError) as caught:
         try:
             _Does(lambda self, x: x @ x)(X)
@@ -723,10 +732,12 @@ def test_where_reads_the_place_of_an_error_that_stands_for_another() -> None:
             error.with_traceback(error.__traceback__.tb_next)  # type: ignore[union-attr]
             raise RuntimeError("in other words") from error
     caught.value.__traceback__ = None
-    assert "`_Does(lambda self, x: x @ x)(X)`" in (where(caught.value) or "")
+    model = _Does(lambda self, x: x @ x)
+    told = explained(caught.value, model, (X, Y), lambda: model(X)) or ""
+    assert "`_Does(lambda self, x: x @ x)(X)`" in told
 
 
-def test_where_reads_the_line_that_a_compiler_tells() -> None:
+def test_the_own_line_reads_the_line_that_a_compiler_tells() -> None:
     here = Path(__file__)
     number = next(
         n for n, line in enumerate(here.read_text().splitlines(), 1) if "x = block(x)" in line
@@ -735,7 +746,7 @@ def test_where_reads_the_line_that_a_compiler_tells() -> None:
         "Dynamo failed to run FX node with fake tensors\n\nfrom user code:\n"
         f'   File "/a/b.py", line 3, in forward\n    y = f(x)\n  File "{here}", line {number}, in f'
     )
-    assert (where(error) or "").endswith(f"test_mistakes.py:{number} `x = block(x)`")
+    assert (own_line(error) or "").endswith(f"test_explain.py:{number} `x = block(x)`")
 
 
 def test_a_part_of_a_batch_is_known_as_its_entry() -> None:
@@ -743,7 +754,9 @@ def test_a_part_of_a_batch_is_known_as_its_entry() -> None:
     rows = torch.zeros(8, 3)
     with pytest.raises(RuntimeError) as caught:
         model(rows.split(4)[1])
-    assert "input (the batch's inputs) (4, 3)" in (explained(caught.value, model, (rows, Y)) or "")
+    assert "input (the batch's inputs) (4, 3)" in (
+        explained(caught.value, model, (rows, Y), lambda: model(rows.split(4)[1])) or ""
+    )
 
 
 def test_nothing_is_kept_that_a_layer_held() -> None:
@@ -755,7 +768,7 @@ def test_nothing_is_kept_that_a_layer_held() -> None:
     except RuntimeError as raised:
         error = raised
     assert error is not None
-    assert explained(error, model, (x, YM)) is not None
+    assert explained(error, model, (x, YM), partial(model, x)) is not None
     clear_frames(error)
     del model, x
     gc.collect()
@@ -771,7 +784,9 @@ def test_the_variables_of_a_function_that_still_runs_are_not_kept_by_looking_at_
     except RuntimeError as raised:
         error = raised
     assert error is not None
-    assert "targets is float32" in (explained(error, model, (X, y)) or "")
+    assert "targets is float32" in (
+        explained(error, model, (X, y), partial(functional.cross_entropy, out, y)) or ""
+    )
     clear_frames(error)
     del out, y
     assert [one() for one in kept] == [None, None]
@@ -802,7 +817,9 @@ def test_explaining_runs_no_code_of_the_user() -> None:
     model = Guarded()
     with pytest.raises(RuntimeError) as caught:
         model(X)
-    assert "layer fc (Linear 4 -> 2)" in (explained(caught.value, model, (X, Y)) or "")
+    assert "layer fc (Linear 4 -> 2)" in (
+        explained(caught.value, model, (X, Y), lambda: model(X)) or ""
+    )
 
 
 def test_many_tensors_that_stay_behind_are_counted() -> None:
@@ -810,7 +827,7 @@ def test_many_tensors_that_stay_behind_are_counted() -> None:
     model = _Does(lambda self, x: self.fc(x) + self.table0, fc=nn.Linear(3, 3), **held).to(META)
     with pytest.raises(RuntimeError) as caught:
         model(XM)
-    lines = (explained(caught.value, model, (XM, YM)) or "").splitlines()
+    lines = (explained(caught.value, model, (XM, YM), lambda: model(XM)) or "").splitlines()
     assert len(lines) == 6
     assert lines[-1] == "model.name: and 4 more that stay on another device"
 
@@ -821,7 +838,7 @@ def test_a_scripted_model_and_a_batch_of_no_tensors_are_told_without_a_traceback
         scripted = torch.jit.script(model)
     with pytest.raises(RuntimeError) as caught:
         scripted(X)
-    told = explained(caught.value, scripted, (None, None)) or ""
+    told = explained(caught.value, scripted, (None, None), lambda: scripted(X)) or ""
     assert told.startswith("model.name: shapes do not fit in the model (RecursiveScriptModule), ")
     assert "the batch: no tensors" in told
 
@@ -833,5 +850,5 @@ def test_a_batch_beside_fake_tensors_is_not_read() -> None:
         ids = torch.zeros(2, 3, dtype=torch.int64)
         with pytest.raises(RuntimeError) as caught:
             model(ids)
-        told = explained(caught.value, model, (ids, Y)) or ""
+        told = explained(caught.value, model, (ids, Y), lambda: model(ids)) or ""
     assert "layer 1 (Linear 4 -> 2) takes (..., 4) and was given input (2, 3, 2)" in told
