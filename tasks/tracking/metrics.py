@@ -95,8 +95,14 @@ def _statements() -> list[str]:
 
 def _row(run_id: str, name: str, value: float, unix_ms: int, step: int) -> _Row:
     is_nan = math.isnan(value)  # the tables keep it as 0 and a mark
-    values = (name, 0.0 if is_nan else value, unix_ms, step, is_nan, run_id)
-    return dict(zip(COLUMNS, values, strict=True))
+    return {
+        "key": name,
+        "value": 0.0 if is_nan else value,
+        "timestamp": unix_ms,
+        "step": step,
+        "is_nan": is_nan,
+        "run_uuid": run_id,
+    }
 
 
 def _latest(rows: Sequence[_Row]) -> list[_Row]:
