@@ -142,7 +142,7 @@ def _names() -> list[str]:
 def _plan(up: Mapping[str, Part]) -> service_up.Plan:
     """Where each part is, or will be, on a port that nobody holds."""
     chosen, names = where(), _names()
-    ports = {name: port_from(*PORTS[name]) for name in PORTS if name in names}
+    ports = {n: port_from(*PORTS[n]) for n in PORTS if n in names and n not in up}
     addresses = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
     addresses |= {"worker": socket.gethostname()} | {name: up[name].address for name in up}
     if addresses["prefect"] == (address := addresses.get("mlflow")):
@@ -150,8 +150,8 @@ def _plan(up: Mapping[str, Part]) -> service_up.Plan:
         raise SettingError(
             f"{MLFLOW_PORT[0]}: must differ from {PREFECT_PORT[0]} (both are {both})"
         )
-    for name in ports.keys() - up.keys():
-        require_free(ports[name], PORTS[name][0])
+    for name, port in ports.items():
+        require_free(port, PORTS[name][0])
     return service_up.Plan(
         project=PROJECT,
         folder=FOLDER,

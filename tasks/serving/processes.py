@@ -135,19 +135,17 @@ def await_end(processes: Iterable[psutil.Process], *, wait_s: float) -> list[psu
 
 
 def log_path(folder: Path, name: str) -> Path:
-    """Where a component's output goes."""
+    """Where a part's output goes."""
     return folder / f"{name}.log"
 
 
 def died(name: str, folder: Path, *, lines: int = 15) -> ServeError:
-    """An error that shows the end of a component's log."""
+    """An error that shows the end of a part's log."""
     path = log_path(folder, name)
-    with suppress(OSError):
-        tail = path.read_text(errors="replace").splitlines()[-lines:]
-        return ServeError(
-            "\n".join([f"{name} ended while starting; its last lines:", *tail, str(path)])
-        )
-    return ServeError(f"{name} ended while starting, and left no log at {path}")
+    tail = path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
+    return ServeError(
+        "\n".join([f"{name} ended while starting; its last lines:", *tail, str(path)])
+    )
 
 
 def port_from(variable: str, default: int) -> int:
@@ -174,15 +172,10 @@ def require_free(port: int, variable: str) -> None:
 
 
 def _holder(port: int) -> str | None:
-    try:
+    with suppress(psutil.Error):  # macOS shows others' sockets to root only
         for found in psutil.net_connections(kind="tcp"):
             if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN:
-                name = psutil.Process(found.pid).name() if found.pid else None
-                return (
-                    f"held by {name} (pid {found.pid})"
-                    if name
-                    else "held by another user's process"
-                )
-    except psutil.Error:  # macOS shows others' sockets to root only
-        pass
+                if found.pid is None:
+                    return "held by another user's process"
+                return f"held by {psutil.Process(found.pid).name()} (pid {found.pid})"
     return None

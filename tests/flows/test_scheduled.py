@@ -5,7 +5,6 @@ another folder, a schedule that comes due, and the end of it all.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import shutil
