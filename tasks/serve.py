@@ -12,7 +12,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fcntl import LOCK_EX, flock
 from pathlib import Path
@@ -21,11 +21,12 @@ from types import FrameType
 from tasks.process.redaction import redacted
 from tasks.serving import prefect_http, service_down, service_up
 from tasks.serving.processes import (
-    Component,
+    Part,
     ServeError,
     SettingError,
+    log_path,
+    parts,
     port_from,
-    remembered,
     require_free,
 )
 from tasks.tracking.where import TrackingError, where
@@ -34,6 +35,7 @@ PROJECT = Path(__file__).absolute().parent.parent
 FOLDER = PROJECT / ".headroom" / "serve"
 PREFECT_PORT = ("HEADROOM_PREFECT_PORT", 4200)
 MLFLOW_PORT = ("HEADROOM_MLFLOW_PORT", 5000)
+PORTS = {"prefect": PREFECT_PORT, "mlflow": MLFLOW_PORT}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,40 +63,37 @@ def up() -> int:
     # SIGINT is ignored, and then never end.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with _alone():
-        components = remembered(FOLDER)
-        running = [c for c in components if c.process()]
-        if components and len(running) == len(components):
+        alive = parts(FOLDER)
+        plan, gone = _plan(alive), ", ".join(n for n in _names() if n not in alive)
+        if not gone:
             print("It is up already.")
         else:
-            if running:
-                gone = ", ".join(c.name for c in components if c not in running)
+            if alive:
                 print(f"{gone}: had ended (logs: {FOLDER}), and is started again.", flush=True)
-            components = service_up.bring_up(_plan(running), running)
-    print(_addresses({c.name: c.address for c in components}))
+            service_up.bring_up(plan, alive)
+    print(_addresses(plan.addresses))
     return 0
 
 
 def down() -> int:
     """End what `up` started, and nothing else."""
     with _alone():
-        components = remembered(FOLDER)
-        if not components:
-            print("Nothing is up.")
-            return 0
-        service_down.take_down(components, FOLDER)
-    print("Down: " + ", ".join(c.name for c in components) + ".")
+        names = parts(FOLDER)
+        service_down.take_down(FOLDER)
+    print("Down: " + ", ".join(names) + "." if names else "Nothing is up.")
     return 0
 
 
 def status() -> int:
     """Print what is up. Returns 1 where something that was brought up is not."""
-    components = remembered(FOLDER)
-    if not components:
+    alive = parts(FOLDER)
+    if not alive:
         print("Nothing is up.")
         return 1
-    states = {c.name: _state(c) for c in components}
-    for component in components:
-        print(f"{component.name:8} {states[component.name]:10} {component.address}")
+    states = {name: _state(name, alive.get(name)) for name in _names()}
+    for name, state in states.items():
+        known = alive[name].address if name in alive else f"log: {log_path(FOLDER, name)}"
+        print(f"{name:8} {state:10} {known}")
     return 0 if set(states.values()) == {"up"} else 1
 
 
@@ -104,8 +103,7 @@ def ui() -> int:
     if not chosen.keeps_files:
         print(f"The runs are on a tracking server: {redacted(chosen.tracking_uri)}")
         return 0
-    found = next((c for c in remembered(FOLDER) if c.name == "mlflow" and c.process()), None)
-    if found and found.pid != os.getpid():
+    if found := parts(FOLDER).get("mlflow"):
         print(f"MLflow is up already, with `make serve`: {found.address}")
         return 0
     port = port_from(*MLFLOW_PORT)
@@ -125,38 +123,41 @@ def ui() -> int:
 def mlflow_address() -> tuple[str, str]:
     """Where MLflow's pages are, or will be once `ui` has been called; and what is to be set before
     that command, where the port is not the usual one."""
+    if found := parts(FOLDER).get("mlflow"):
+        return found.address, ""
+    variable, usual = MLFLOW_PORT
     try:
-        up = [c for c in remembered(FOLDER) if c.name == "mlflow" and c.process()]
         port = port_from(*MLFLOW_PORT)
     except ServeError:  # it is `up` and `ui` that have to be told
-        return f"http://127.0.0.1:{MLFLOW_PORT[1]}", ""
-    if up:
-        return up[0].address, ""
-    variable, usual = MLFLOW_PORT
+        port = usual
     return f"http://127.0.0.1:{port}", "" if port == usual else f"{variable}={port} "
 
 
-def _plan(running: Sequence[Component] = ()) -> service_up.Plan:
-    chosen = where()
-    prefect, mlflow = port_from(*PREFECT_PORT), port_from(*MLFLOW_PORT)
-    is_local = not chosen.tracking_uri.startswith(("http", "databricks"))
-    if prefect == mlflow and is_local:
+def _names() -> list[str]:
+    """The parts of the service; where a tracking server has the runs, it has a UI of its own."""
+    is_local = not where().tracking_uri.startswith(("http", "databricks"))
+    return ["prefect", "mlflow", "worker"] if is_local else ["prefect", "worker"]
+
+
+def _plan(up: Mapping[str, Part]) -> service_up.Plan:
+    """Where each part is, or will be, on a port that nobody holds."""
+    chosen, names = where(), _names()
+    ports = {n: port_from(*PORTS[n]) for n in PORTS if n in names and n not in up}
+    addresses = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
+    addresses |= {"worker": socket.gethostname()} | {name: up[name].address for name in up}
+    if addresses["prefect"] == (address := addresses.get("mlflow")):
+        both = address.rpartition(":")[2]
         raise SettingError(
-            f"{MLFLOW_PORT[0]}: must differ from {PREFECT_PORT[0]} (both are {mlflow})"
+            f"{MLFLOW_PORT[0]}: must differ from {PREFECT_PORT[0]} (both are {both})"
         )
-    held = {component.name for component in running}
-    if "prefect" not in held:
-        require_free(prefect, PREFECT_PORT[0])
-    if is_local and "mlflow" not in held:
-        require_free(mlflow, MLFLOW_PORT[0])
+    for name, port in ports.items():
+        require_free(port, PORTS[name][0])
     return service_up.Plan(
         project=PROJECT,
         folder=FOLDER,
         tracking_uri=chosen.tracking_uri,
         experiment=chosen.experiment,
-        prefect_url=f"http://127.0.0.1:{prefect}",
-        mlflow_url=f"http://127.0.0.1:{mlflow}" if is_local else None,
-        worker=socket.gethostname(),
+        addresses=addresses,
     )
 
 
@@ -169,15 +170,14 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _state(component: Component) -> str:
-    if component.process() is None:
+def _state(name: str, part: Part | None) -> str:
+    if part is None:
         return "down"
-    path = {"prefect": "/api/health", "mlflow": "/health"}.get(component.name)
-    ready = path is None or prefect_http.answers(component.address + path)
-    return "up" if ready else "no answer"
+    path = service_up.HEALTH.get(name)
+    return "up" if path is None or prefect_http.answers(part.address + path) else "no answer"
 
 
-def _addresses(addresses: dict[str, str]) -> str:
+def _addresses(addresses: Mapping[str, str]) -> str:
     api = f"{addresses['prefect']}/api"
     run = f"PREFECT_API_URL={api} {_command('prefect')} deployment run train/train-on-demand"
     log = FOLDER.relative_to(PROJECT)

@@ -9,10 +9,9 @@ import socket
 
 import psutil
 
-from tasks.serving.prefect_http import call, set_state
+from tasks.serving.prefect_http import LIVE, call, set_state
 
 TAG = "process"  # of a flow run: process:HOST:PID:START
-LIVE = ["RUNNING", "PENDING", "CANCELLING"]
 
 
 def tag() -> str:

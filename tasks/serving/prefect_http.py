@@ -8,7 +8,6 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -17,6 +16,8 @@ import psutil
 
 POOL = "headroom"
 ANSWER_S = 10.0
+FLOW_RUN = "PREFECT__FLOW_RUN_ID"  # in the environment of a run that a worker has started
+LIVE = ["RUNNING", "PENDING", "CANCELLING"]
 
 # 127.0.0.1 is never behind a proxy, whatever the environment says.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -89,34 +90,25 @@ def worker_is_online(api: str, name: str, *, since: float) -> bool:
     )
 
 
-def flow_run_of(process: psutil.Process) -> str | None:
-    """The flow run that a process plays, or None."""
-    try:
-        return process.environ().get("PREFECT__FLOW_RUN_ID")
-    except psutil.Error:
-        return None
+def cancel(api: str, run: str) -> None:
+    """Cancel a run as the UI would: its worker signals its process."""
+    call("POST", f"{api}/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
 
 
-def cancel(api: str, flow_runs: Sequence[str], *, wait_s: float) -> list[str]:
-    """Cancel runs as the UI would, wait for their end, and return those that have not ended.
-
-    The worker then signals each run's process, which gives its memory back and closes its record.
-    """
-    for run in flow_runs:
-        call("POST", f"{api}/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
-    until = time.monotonic() + wait_s
-    left = list(flow_runs)
-    while left and time.monotonic() < until:
-        time.sleep(0.2)
-        left = [run for run in left if not _has_ended(api, run)]
-    return left
+def confirm_cancelled(api: str, run: str) -> None:
+    """Say that a run whose process has gone is cancelled, where its worker has not said so yet."""
+    if call("GET", f"{api}/flow_runs/{run}")["state"]["type"] in LIVE:
+        set_state(api, run, type="CANCELLED", message="Its process ended with the service.")
 
 
 def crash_the_dead(api: str) -> int:
     """Mark runs as crashed that say they run though their process is gone, e.g. after a power cut;
     Prefect itself would show them as running for ever. Returns how many."""
-    alive = {run for process in psutil.process_iter() if (run := flow_run_of(process))}
-    running = _runs(api, {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}})
+    alive = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            alive.add(process.environ().get(FLOW_RUN))
+    running = _runs(api, {"state": {"type": {"any_": LIVE}}})
     dead = [run["id"] for run in running if run["id"] not in alive]
     message = "Its process was gone when the service came up."
     for run in dead:
@@ -145,8 +137,3 @@ def set_state(api: str, run: str, *, type: str, message: str) -> None:
     """Give a flow run that state, whatever Prefect's rules say."""
     state = {"type": type, "message": message}
     call("POST", f"{api}/flow_runs/{run}/set_state", {"state": state, "force": True})
-
-
-def _has_ended(api: str, run: str) -> bool:
-    state = call("GET", f"{api}/flow_runs/{run}")["state"]["type"]
-    return state in ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")

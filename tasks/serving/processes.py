@@ -1,25 +1,26 @@
 """The processes that `serve` starts: detached, each in a session of its own, with a log. They are
-known again by pid and start time, and what they start in turn by a mark in its environment; nothing
-else is ever ended, however much it looks like one of ours.
+known again, and so is what they start in turn, by marks in their environment; nothing else is ever
+ended, however much it looks like one of ours, and no file can be out of date.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
 import psutil
 
+from tasks.serving.prefect_http import FLOW_RUN
+
 MARK = "HEADROOM_SERVE"  # in the environment of all we start: the value is drawn once for a folder
-SAME_START_S = 2.0  # a start time is counted from boot, and the clock may have been set since
+PART = "HEADROOM_SERVE_PART"  # and of which part it is: its name and address
 
 
 class ServeError(RuntimeError):
@@ -31,22 +32,11 @@ class SettingError(ServeError):
 
 
 @dataclass(frozen=True)
-class Component:
-    """One process of the service, as it is remembered."""
+class Part:
+    """One part of the service that is up."""
 
-    name: str
-    pid: int
-    started_at: float  # unix time, as the kernel tells it
     address: str
-    mark: str
-
-    def process(self) -> psutil.Process | None:
-        """That very process if it still runs; not another one that has got its pid since."""
-        with suppress(psutil.Error):
-            found = psutil.Process(self.pid)
-            if is_running(found) and abs(found.create_time() - self.started_at) < SAME_START_S:
-                return found
-        return None
+    process: psutil.Process
 
 
 def start(
@@ -57,7 +47,7 @@ def start(
     folder: Path,
     env: Mapping[str, str],
     cwd: Path,
-) -> Component:
+) -> Part:
     """Start one process in a session of its own; what it prints goes to `folder`/`name`.log."""
     with open(log_path(folder, name), "w") as log:
         # Not a child of ours once we have gone, and nothing to close: init collects it.
@@ -67,23 +57,15 @@ def start(
             stdout=log,
             stderr=log,
             cwd=cwd,
-            env=dict(env),
+            env={**env, PART: f"{name} {address}"},
             start_new_session=True,
         )
     try:
-        started_at = psutil.Process(process.pid).create_time()
+        return Part(address, psutil.Process(process.pid))
     except psutil.NoSuchProcess:
         raise died(name, folder) from None
-    process.returncode = 0  # ends itself later; silences "subprocess is still running"
-    return Component(name, process.pid, started_at, address, env[MARK])
-
-
-def is_running(process: psutil.Process) -> bool:
-    """Whether it still does anything. A zombie that nobody collects does not."""
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
+    finally:
+        process.returncode = 0  # ends itself later; silences "subprocess is still running"
 
 
 def mark_of(folder: Path) -> str:
@@ -94,12 +76,40 @@ def mark_of(folder: Path) -> str:
     return path.read_text()
 
 
-def marked(mark: str) -> Iterator[psutil.Process]:
-    """Every process of ours, also one whose parent has died."""
+def marked(folder: Path) -> dict[psutil.Process, dict[str, str]]:
+    """Every process of ours and its environment, also one whose parent has died. This one, where
+    it is one of them, is left out."""
+    if not (folder / "mark").exists():
+        return {}
+    mark, found = mark_of(folder), {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get(MARK) == mark and process.pid != os.getpid():
-                yield process
+            environment = process.environ()
+            if environment.get(MARK) == mark and process.pid != os.getpid():
+                found[process] = environment
+    return found
+
+
+def parts(folder: Path) -> dict[str, Part]:
+    """What is up of the service, by name: the outermost process of each part. A run that goes on
+    without its worker is no part."""
+    ours = {p: env.get(PART, "") for p, env in marked(folder).items() if FLOW_RUN not in env}
+    by_pid = {process.pid: part for process, part in ours.items()}
+    found = {}
+    for process, part in ours.items():
+        with suppress(psutil.Error):
+            if part and by_pid.get(process.ppid()) != part:
+                name, _, address = part.partition(" ")
+                found[name] = Part(address, process)
+    return found
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether it still does anything. A zombie that nobody collects does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def end(processes: Iterable[psutil.Process], *, wait_s: float) -> None:
@@ -125,40 +135,17 @@ def await_end(processes: Iterable[psutil.Process], *, wait_s: float) -> list[psu
 
 
 def log_path(folder: Path, name: str) -> Path:
-    """Where a component's output goes."""
+    """Where a part's output goes."""
     return folder / f"{name}.log"
 
 
 def died(name: str, folder: Path, *, lines: int = 15) -> ServeError:
-    """An error that shows the end of a component's log."""
+    """An error that shows the end of a part's log."""
     path = log_path(folder, name)
-    with suppress(OSError):
-        tail = path.read_text(errors="replace").splitlines()[-lines:]
-        return ServeError(
-            "\n".join([f"{name} ended while starting; its last lines:", *tail, str(path)])
-        )
-    return ServeError(f"{name} ended while starting, and left no log at {path}")
-
-
-def remember(folder: Path, components: Sequence[Component]) -> None:
-    """Keep what was started, so that another process can end it. Nothing started: no file."""
-    path = folder / "state.json"
-    if not components:
-        path.unlink(missing_ok=True)
-        return
-    half = path.with_suffix(".new")
-    half.write_text(json.dumps([asdict(c) for c in components], indent=1))
-    half.rename(path)
-
-
-def remembered(folder: Path) -> list[Component]:
-    """What was started and not yet ended, running or not."""
-    try:
-        return [Component(**entry) for entry in json.loads((folder / "state.json").read_text())]
-    except FileNotFoundError:
-        return []
-    except (ValueError, TypeError) as error:
-        raise ServeError(f"{folder / 'state.json'}: can't be read ({error}); remove it") from None
+    tail = path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
+    return ServeError(
+        "\n".join([f"{name} ended while starting; its last lines:", *tail, str(path)])
+    )
 
 
 def port_from(variable: str, default: int) -> int:
@@ -185,15 +172,10 @@ def require_free(port: int, variable: str) -> None:
 
 
 def _holder(port: int) -> str | None:
-    try:
+    with suppress(psutil.Error):  # macOS shows others' sockets to root only
         for found in psutil.net_connections(kind="tcp"):
             if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN:
-                name = psutil.Process(found.pid).name() if found.pid else None
-                return (
-                    f"held by {name} (pid {found.pid})"
-                    if name
-                    else "held by another user's process"
-                )
-    except psutil.Error:  # macOS shows others' sockets to root only
-        pass
+                if found.pid is None:
+                    return "held by another user's process"
+                return f"held by {psutil.Process(found.pid).name()} (pid {found.pid})"
     return None

@@ -4,94 +4,88 @@ back and closes its record; then the worker, the server and MLflow. Ends nothing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from tasks.serving import prefect_http
-from tasks.serving.processes import Component, await_end, end, marked, remember
+from tasks.serving.prefect_http import FLOW_RUN
+from tasks.serving.processes import PART, await_end, end, marked, parts
 
 RUN_S = 90.0  # for runs to end: give the device back, and send what MLflow has not got yet
 
 
-def take_down(
-    components: Sequence[Component], folder: Path, *, but: Sequence[Component] = ()
-) -> None:
-    """End all of them `but` some, and whatever they started that is still there.
+def take_down(folder: Path, *, but: Collection[str] = ()) -> None:
+    """End all parts `but` some, and whatever they started that is still there.
 
     A training that goes on although its worker or the server has died is left alone: nobody could
     end it in good order, and the next `up` takes it over.
     """
-    by_name = {c.name: c for c in components}
-    worker, server = by_name.get("worker"), by_name.get("prefect")
-    lives = [c.process() is not None for c in (worker, server) if c is not None]
-    spares = bool(but) or not all(lives)
-    if worker is not None and server is not None and not spares:
-        _end_worker(worker, f"{server.address}/api")
-    for component in components:
-        process = component.process()
-        if process is None or component in but:
+    up = parts(folder)
+    spares = bool(but) or not {"worker", "prefect"} <= up.keys()
+    if not spares:
+        _end_worker(folder, up["worker"].process, f"{up['prefect'].address}/api")
+    for name, part in up.items():
+        if name in but:
             continue
-        if spares and component is worker:
-            process.kill()  # told to end, it would take its run with it
-        end([process], wait_s=20)
-    if not but:
-        for mark in {c.mark for c in components}:
-            _sweep(mark, spares=spares)
-    remember(folder, but)
+        if spares and name == "worker":
+            part.process.kill()  # told to end, it would take its run with it
+        end([part.process], wait_s=20)
+    _sweep(folder, spares=spares, but=but)
 
 
-def _end_worker(worker: Component, api: str) -> None:
+def _end_worker(folder: Path, worker: psutil.Process, api: str) -> None:
     """A worker that is told to end while a run goes on kills the run's process the hard way: no
     `finally`, and the run says Running for ever. So the runs are cancelled before."""
-    process = worker.process()
-    if process is None:
-        return
+    is_paused = False
     try:
-        was_paused = prefect_http.is_paused(api)
-        prefect_http.pause(api, paused=True)  # else it would start the next one
-        try:
-            _cancel_runs(process, api)
-            _end_the_adopted(process, worker.mark)
-            end([process], wait_s=20)
-        finally:
-            prefect_http.pause(api, paused=was_paused)
-    except OSError:  # the server is gone: then the signal that it would have sent
-        family = process.children(recursive=True)
-        end([child for child in family if not _ends_by_itself(child)], wait_s=RUN_S)
-        end([process], wait_s=20)
+        with suppress(OSError):  # no answer: then it hands out no runs either
+            if not prefect_http.is_paused(api):
+                prefect_http.pause(api, paused=True)  # else the worker would start the next one
+                is_paused = True
+        _end_runs(folder, worker, api)
+        end([worker], wait_s=20)
+    finally:
+        if is_paused:
+            with suppress(OSError):
+                prefect_http.pause(api, paused=False)
 
 
-def _cancel_runs(worker: psutil.Process, api: str) -> None:
-    family = worker.children(recursive=True)
-    runs = sorted({run for child in family if (run := prefect_http.flow_run_of(child))})
+def _end_runs(folder: Path, worker: psutil.Process, api: str) -> None:
+    """Cancel the worker's runs as the UI would; it signals their processes, which give their memory
+    back and close their records. Those of a worker that has died this one does not know."""
+    runs = {p: env[FLOW_RUN] for p, env in marked(folder).items() if FLOW_RUN in env}
     if not runs:
         return
-    print(f"Cancelling {len(runs)} run{'s' * (len(runs) > 1)} ...", flush=True)
-    left = prefect_http.cancel(api, runs, wait_s=RUN_S)
-    for run in left:
+    ids = sorted(set(runs.values()))
+    print(f"Cancelling {len(ids)} run{'s' * (len(ids) > 1)} ...", flush=True)
+    signalled: set[psutil.Process] = set()
+    with suppress(OSError, psutil.Error):  # no answer: then the signal that it would have sent
+        family = set(worker.children(recursive=True))
+        for run in ids:
+            prefect_http.cancel(api, run)
+        signalled = family
+    end([p for p in runs.keys() - signalled if not _ends_by_itself(p)], wait_s=RUN_S)
+    late = [p for p in await_end(runs, wait_s=RUN_S) if not _ends_by_itself(p)]
+    for run in sorted({runs[process] for process in late}):
         print(f"run {run} has not ended within {RUN_S:.0f} s; its process is killed")
-    await_end(family, wait_s=0 if left else RUN_S)
+    end(late, wait_s=0)
+    with suppress(OSError):
+        for run in ids:
+            prefect_http.confirm_cancelled(api, run)
 
 
-def _end_the_adopted(worker: psutil.Process, mark: str) -> None:
-    """Runs of a worker that has died: this one does not know them. Prefect hears of their end."""
-    family = {child.pid for child in worker.children(recursive=True)}
-    runs = [p for p in marked(mark) if prefect_http.flow_run_of(p) and p.pid not in family]
-    end([process for process in runs if not _ends_by_itself(process)], wait_s=RUN_S)
-
-
-def _sweep(mark: str, *, spares: bool) -> None:
+def _sweep(folder: Path, *, spares: bool, but: Collection[str]) -> None:
     """What is left of ours; `spares` the runs, e.g. one whose worker has died before."""
-    runs = {p.pid for p in marked(mark) if spares and prefect_http.flow_run_of(p)}
+    ours = {p: e for p, e in marked(folder).items() if e.get(PART, "").split(" ")[0] not in but}
+    runs = {p for p, environment in ours.items() if spares and FLOW_RUN in environment}
     if runs:
         print("A run goes on without its service; `make serve` takes it over.", flush=True)
-    left = [process for process in marked(mark) if process.pid not in runs]
+    left = ours.keys() - runs
     end([process for process in left if not _ends_by_itself(process)], wait_s=RUN_S)
-    await_end(left, wait_s=RUN_S)
-    end((process for process in marked(mark) if process.pid not in runs), wait_s=5)
+    end(await_end(left, wait_s=RUN_S), wait_s=5)
 
 
 def _ends_by_itself(process: psutil.Process) -> bool:

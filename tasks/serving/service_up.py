@@ -8,24 +8,26 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fcntl import LOCK_EX, flock
+from functools import partial
 from pathlib import Path
 
 from tasks.serving import local_prefect, prefect_http, service_down
 from tasks.serving.processes import (
     MARK,
-    Component,
+    Part,
     ServeError,
     died,
+    is_running,
     log_path,
     mark_of,
-    remember,
     start,
 )
 
 START_S = 180.0  # a new database on a busy machine, with room to spare
+HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
 # Settings of another API, or of a UI that talks to one: this service talks to itself.
 OTHERS = ("PREFECT_API_KEY", "PREFECT_UI_API_URL", "PREFECT_SERVER_UI_API_URL", "PREFECT_UI_URL")
 
@@ -35,112 +37,88 @@ class Plan:
     """What is to be brought up, and where."""
 
     project: Path
-    folder: Path  # of logs and of what is remembered
+    folder: Path  # of logs
     tracking_uri: str
     experiment: str
-    prefect_url: str
-    mlflow_url: str | None  # None: a tracking server has the runs, with a UI of its own
-    worker: str
+    addresses: Mapping[str, str]  # by part; no mlflow where a tracking server has the runs
+
+    @property
+    def api(self) -> str:
+        return f"{self.addresses['prefect']}/api"
 
 
-def bring_up(plan: Plan, running: Sequence[Component] = ()) -> list[Component]:
-    """Server and MLflow at once, then the deployments, then the worker; but what is `running`.
+def bring_up(plan: Plan, up: Mapping[str, Part]) -> None:
+    """Server and MLflow at once, then the deployments, then the worker; but what is `up`.
 
     A training that goes on, though what has started it died, is left alone, and ended with the
     service. Raises ServeError, with the end of the log of what failed.
     """
-    started = list(running)
-    there = {component.name: component for component in running}
-    env = _environment(plan)
+    found = dict(up)
     try:
         _provide_database()
-        prefect = there.get("prefect") or _prefect(plan, env, started)
-        mlflow = there.get("mlflow")
-        if mlflow is None and plan.mlflow_url:
-            mlflow = _mlflow(plan, env, started)
-        _await(prefect, lambda: prefect_http.answers(f"{plan.prefect_url}/api/health"), plan)
-        _deploy(plan, env)
-        if "worker" not in there:
-            _worker(plan, env, started)
-        if mlflow is not None:
-            _await(mlflow, lambda: prefect_http.answers(f"{plan.mlflow_url}/health"), plan)
+        for name in plan.addresses.keys() & HEALTH.keys() - up.keys():
+            found[name] = _start(name, plan)
+        _await("prefect", found["prefect"], plan)
+        _deploy(plan)
+        if "worker" not in up:
+            is_online = partial(prefect_http.worker_is_online, plan.api, since=time.time())
+            worker = _start("worker", plan)
+            _await("worker", worker, plan, lambda: is_online(worker.address))
+        if "mlflow" in found:
+            _await("mlflow", found["mlflow"], plan)
     except OSError as error:
-        service_down.take_down(started, plan.folder, but=running)
+        service_down.take_down(plan.folder, but=up)
         raise ServeError(f"Prefect's server stopped answering: {error}") from None
     except BaseException:  # whatever it is, Ctrl-C too: nothing is left half-started
-        service_down.take_down(started, plan.folder, but=running)
+        service_down.take_down(plan.folder, but=up)
         raise
-    return started
 
 
-def _prefect(plan: Plan, env: dict[str, str], started: list[Component]) -> Component:
-    port = plan.prefect_url.rpartition(":")[2]
-    arguments = ["--no-prompt", "server", "start", "--host", "127.0.0.1", "--port", port]
-    command = [sys.executable, "-m", "prefect", *arguments]
-    return _start("prefect", command, address=plan.prefect_url, plan=plan, env=env, started=started)
+def _start(name: str, plan: Plan) -> Part:
+    address = plan.addresses[name]
+    python = [sys.executable, "-m"]
+    prefect, port = [*python, "prefect", "--no-prompt"], address.rpartition(":")[2]
+    command = {
+        "prefect": [*prefect, "server", "start", "--host", "127.0.0.1", "--port", port],
+        "mlflow": [*python, "tasks.serve", "ui"],
+        "worker": [*prefect, "worker", "start", "--pool", prefect_http.POOL, "--type", "process"]
+        + ["--name", address, "--limit", "1"],  # one GPU, one run; the next waits
+    }[name]
+    env = _environment(plan)
+    if name == "mlflow":
+        env["HEADROOM_MLFLOW_PORT"] = port
+    return start(name, command, address=address, folder=plan.folder, env=env, cwd=plan.project)
 
 
-def _mlflow(plan: Plan, env: dict[str, str], started: list[Component]) -> Component:
-    assert plan.mlflow_url is not None
-    env = {**env, "HEADROOM_MLFLOW_PORT": plan.mlflow_url.rpartition(":")[2]}
-    command = [sys.executable, "-m", "tasks.serve", "ui"]
-    return _start("mlflow", command, address=plan.mlflow_url, plan=plan, env=env, started=started)
-
-
-def _worker(plan: Plan, env: dict[str, str], started: list[Component]) -> None:
-    arguments = ["--pool", prefect_http.POOL, "--type", "process", "--name", plan.worker]
-    arguments += ["--limit", "1"]  # one GPU, one run; the next waits
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "worker", "start", *arguments]
-    since = time.time()
-    worker = _start("worker", command, address=plan.worker, plan=plan, env=env, started=started)
-    api = f"{plan.prefect_url}/api"
-    _await(worker, lambda: prefect_http.worker_is_online(api, plan.worker, since=since), plan)
-    if prefect_http.is_paused(api):
-        print("The work pool is paused, so nothing will run. In Prefect's UI it can be resumed.")
-
-
-def _deploy(plan: Plan, env: dict[str, str]) -> None:
+def _deploy(plan: Plan) -> None:
     """Put right what the last service left, and deploy, before there is a worker to act on it."""
-    api = f"{plan.prefect_url}/api"
-    prefect_http.make_pool(api)
-    dead, missed = prefect_http.crash_the_dead(api), prefect_http.skip_the_missed(api)
+    prefect_http.make_pool(plan.api)
+    dead, missed = prefect_http.crash_the_dead(plan.api), prefect_http.skip_the_missed(plan.api)
     if dead:
         print(f"Marked {dead} run(s) as crashed: their processes are gone.")
     if missed:
         print(f"Skipped {missed} scheduled run(s) whose time passed while nothing was up.")
+    if prefect_http.is_paused(plan.api):
+        print("The work pool is paused, so nothing will run. In Prefect's UI it can be resumed.")
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    env, nothing = _environment(plan), subprocess.DEVNULL
     with open(log_path(plan.folder, "deploy"), "w") as log:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=plan.project, env=env
+            command, stdin=nothing, stdout=log, stderr=log, cwd=plan.project, env=env
         )
     if done.returncode:
         raise died("deploy", plan.folder)
 
 
-def _start(
-    name: str,
-    command: list[str],
-    *,
-    address: str,
-    plan: Plan,
-    env: dict[str, str],
-    started: list[Component],
-) -> Component:
-    started.append(
-        start(name, command, address=address, folder=plan.folder, env=env, cwd=plan.project)
-    )
-    remember(plan.folder, started)  # at once: should this process die, `down` still finds it
-    return started[-1]
-
-
-def _await(component: Component, is_ready: Callable[[], bool], plan: Plan) -> None:
+def _await(name: str, part: Part, plan: Plan, is_ready: Callable[[], bool] | None = None) -> None:
+    """Return once the part is ready: by default, once its health endpoint says that all is well."""
     until = time.monotonic() + START_S
-    while not is_ready():
-        if component.process() is None:
-            raise died(component.name, plan.folder)
+    while not (is_ready() if is_ready else prefect_http.answers(part.address + HEALTH[name])):
+        if not is_running(part.process):
+            raise died(name, plan.folder)
         if time.monotonic() > until:
-            log = log_path(plan.folder, component.name)
-            raise ServeError(f"{component.name}: no answer within {START_S:.0f} s; see {log}")
+            log = log_path(plan.folder, name)
+            raise ServeError(f"{name}: no answer within {START_S:.0f} s; see {log}")
         time.sleep(0.2)
 
 
@@ -153,7 +131,7 @@ def _environment(plan: Plan) -> dict[str, str]:
     not_proxied = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
     return {
         **kept,
-        "PREFECT_API_URL": f"{plan.prefect_url}/api",
+        "PREFECT_API_URL": plan.api,
         "PREFECT_HOME": str(local_prefect.home().absolute()),
         "PREFECT_LOGGING_EXTRA_LOGGERS": "tasks",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

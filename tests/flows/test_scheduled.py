@@ -5,7 +5,6 @@ another folder, a schedule that comes due, and the end of it all.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import shutil
@@ -27,7 +26,8 @@ import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from tasks.serving.prefect_http import answers, call
+from tasks.serving.prefect_http import FLOW_RUN, answers, call
+from tasks.serving.processes import mark_of, marked, parts
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
@@ -69,6 +69,10 @@ class Service:
     env: dict[str, str]
     url: str
 
+    @property
+    def folder(self) -> Path:
+        return self.project / ".headroom" / "serve"
+
     def serve(self, action: str) -> str:
         """What `python -m tasks.serve` printed."""
         command = [sys.executable, "-m", "tasks.serve", action]
@@ -95,7 +99,7 @@ class Service:
 
     def logs(self) -> str:
         """What a failing test has to show."""
-        return (self.project / ".headroom" / "serve" / "worker.log").read_text()[-6000:]
+        return (self.folder / "worker.log").read_text()[-6000:]
 
 
 def free_ports() -> tuple[int, int]:
@@ -145,9 +149,10 @@ def ended(service: Service, flow_run: str) -> str | None:
 
 
 def test_up_is_up_and_a_second_up_starts_nothing(service: Service) -> None:
-    before = (service.project / ".headroom/serve/state.json").read_text()
+    before = parts(service.folder)
+    assert before.keys() == {"prefect", "mlflow", "worker"}
     assert "It is up already." in service.serve("up")
-    assert (service.project / ".headroom/serve/state.json").read_text() == before
+    assert parts(service.folder) == before
     assert service.serve("status").count(" up ") == 3
     assert answers(f"http://127.0.0.1:{service.env['HEADROOM_MLFLOW_PORT']}/health")
 
@@ -182,9 +187,8 @@ def test_the_prefect_commands_of_the_pages_work_in_a_fresh_shell(service: Servic
 
 
 def test_it_listens_on_this_machine_only(service: Service) -> None:
-    components = json.loads((service.project / ".headroom/serve/state.json").read_text())
-    family = [p for c in components for p in [psutil.Process(c["pid"])]]
-    family += [child for p in family for child in p.children(recursive=True)]
+    family = marked(service.folder)
+    assert {part.process for part in parts(service.folder).values()} <= family.keys()
     listening = [s for p in family for s in p.net_connections("inet") if s.status == "LISTEN"]
     assert {s.laddr.ip for s in listening} == {"127.0.0.1"}
 
@@ -227,7 +231,7 @@ def test_down_cancels_what_runs_closes_its_record_and_leaves_no_process(service:
     wait_for(
         lambda: (r := service.mlflow_run(flow_run)) and "train/loss" in r.data.metrics, service
     )
-    mark = json.loads((service.project / ".headroom/serve/state.json").read_text())[0]["mark"]
+    assert len([e for e in marked(service.folder).values() if e.get(FLOW_RUN) == flow_run]) >= 2
 
     assert "Cancelling 1 run" in service.serve("down")
 
@@ -235,6 +239,7 @@ def test_down_cancels_what_runs_closes_its_record_and_leaves_no_process(service:
     assert run is not None
     assert run.info.status == "KILLED" and run.info.end_time
     assert run.data.metrics["memory/release_ok"] == 1
+    mark = mark_of(service.folder)
     left = [p for p in psutil.process_iter() if environment_of(p).get("HEADROOM_SERVE") == mark]
     assert left == []
     # In Prefect's own words, not those of the worker's log: it may be told to end before it writes.

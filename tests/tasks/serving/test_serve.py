@@ -5,13 +5,13 @@ holds a port, and a start that fails leaves nothing behind.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -19,10 +19,11 @@ import pytest
 
 from tasks import serve
 from tasks.serving import local_prefect, processes, service_down, service_up
-from tasks.serving.processes import MARK, Component, ServeError, SettingError
+from tasks.serving.processes import MARK, Part, ServeError, SettingError
 from tasks.tracking.where import where
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+ADDRESSES = {"prefect": "http://127.0.0.1:1", "mlflow": "http://127.0.0.1:2", "worker": "test"}
 
 
 @pytest.fixture
@@ -34,49 +35,53 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def sleeper(folder: Path) -> Iterator[Component]:
-    """A component that sleeps."""
-    component = start(folder, SLEEP)
-    yield component
-    if (process := component.process()) is not None:
+def sleeper(folder: Path) -> Iterator[psutil.Process]:
+    """A server that sleeps."""
+    process = start(folder, SLEEP).process
+    yield process
+    if processes.is_running(process):
         process.kill()
 
 
-def start(folder: Path, command: list[str], *, name: str = "prefect") -> Component:
-    env = {**os.environ, MARK: f"test-{os.getpid()}-{folder}"}
+def start(folder: Path, command: list[str], *, name: str = "prefect") -> Part:
+    env = {**os.environ, MARK: processes.mark_of(folder)}
     return processes.start(
-        name, command, address="http://127.0.0.1:1", folder=folder, env=env, cwd=folder
+        name, command, address=ADDRESSES[name], folder=folder, env=env, cwd=folder
     )
 
 
 def test_down_ends_what_was_started_and_what_that_started(folder: Path) -> None:
     code = f"import subprocess; subprocess.Popen({SLEEP!r}, start_new_session=True).wait()"
-    component = start(folder, [sys.executable, "-c", code])
-    process = component.process()
-    assert process is not None
+    process = start(folder, [sys.executable, "-c", code]).process
     until = time.monotonic() + 20
     while not process.children() and time.monotonic() < until:
         time.sleep(0.02)
     [child] = process.children()
-    processes.remember(folder, [component])
+    assert {name: part.process for name, part in processes.parts(folder).items()} == {
+        "prefect": process
+    }
     assert serve.down() == 0
     assert not processes.is_running(process)
     assert not processes.is_running(child)
-    assert processes.remembered(folder) == []
+    assert processes.parts(folder) == {}
 
 
-def test_a_recycled_pid_is_not_ours_and_survives(folder: Path, sleeper: Component) -> None:
-    other = replace(sleeper, started_at=sleeper.started_at - 100, mark="another up")
-    assert other.process() is None
-    service_down.take_down([other], folder)
-    assert sleeper.process() is not None
+def test_what_another_service_has_started_is_not_ours_and_survives(
+    folder: Path, sleeper: psutil.Process, tmp_path: Path
+) -> None:
+    """It looks the same and has our port, but not our mark."""
+    other = tmp_path / "other"
+    other.mkdir()
+    processes.mark_of(other)
+    assert processes.parts(other) == {}
+    service_down.take_down(other)
+    assert processes.is_running(sleeper)
 
 
 def test_a_process_deaf_to_sigterm_is_ended_all_the_same(folder: Path) -> None:
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
     code += "; time.sleep(60)"
-    process = start(folder, [sys.executable, "-c", code]).process()
-    assert process is not None
+    process = start(folder, [sys.executable, "-c", code]).process
     log, until = processes.log_path(folder, "prefect"), time.monotonic() + 20
     while not log.read_text() and time.monotonic() < until:
         time.sleep(0.02)
@@ -107,7 +112,7 @@ def test_a_port_taken_by_somebody_is_named_with_its_holder(
     assert f"HEADROOM_PREFECT_PORT: port {port} on 127.0.0.1 can't be had" in error
     if sys.platform == "linux":
         assert f"{psutil.Process().name()} (pid {os.getpid()})" in error
-    assert not (folder / "state.json").exists()
+    assert processes.parts(folder) == {}
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "-1", "http", "4200.0", "1e3"])
@@ -118,64 +123,70 @@ def test_a_port_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: s
 
 
 def test_the_link_to_a_run_has_the_port_that_is_served(
-    folder: Path, sleeper: Component, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was 5000 whatever HEADROOM_MLFLOW_PORT and `make serve` said."""
     assert serve.mlflow_address() == ("http://127.0.0.1:5000", "")
     monkeypatch.setenv("HEADROOM_MLFLOW_PORT", "5055")
     assert serve.mlflow_address() == ("http://127.0.0.1:5055", "HEADROOM_MLFLOW_PORT=5055 ")
-    processes.remember(folder, [replace(sleeper, name="mlflow", address="http://here:1")])
-    assert serve.mlflow_address() == ("http://here:1", "")
+    page = start(folder, SLEEP, name="mlflow")
+    assert serve.mlflow_address() == (page.address, "")
+    page.process.kill()
 
 
 def test_up_starts_again_what_has_died_and_leaves_the_rest_alone(
     folder: Path,
-    sleeper: Component,
+    sleeper: psutil.Process,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It asked for `make serve-down`, which ended a training that was going on well."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("PREFECT_HOME", str(folder))
-    monkeypatch.setattr(service_up, "_await", lambda component, ready, plan: None)
-    monkeypatch.setattr(service_up, "_deploy", lambda plan, env: None)
+    monkeypatch.setattr(service_up, "_await", lambda *_: None)
+    monkeypatch.setattr(service_up, "_deploy", lambda plan: None)
     begun = []
 
-    def worker(plan: service_up.Plan, env: dict[str, str], started: list[Component]) -> None:
-        begun.append(env[MARK])
-        started.append(replace(gone, started_at=sleeper.started_at))
-        processes.remember(folder, started)
+    def begin(name: str, plan: service_up.Plan) -> Part:
+        begun.append((name, service_up._environment(plan)[MARK]))
+        return start(folder, SLEEP, name=name)
 
-    monkeypatch.setattr(service_up, "_worker", worker)
+    monkeypatch.setattr(service_up, "_start", begin)
     monkeypatch.setattr(serve, "_addresses", lambda addresses: "")
-    gone = replace(sleeper, name="worker", started_at=0.0)
-    page = replace(sleeper, name="mlflow")
-    processes.remember(folder, [sleeper, page, gone])
+    page = start(folder, SLEEP, name="mlflow").process
+    assert serve.main(["status"]) == 1
+    assert re.search(r"^worker +down", capsys.readouterr().out, re.MULTILINE)
     assert serve.main(["up"]) == 0
     assert "worker: had ended" in capsys.readouterr().out
-    assert begun == [processes.mark_of(folder)] and sleeper.process() is not None
-    assert all(c.process() for c in processes.remembered(folder))
+    assert begun == [("worker", processes.mark_of(folder))]
+    up = processes.parts(folder)
+    assert up.keys() == {"prefect", "mlflow", "worker"}
+    assert (up["prefect"].process, up["mlflow"].process) == (sleeper, page)
+    assert serve.main(["up"]) == 0
+    assert "It is up already." in capsys.readouterr().out and len(begun) == 1
+    for part in up.values():
+        part.process.kill()
 
 
 def test_a_run_whose_worker_has_died_outlives_down_and_is_ended_with_the_next_worker(
-    folder: Path, sleeper: Component, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    sleeper: psutil.Process,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "of a worker")
-    run = start(folder, SLEEP, name="run").process()
-    assert run is not None
-    monkeypatch.delenv("PREFECT__FLOW_RUN_ID")
-    dead = replace(sleeper, name="worker", started_at=0.0)
-    processes.remember(folder, [sleeper, dead])
+    with monkeypatch.context() as of_a_worker:
+        of_a_worker.setenv("PREFECT__FLOW_RUN_ID", "of-a-worker")
+        run = start(folder, SLEEP, name="worker").process
     assert serve.down() == 0
-    assert sleeper.process() is None and processes.is_running(run)
+    assert not processes.is_running(sleeper) and processes.is_running(run)
+    assert "A run goes on without its service" in capsys.readouterr().out
 
-    again = [start(folder, SLEEP), start(folder, SLEEP, name="worker")]
-    processes.remember(folder, again)
+    again = [start(folder, SLEEP).process, start(folder, SLEEP, name="worker").process]
     monkeypatch.setattr("tasks.serving.prefect_http.is_paused", lambda api: False)
     monkeypatch.setattr("tasks.serving.prefect_http.pause", lambda api, paused: None)
     assert serve.down() == 0
     assert not processes.is_running(run)
-    assert not any(component.process() for component in again)
+    assert not any(processes.is_running(process) for process in again)
 
 
 def test_a_run_goes_on_where_nobody_reads_what_it_prints(tmp_path: Path) -> None:
@@ -192,34 +203,33 @@ def test_a_run_goes_on_where_nobody_reads_what_it_prints(tmp_path: Path) -> None
 
 
 def test_a_part_that_dies_while_starting_shows_its_log_and_ends_the_others(
-    folder: Path, sleeper: Component, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """MLflow's database can't be made: the server that was started beside it must go."""
-    monkeypatch.setattr(service_up, "_prefect", lambda plan, env, started: started.append(sleeper))
-    monkeypatch.setattr(service_up, "_deploy", lambda plan, env: None)
-    monkeypatch.setattr(service_up, "_worker", lambda plan, env, started: None)
-    real = service_up._await
-    monkeypatch.setattr(
-        service_up,
-        "_await",
-        lambda component, ready, plan: component and real(component, ready, plan),
-    )
+    monkeypatch.setattr(service_up, "_deploy", lambda plan: None)
+    begun, begin, wait = {}, service_up._start, service_up._await
+
+    def real_mlflow(name: str, plan: service_up.Plan) -> Part:
+        begun[name] = begin(name, plan) if name == "mlflow" else start(folder, SLEEP, name=name)
+        return begun[name]
+
+    monkeypatch.setattr(service_up, "_start", real_mlflow)
+    monkeypatch.setattr(service_up, "_await", lambda *a: a[0] == "mlflow" and wait(*a))
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
     plan = service_up.Plan(
         project=serve.PROJECT,
         folder=folder,
         tracking_uri="sqlite:////proc/none/mlflow.db",
         experiment="headroom",
-        prefect_url="http://127.0.0.1:1",
-        mlflow_url="http://127.0.0.1:2",
-        worker="test",
+        addresses=ADDRESSES,
     )
     with pytest.raises(
         ServeError, match="mlflow ended while starting(.|\n)*tracking_uri: /proc/none"
     ):
-        service_up.bring_up(plan)
-    assert sleeper.process() is None
-    assert not (folder / "state.json").exists()
+        service_up.bring_up(plan, {})
+    assert begun.keys() == ADDRESSES.keys()
+    assert not any(processes.is_running(part.process) for part in begun.values())
+    assert processes.parts(folder) == {}
 
 
 def test_the_service_talks_to_its_own_server_whatever_the_environment_names(
@@ -234,9 +244,7 @@ def test_the_service_talks_to_its_own_server_whatever_the_environment_names(
         folder=tmp_path,
         tracking_uri=where().tracking_uri,
         experiment=where().experiment,
-        prefect_url="http://127.0.0.1:4242",
-        mlflow_url=None,
-        worker="test",
+        addresses={"prefect": "http://127.0.0.1:4242", "worker": "test"},
     )
     env = service_up._environment(plan)
     assert env["PREFECT_API_URL"] == "http://127.0.0.1:4242/api"

@@ -2,12 +2,15 @@
 
 import math
 import sqlite3
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from mlflow.store.tracking.dbmodels import models
+from sqlalchemy import Column, Float, MetaData, String, Table
 
 from tasks.tracking import metrics
 from tasks.tracking.mlflow_store import open_experiment
@@ -77,11 +80,35 @@ def test_a_deleted_run_is_refused_in_the_words_of_mlflow(kept) -> None:
     assert _stored(database, run_id, "metrics") == []
 
 
-def test_tables_of_another_shape_are_left_to_mlflow(kept, monkeypatch) -> None:
+@pytest.fixture
+def unmade() -> Iterator[None]:
+    """The statements are made once a process: here anew, and again afterwards."""
+    metrics._statements.cache_clear()
+    yield
+    metrics._statements.cache_clear()
+
+
+def test_tables_of_another_shape_are_left_to_mlflow(kept, monkeypatch, unmade) -> None:
     client, database, experiment_id = kept
     run_id = client.create_run(experiment_id).info.run_id
-    statement = metrics.INSERT.replace("ON CONFLICT (key,", "ON CONFLICT (tenant, key,")
-    monkeypatch.setattr(metrics, "INSERT", statement)
+    monkeypatch.setattr(metrics, "KEY", ("key", "step"))  # no index of the table's
+    metrics.send(client, database, run_id, SAMPLES)
+    assert len(_stored(database, run_id, "metrics")) == 10
+
+
+@pytest.mark.parametrize("gone", ["SqlLatestMetric", "SqlMetric.is_nan"])
+def test_classes_of_another_mlflow_are_left_to_mlflow(kept, monkeypatch, unmade, gone) -> None:
+    """A class that has another name, or not the columns: it is noticed before anything is sent."""
+    client, database, experiment_id = kept
+    run_id = client.create_run(experiment_id).info.run_id
+    with monkeypatch.context() as other:
+        if gone == "SqlLatestMetric":
+            other.delattr(models, gone)
+        else:
+            table = Table("metrics", MetaData(), Column("key", String), Column("value", Float))
+            other.setattr(models, "SqlMetric", table)
+        assert not metrics._is_inserted(database, run_id, SAMPLES)
+        assert _stored(database, run_id, "metrics") == []
     metrics.send(client, database, run_id, SAMPLES)
     assert len(_stored(database, run_id, "metrics")) == 10
 
