@@ -15,10 +15,10 @@ from tasks.engine.base.facts import Column
 from tasks.engine.base.ordered_threads import in_order
 from tasks.engine.files.scaling import LARGEST_SCALED, Scaling
 from tasks.engine.files.source_data import DataError, Raw, listed, shorten
-from tasks.engine.tables.column_summary import MISSING_CATEGORY
 from tasks.engine.tables.columns_table import Table
 from tasks.engine.tables.running_statistics import Moments, measured, standard
 
+MISSING_CATEGORY = "missing"
 BLOCK_VALUES = 1 << 20  # inputs encoded at once: 4 MiB of float32
 
 
