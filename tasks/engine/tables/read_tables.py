@@ -62,7 +62,7 @@ def budget(data: DataConfig, *, columns: int) -> Budget:
         kept_bytes=allowed // 4,
         block_bytes=block,
         block_rows=max(1024, block // (8 * columns)),
-        together=max(1, min(columns, allowed // 4 // PAGE_BYTES)),
+        together=max(1, allowed // 4 // PAGE_BYTES),
         threads=usable_threads() if allowed > 1024 * MIB else 2,
     )
 
