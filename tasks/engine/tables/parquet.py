@@ -42,7 +42,7 @@ class Parts:
         features = self.chosen.features
         places = [len(features), *range(len(features))]
         for at in range(0, len(places), together):
-            group = places[at : at + together]
+            group = sorted(places[at : at + together])
             wanted = [self.chosen.names[(*features, self.chosen.target)[place]] for place in group]
             for path, count in zip(self.files, self.counts, strict=True):
                 yield from ((group, batch) for batch in _batches(path, wanted, count, rows))

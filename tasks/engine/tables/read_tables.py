@@ -137,12 +137,8 @@ class TableBuilder:
     it, and what was seen of each column."""
 
     def __init__(self, chosen: Chosen, origin: Origin, data: DataConfig, allowed: Budget) -> None:
-        self._names, self._origin, self._data, self._notes = (
-            chosen.feature_names,
-            origin,
-            data,
-            chosen.notes,
-        )
+        self._names, self._notes = chosen.feature_names, chosen.notes
+        self._origin, self._data = origin, data
         count, folder = len(self._names), cache_folder(data)
         self.spool = Spool(count, folder=folder, kept_bytes=allowed.kept_bytes)
         self._columns = [self._column(place) for place in range(count + 1)]  # the target is last
