@@ -50,7 +50,7 @@ class Origin:
 
 
 @dataclass
-class Column:
+class ColumnSummary:
     """One column, as far as its blocks have passed. Rows from 0."""
 
     name: str

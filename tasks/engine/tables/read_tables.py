@@ -30,7 +30,7 @@ from tasks.engine.files.source_data import (
 from tasks.engine.models.raw_inputs import NOTHING
 from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.tables import parquet
-from tasks.engine.tables.columns import CATEGORY, MIXED, NUMBER, Column, Origin
+from tasks.engine.tables.columns import CATEGORY, MIXED, NUMBER, ColumnSummary, Origin
 from tasks.engine.tables.columns_table import Spool, Table
 from tasks.engine.tables.csv_blocks import BELOW, TextTable, batches, written
 from tasks.engine.tables.table_header import MARKS, Chosen, choose, header
@@ -144,10 +144,10 @@ class TableBuilder:
         self._columns = [self._column(place) for place in range(count + 1)]  # the target is last
         self._targets: list[np.ndarray] = []
 
-    def _column(self, place: int) -> Column:
+    def _column(self, place: int) -> ColumnSummary:
         if place == len(self._names):
-            return Column(self._origin.target, self._origin, most=None)
-        return Column(self._names[place], self._origin)
+            return ColumnSummary(self._origin.target, self._origin, most=None)
+        return ColumnSummary(self._names[place], self._origin)
 
     def add(self, places: Sequence[int], batch: pa.RecordBatch) -> None:
         """The next rows of the columns at these places, for which the spool has room."""
