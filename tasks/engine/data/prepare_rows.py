@@ -29,8 +29,7 @@ from tasks.engine.files.target_encoding import (
 )
 from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.tables.columns_table import Table
-from tasks.engine.tables.encoding import fit
-from tasks.engine.tables.running_statistics import Moments, moments_of, standard
+from tasks.engine.tables.encoding import Moments, fit, moments_of, standard
 
 PARTS = ("train_x.npy", "train_y.npy", "val_x.npy", "val_y.npy")
 

@@ -19,7 +19,7 @@ from pyarrow import parquet as pa_parquet
 from tasks.engine.files.source_data import DataError, listed, shorten
 from tasks.engine.predict.input_batches import Batch, Needs
 from tasks.engine.predict.request import Order, parts
-from tasks.engine.tables.column_gathering import BROKEN
+from tasks.engine.tables.csv_blocks import BROKEN
 
 BELOW = " below the header"
 BLOCK_BYTES = 2 * 1024**2  # the longest row; Arrow reads up to 32 blocks ahead

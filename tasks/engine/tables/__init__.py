@@ -1,5 +1,5 @@
 """CSV, TSV and Parquet: read in blocks, typed, encoded. It refuses what cannot be learnt from, by
 row and column.
 
-Front doors: column_gathering, columns_table, encoding, read_tables, running_statistics.
+Front doors: columns_table, csv_blocks, encoding, read_tables.
 """

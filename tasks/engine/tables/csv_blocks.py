@@ -9,21 +9,32 @@ import codecs
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from pyarrow import compute
 from pyarrow import csv as pa_csv
 
 from tasks.engine.base.ordered_threads import in_order
-from tasks.engine.files.number_formats import Spelling
+from tasks.engine.files.number_formats import CODE, Spelling, patterns
 from tasks.engine.files.source_data import MOST_SHOWN, DataError, shorten, size
-from tasks.engine.tables.arrow_columns import AS_IT_IS, holds_codes, may_hold_codes
-from tasks.engine.tables.column_gathering import BROKEN, Block, block_of
 
+BROKEN = (
+    pa.ArrowException,
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    OverflowError,
+    MemoryError,
+    RuntimeError,
+    BufferError,
+)
 LONGEST_BYTES = 16 * 1024**2  # of a header, and of a row
 BELOW = " below the header"
 
@@ -38,41 +49,35 @@ class TextTable:
     width: int  # cells in a row
     block_bytes: int
     threads: int
-    spelling: Spelling = AS_IT_IS
+    spelling: Spelling
 
 
-@dataclass(frozen=True)
-class _Refused:
+class _RefusedError(Exception):
     """Lines that Arrow could not make a table of, and what it said."""
 
-    lines: bytes
-    reason: str
 
-
-def blocks(
-    table: TextTable, features: Sequence[int], target: int | None, *, as_text: bool = False
-) -> Iterator[Block]:
-    """The cells of these columns, in blocks of rows. as_text: whatever they look like.
+def batches(
+    table: TextTable, places: Sequence[int], *, as_text: bool = False
+) -> Iterator[pa.RecordBatch]:
+    """The cells of the columns at these places, in blocks of rows. as_text: whatever they look
+    like.
 
     Errors: DataError for rows of another width than the header, and for what is not UTF-8.
     """
-    lines = _lines(table)
-    wanted = _Wanted(tuple(features), target, {})
-    if as_text:
-        wanted = replace(wanted, types=dict.fromkeys(wanted.places, pa.string()))
-    first = [_parsed(table, wanted, some) for some in islice(lines, 1)]
-    if not as_text and first and isinstance(first[0], Block):
-        wanted = _known(wanted, first[0])
-    others = in_order(partial(_parsed, table, wanted), lines, threads=table.threads)
+    types = dict.fromkeys(places, pa.string()) if as_text else _fractions(table, places)
     row = 0
-    for block in chain(first, others):
-        if isinstance(block, _Refused):
-            raise DataError(_reason(table, block, row))
-        if any("binary" in cells.kind for cells in (*block.cells, block.target) if cells):
-            check_utf8(table.path)
-        row += block.matrix.shape[1]
-        if block.matrix.shape[1]:
-            yield block
+    try:
+        for batch in in_order(
+            partial(_parsed, table, places, types), _lines(table), threads=table.threads
+        ):
+            if any(pa.types.is_binary(kind) for kind in batch.schema.types):
+                check_utf8(table.path)
+            row += batch.num_rows
+            if batch.num_rows:
+                yield batch
+    except _RefusedError as refused:
+        lines, said = refused.args
+        raise DataError(_reason(table, lines, said, row)) from None
 
 
 def written(table: TextTable, place: int, row: int) -> str:
@@ -86,82 +91,53 @@ def written(table: TextTable, place: int, row: int) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """Columns by their place in the file; those whose type need not be found out have it here."""
-
-    features: tuple[int, ...]
-    target: int | None
-    types: dict[int, pa.DataType]
-    plain: dict[int, pa.DataType] | None = None  # where all are numbers, and none seems missing
-
-    @property
-    def places(self) -> list[int]:
-        return [*self.features, *([] if self.target is None else [self.target])]
+def _fractions(table: TextTable, places: Sequence[int]) -> dict[int, pa.DataType]:
+    """The columns that hold fractions in the first block: to find that out takes a third of the
+    time of reading them."""
+    with suppress(*BROKEN):
+        for lines in islice(_lines(table), 1):
+            kinds = _arrow(table, lines, places).schema.types
+            pairs = zip(places, kinds, strict=True)
+            return {place: kind for place, kind in pairs if kind == pa.float64()}
+    return {}
 
 
-def _known(wanted: _Wanted, block: Block) -> _Wanted:
-    """To find out that a column holds fractions takes a third of the time of reading it."""
-    kinds = zip(wanted.places, block.types, strict=True)
-    plain = {i: kind for i, kind in kinds if kind in (pa.int64(), pa.float64())}
-    fractions = {i: kind for i, kind in plain.items() if kind == pa.float64()}
-    is_plain = len(plain) == len(wanted.places) and not block.has_holes
-    return replace(wanted, types=fractions, plain=plain if is_plain else None)
-
-
-def _parsed(table: TextTable, wanted: _Wanted, lines: bytes) -> Block | _Refused:
-    try:
-        columns = _plain(table, lines, wanted) or _typed(table, lines, wanted)
-        rows = len(columns[0])
-        target = None if wanted.target is None else columns.pop()
-        return block_of(columns, target, rows, table.spelling)
-    except BROKEN as error:
-        return _Refused(lines, str(error))
-
-
-def _plain(table: TextTable, lines: bytes, wanted: _Wanted) -> list[pa.Array] | None:
-    """The columns where all are numbers, as in the first block; None where some are not."""
-    if not wanted.plain:
-        return None
-    if pa.int64() in wanted.plain.values() and may_hold_codes(lines):
-        return None
-    with suppress(pa.ArrowInvalid):
-        # To compare each cell with the words for a missing one takes a seventh of the time. Among
-        # numbers such a word is NaN all the same, or no number: then they are read once more.
-        parsed = _arrow(table, lines, wanted.places, types=wanted.plain, nulls=[""])
-        return [_one(column) for column in parsed.columns]
-    return None
-
-
-def _typed(table: TextTable, lines: bytes, wanted: _Wanted) -> list[pa.Array]:
+def _parsed(
+    table: TextTable, places: Sequence[int], types: Mapping[int, pa.DataType], lines: bytes
+) -> pa.RecordBatch:
     """The columns as Arrow takes them, those whose type is known as that where it holds here."""
-    parsed = None
-    if wanted.types:
-        with suppress(pa.ArrowInvalid):
-            parsed = _arrow(table, lines, wanted.places, types=wanted.types)
-    if parsed is None:
-        parsed = _arrow(table, lines, wanted.places)
-    columns = [_one(column) for column in parsed.columns]
-    _keep_codes(table, lines, wanted.places, columns)
-    return columns
+    try:
+        parsed = None
+        if types:
+            with suppress(pa.ArrowInvalid):
+                parsed = _arrow(table, lines, places, types=types)
+        return _with_codes(table, lines, places, parsed or _arrow(table, lines, places))
+    except BROKEN as error:
+        raise _RefusedError(lines, str(error)) from None
 
 
-def _keep_codes(
-    table: TextTable, lines: bytes, places: Sequence[int], columns: list[pa.Array]
-) -> None:
-    """Puts text where Arrow made whole numbers of cells such as 007: the zeros are part of them."""
-    whole = [i for i, column in enumerate(columns) if pa.types.is_integer(column.type)]
-    if not whole or not may_hold_codes(lines):
-        return
+def _with_codes(
+    table: TextTable, lines: bytes, places: Sequence[int], parsed: pa.RecordBatch
+) -> pa.RecordBatch:
+    """With text where Arrow made whole numbers of cells such as 007: the zeros are part of them."""
+    whole = [i for i, kind in enumerate(parsed.schema.types) if pa.types.is_integer(kind)]
+    if not whole or not _may_hold_codes(lines):
+        return parsed
     again = [places[i] for i in whole]
     texts = _arrow(table, lines, again, types=dict.fromkeys(again, pa.string()))
-    for i, column in zip(whole, texts.columns, strict=True):
-        if holds_codes(_one(column)):
-            columns[i] = _one(column)
+    for i, cells in zip(whole, texts.columns, strict=True):
+        if compute.any(compute.match_substring_regex(cells, patterns(".")[CODE])).as_py():
+            parsed = parsed.set_column(i, parsed.schema.names[i], cells)
+    return parsed
 
 
-def _one(column: pa.ChunkedArray) -> pa.Array:
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+def _may_hold_codes(lines: bytes) -> bool:
+    """Whether some cell may begin with a zero and another digit; sees gigabytes a second."""
+    given = np.frombuffer(b"\n%b" % lines, np.uint8)
+    found = given[1:-1] == ord("0")
+    found &= given[:-2] <= ord(",")  # a tab, comma, blank, quote or end of line
+    found &= given[2:] >= ord("0")
+    return bool(found.any())
 
 
 def _arrow(
@@ -172,9 +148,9 @@ def _arrow(
     types: Mapping[int, pa.DataType] | None = None,
     nulls: Sequence[str] | None = None,
     keep: Any = None,
-) -> pa.Table:
+) -> pa.RecordBatch:
     names = [str(i) for i in range(table.width)]  # the user's may be twice there
-    return pa_csv.read_csv(
+    parsed = pa_csv.read_csv(
         pa.BufferReader(lines),
         read_options=pa_csv.ReadOptions(
             use_threads=False, block_size=len(lines) + 1, column_names=names
@@ -187,6 +163,8 @@ def _arrow(
             decimal_point=table.spelling.decimal,
         ),
     )
+    columns = [c.chunk(0) if c.num_chunks == 1 else c.combine_chunks() for c in parsed.columns]
+    return pa.RecordBatch.from_arrays(columns, schema=parsed.schema)
 
 
 def _lines(table: TextTable) -> Iterator[bytes]:
@@ -229,8 +207,8 @@ def _line_end(lines: bytes) -> int:
     return end
 
 
-def _reason(table: TextTable, refused: _Refused, row: int) -> str:
-    """Why these lines, from `row` on, are no rows of this table."""
+def _reason(table: TextTable, lines: bytes, said: str, row: int) -> str:
+    """Why these lines, from `row` on, are no rows of this table. said: by Arrow."""
     check_utf8(table.path)
     bad: list[Any] = []
 
@@ -239,24 +217,20 @@ def _reason(table: TextTable, refused: _Refused, row: int) -> str:
         return "skip"
 
     try:
-        _arrow(table, refused.lines, range(table.width), keep=keep)
+        _arrow(table, lines, range(table.width), keep=keep)
     except BROKEN as error:
-        return _unreadable(table, str(error))
+        bad, said = [], str(error)
     if not bad:
-        return _unreadable(table, refused.reason)
+        kind = {",": "comma", "\t": "tab"}[table.mark]
+        return (
+            f"data.path: {table.path.name} cannot be read as {kind}-separated text "
+            f"({shorten(said, 160)}); mend it or write it anew"
+        )
     return "\n".join(
         f"data.path: {table.path.name} row {row + found.number}{BELOW}: has "
         f"{found.actual_columns} cells where the header has {found.expected_columns} "
         f"({shorten(found.text)}); mend or drop the row"
         for found in bad[:MOST_SHOWN]
-    )
-
-
-def _unreadable(table: TextTable, reason: str) -> str:
-    kind = {",": "comma", "\t": "tab"}[table.mark]
-    return (
-        f"data.path: {table.path.name} cannot be read as {kind}-separated text "
-        f"({shorten(reason, 160)}); mend it or write it anew"
     )
 
 

@@ -8,18 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from tasks.engine.base.facts import Column
-from tasks.engine.base.ordered_threads import in_order
+from tasks.engine.base.ordered_threads import in_order, usable_threads
 from tasks.engine.files.scaling import LARGEST_SCALED, Scaling
 from tasks.engine.files.source_data import DataError, Raw, listed, shorten
-from tasks.engine.tables.column_summary import MISSING_CATEGORY
 from tasks.engine.tables.columns_table import Table
-from tasks.engine.tables.running_statistics import Moments, measured, standard
 
+MISSING_CATEGORY = "missing"
 BLOCK_VALUES = 1 << 20  # inputs encoded at once: 4 MiB of float32
+LEAVE_OUT = "leave the column out by data.drop"
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What rows say of each of some columns: (columns,) each."""
+
+    count: np.ndarray
+    mean: np.ndarray
+    squares: np.ndarray  # the sum of the squares of the differences from the mean
+
+    def plus(self, other: Moments) -> Moments:
+        """Of both together (Chan, Golub, LeVeque 1983): no small deviation is lost beside a large
+        mean."""
+        count = self.count + other.count
+        share = other.count / np.maximum(count, 1)
+        apart = other.mean - self.mean
+        return Moments(
+            count,
+            self.mean + apart * share,
+            self.squares + other.squares + apart**2 * self.count * share,
+        )
 
 
 @dataclass(frozen=True)
@@ -32,8 +54,7 @@ class Encoding:
     notes: tuple[str, ...]
     _fills: np.ndarray  # of the numbers, (numbers,)
     _places: np.ndarray  # of the numbers, among the inputs
-    _first: tuple[int, ...]  # of each category's inputs
-    _codes: tuple[np.ndarray, ...]  # of each category: its code's place among its inputs, or -1
+    _codes: tuple[np.ndarray, ...]  # of each category: the place of a code's input, or -1
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,11 +111,11 @@ class Encoding:
             inputs = np.ascontiguousarray(scaled.astype(np.float32).T)
         else:
             inputs[:, self._places] = scaled.T
-        for codes, first, places in zip(values[~numeric], self._first, self._codes, strict=True):
-            code = np.where(np.isnan(codes), len(places) - 1, codes).astype(np.int64)
+        for codes, places in zip(values[~numeric], self._codes, strict=True):
+            code = np.where(np.isnan(codes), -1, codes).astype(np.int64)
             place = places[code]  # the last: of what is missing
             there = np.flatnonzero(place >= 0)
-            inputs[there, first + place[there]] = 1
+            inputs[there, place[there]] = 1
         return inputs
 
     def _refuse_far(self, scaled: np.ndarray, start: int) -> None:
@@ -106,8 +127,7 @@ class Encoding:
         name = [np.flatnonzero(table.numeric)[column]]
         raise DataError(
             f"data.path: {self.raw.cell(start + row, name)}: lies more than {LARGEST_SCALED:g} "
-            "deviations from the training rows; mend or drop the row, or leave the column out by "
-            "data.drop"
+            f"deviations from the training rows; mend or drop the row, or {LEAVE_OUT}"
         )
 
 
@@ -118,101 +138,96 @@ def fit(raw: Raw, *, for_training: np.ndarray, scale: bool) -> Encoding:
     the training rows by whose mean its missing ones could be filled.
     """
     table: Table = raw.features
-    counted = measured(table, for_training)
-    moments, words = counted.moments, counted.words
-    training = int(for_training.sum())
-    numeric = table.numeric
-    names = np.array(table.names, dtype=object)
-    holes = np.array(table.holes)
-    fills_in = (table.missing == "mean") & (holes > 0)
-    allowed = MISSING_CATEGORY if table.missing == "mean" else None
-    problems = _empty(raw, names[numeric], moments)
-    categories = [
-        _category(name, known, count, fills_in=bool(there), fill=allowed)
-        for name, known, count, there in zip(
-            names[~numeric],
-            [w for w in table.words if w is not None],
-            words,
-            fills_in[~numeric],
-            strict=True,
-        )
-    ]
-    problems += [_constant(raw, column) for column, _ in categories if len(column.values) < 2]
-    if problems:
-        raise DataError("\n".join(problems))
-    offset, deviation = standard(moments, training)
-    if not scale:
-        offset, deviation = np.zeros_like(offset), np.ones_like(deviation)
-    return _encoding(raw, moments.mean, categories, offset, deviation)
-
-
-def _encoding(
-    raw: Raw,
-    means: np.ndarray,
-    categories: list[tuple[Column, np.ndarray]],
-    offset: np.ndarray,
-    scale: np.ndarray,
-) -> Encoding:
-    table: Table = raw.features
-    columns, places, first, at = [], [], [], 0
-    numbers, texts = iter(means.tolist()), iter(categories)
-    for name, words, whole in zip(table.names, table.words, table.whole, strict=True):
+    moments, counts = _measured(table, for_training)
+    fills = table.missing == "mean"
+    columns, places, codes, at = [], [], [], 0
+    means, counted = iter(moments.mean.tolist()), iter(counts)
+    for name, words, whole, holes in zip(
+        table.names, table.words, table.whole, table.holes, strict=True
+    ):
         if words is None:
-            mean = next(numbers)
-            fill = mean if table.missing == "mean" else None
-            columns.append(Column(name, "number", fill=fill, whole=whole))
+            mean = next(means)
+            columns.append(Column(name, "number", fill=mean if fills else None, whole=whole))
             places.append(at)
             at += 1
         else:
-            columns.append(next(texts)[0])
-            first.append(at)
-            at += len(columns[-1].values)
+            fill = MISSING_CATEGORY if fills else None
+            values, place = _values(words, next(counted), missing=fills and holes > 0)
+            columns.append(Column(name, "category", values, fill))
+            codes.append(np.where(place < 0, -1, place + at))
+            at += len(values)
+    _refuse_useless(raw, columns, moments.count)
     offsets, scales = np.zeros(at), np.ones(at)
-    offsets[places], scales[places] = offset, scale
+    if scale:
+        offsets[places], scales[places] = standard(moments, int(for_training.sum()))
     return Encoding(
         raw,
         tuple(columns),
         Scaling(offsets, scales),
         _notes(table, columns),
-        _fills=means,
+        _fills=moments.mean,
         _places=np.array(places, dtype=np.int64),
-        _first=tuple(first),
-        _codes=tuple(codes for _, codes in categories),
+        _codes=tuple(codes),
     )
 
 
-def _category(
-    name: str,
-    known: tuple[str, ...],
-    counts: np.ndarray,
-    *,
-    fills_in: bool,
-    fill: str | None,
-) -> tuple[Column, np.ndarray]:
-    """The column, and for each code the place of its input; the last for what is missing."""
-    found = {word for word, count in zip(known, counts, strict=True) if count}
-    values = tuple(sorted(found | ({MISSING_CATEGORY} if fills_in else set())))
+def _measured(table: Table, for_training: np.ndarray) -> tuple[Moments, list[np.ndarray]]:
+    """Of the training rows' numbers the moments, and how often each code is there in all rows, by
+    category. All blocks are added in their order. for_training: (rows,) booleans."""
+    items = zip(range(len(table.spool)), table.starts(), strict=False)
+    blocks = in_order(partial(_block, table, for_training), items, threads=usable_threads())
+    moments, counts = next(blocks)
+    for more, others in blocks:
+        moments = moments.plus(more)
+        counts = [a + b for a, b in zip(counts, others, strict=True)]
+    return moments, counts
+
+
+def _block(
+    table: Table, for_training: np.ndarray, block: tuple[int, int]
+) -> tuple[Moments, list[np.ndarray]]:
+    index, start = block
+    values, numeric = table.block(index), table.numeric
+    chosen = for_training[start : start + values.shape[1]].astype(np.float64)
+    numbers = values if numeric.all() else values[numeric]
+    holes = table.kept is None and bool(np.array(table.holes)[numeric].any())
+    words = [w for w in table.words if w is not None]
+    counts = [
+        np.bincount(codes[~np.isnan(codes)].astype(np.int64), minlength=len(known))
+        for codes, known in zip(values[~numeric], words, strict=True)
+    ]
+    return moments_of(numbers, chosen, holes=holes), counts
+
+
+def _values(
+    words: tuple[str, ...], counts: np.ndarray, *, missing: bool
+) -> tuple[tuple[str, ...], np.ndarray]:
+    """The values that are there, sorted, and for each code its place among them, or -1; the last
+    for what is missing."""
+    found = {word for word, count in zip(words, counts, strict=True) if count}
+    values = tuple(sorted(found | ({MISSING_CATEGORY} if missing else set())))
     place = {word: i for i, word in enumerate(values)}
-    codes = [place.get(word, -1) for word in known]
-    codes.append(place[MISSING_CATEGORY] if fills_in else -1)
-    column = Column(name, "category", values, fill)
-    return column, np.array(codes, dtype=np.int64)
+    codes = [place.get(word, -1) for word in words]
+    return values, np.array([*codes, place[MISSING_CATEGORY] if missing else -1], dtype=np.int64)
 
 
-def _empty(raw: Raw, names: np.ndarray, moments: Moments) -> list[str]:
-    return [
-        f"data.path: {raw.label} column {shorten(name)}: has no value in any training row, of "
-        "which to take the mean; leave the column out by data.drop"
-        for name, count in zip(names, moments.count, strict=True)
+def _refuse_useless(raw: Raw, columns: list[Column], counts: np.ndarray) -> None:
+    """counts: of the numbers among the training rows, by column of numbers."""
+    numbers = [column for column in columns if column.kind == "number"]
+    problems = [
+        f"data.path: {raw.label} column {shorten(column.name)}: has no value in any training row, "
+        f"of which to take the mean; {LEAVE_OUT}"
+        for column, count in zip(numbers, counts, strict=True)
         if not count
     ]
-
-
-def _constant(raw: Raw, column: Column) -> str:
-    return (
+    problems += [
         f"data.path: {raw.label} column {shorten(column.name)}: holds {listed(column.values)} in "
-        "every row that is left, of which nothing can be learnt; leave the column out by data.drop"
-    )
+        f"every row that is left, of which nothing can be learnt; {LEAVE_OUT}"
+        for column in columns
+        if column.kind == "category" and len(column.values) < 2
+    ]
+    if problems:
+        raise DataError("\n".join(problems))
 
 
 def _notes(table: Table, columns: list[Column]) -> tuple[str, ...]:
@@ -229,3 +244,30 @@ def _notes(table: Table, columns: list[Column]) -> tuple[str, ...]:
             missing = missing if column.fill and holes else ""
             notes.append(f"{name} became {len(column.values)} inputs, one for each text{missing}")
     return tuple(notes)
+
+
+def moments_of(values: np.ndarray, chosen: np.ndarray, *, holes: bool) -> Moments:
+    """Of one block. values: (columns, rows); chosen: (rows,) 1 where a row counts, else 0."""
+    if not holes:
+        count = np.full(len(values), chosen.sum())
+        mean = values @ chosen / np.maximum(count, 1)
+        apart = values - mean[:, None]
+        apart *= chosen
+        left = apart.sum(axis=1)
+    else:
+        there = ~np.isnan(values) * chosen
+        count = there.sum(axis=1)
+        values = np.where(there > 0, values, 0)
+        mean = values.sum(axis=1) / np.maximum(count, 1)
+        apart = (values - mean[:, None]) * there
+        left = apart.sum(axis=1)
+    squares = np.einsum("ij,ij->i", apart, apart)
+    most = np.maximum(count, 1)
+    return Moments(count, mean + left / most, np.maximum(squares - left**2 / most, 0))
+
+
+def standard(moments: Moments, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation, where what is missing counts as the mean; constants get deviation 1."""
+    deviation = np.sqrt(moments.squares / rows)
+    rounding = 8 * np.finfo(np.float64).eps * np.abs(moments.mean)
+    return moments.mean, np.where(deviation > rounding, deviation, 1.0)

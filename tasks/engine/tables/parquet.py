@@ -12,13 +12,11 @@ from pathlib import Path
 import pyarrow as pa
 from pyarrow import parquet
 
-from tasks.engine.files.number_formats import Spelling
 from tasks.engine.files.source_data import DataError, shorten
 from tasks.engine.settings.data_config import DataConfig
-from tasks.engine.tables.arrow_columns import refused_types
-from tasks.engine.tables.column_gathering import BROKEN, Block, block_of
-from tasks.engine.tables.column_names import Chosen, choose
-from tasks.engine.tables.memory_budget import Budget
+from tasks.engine.tables.columns import OF_USE, TEXT, kind_of, refused_type
+from tasks.engine.tables.csv_blocks import BROKEN
+from tasks.engine.tables.table_header import Chosen, choose
 
 PANDAS_INDEX = "__index_level_"
 BUFFER_BYTES = 256 * 1024  # read at once of a column, instead of all of it in a row group
@@ -32,48 +30,40 @@ class Parts:
     counts: tuple[int, ...]  # rows of each, as it claims
     label: str
     chosen: Chosen
-    spelling: Spelling
 
     @property
     def rows(self) -> int:
         return sum(self.counts)
 
-    def blocks(self, budget: Budget) -> Iterator[tuple[Block, list[int], int]]:
-        """The cells of some columns from a row on: the block, their places among the features,
-        and the row. Errors: DataError for a file that is damaged."""
-        features, target = self.chosen.features, self.chosen.target
-        places = list(range(len(features)))
-        groups = [places[i : i + budget.together] for i in range(0, len(places), budget.together)]
-        for group in groups:
-            wanted = [features[i] for i in group]
-            of_target = target if group is groups[0] else None
-            first = 0
+    def batches(self, *, together: int, rows: int) -> Iterator[tuple[list[int], pa.RecordBatch]]:
+        """So many rows of so many columns at once, the target first: their places among the
+        features (the target's is after the last), and what they hold. All rows pass before the next
+        columns. Errors: DataError for a file that is damaged."""
+        features = self.chosen.features
+        places = [len(features), *range(len(features))]
+        for at in range(0, len(places), together):
+            group = sorted(places[at : at + together])
+            wanted = [self.chosen.names[(*features, self.chosen.target)[place]] for place in group]
             for path, count in zip(self.files, self.counts, strict=True):
-                row = 0
-                for block in self._blocks(path, wanted, of_target, rows=budget.block_rows):
-                    if row + block.matrix.shape[1] <= count:
-                        yield block, group, first + row
-                    row += block.matrix.shape[1]
-                if row != count:
-                    wrong = ValueError(f"it claims {count:,} rows and holds {row:,}")
-                    raise DataError(_damaged(path.name, wrong))
-                first += count
+                yield from ((group, batch) for batch in _batches(path, wanted, count, rows))
 
-    def _blocks(
-        self, path: Path, features: Sequence[int], target: int | None, *, rows: int
-    ) -> Iterator[Block]:
-        names = [self.chosen.names[i] for i in (*features, *([] if target is None else [target]))]
-        try:
-            with _opened(path) as file:
-                for batch in file.iter_batches(batch_size=rows, columns=names):
-                    batch.validate(full=True)
-                    arrays = [batch.column(name) for name in names]
-                    of_target = None if target is None else arrays.pop()
-                    yield block_of(arrays, of_target, batch.num_rows, self.spelling)
-        except BROKEN as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(_damaged(path.name, error)) from None
+
+def _batches(path: Path, names: list[str], count: int, rows: int) -> Iterator[pa.RecordBatch]:
+    """count: of the file's rows, as it claims."""
+    seen = 0
+    try:
+        with _opened(path) as file:
+            for batch in file.iter_batches(batch_size=rows, columns=names):
+                batch.validate(full=True)
+                seen += batch.num_rows
+                if seen <= count:
+                    yield batch.select(names)
+        if seen != count:
+            raise ValueError(f"it claims {count:,} rows and holds {seen:,}")
+    except BROKEN as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(_damaged(path.name, error)) from None
 
 
 def opened(files: Sequence[Path], data: DataConfig) -> Parts:
@@ -101,10 +91,14 @@ def opened(files: Sequence[Path], data: DataConfig) -> Parts:
         if sum(counts) <= 0 or min(counts) < 0
         else []
     )
-    problems += refused_types(judged, chosen.target_name, label)
+    problems += [
+        refused_type(field.name, str(field.type), target=chosen.target_name, label=label)
+        for field in judged
+        if kind_of(field.type) not in (*OF_USE, TEXT)
+    ]
     if problems:
         raise DataError("\n".join(problems))
-    return Parts(tuple(files), tuple(counts), label, chosen, Spelling(na=tuple(data.na or ())))
+    return Parts(tuple(files), tuple(counts), label, chosen)
 
 
 def _fields(schema: pa.Schema) -> list[pa.Field]:

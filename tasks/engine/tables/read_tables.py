@@ -1,55 +1,77 @@
 """Reads CSV, TSV and Parquet into the columns of a table: from the first line or the schema it
 tells early what can't be learnt from, and it reads in blocks, so that a table may be larger than
-memory. Importing this costs pyarrow's 0.1 s, so it is imported only where such a file is read;
-pandas (0.3 s more) is never touched.
+memory. What is refused when all blocks have passed is told all at once, each column by its name and
+its first bad cell. Importing this costs pyarrow's 0.1 s, so it is imported only where such a file
+is read; pandas (0.3 s more) is never touched.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-from contextlib import suppress
-from dataclasses import replace
-from itertools import islice
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
 
 from tasks.engine.base.ordered_threads import usable_threads
 from tasks.engine.files.number_formats import Spelling
 from tasks.engine.files.source_data import (
+    MOST_SHOWN,
     DataError,
     Raw,
     allowed_bytes,
     cache_folder,
     listed,
     shorten,
+    size,
     source_file,
     source_files,
 )
 from tasks.engine.models.raw_inputs import NOTHING
 from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.tables import parquet
-from tasks.engine.tables.column_gathering import Gathering
-from tasks.engine.tables.column_names import Chosen, choose, looks_headless
-from tasks.engine.tables.csv_blocks import (
-    BELOW,
-    LONGEST_BYTES,
-    TextTable,
-    blocks,
-    not_utf8,
-    written,
-)
-from tasks.engine.tables.memory_budget import SMALLEST_ROW_BYTES, Budget, budget, check_rows
-from tasks.engine.tables.spill_file import Spool
+from tasks.engine.tables.columns import CATEGORY, MIXED, NUMBER, ColumnSummary, Origin
+from tasks.engine.tables.columns_table import Spool, Table
+from tasks.engine.tables.csv_blocks import BELOW, TextTable, batches, written
+from tasks.engine.tables.table_header import MARKS, Chosen, choose, header
 
-HEAD_ROWS, HEAD_BYTES = 50, 1 << 16  # held against the names
-MARKS = {"csv": (",", "commas"), "tsv": ("\t", "tabs")}
+MIB = 1024**2
+SMALLEST_ROW_BYTES = 6  # a target of one byte, its label, three masks
+WORK_BYTES = 24 * MIB  # blocks under way
+BLOCK_BYTES = 2 * MIB  # of text; larger ones leave the processor's cache
+SMALLEST_BYTES = 1 * MIB
+PAGE_BYTES = 4 * MIB  # of each Parquet column that is being read: pages of 1 MiB, packed and not
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How a table is read within its memory."""
+
+    kept_bytes: int  # of columns, before they go to a file
+    block_bytes: int  # of text that is parsed at once, in each thread
+    block_rows: int  # of a block whose size is chosen
+    together: int  # Parquet columns that are read at once
+    threads: int
+
+
+def budget(data: DataConfig, *, columns: int) -> Budget:
+    """Within the bytes of host memory that there are for all that preparing takes."""
+    allowed = allowed_bytes(data)
+    block = max(SMALLEST_BYTES, min(BLOCK_BYTES, allowed // 64))
+    return Budget(
+        kept_bytes=allowed // 4,
+        block_bytes=block,
+        block_rows=max(1024, block // (8 * columns)),
+        together=max(1, allowed // 4 // PAGE_BYTES),
+        threads=usable_threads() if allowed > 1024 * MIB else 2,
+    )
 
 
 def check_text(data: DataConfig) -> None:
     """Raises DataError for a CSV or TSV whose first line cannot be that of a table with this
     target."""
     path = source_file(data)
-    choose(_header(path, data.source)[0], data, path.name)
+    choose(header(path, data.source)[0], data, path.name)
 
 
 def read_text(data: DataConfig) -> Raw:
@@ -59,115 +81,34 @@ def read_text(data: DataConfig) -> Raw:
     Errors: DataError. Rows are counted from 1 below the header, blank lines left out.
     """
     path = source_file(data)
-    names, start = _header(path, data.source)
+    names, start = header(path, data.source)
     chosen = choose(names, data, path.name)
-    allowed = budget(allowed_bytes(data), columns=len(chosen.features))
+    allowed = budget(data, columns=len(chosen.features))
+    spelling = Spelling(data.decimal, tuple(NOTHING if data.na is None else data.na))
     table = TextTable(
-        path,
-        MARKS[data.source][0],
-        start,
+        path=path,
+        mark=MARKS[data.source][0],
+        start=start,
         width=len(names),
         block_bytes=allowed.block_bytes,
-        threads=allowed.threads or usable_threads(),
-        spelling=Spelling(data.decimal, tuple(NOTHING if data.na is None else data.na)),
-    )
-    gathering = _gathering(data, chosen, allowed, label=path.name, table=table)
-    for block in blocks(table, chosen.features, chosen.target):
-        gathering.append(block)
-        check_rows(gathering.spool.rows, data, path.name, row_bytes=gathering.row_bytes)
-    _once_more(gathering, table, chosen)
-    raw = gathering.raw()
-    return replace(raw, notes=chosen.notes + raw.notes)
-
-
-def _once_more(gathering: Gathering, table: TextTable, chosen: Chosen) -> None:
-    """Columns that looked like numbers in some blocks are read as text in all of them."""
-    mixed = gathering.mixed()
-    if not mixed:
-        return
-    target = chosen.target if chosen.target_name in mixed else None
-    places = [i for i, name in enumerate(chosen.feature_names) if name in mixed]
-    features = [chosen.features[i] for i in places]
-    for block, start in zip(
-        blocks(table, features, target, as_text=True), gathering.spool.starts, strict=False
-    ):
-        gathering.put(block, places, start)
-
-
-def _gathering(
-    data: DataConfig,
-    chosen: Chosen,
-    allowed: Budget,
-    *,
-    label: str,
-    table: TextTable | None = None,
-) -> Gathering:
-    """table: the file of text, if it is one."""
-    folder, kept = cache_folder(data), allowed.kept_bytes
-    spool = Spool(len(chosen.features), folder=folder, kept_bytes=kept)
-
-    def look(name: str, row: int) -> str:
-        assert table is not None
-        return written(table, chosen.names.index(name), row)
-
-    return Gathering(
-        chosen.feature_names,
-        chosen.target_name,
-        spool=spool,
-        label=label,
-        note="" if table is None else BELOW,
-        data=data,
-        look=None if table is None else look,
+        threads=allowed.threads,
+        spelling=spelling,
     )
 
+    def cell(name: str, row: int) -> str:
+        return written(table, names.index(name), row)
 
-def _header(path: Path, source: str) -> tuple[list[str], int]:
-    """The names in the first line, and where the rows begin, in bytes."""
-    with open(path, "rb") as file:
-        whole = file.read(LONGEST_BYTES)
-    head = whole.removeprefix(b"\xef\xbb\xbf").lstrip(b"\r\n")
-    line = head.split(b"\n", 1)[0].split(b"\r", 1)[0]
-    if head[:4096].count(0) > len(head[:4096]) // 8:
-        raise DataError(
-            f"data.path: {path.name} looks like UTF-16 or binary (it holds NUL bytes); "
-            "save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
-        )
-    try:
-        text = line.decode("utf-8")
-        cells = next(csv.reader(io.StringIO(text), delimiter=MARKS[source][0]), [])
-    except UnicodeDecodeError as error:
-        raise DataError(not_utf8(path.name, 1, error)) from None
-    except csv.Error as error:
-        raise DataError(f"data.path: {path.name} line 1 is no header ({error}); mend it") from None
-    if text.count('"') % 2:
-        raise DataError(f"data.path: {path.name} has a header with unbalanced quotes; mend line 1")
-    names = [cell.strip() for cell in cells]
-    _refuse_other_marks(names, source, path.name)
-    if looks_headless(names, _first_rows(head[len(line) :], MARKS[source][0])):
-        raise DataError(
-            f"data.path: {path.name} line 1 looks like a row, not like names ({listed(names, 4)}); "
-            "put the columns' names in line 1"
-        )
-    return names, len(whole) - len(head) + len(line)
-
-
-def _first_rows(lines: bytes, mark: str) -> list[list[str]]:
-    text = io.StringIO(lines[:HEAD_BYTES].decode("utf-8", "replace"))
-    with suppress(csv.Error):
-        return list(islice(csv.reader(text, delimiter=mark), HEAD_ROWS))
-    return []
-
-
-def _refuse_other_marks(names: list[str], source: str, label: str) -> None:
-    others = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
-    mine, words = MARKS[source]
-    for mark, found in others.items():
-        if len(names) == 1 and mark != mine and mark in names[0]:
-            known = next((kind for kind, (other, _) in MARKS.items() if other == mark), None)
-            remedy = f"set data.source to {known}" if known else f"separate its cells by {words}"
-            raise DataError(
-                f"data.path: {label} is separated by {found} ({shorten(names[0])}); {remedy}"
-            )
+    origin = Origin(path.name, BELOW, chosen.target_name, data.missing, spelling, cell)
+    builder = TableBuilder(chosen, origin, data, allowed)
+    places = [*chosen.features, chosen.target]
+    for batch in batches(table, places):
+        builder.spool.reserve(batch.num_rows, block_rows=batch.num_rows)
+        builder.add(range(len(places)), batch)
+    mixed = builder.forget_mixed()
+    if mixed:  # looked like numbers in some blocks: read as text in all of them
+        for batch in batches(table, [places[i] for i in mixed], as_text=True):
+            builder.add(mixed, batch)
+    return builder.raw()
 
 
 def check_parquet(data: DataConfig) -> None:
@@ -179,13 +120,143 @@ def read_parquet(data: DataConfig) -> Raw:
     """The rows of a Parquet file, or of all in a folder, in the order of their names; page
     checksums are verified where a file has them. Rows are counted from 1 over all files."""
     parts = parquet.opened(source_files(data), data)
-    chosen, label = parts.chosen, parts.label
-    check_rows(parts.rows, data, label, row_bytes=SMALLEST_ROW_BYTES)
-    allowed = budget(allowed_bytes(data), columns=len(chosen.features))
-    gathering = _gathering(data, chosen, allowed, label=label)
-    gathering.spool.reserve(parts.rows, block_rows=allowed.block_rows)
-    for block, places, start in parts.blocks(allowed):
-        gathering.put(block, places, start)
-        check_rows(parts.rows, data, label, row_bytes=gathering.row_bytes)
-    raw = gathering.raw()
-    return replace(raw, notes=chosen.notes + raw.notes)
+    chosen = parts.chosen
+    _check_rows(parts.rows, data, parts.label, row_bytes=SMALLEST_ROW_BYTES)
+    allowed = budget(data, columns=len(chosen.features))
+    spelling = Spelling(na=tuple(data.na or ()))
+    origin = Origin(parts.label, "", chosen.target_name, data.missing, spelling, None)
+    builder = TableBuilder(chosen, origin, data, allowed)
+    builder.spool.reserve(parts.rows, block_rows=allowed.block_rows)
+    for places, batch in parts.batches(together=allowed.together, rows=allowed.block_rows):
+        builder.add(places, batch)
+    return builder.raw()
+
+
+class TableBuilder:
+    """Holds what has passed of a table: numbers and codes of features in a spool, the target beside
+    it, and what was seen of each column."""
+
+    def __init__(self, chosen: Chosen, origin: Origin, data: DataConfig, allowed: Budget) -> None:
+        self._names, self._notes = chosen.feature_names, chosen.notes
+        self._origin, self._data = origin, data
+        count, folder = len(self._names), cache_folder(data)
+        self.spool = Spool(count, folder=folder, kept_bytes=allowed.kept_bytes)
+        self._columns = [self._column(place) for place in range(count + 1)]  # the target is last
+        self._targets: list[np.ndarray] = []
+
+    def _column(self, place: int) -> ColumnSummary:
+        if place == len(self._names):
+            return ColumnSummary(self._origin.target, self._origin, most=None)
+        return ColumnSummary(self._names[place], self._origin)
+
+    def add(self, places: Sequence[int], batch: pa.RecordBatch) -> None:
+        """The next rows of the columns at these places, for which the spool has room."""
+        for place, array in zip(places, batch.columns, strict=True):
+            start = self._columns[place].rows
+            values = self._columns[place].add(array)
+            if place < len(self._names):
+                self.spool.put(place, start, values)
+            elif len(values):
+                self._targets.append(_smallest(values, self._columns[place].kind()))
+        _check_rows(self.spool.rows, self._data, self._origin.label, row_bytes=self.row_bytes)
+
+    def forget_mixed(self) -> list[int]:
+        """The places of the columns that were numbers in some blocks and text in others: to be
+        added once more, as text."""
+        mixed = [i for i, column in enumerate(self._columns) if column.kind() == MIXED]
+        for place in mixed:
+            self._columns[place] = self._column(place)
+            if place == len(self._names):
+                self._targets = []
+        return mixed
+
+    def raw(self) -> Raw:
+        """The whole table. Raises DataError with a line for each column at fault."""
+        label, (*features, target) = self._origin.label, self._columns
+        if not self.spool.rows:
+            raise DataError(f"data.path: {label} has no rows{self._origin.note}; write some")
+        found = (target.target_problem(), *(column.problem() for column in features))
+        problems = [problem for problem in found if problem]
+        if problems:
+            more = len(problems) - MOST_SHOWN
+            rest = [f"data.path: and {more} more columns like these"] if more > 0 else []
+            raise DataError("\n".join(problems[:MOST_SHOWN] + rest))
+        table = Table(
+            names=self._names,
+            words=tuple(tuple(c.words) if c.kind() == CATEGORY else None for c in features),
+            whole=tuple(c.kind() == NUMBER and c.whole for c in features),
+            holes=tuple(c.holes for c in features),
+            spool=self.spool,
+            missing=self._data.missing,
+        )
+        notes = [
+            *self._notes,
+            *(
+                f"{listed(sorted(c.na))} was read as missing in {shorten(c.name)} (data.na)"
+                for c in features
+                if c.na
+            ),
+        ]
+        values, kept = self._target(), None
+        if self._data.missing == "drop" and any(table.holes):
+            kept = table.whole_rows()
+            table, values = table.only(kept), values[kept]
+            left_out = len(kept) - len(table)
+            if not len(table):
+                raise DataError(
+                    f"data.missing: drop would leave no row of {label}: each of its {left_out:,} "
+                    "has a missing value; set it to mean, or leave columns out by data.drop"
+                )
+            notes += [f"{left_out:,} of {len(kept):,} rows with missing values were left out"]
+        return Raw(
+            features=table,
+            target=values,
+            feature_names=self._names,
+            target_name=target.name,
+            label=label,
+            row_note=self._origin.note,
+            notes=tuple(notes),
+            kept=kept,
+            decimal=self._data.decimal if self._origin.written else None,
+            na=self._data.na,
+        )
+
+    def _target(self) -> np.ndarray:
+        values, known = np.concatenate(self._targets), self._columns[-1].words
+        self._targets = []
+        if self._columns[-1].kind() == NUMBER:
+            return values
+        words = np.empty(len(known), dtype=object)
+        words[:] = list(known)
+        return words[values]
+
+    @property
+    def row_bytes(self) -> int:
+        """What each row takes of memory beside its features, from its reading to the split: the
+        target, its label, three masks, and text as an array of objects."""
+        kinds = {values.dtype for values in self._targets}
+        value_bytes = np.result_type(*kinds).itemsize if kinds else 1
+        return 2 * value_bytes + 4 + (8 if self._columns[-1].kind() == CATEGORY else 0)
+
+
+def _smallest(values: np.ndarray, kind: str) -> np.ndarray:
+    """Of the target: in the smallest type of whole numbers that holds them, if they are such."""
+    if kind == CATEGORY:
+        values = np.where(np.isnan(values), -1, values).astype(np.int64)
+    if values.dtype.kind in "iu":
+        ends = (np.min_scalar_type(int(end)) for end in (values.min(), values.max()))
+        return values.astype(np.result_type(*ends))
+    return values.copy()  # not what lies in Arrow's memory
+
+
+def _check_rows(rows: int, data: DataConfig, label: str, *, row_bytes: int) -> None:
+    """Raises DataError where the labels and the split alone take more than there is."""
+    needed, allowed = row_bytes * rows + WORK_BYTES, allowed_bytes(data)
+    if needed <= allowed:
+        return
+    setting = "data.path" if data.memory_mib is None else "data.memory_mib"
+    remedy = "take fewer" if data.memory_mib is None else f"raise it to {-(-needed // MIB):,}"
+    raise DataError(
+        f"{setting}: {label} has {rows:,} rows or more, whose labels and split take about "
+        f"{size(needed)} of memory, and there are {size(allowed)}; {remedy}"
+    )

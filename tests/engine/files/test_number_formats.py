@@ -18,7 +18,7 @@ from tasks.engine.predict.input_files import batches
 from tasks.engine.predict.request import Order
 from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.settings.read_settings import resolve
-from tasks.engine.tables import memory_budget
+from tasks.engine.tables import read_tables
 
 NUMBERS_AS_TEXT = {
     "0,1234": "set data.decimal to ','",
@@ -268,8 +268,8 @@ def test_whole_numbers_are_text_where_one_begins_with_a_zero(
     tmp_path, monkeypatch, code, block_bytes
 ):
     """Story: the zip code 02139 became the number 2139, and 007 became 7."""
-    monkeypatch.setattr(memory_budget, "SMALLEST_BYTES", block_bytes)
-    monkeypatch.setattr(memory_budget, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(read_tables, "SMALLEST_BYTES", block_bytes)
+    monkeypatch.setattr(read_tables, "BLOCK_BYTES", block_bytes)
     codes = ["10001", "94103"] * 20 + [code, "10001"] * 2
     lines = [f"{c},{i % 9},{i}.0{i % 7},{i % 2}\n" for i, c in enumerate(codes)]
     facts = preparation.prepare(_csv(tmp_path, "zip,n,f,y\n" + "".join(lines)))

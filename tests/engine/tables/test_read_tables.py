@@ -15,11 +15,11 @@ from pyarrow import csv, parquet
 
 from tasks.engine.base.facts import Column
 from tasks.engine.data import preparation
+from tasks.engine.files.number_formats import Spelling
 from tasks.engine.files.source_data import DataError
 from tasks.engine.settings.data_config import DataConfig
-from tasks.engine.tables import csv_blocks, memory_budget, read_tables
-from tasks.engine.tables.column_gathering import Gathering
-from tasks.engine.tables.spill_file import Spool
+from tasks.engine.tables import csv_blocks, read_tables
+from tasks.engine.tables.columns_table import Spool
 
 PEOPLE = "age,city,id,y\n" + "".join(
     f"{20 + i % 7},{('Bern', 'Genf', ' Chur ')[i % 3]},p{i},{i % 2}\n" for i in range(60)
@@ -154,14 +154,13 @@ def test_a_thousand_values_and_text_with_few_numerals_are_categories(tmp_path):
 
 def test_a_column_that_becomes_text_in_a_later_block_is_judged_as_a_whole(tmp_path, monkeypatch):
     """Story: numbers of the first block must keep their spelling once the column is a category."""
-    monkeypatch.setattr(memory_budget, "SMALLEST_BYTES", 64)
-    monkeypatch.setattr(memory_budget, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(read_tables, "SMALLEST_BYTES", 64)
+    monkeypatch.setattr(read_tables, "BLOCK_BYTES", 64)
     cells = ["007"] * 8 + ["x"] * 20
     text = "a,b,y\n" + "".join(f"{c},{i}.5,{i % 2}\n" for i, c in enumerate(cells))
     config = _config(tmp_path, text)
-    assert (
-        len(list(csv_blocks._lines(csv_blocks.TextTable(Path(config.path), ",", 6, 3, 64, 1)))) > 3
-    )
+    table = csv_blocks.TextTable(Path(config.path), ",", 6, 3, 64, 1, Spelling())
+    assert len(list(csv_blocks._lines(table))) > 3
     facts = preparation.prepare(config)
     assert facts.feature_names == ("a=007", "a=x", "b")
     assert _rows(facts)[0][:, 0].sum() == 8
@@ -172,8 +171,8 @@ def test_a_column_that_becomes_text_in_a_later_block_is_judged_as_a_whole(tmp_pa
 
 def test_words_for_missing_are_known_among_numbers_that_had_none_so_far(tmp_path, monkeypatch):
     """Story: where the first block holds only numbers, cells are no longer compared with them."""
-    monkeypatch.setattr(memory_budget, "SMALLEST_BYTES", 64)
-    monkeypatch.setattr(memory_budget, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(read_tables, "SMALLEST_BYTES", 64)
+    monkeypatch.setattr(read_tables, "BLOCK_BYTES", 64)
     lines = [f"{i}.5,{i % 7},{i % 2}\n" for i in range(60)]
     words = csv.ConvertOptions().null_values
     assert {"", "NA", "NaN", "-1.#IND"} <= set(words)
@@ -190,8 +189,8 @@ def test_words_for_missing_are_known_among_numbers_that_had_none_so_far(tmp_path
 
 
 def test_a_target_that_becomes_text_in_a_later_block_keeps_its_spelling(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_budget, "SMALLEST_BYTES", 64)
-    monkeypatch.setattr(memory_budget, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(read_tables, "SMALLEST_BYTES", 64)
+    monkeypatch.setattr(read_tables, "BLOCK_BYTES", 64)
     text = "a,y\n" + "".join(f"{i}.5,{'01' if i < 20 else 'no'}\n" for i in range(40))
     facts = preparation.prepare(_config(tmp_path, text))
     assert facts.class_names == ("01", "no") and facts.class_rows == (16, 16)
@@ -199,8 +198,8 @@ def test_a_target_that_becomes_text_in_a_later_block_keeps_its_spelling(tmp_path
 
 @pytest.mark.parametrize("block_bytes", [64, 1 << 20])
 def test_rows_are_the_same_however_they_are_cut_into_blocks(tmp_path, monkeypatch, block_bytes):
-    monkeypatch.setattr(memory_budget, "SMALLEST_BYTES", block_bytes)
-    monkeypatch.setattr(memory_budget, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(read_tables, "SMALLEST_BYTES", block_bytes)
+    monkeypatch.setattr(read_tables, "BLOCK_BYTES", block_bytes)
     lines = "".join(f'{i},"two\nlines, ""{i % 3}""",{i % 2}\r\n' for i in range(50))
     facts = preparation.prepare(_config(tmp_path, "a,b,y\r\n" + lines))
     assert facts.feature_names == ("a", *(f'b=two\nlines, "{i}"' for i in range(3)))
@@ -388,7 +387,7 @@ def test_several_columns_of_0_and_1_in_an_npz_are_prepared_as_labels(tmp_path):
 
 
 def _tight(monkeypatch, block_bytes: int = 512, kept_bytes: int = 1000) -> None:
-    tight = memory_budget.Budget(kept_bytes, block_bytes, block_rows=16, together=1, threads=2)
+    tight = read_tables.Budget(kept_bytes, block_bytes, block_rows=16, together=1, threads=2)
     monkeypatch.setattr(read_tables, "budget", lambda *_, **more: tight)
 
 
@@ -426,7 +425,7 @@ def test_a_spool_for_which_the_disk_has_no_room_is_told_by_data_cache(tmp_path, 
 
 
 def test_rows_for_whose_labels_alone_there_is_no_room_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(Gathering, "row_bytes", 1024**2)
+    monkeypatch.setattr(read_tables.TableBuilder, "row_bytes", 1024**2)
     text = "a,y\n" + "".join(f"{i}.5,{i % 2}\n" for i in range(50))
     words = "^data.memory_mib: given.csv has 50 rows or more, .* about 74.0 MiB .* raise it to 74"
     with pytest.raises(DataError, match=words):

@@ -1,18 +1,27 @@
-"""The names of a table's columns: which are left out, which is the target, which are learnt from.
-It refuses names that are missing, doubled or unprintable, and settings that name what is not there,
-all at once, and a first line that holds no names.
+"""The names of a table's columns: read from the first line of a text; which are left out, which is
+the target, which are learnt from. It refuses names that are missing, doubled or unprintable, and
+settings that name what is not there, all at once, and a first line that holds no names.
 """
 
 from __future__ import annotations
 
+import csv
 import difflib
+import io
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 from tasks.engine.files.number_formats import is_number
 from tasks.engine.files.source_data import DataError, listed, pick_target, shorten
 from tasks.engine.settings.data_config import DataConfig
+from tasks.engine.tables.csv_blocks import LONGEST_BYTES, not_utf8
+
+HEAD_ROWS, HEAD_BYTES = 50, 1 << 16  # held against the names
+MARKS = {"csv": (",", "commas"), "tsv": ("\t", "tabs")}
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,56 @@ def _unfit(names: Sequence[str], left: Sequence[str], label: str) -> list[str]:
     return problems
 
 
-def looks_headless(names: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+def header(path: Path, source: str) -> tuple[list[str], int]:
+    """The names in the first line, and where the rows begin, in bytes."""
+    with open(path, "rb") as file:
+        whole = file.read(LONGEST_BYTES)
+    head = whole.removeprefix(b"\xef\xbb\xbf").lstrip(b"\r\n")
+    line = head.split(b"\n", 1)[0].split(b"\r", 1)[0]
+    if head[:4096].count(0) > len(head[:4096]) // 8:
+        raise DataError(
+            f"data.path: {path.name} looks like UTF-16 or binary (it holds NUL bytes); "
+            "save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
+        )
+    try:
+        text = line.decode("utf-8")
+        cells = next(csv.reader(io.StringIO(text), delimiter=MARKS[source][0]), [])
+    except UnicodeDecodeError as error:
+        raise DataError(not_utf8(path.name, 1, error)) from None
+    except csv.Error as error:
+        raise DataError(f"data.path: {path.name} line 1 is no header ({error}); mend it") from None
+    if text.count('"') % 2:
+        raise DataError(f"data.path: {path.name} has a header with unbalanced quotes; mend line 1")
+    names = [cell.strip() for cell in cells]
+    _refuse_other_marks(names, source, path.name)
+    if _looks_headless(names, _first_rows(head[len(line) :], MARKS[source][0])):
+        raise DataError(
+            f"data.path: {path.name} line 1 looks like a row, not like names ({listed(names, 4)}); "
+            "put the columns' names in line 1"
+        )
+    return names, len(whole) - len(head) + len(line)
+
+
+def _first_rows(lines: bytes, mark: str) -> list[list[str]]:
+    text = io.StringIO(lines[:HEAD_BYTES].decode("utf-8", "replace"))
+    with suppress(csv.Error):
+        return list(islice(csv.reader(text, delimiter=mark), HEAD_ROWS))
+    return []
+
+
+def _refuse_other_marks(names: list[str], source: str, label: str) -> None:
+    others = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+    mine, words = MARKS[source]
+    for mark, found in others.items():
+        if len(names) == 1 and mark != mine and mark in names[0]:
+            known = next((kind for kind, (other, _) in MARKS.items() if other == mark), None)
+            remedy = f"set data.source to {known}" if known else f"separate its cells by {words}"
+            raise DataError(
+                f"data.path: {label} is separated by {found} ({shorten(names[0])}); {remedy}"
+            )
+
+
+def _looks_headless(names: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
     """Whether a first line is rather a row of the table than its columns' names, by some rows below
     it. Names such as 0, 1, 2 or 2019, 2020, 2021 are names."""
     numerals = [float(name) for name in names if is_number(name)]
