@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
+from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parent.parent
 LOGGED = ROOT / "tests" / "logged_models"  # with the code of the day
@@ -202,7 +202,7 @@ def test_there_is_no_drawer_for_odds_and_ends() -> None:
 def test_mlflow_yaml_holds_no_hyper_parameter() -> None:
     from tasks.engine.settings.run_config import RunConfig
 
-    settings = yaml.safe_load((ROOT / "mlflow.yaml").read_text())
+    settings = YAML(typ="safe").load(ROOT / "mlflow.yaml")
     leaves = {name.split(".")[1] for name in RunConfig().flat()} - {"experiment"}
     assert not set(settings) & (leaves | set(RunConfig.model_fields))
 
@@ -216,7 +216,7 @@ def test_the_readme_tells_every_setting_as_it_is() -> None:
 
 def test_the_licence_is_one_and_the_versions_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    citation = YAML(typ="safe").load(ROOT / "CITATION.cff")
     assert project["license"] == citation["license"] == "Apache-2.0"
     assert project["version"] == citation["version"]
     assert project["authors"] == citation["authors"]
