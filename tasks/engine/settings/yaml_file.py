@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from ruamel.yaml import YAML, SafeRepresenter, events
+from ruamel.yaml import YAML, events
 from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.representer import SafeRepresenter
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 32
