@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
+from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parent.parent
 LOGGED = ROOT / "tests" / "logged_models"  # with the code of the day
@@ -205,7 +205,7 @@ def test_there_is_no_drawer_for_odds_and_ends() -> None:
 def test_mlflow_yaml_holds_no_hyper_parameter() -> None:
     from tasks.engine.settings.run_config import RunConfig
 
-    settings = yaml.safe_load((ROOT / "mlflow.yaml").read_text())
+    settings = YAML(typ="safe").load(ROOT / "mlflow.yaml")
     leaves = {name.split(".")[1] for name in RunConfig().flat()} - {"experiment"}
     assert not set(settings) & (leaves | set(RunConfig.model_fields))
 
@@ -290,7 +290,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 def test_the_licence_is_one_and_the_versions_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    citation = YAML(typ="safe").load(ROOT / "CITATION.cff")
     assert project["license"] == citation["license"] == "Apache-2.0"
     assert project["version"] == citation["version"]
     assert project["authors"] == citation["authors"]

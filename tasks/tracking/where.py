@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tasks.engine.settings.yaml_file import Refused, parse_value, read_text
 from tasks.process.redaction import redacted
 
 SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")
@@ -85,10 +85,9 @@ def _candidates() -> tuple[Path, Path]:
 
 def _read(file: Path) -> dict[str, object]:
     try:
-        settings = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        text = " ".join(str(error).split())
-        raise TrackingError(f"mlflow.yaml: can't be read: {text}") from None
+        settings = parse_value(read_text(str(file)))
+    except Refused as refused:
+        raise TrackingError(f"mlflow.yaml:{refused.line or ''} {refused.text}") from None
     if settings is None:
         return {}
     if not isinstance(settings, dict):

@@ -22,15 +22,15 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from ruamel.yaml import YAML
 
 from tasks.serving.prefect_http import FLOW_RUN, answers, call
 from tasks.serving.processes import mark_of, marked, parts
 
 ROOT = Path(__file__).parent.parent.parent
-DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+DEPLOYMENTS = YAML(typ="safe").load(ROOT / "prefect.yaml")["deployments"]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 
 

@@ -23,6 +23,19 @@ TABLE_FILES = ("csv", "tsv", "parquet")
 FILE_SOURCES = (*TABLE_FILES, "npz", "npy", "safetensors", "images")
 TOKEN_SOURCES = ("text", "tokens")
 SOURCES = ("digits", *FILE_SOURCES, "synthetic", *TOKEN_SOURCES)
+# The sources that look at a setting.
+TAKEN_BY: dict[str, tuple[str, ...]] = {
+    "drop": TABLE_FILES,
+    "missing": TABLE_FILES,
+    "na": TABLE_FILES,
+    "decimal": ("csv", "tsv"),
+    "image_size": ("images",),
+    "rows": ("synthetic",),
+    "features": ("synthetic",),
+    "classes": ("synthetic",),
+    "context": TOKEN_SOURCES,
+    "vocab": ("tokens",),
+}
 ENDINGS = {
     **{f".{name}": name for name in ("csv", "tsv", "parquet", "npz", "npy", "safetensors")},
     ".tab": "tsv",
@@ -136,13 +149,12 @@ class DataConfig(Section):
                 f"args: are for a source of your own, package.module:factory (got {self.source}); "
                 "drop them"
             )
-        for name, is_set, takes in (
-            ("drop", bool(self.drop), TABLE_FILES),
-            ("missing", self.missing != "fail", TABLE_FILES),
-            ("na", self.na is not None, TABLE_FILES),
-            ("decimal", self.decimal != ".", ("csv", "tsv")),
-        ):
-            if is_set and self.source not in takes:
+        for name in ("drop", "missing", "na", "decimal"):  # the others have no effect, and are told
+            takes, default = (
+                TAKEN_BY[name],
+                type(self).model_fields[name].get_default(call_default_factory=True),
+            )
+            if getattr(self, name) != default and self.source not in takes:
                 raise ValueError(
                     f"{name}: has no meaning for source {self.source}; drop it, or set data.source "
                     f"to one of {', '.join(takes)}"

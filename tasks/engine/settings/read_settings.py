@@ -6,7 +6,7 @@ the dotted name, the rule, the value and the remedy; it never guesses what was m
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,15 +14,7 @@ from pydantic import ValidationError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.sentences import sentence, shown
 from tasks.engine.settings.table import MAPPINGS, Setting, table, unknown
-from tasks.engine.settings.yaml_file import (
-    Entry,
-    Refused,
-    entries,
-    parse,
-    parse_value,
-    read_text,
-    scalar,
-)
+from tasks.engine.settings.yaml_file import Document, Refused, parse, parse_value, read_text, scalar
 
 _SECTIONS = frozenset(RunConfig.model_fields)
 _ABOUT_A_FIELD = re.compile(r"(\w+):? (.*)", re.DOTALL)
@@ -46,21 +38,25 @@ def resolve(file: str | None, flags: Mapping[str, Any]) -> RunConfig:
     Raises ConfigError with every problem of both.
     """
     problems: list[Refused] = []
-    asked: list[Entry] = []
-    whole = True
-    if file is not None:
+    asked: list[tuple[str, Any]] = []
+    lines: dict[str, int] = {}
+    doubtful: frozenset[str] = frozenset()
+    try:
+        if file is not None:
+            document = parse(read_text(file))
+            asked += _in_turn(_flat(_sections(document)))
+            problems += document.twice
+            lines = {name: line for name, line in document.lines.items() if name not in flags}
+    except Refused as refused:
+        text = refused.text if refused.line else f"{file or '--config'}: {refused.text}"
+        problems.append(Refused(text, refused.line))
+        doubtful = _SECTIONS
+    for name, value in _in_turn(flags):
         try:
-            asked, problems = _from_file(file)
-        except Refused as refused:
-            whole = False
-            text = refused.text if refused.line else f"{file or '--config'}: {refused.text}"
-            problems = [Refused(text, refused.line)]
-    for name, value in sorted(flags.items(), key=lambda flag: flag[0].count(".")):
-        try:
-            asked.append(Entry(name, None, _meant(name, value)))
+            asked.append((name, _meant(name, value)))
         except Refused as refused:
             problems.append(Refused(f"{name}: {refused.text} (got {shown(value)})"))
-    return _validated({}, asked, problems=problems, file=file, whole=whole)
+    return _validated(asked, problems, lines=lines, file=file, doubtful=doubtful)
 
 
 def override(config: RunConfig, overrides: Mapping[str, Any] | None) -> RunConfig:
@@ -73,9 +69,7 @@ def override(config: RunConfig, overrides: Mapping[str, Any] | None) -> RunConfi
     if not isinstance(overrides, Mapping) or not all(isinstance(name, str) for name in overrides):
         rule = "must map dotted names to values, such as {'optim.lr': 0.01}"
         raise ConfigError(f"overrides: {rule} (got {shown(overrides)})")
-    given = sorted(overrides.items(), key=lambda pair: pair[0].count("."))
-    asked = [Entry(name, None, value) for name, value in given]
-    return _validated(config.flat(), asked, problems=[])
+    return _validated([*config.flat().items(), *_in_turn(overrides)], [])
 
 
 def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
@@ -86,20 +80,32 @@ def from_mapping(settings: Mapping[str, Any]) -> RunConfig:
     if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
         rule = "must be a RunConfig or a dict of sections, such as {'optim': {'lr': 0.01}}"
         raise ConfigError(f"config: {rule} (got {shown(settings)})")
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if name in _SECTIONS and isinstance(value, Mapping):
-            flat |= {f"{name}.{key}": inner for key, inner in value.items()}
-        else:
-            flat[name] = value
-    return override(RunConfig(), flat)
+    return override(RunConfig(), _flat(settings))
 
 
-def _from_file(file: str) -> tuple[list[Entry], list[Refused]]:
-    root = parse(read_text(file))
-    if root is None or (root.kind == "scalar" and root.value is None):
+def _sections(document: Document) -> dict[str, Any]:
+    value = document.value
+    if value is None:
         raise Refused("is empty; write at least one section, or leave the file out")
-    return entries(root, MAPPINGS)
+    if not isinstance(value, dict):
+        got = "a list" if isinstance(value, list) else repr(value)[:60]
+        rule = f"must hold sections, such as 'optim: {{lr: 0.01}}' (got {got})"
+        raise Refused(rule, document.line)
+    return value
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections and dotted names, all by dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        inner = value if isinstance(value, Mapping) and "." not in name else {}
+        found |= {f"{name}.{key}": each for key, each in inner.items()} or {name: value}
+    return found
+
+
+def _in_turn(settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """A mapping comes before what is set in it: model.args before model.args.hidden."""
+    return sorted(settings.items(), key=lambda pair: pair[0].count("."))
 
 
 def _meant(name: str, value: Any) -> Any:
@@ -109,91 +115,76 @@ def _meant(name: str, value: Any) -> Any:
     kind = next((row.kind for row in table() if row.name == name), "")
     if kind.endswith(" or null") and value.lower() in ("none", "null"):
         return None
-    if kind.removesuffix(" or null") in ("mapping", "list") or name.startswith(
-        tuple(f"{mapping}." for mapping in MAPPINGS)
-    ):
+    if kind.startswith(("mapping", "list")) or _mapping_of(name) != name:
         return parse_value(value)
     return value if kind.startswith(("text", "one of")) else scalar(value.strip()) if value else ""
 
 
+def _mapping_of(name: str) -> str:
+    """The setting of a name: model.args of model.args.hidden, the name itself of all others."""
+    return next((m for m in MAPPINGS if name.startswith(f"{m}.")), name)
+
+
 def _validated(
-    values: dict[str, Any],
-    asked: Sequence[Entry],
-    *,
+    asked: Sequence[tuple[str, Any]],
     problems: list[Refused],
+    *,
+    lines: Mapping[str, int] | None = None,
     file: str | None = None,
-    whole: bool = True,
+    doubtful: Collection[str] = (),
 ) -> RunConfig:
-    """The config with what was asked over `values`; not `whole` where a file is not among it."""
-    lines: dict[str, int | None] = {}
+    """The config of what was asked, the last of one name. What contradicts itself in a `doubtful`
+    section is not told: it may be a consequence of what is."""
+    lines, doubtful = lines or {}, set(doubtful)
     rows = {row.name: row for row in table()}
-    doubtful = set() if whole else set(_SECTIONS)  # what contradicts there may be a consequence
-    for entry in asked:
-        name = next((m for m in MAPPINGS if entry.name.startswith(f"{m}.")), entry.name)
-        if name in rows:
-            lines[name] = entry.line
-            _place(values, name, entry)
-        elif entry.name not in _SECTIONS or entry.value != {}:
-            problems.append(Refused(f"{entry.name}: {_why_unknown(entry)}", entry.line))
-            doubtful.add(name.partition(".")[0])
     sections: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        section, _, key = name.partition(".")
-        sections.setdefault(section, {})[key] = value
+    for name, value in asked:
+        setting = _mapping_of(name)
+        section, _, key = setting.partition(".")
+        own = sections.setdefault(section, {}) if setting in rows else {}
+        if setting not in rows and (name not in _SECTIONS or value != {}):
+            problems.append(Refused(f"{name}: {_why_unknown(name, value)}", lines.get(name)))
+            doubtful.add(section)
+        elif setting == name:
+            own[key] = value
+        elif isinstance(whole := own.get(key, {}), dict):  # else its own problem is told
+            own[key] = {**whole, name.removeprefix(f"{setting}."): value}
     try:
         config = RunConfig.model_validate(sections)
     except ValidationError as error:
-        for violation in error.errors(include_url=False):
-            if len(violation["loc"]) > 1 or violation["loc"][0] not in doubtful:
-                problems.append(_told(violation, rows, lines))
+        problems += [
+            _told(violation, rows, lines)
+            for violation in error.errors(include_url=False)
+            if len(violation["loc"]) > 1 or violation["loc"][0] not in doubtful
+        ]
     if problems:
-        raise ConfigError(*_in_order(problems, file))
+        placed = sorted((p for p in problems if p.line), key=lambda problem: problem.line or 0)
+        told = [f"{file}:{problem.line} {problem.text}" for problem in placed]
+        raise ConfigError(*told, *(p.text for p in problems if not p.line))
     return config
 
 
-def _place(values: dict[str, Any], name: str, entry: Entry) -> None:
-    if entry.name == name:
-        values[name] = entry.value
-        return
-    rest = values.get(name, {})
-    if isinstance(rest, dict):  # else its own problem is told
-        values[name] = {**rest, entry.name.removeprefix(f"{name}."): entry.value}
-
-
-def _why_unknown(entry: Entry) -> str:
-    if entry.name in _SECTIONS and entry.value is None:
+def _why_unknown(name: str, value: Any) -> str:
+    if name in _SECTIONS and value is None:
         return "is empty; write its settings under it, or leave it out"
-    got = f" (got {shown(entry.value)})" if entry.name in _SECTIONS else ""
-    return unknown(entry.name) + got
+    return unknown(name) + (f" (got {shown(value)})" if name in _SECTIONS else "")
 
 
 def _told(
-    violation: Mapping[str, Any], rows: Mapping[str, Setting], lines: Mapping[str, int | None]
+    violation: Mapping[str, Any], rows: Mapping[str, Setting], lines: Mapping[str, int]
 ) -> Refused:
     """One of pydantic's errors, about a setting or (from a model_validator) about a section."""
     section, *rest = violation["loc"]
     if rest:
-        row = rows[f"{section}.{rest[0]}"]
-        kind, choices = row.kind, tuple(row.limits.split(", "))
-        return Refused(
-            f"{row.name}: {sentence(violation, kind=kind, choices=choices)}", lines.get(row.name)
-        )
-    text = str(violation["ctx"]["error"])
-    about = _ABOUT_A_FIELD.fullmatch(text)
-    name = f"{section}.{about[1]}" if about else str(section)
-    if about and name in rows:  # "path: is needed" is about data.path
-        text = about[2]
+        name = near = f"{section}.{rest[0]}"
+        text = sentence(violation, kind=rows[name].kind, limits=rows[name].limits)
     else:
-        name = str(section)
-    near = [n for key, n in lines.items() if n and key.startswith(f"{section}.")]
-    return Refused(f"{name}: {text}", lines.get(name, min(near, default=None)))
-
-
-def _in_order(problems: Sequence[Refused], file: str | None) -> list[str]:
-    """Lines to print: those of the file with their places first, then the others."""
-    placed = sorted((p for p in problems if p.line), key=lambda problem: problem.line or 0)
-    others = [p.text for p in problems if not p.line]
-    return [f"{file}:{problem.line} {problem.text}" for problem in placed] + others
+        name, near, text = section, section, str(violation["ctx"]["error"])
+        about = _ABOUT_A_FIELD.fullmatch(text)
+        if about and f"{section}.{about[1]}" in rows:  # "path: is needed" is about data.path
+            name, text = f"{section}.{about[1]}", about[2]
+    first = min((n for key, n in lines.items() if key.startswith(f"{near}.")), default=None)
+    return Refused(f"{name}: {text}", lines.get(name, first))
 
 
 def _one_line(text: str) -> str:

@@ -14,7 +14,6 @@ from pydantic import Field, field_validator, model_validator
 from tasks.engine.base.field_types import IMPORT, Bool, Float, Int, Section, Text, known_or_imported
 from tasks.engine.settings.data_config import DataConfig
 
-DEVICE_KINDS = ("cuda", "rocm", "mps", "xpu", "cpu")
 MODELS = ("linear", "mlp", "cnn", "transformer")
 FUSED = ("adamw", "sgd")
 TORCH_OPTIMIZERS = (
@@ -23,7 +22,7 @@ TORCH_OPTIMIZERS = (
 )
 SCHEDULES = ("cosine", "constant")
 LOSSES = ("auto", "cross_entropy", "bce", "mse")
-_DEVICE = re.compile(r"(auto|gpu|cpu|mps|(cuda|rocm|xpu)(:[0-9]{1,4})?)")
+_DEVICE = re.compile(r"(auto|cpu|mps|(cuda|rocm|xpu)(:[0-9]{1,4})?)")
 
 
 class DeviceConfig(Section):
@@ -36,7 +35,7 @@ class DeviceConfig(Section):
     @field_validator("name")
     @classmethod
     def _known_form(cls, name: str) -> str:
-        if not _DEVICE.fullmatch(name) or name == "gpu":
+        if not _DEVICE.fullmatch(name):
             raise ValueError("must be auto, cuda, cuda:INDEX, rocm, rocm:INDEX, xpu, mps or cpu")
         return name
 

@@ -1,11 +1,10 @@
 """What is wrong with a value, in the words of a person who writes settings: rule, value, remedy.
-It knows the kinds of settings and the types of pydantic's errors, and refuses to pass on pydantic's
-own wording, which speaks of inputs and instances.
+Where pydantic's own words are as plain they are taken; they speak of inputs and instances else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,20 +13,8 @@ from tasks.engine.settings.yaml_file import scalar
 _KINDS = {
     "number": "a number",
     "whole number": "a whole number",
-    "text": "text",
-    "true or false": "true or false",
     "list": "a list of text, such as [a, b]",
     "mapping": "a mapping with names of text, such as {hidden: [64]}",
-}
-_LIMITS = {
-    "greater_than": "above {gt}",
-    "greater_than_equal": "at least {ge}",
-    "less_than": "below {lt}",
-    "less_than_equal": "at most {le}",
-    "finite_number": "a finite number",
-    "string_too_short": "text of {min_length} or more characters",
-    "string_too_long": "text of at most {max_length} characters",
-    "string_unicode": "text of whole characters",
 }
 
 
@@ -49,25 +36,29 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 
 
-def sentence(error: Mapping[str, Any], *, kind: str, choices: tuple[str, ...]) -> str:
+def sentence(error: Mapping[str, Any], *, kind: str, limits: str) -> str:
     """One of pydantic's errors about a setting of this kind: "must be above 0 (got -0.1)"."""
-    value, context = error["input"], error.get("ctx", {})
+    value, about = error["input"], error["type"]
     got = f" (got {shown(value)})"
-    if error["type"] == "value_error":
-        text = str(context["error"])
+    if about == "value_error":
+        text = str(error["ctx"]["error"])
         return text if "(got" in text else text + got
-    if error["type"] == "literal_error":
-        return f"must be one of {', '.join(choices)}{got}{_nearest(value, choices)}"
-    if error["type"] in _LIMITS:
-        limits = {k: number(v) for k, v in context.items() if isinstance(v, int | float)}
-        return f"must be {_LIMITS[error['type']].format_map(limits)}{got}"
-    plain, _, optional = kind.partition(" or null")
-    or_null = " or null" if kind != plain + optional else ""
-    return f"must be {_KINDS[plain]}{or_null}{got}{_remedy(plain, value)}"
+    if about == "literal_error":
+        return f"must be one of {limits}{got}{_did_you_mean(value, limits.split(', '))}"
+    if about.startswith(("greater_than", "less_than")):
+        lowest, *_, highest = limits.split(", ") * 2
+        return f"must be {lowest if about.startswith('greater') else highest}{got}"
+    if about.endswith("_type"):
+        plain = kind.removesuffix(" or null")
+        null = kind.removeprefix(plain)
+        return f"must be {_KINDS.get(plain, plain)}{null}{got}{_remedy(plain, value)}"
+    if about == "string_unicode":
+        return f"must be text of whole characters{got}"
+    return error["msg"].replace("Input should", "must").replace("String should", "must") + got
 
 
-def _nearest(value: Any, choices: tuple[str, ...]) -> str:
-    near = get_close_matches(value[:80].lower(), choices, 1) if isinstance(value, str) else []
+def _did_you_mean(value: Any, words: Sequence[str]) -> str:
+    near = get_close_matches(value[:80].lower(), words, 1) if isinstance(value, str) else []
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -1,6 +1,6 @@
 """Every setting as a row of text, and which one was probably meant by a name that is none. The rows
 come from the config's own fields, docstrings and limits, so --help and the README cannot differ
-from what is enforced; only the words that other tools use for our settings are written here.
+from what is enforced; only the words of other tools are written here.
 """
 
 from __future__ import annotations
@@ -15,54 +15,35 @@ from tasks.engine.settings.sentences import number, shown
 
 MAPPINGS = ("model.args", "data.args", "train.metrics")  # inner names are the user's
 _USUAL_TEXT_LENGTH = 4096
-_SYNONYMS = {
-    "learning_rate": "optim.lr",
-    "learningrate": "optim.lr",
-    "optimizer": "optim.name",
-    "optim.type": "optim.name",
-    "wd": "optim.weight_decay",
-    "beta1": "optim.momentum",
-    "scheduler": "optim.schedule",
-    "lr_scheduler": "optim.schedule",
-    "warmup": "optim.warmup_fraction",
-    "clip": "optim.clip_norm",
-    "grad_clip": "optim.clip_norm",
-    "max_grad_norm": "optim.clip_norm",
-    "batch": "train.batch_size",
-    "bs": "train.batch_size",
-    "epoch": "train.epochs",
-    "steps": "train.max_steps",
-    "max_iters": "train.max_steps",
-    "max_epochs": "train.epochs",
-    "num_epochs": "train.epochs",
-    "amp": "train.precision",
-    "dtype": "train.precision",
-    "fp16": "train.precision",
-    "bf16": "train.precision",
-    "random_seed": "train.seed",
-    "early_stopping": "train.patience",
-    "save_best_only": "train.keep",
-    "load_best_model_at_end": "train.keep",
-    "grad_accum": "train.accumulate",
-    "accumulate_grad_batches": "train.accumulate",
-    "gradient_accumulation_steps": "train.accumulate",
-    "log_interval": "train.log_every",
-    "gpu": "device.name",
-    "cuda": "device.name",
-    "accelerator": "device.name",
-    "data.name": "data.source",
-    "dataset": "data.source",
-    "file": "data.path",
-    "label": "data.target",
-    "val_fraction": "data.validation_fraction",
-    "val_split": "data.validation_fraction",
-    "normalize": "data.scale",
-    "arch": "model.name",
-    "hidden": "model.args",
-    "dropout": "model.args",
-    "memory_limit": "memory.limit_mib",
-    "experiment_name": "run.experiment",
-    "run_name": "run.name",
+_KINDS = {
+    "array": "list",
+    "boolean": "true or false",
+    "integer": "whole number",
+    "number": "number",
+    "object": "mapping",
+    "string": "text",
+}
+_LIMITS = {
+    "exclusiveMinimum": "above",
+    "minimum": "at least",
+    "exclusiveMaximum": "below",
+    "maximum": "at most",
+}
+# What other tools call our settings, where no likeness of words would lead to them.
+_OTHER_WORDS = {
+    "data.path": "file",
+    "data.source": "data.name dataset",
+    "data.target": "label",
+    "device.name": "gpu cuda accelerator",
+    "memory.limit_mib": "memory_limit",
+    "model.args": "hidden dropout",
+    "optim.clip_norm": "grad_clip max_grad_norm",
+    "optim.lr": "learning_rate",
+    "optim.momentum": "beta1",
+    "optim.name": "optimizer optim.type",
+    "train.accumulate": "grad_accum gradient_accumulation_steps",
+    "train.patience": "early_stopping",
+    "train.precision": "amp dtype fp16 bf16",
 }
 
 
@@ -104,71 +85,45 @@ def described(row: Setting) -> str:
 
 def unknown(name: str) -> str:
     """Why the name is refused, and which setting was probably meant."""
-    sections = list(RunConfig.model_fields)
-    if name in sections:
-        first = next(row.name for row in table() if row.name.startswith(f"{name}."))
-        return f"is a section; give its settings by name, such as {first}"
-    meant = _meant_name(name.lower().replace("-", "_")[:100])
-    if meant:
-        return f"unknown setting; did you mean {meant}?"
     section = name.partition(".")[0]
-    if section in sections:
-        known = [
-            row.name.partition(".")[2] for row in table() if row.name.startswith(f"{section}.")
-        ]
-        return f"unknown setting; {section} has {', '.join(known)}"
-    return f"unknown setting; the sections are {', '.join(sections)}"
+    own = [row.name for row in table() if row.name.startswith(f"{section}.")]
+    if name == section and own:
+        return f"is a section; give its settings by name, such as {own[0]}"
+    if meant := _meant_name(name.lower().replace("-", "_")[:100]):
+        return f"unknown setting; did you mean {meant}?"
+    if own:
+        return f"unknown setting; {section} has {', '.join(n.partition('.')[2] for n in own)}"
+    return f"unknown setting; the sections are {', '.join(RunConfig.model_fields)}"
 
 
 def _meant_name(name: str) -> str | None:
-    """The setting that a wrong name stands for: a synonym, else the same or a similar last part in
-    its section, else a similar name, else the same or a similar last part anywhere."""
+    """The setting that a wrong name stands for: another tool's word for it, else the same last part
+    elsewhere, else a similar name or last part, else a last part with more words or fewer."""
     names = [row.name for row in table()]
-    section, _, leaf = name.rpartition(".")
-    if name in _SYNONYMS or leaf in _SYNONYMS:
-        return _SYNONYMS.get(name) or _SYNONYMS[leaf]
-    near = {n.partition(".")[2]: n for n in names if n.startswith(f"{section}.")}
     leaves = [n.partition(".")[2] for n in names]
-    anywhere = {n.partition(".")[2]: n for n in names if leaves.count(n.partition(".")[2]) == 1}
-    if leaf in anywhere:
-        return anywhere[leaf]
-    for words, part in (
-        (near, leaf),
-        ({n: n for n in names}, name),
-        ({**_SYNONYMS, **anywhere}, leaf),
-    ):
-        found = get_close_matches(part, words, 1, 0.75)
-        if found:
-            return words[found[0]]
-    return None
+    own = {leaf: n for leaf, n in zip(leaves, names, strict=True) if leaves.count(leaf) == 1}
+    others = {word: n for n, words in _OTHER_WORDS.items() for word in words.split()}
+    known = {**others, **own, **dict(zip(names, names, strict=True))}
+    leaf = name.rpartition(".")[2]
+    for part, likeness in ((name, 1), (leaf, 1), (name, 0.75), (leaf, 0.75)):
+        if near := get_close_matches(part, known, 1, likeness):
+            return known[near[0]]
+    parts = set(leaf.split("_"))  # batch, random_seed
+    similar = [n for n in own if parts <= set(n.split("_")) or set(n.split("_")) <= parts]
+    return own[similar[0]] if similar else None
 
 
 def _row(name: str, about: Mapping[str, Any]) -> Setting:
-    kinds = {"integer": "whole number", "boolean": "true or false", "object": "mapping"}
-    empty: Any = [] if about.get("type") == "array" else {}
     core = {**about, **about.get("anyOf", [{}])[0]}
-    kind = "one of" if "enum" in core else kinds.get(core["type"], core["type"])
-    kind = {"string": "text", "array": "list"}.get(kind, kind)
-    limits = [
-        f"{words} {number(core[key])}"
-        for key, words in (
-            ("exclusiveMinimum", "above"),
-            ("minimum", "at least"),
-            ("exclusiveMaximum", "below"),
-            ("maximum", "at most"),
-        )
-        if key in core
-    ]
+    kind = "one of" if "enum" in core else _KINDS[core["type"]]
+    limits = [f"{words} {number(core[key])}" for key, words in _LIMITS.items() if key in core]
     if core.get("maxLength", _USUAL_TEXT_LENGTH) != _USUAL_TEXT_LENGTH:
         limits.append(f"{core.get('minLength', 0)} to {core['maxLength']} characters")
+    default = about.get("default", [] if kind == "list" else {})
     return Setting(
         name=name,
         kind=kind + (" or null" if "anyOf" in about else ""),
-        default=_default(about.get("default", empty)),
+        default=default if isinstance(default, str) else shown(default),
         limits=", ".join(core.get("enum", limits)),
         text=" ".join(about["description"].split()),
     )
-
-
-def _default(value: Any) -> str:
-    return value if isinstance(value, str) else shown(value)

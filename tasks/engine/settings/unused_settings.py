@@ -6,22 +6,9 @@ serve several runs.
 from __future__ import annotations
 
 from tasks.engine.base.field_types import is_import
-from tasks.engine.settings.data_config import TABLE_FILES, TOKEN_SOURCES
+from tasks.engine.settings.data_config import TAKEN_BY, TOKEN_SOURCES
 from tasks.engine.settings.run_config import RunConfig
 
-# The sources that look at a setting.
-_SOURCES: dict[str, tuple[str, ...]] = {
-    "data.drop": TABLE_FILES,
-    "data.missing": TABLE_FILES,
-    "data.na": TABLE_FILES,
-    "data.decimal": ("csv", "tsv"),
-    "data.image_size": ("images",),
-    "data.rows": ("synthetic",),
-    "data.features": ("synthetic",),
-    "data.classes": ("synthetic",),
-    "data.context": TOKEN_SOURCES,
-    "data.vocab": ("tokens",),
-}
 _NOT_OF_TOKENS = ("data.scale", "data.scale_target", "data.split_seed")
 
 
@@ -29,8 +16,8 @@ def without_meaning(config: RunConfig) -> dict[str, str]:
     """The settings that this run does not look at, each with what it is for."""
     source, optimizer = config.data.source, config.optim.name
     unused = {
-        name: f"it is for data.source {' or '.join(sources)} (this is {source})"
-        for name, sources in _SOURCES.items()
+        f"data.{name}": f"it is for data.source {' or '.join(sources)} (this is {source})"
+        for name, sources in TAKEN_BY.items()
         if source not in sources
     }
     if source in TOKEN_SOURCES:

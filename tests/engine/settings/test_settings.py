@@ -2,13 +2,14 @@
 
 import os
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ruamel.yaml import YAML
 
 from tasks.engine.settings import import_path_checks, unused_settings
 from tasks.engine.settings.read_settings import ConfigError, from_mapping, override, resolve
@@ -81,7 +82,7 @@ TEXTS: list[tuple[str | bytes, str]] = [
     ("model: {args: {a: {b: 1, b: 2}}}", ":1 model.args.a.b: is written twice, on line 1; keep"),
     ("optim:\n\tlr: 1", ":2 is not YAML: a tab; indent with spaces"),
     ("optim: {lr: 1}\n---\noptim: {lr: 2}", ":2 holds a second document (---); keep one"),
-    (b"optim:\n  lr: 1\0\n", ":2 holds a NUL byte; save it as plain UTF-8"),
+    (b"optim:\n  lr: 1\0\n", ":2 holds a character that YAML refuses (0x00); save it as pl"),
     ('data: {cache: "a\\0"}', ":1 holds an escape that stands for no character of a text"),
     ('data: {cache: "\\ud800"}', ":1 holds an escape that stands for no character of a text"),
     ('data: {cache: "\\UFFFFFFFF"}', ": is not YAML: "),
@@ -108,10 +109,11 @@ TEXTS: list[tuple[str | bytes, str]] = [
     ("optim:\ntrain: {epochs: 2}", ":1 optim: is empty; write its settings under it, or leave it"),
     ("model: {args: 3}", ":1 model.args: must be a mapping with names of text, such as {hidden: "),
     ("optim: {lr: {x: 1}}", ":1 optim.lr: must be a number (got {'x': 1})"),
+    ("{optim: {lr: 1}}}", ":1 is not YAML: expected '<document start>', but found '}'"),
     ("optim: {lr: 1", ":1 is not YAML: expected ',' or '}', but got '<stream end>'"),
     ("optim: {name: adam}", ":1 optim.name: must be one of adamw, sgd, Adadelta"),
-    ("run: {name: ''}", ":1 run.name: must be text of 1 or more characters (got '')"),
-    (f"run: {{name: {'x' * 300}}}", ":1 run.name: must be text of at most 250 characters (got 'x"),
+    ("run: {name: ''}", ":1 run.name: must have at least 1 character (got '')"),
+    (f"run: {{name: {'x' * 300}}}", ":1 run.name: must have at most 250 characters (got 'x"),
     ('run: {name: "a\\nb"}', ":1 run.name: must be printable text on one line (got 'a\\nb')"),
     ("\ndata:\n  source: csv", ":3 data.path: is needed for source csv; name the file to read"),
     ("data: {path: x}", ":1 data.source: the ending of 'x' does not tell; set data.source to one"),
@@ -144,7 +146,7 @@ def _said(file: str | None, flags: dict[str, Any] | None = None) -> tuple[str, .
 
 
 def test_no_row_of_the_table_was_lost() -> None:
-    assert len(TEXTS) == 82
+    assert len(TEXTS) == 83
 
 
 @pytest.mark.parametrize("text, said", TEXTS, ids=[repr(t)[:40] for t, _ in TEXTS])
@@ -241,6 +243,7 @@ def test_nested_and_dotted_names_mean_the_same_and_flags_win(tmp_path: Path) -> 
     [
         ("optim.lr", "1e-3", 0.001),
         ("optim.lr", " .5 ", 0.5),
+        ("optim.lr", ".5e-3", 0.0005),
         ("optim.clip_norm", "None", None),
         ("optim.clip_norm", "1", 1.0),
         ("run.name", "123", "123"),
@@ -312,16 +315,24 @@ def test_a_wrong_flag_is_told_under_its_dotted_name(name: str, text: str, said: 
         ("modle.name", "model.name"),
         ("memory.limit_mb", "memory.limit_mib"),
         ("memory.limit", "memory.limit_mib"),
+        ("memory_limit", "memory.limit_mib"),
+        ("random_seed", "train.seed"),
+        ("warmup", "optim.warmup_fraction"),
+        ("num_epochs", "train.epochs"),
+        ("optimizer", "optim.name"),
+        ("lr_scheduler", "optim.schedule"),
     ],
 )
 def test_a_typo_or_another_tools_word_leads_to_the_setting(wrong: str, meant: str) -> None:
     assert unknown(wrong) == f"unknown setting; did you mean {meant}?"
 
 
-def test_every_synonym_leads_to_a_setting_that_is_there() -> None:
-    from tasks.engine.settings.table import _SYNONYMS
+def test_every_word_of_another_tool_leads_to_a_setting_that_is_there() -> None:
+    from tasks.engine.settings.table import _OTHER_WORDS
 
-    assert set(_SYNONYMS.values()) <= set(RunConfig().flat())
+    assert set(_OTHER_WORDS) <= set(RunConfig().flat())
+    for name, words in _OTHER_WORDS.items():
+        assert {unknown(w) for w in words.split()} == {f"unknown setting; did you mean {name}?"}
 
 
 def test_overrides_change_only_what_they_name() -> None:
@@ -450,11 +461,20 @@ def test_mutated_text_gives_a_config_or_a_config_error(
         assert error.problems and all(p.isprintable() for p in error.problems)
 
 
-def test_yaml_1_1_would_have_read_it_differently() -> None:
-    # why there is a reader of our own: these are the traps it closes
-    assert yaml.safe_load("1e-3") == "1e-3" and scalar("1e-3") == 0.001
-    assert yaml.safe_load("off") is False and scalar("off") == "off"
-    assert yaml.safe_load("12:30") == 750 and scalar("12:30") == "12:30"
+def test_ruamel_alone_would_have_read_it_differently() -> None:
+    # why words are read by a function of our own: these are the traps it closes
+    alone = YAML(typ="safe", pure=True).load
+    assert alone(".5e3") == ".5e3" and scalar(".5e3") == 500
+    assert alone("1_000") == 1000 and scalar("1_000") == "1_000"
+    assert alone("2024-01-01") == date(2024, 1, 1) and scalar("2024-01-01") == "2024-01-01"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-3", 0.001), ("off", "off"), ("12:30", "12:30"), ("010", 10)]
+)
+def test_words_that_yaml_1_1_read_otherwise(text: str, value: Any) -> None:
+    """PyYAML read 1e-3 as text, off as false, 12:30 as 750 and 010 as 8."""
+    assert scalar(text) == value
 
 
 @pytest.mark.parametrize(
