@@ -1,6 +1,6 @@
 """What the built-in models take under `model.args`, and what is wrong with what was given, told
 from the names and values alone: before any data is read, and without PyTorch. It travels with every
-logged model, as models.py does, which calls it.
+logged model, as builtin.py does, which calls it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a run is asked to do: one frozen, typed object in sections, each name of which is a flag,
 a YAML key, a field of Prefect's form and an MLflow param. It holds no defaults for the machine
-(that is `device.py`) and no place where results go (that is `mlflow.yaml`); it refuses what it
+(that is `device/`) and no place where results go (that is `mlflow.yaml`); it refuses what it
 does not know, and a value of the wrong type is never bent into the right one.
 """
 
