@@ -198,6 +198,15 @@ def test_a_limit_below_the_parameters_is_refused_in_one_sentence(kind, data, req
     )
 
 
+def test_a_limit_is_kept_to_the_byte(data, gpu):
+    told = forecast(config_of(), data, gpu, micro_batch=1)
+    just = told.needed_bytes / MIB
+    found = asked(config_of(limit_mib=just), data, gpu, Machine(2**33))
+    assert found.predicted_bytes <= told.needed_bytes
+    with pytest.raises(DeviceError, match="^memory.limit_mib: must be at least "):
+        asked(config_of(limit_mib=just - 1 / 1024), data, gpu, Machine(2**33))
+
+
 def test_a_cpu_without_a_limit_is_not_asked(data, cpu):
     machine = Machine(0)
     found = asked(config_of(), data, cpu, machine, past_micro_batch=32)

@@ -82,6 +82,15 @@ def test_release_collects_a_cycle_and_tells_what_it_freed(before):
     assert (facts.before_bytes - before, facts.released_bytes) == (4000, 4000)
 
 
+def test_what_was_released_is_less_by_what_is_still_there(before):
+    kept = torch.ones(500)
+    model = Model(torch.ones(1000))
+    model.me = model
+    del model
+    facts = release(CPU, baseline_bytes=before + 2000)
+    assert (facts.after_bytes - before, facts.released_bytes) == (kept.nbytes, 4000)
+
+
 def test_a_leak_is_described(before):
     KEPT.append(torch.ones(3, 5, dtype=torch.float64))
     facts = release(CPU, baseline_bytes=before)

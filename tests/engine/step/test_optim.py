@@ -150,6 +150,19 @@ def test_the_rate_rises_then_falls_along_a_cosine() -> None:
     assert 0 < at(109) < 0.001
 
 
+@pytest.mark.parametrize("min_fraction", [0.0, 0.1])
+def test_each_rate_of_the_cosine_is_that_of_torch(min_fraction: float) -> None:
+    theirs = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+    falls = torch.optim.lr_scheduler.CosineAnnealingLR(theirs, 37, eta_min=0.3 * min_fraction)
+    at = optim.schedule(
+        "cosine", lr=0.3, total_steps=40, warmup_fraction=3 / 40, min_fraction=min_fraction
+    )
+    for step in range(37):
+        assert at(3 + step) == pytest.approx(falls.get_last_lr()[0], rel=1e-9, abs=1e-12), step
+        theirs.step()
+        falls.step()
+
+
 def test_the_rate_falls_to_its_floor_and_not_below() -> None:
     at = optim.schedule(
         "cosine", lr=2.0, total_steps=110, warmup_fraction=10 / 110, min_fraction=0.1

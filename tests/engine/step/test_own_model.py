@@ -168,6 +168,11 @@ LOSSES = PLAIN + (
     "def cut(outputs, targets): return outputs.detach().mean()\n"
     "def bad(outputs, targets): return outputs @ targets\n"
     "def text(outputs, targets): return 'good'\n"
+    "def whole(outputs, targets): return outputs.argmax(1).sum()\n"
+    "def one(outputs, targets): return outputs.mean().reshape(1)\n"
+    "def yes(outputs, targets): return True\n"
+    "def two(outputs, targets): return outputs.mean(1)\n"
+    "def share(outputs, targets): return {'mine': 0.5}['mine']\n"
 )
 
 
@@ -177,6 +182,12 @@ LOSSES = PLAIN + (
         ({"loss": "mine:good", "metrics": {"mine": "mine:good", "half": "mine:number"}}, None),
         ({"loss": "mine:rowwise"}, r"^train.loss: .* one number .* tensor of shape \(2,\)\)"),
         ({"loss": "mine:number"}, r"^train.loss: mine:number must return .* \(got a float\)"),
+        ({"loss": "mine:whole"}, r"^train.loss: .* one number .* \(got a int64 tensor of shape \("),
+        ({"loss": "mine:one"}, r"^train.loss: .* one number .* float32 tensor of shape \(1,\)\)"),
+        ({"loss": "mine:text"}, r"^train.loss: .* one number .* \(got a str\)"),
+        ({"metrics": {"a": "mine:one", "b": "mine:whole", "c": "mine:share"}}, None),
+        ({"metrics": {"m": "mine:yes"}}, r"^train.metrics.m: .* one number.* \(got a bool\)"),
+        ({"metrics": {"m": "mine:two"}}, r"^train.metrics.m: .* one number.* of shape \(2,\)\)"),
         ({"loss": "mine:cut"}, "^train.loss: mine:cut returns a tensor without a gradient"),
         ({"loss": "mine:bad"}, "^train.loss: mine:bad, .* raised: mine.py:13: RuntimeError"),
         ({"loss": "mine:nothing"}, "^train.loss: mine has no nothing"),

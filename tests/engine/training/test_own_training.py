@@ -498,9 +498,7 @@ class _Unwatched:
         return nullcontext()
 
 
-def _summed_batch(
-    task: str, loss: Any, *batches: Any, metrics: Any = None, rows: int = 100
-) -> dict:
+def _figures(task: str, loss: Any, *batches: Any, metrics: Any = None, rows: int = 100) -> dict:
     evaluator = Evaluator(task, loss, nullcontext, Fixed(rows), _Unwatched(), metrics=metrics or {})
     return evaluate(nn.Identity(), _Kept(*batches), evaluator)
 
@@ -510,7 +508,7 @@ def test_figures_of_several_labels_are_counted_over_all_of_them(rows: int) -> No
     outputs = torch.tensor([[3.0, -1.0], [2.0, 2.0], [-4.0, -0.1]])
     labels = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
     loss = functional.binary_cross_entropy_with_logits
-    got = _summed_batch("multilabel", loss, (outputs[:2], labels[:2]), (outputs[2:], labels[2:]))
+    got = _figures("multilabel", loss, (outputs[:2], labels[:2]), (outputs[2:], labels[2:]))
     assert got["val/accuracy"] == pytest.approx(4 / 6)
     assert got["val/f1"] == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
     assert got["val/loss"] == pytest.approx(loss(outputs, labels).item())
@@ -521,8 +519,19 @@ def test_a_users_metric_is_averaged_over_the_rows(rows: int) -> None:
     x = torch.arange(12.0).reshape(6, 2)
     batches = ((x[:4], x[:4]), (x[4:], x[4:]))
     mean = {"mean": lambda outputs, targets: outputs.mean(), "one": lambda *_: 1}
-    got = _summed_batch("regression", functional.mse_loss, *batches, metrics=mean, rows=rows)
+    got = _figures("regression", functional.mse_loss, *batches, metrics=mean, rows=rows)
     assert got["val/mean"] == pytest.approx(5.5) and got["val/one"] == 1 and got["val/r2"] == 1
+
+
+def test_r2_and_mae_are_those_of_scikit_learn_and_r2_is_not_known_of_one_value() -> None:
+    from sklearn.metrics import mean_absolute_error, r2_score
+
+    told, so = torch.tensor([[1.0], [2.5], [4.0]]), torch.tensor([[1.5], [2.0], [5.0]])
+    got = _figures("regression", functional.mse_loss, (told[:2], so[:2]), (told[2:], so[2:]))
+    assert got["val/r2"] == pytest.approx(r2_score(so, told), rel=1e-6)
+    assert got["val/mae"] == pytest.approx(mean_absolute_error(so, told), rel=1e-6)
+    same = _figures("regression", functional.mse_loss, (told, torch.full((3, 1), 2.0)))
+    assert "val/r2" not in same and same["val/mae"] == pytest.approx(3.5 / 3)
 
 
 def test_balanced_classes_weigh_as_scikit_learn_weighs_them() -> None:

@@ -1,0 +1,32 @@
+"""The rows that are held out, against a drawing by sorting."""
+
+import numpy as np
+import pytest
+
+from tasks.engine.files import split
+
+
+@pytest.mark.parametrize("bins", [1, 3, 1 << 10])
+@pytest.mark.parametrize("block_rows", [7, 1 << 16])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_of_each_class_the_rows_with_the_smallest_random_numbers_are_taken(
+    monkeypatch: pytest.MonkeyPatch, bins: int, block_rows: int, seed: int
+) -> None:
+    monkeypatch.setattr(split, "MOST_BINS", bins)
+    monkeypatch.setattr(split, "BLOCK_ROWS", block_rows)
+    group = np.random.default_rng(5).choice(4, 300, p=[0.6, 0.3, 0.09, 0.01])
+    counts = np.bincount(group, minlength=4)
+    taken = np.array([counts[0] // 5, counts[1], 1, 0])
+    random = np.random.default_rng([split.STREAM, seed]).random(len(group))
+    expected = np.zeros(len(group), dtype=bool)
+    for of, many in enumerate(taken):
+        rows = np.flatnonzero(group == of)
+        expected[rows[np.argsort(random[rows])][:many]] = True
+    chosen = split.drawn(group.astype(np.uint8), counts, taken, seed=seed)
+    assert np.array_equal(chosen, expected)
+
+
+def test_without_classes_as_many_rows_as_asked_are_taken() -> None:
+    chosen = split.drawn(None, np.array([50]), np.array([20]), seed=3)
+    random = np.random.default_rng([split.STREAM, 3]).random(50)
+    assert np.array_equal(np.flatnonzero(chosen), np.sort(np.argsort(random)[:20]))

@@ -1,0 +1,25 @@
+"""Which epoch was best, and how long ago."""
+
+import math
+
+from torch import nn
+
+from tasks.engine.step.best_weights import Best
+
+
+def test_epochs_are_counted_from_the_best_one() -> None:
+    best, waited = Best(), []
+    for epoch, loss in enumerate([3.0, 2.0, 2.0, 2.5, 1.0, math.nan, math.inf, 0.5], 1):
+        best.judged({"val/loss": loss}, epoch)
+        waited.append((best.epoch, best.waited))
+    assert waited == [(1, 0), (2, 0), (2, 1), (2, 2), (5, 0), (5, 1), (5, 2), (8, 0)]
+
+
+def test_only_the_weights_of_a_best_epoch_are_copied() -> None:
+    best, model = Best(), nn.Linear(1, 1, bias=False)
+    for epoch, (loss, weight) in enumerate([(2.0, 1.0), (1.0, 2.0), (1.5, 3.0)], 1):
+        nn.init.constant_(model.weight, weight)
+        best.judged({"val/loss": loss}, epoch)
+        best.keep(model)
+    found = best.restored(model, {"val/loss": 1.5})
+    assert model.weight.item() == 2 and found == {"val/loss": 1.0, "train/best_epoch": 2.0}
