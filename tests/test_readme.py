@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # What does not run here, by a part of the command, and why not.
 LEFT_OUT = {
-    "make ui": "it serves until it is ended: tests/tasks/test_serve.py",
+    "make ui": "it serves until it is ended: tests/tasks/serving/test_serve.py",
     "make serve ": "tests/flows/test_scheduled.py",
     "make serve-down": "tests/flows/test_scheduled.py",
     "prefect deployment run": "needs `make serve`: tests/flows/test_scheduled.py",
