@@ -268,7 +268,7 @@ class Record:
             self.run["metrics"] |= self._journal.close(self.run)
         except TrackingError as unsent:
             log.error(
-                "%s. Nothing is lost: send it with `python -m tasks.tracking %s`",
+                "%s. Nothing is lost: send it with `python -m tasks.tracking.mlflow_sender %s`",
                 unsent,
                 shlex.quote(str(self.folder)),
             )

@@ -1,5 +1,7 @@
 """The sending process: the only importer of mlflow, with the files beside it. It obeys the training
 process, whose instructions come as JSON lines, and sends the run's journal between them.
+
+`python -m tasks.tracking.mlflow_sender FOLDER` sends what a run left there while MLflow was away.
 """
 
 from __future__ import annotations
@@ -191,4 +193,6 @@ def send_folder(folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        sys.exit(send_folder(Path(sys.argv[1])))
     main()

@@ -101,7 +101,7 @@ def test_a_run_of_another_host_is_left_to_it(where: Where) -> None:
 
 def test_two_do_not_send_one_folder(where: Where) -> None:
     client, run_id, folder = _left(where, socket.gethostname())
-    command = [sys.executable, "-m", "tasks.tracking", str(folder)]
+    command = [sys.executable, "-m", "tasks.tracking.mlflow_sender", str(folder)]
     environment = {**os.environ, "MLFLOW_TRACKING_URI": where.tracking_uri}
     with open(folder / mlflow_run.LOCK) as lock:
         flock(lock, LOCK_EX)

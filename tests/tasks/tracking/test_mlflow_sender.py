@@ -173,7 +173,7 @@ def test_what_could_not_be_sent_is_kept_and_sent_later(tmp_path: Path) -> None:
     client = MlflowClient(where.tracking_uri)
     _until(lambda: client.get_run(journal.run_id).info.status == "FINISHED")
     # It was sent when the training process let go; sending it once more does no harm.
-    command = [sys.executable, "-m", "tasks.tracking", str(folder)]
+    command = [sys.executable, "-m", "tasks.tracking.mlflow_sender", str(folder)]
     sent = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert sent.returncode == 0, sent.stderr
     assert client.get_run(journal.run_id).info.status == "FINISHED"
