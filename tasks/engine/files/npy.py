@@ -102,9 +102,22 @@ def check_npy(data: DataConfig) -> None:
 def read_npy(data: DataConfig) -> Raw:
     """The matrix (n, columns + 1) mapped from the file; its last column is the target."""
     path = source_file(data)
-    header = _npy_header(path, data.target)
+    matrix = mapped(path, _npy_header(path, data.target))
+    return Raw(
+        features=matrix[:, :-1],
+        target=booleans(np.array(matrix[:, -1])),
+        feature_names=None,
+        target_name="the last column",
+        label=path.name,
+    )
+
+
+def mapped(path: Path, header: Header) -> np.ndarray:
+    """The array of a file as a map of it. Errors: DataError."""
+    if not header.value_bytes:
+        return np.empty(header.shape, header.dtype)  # nothing cannot be mapped
     try:
-        matrix = np.memmap(
+        return np.memmap(
             path,
             header.dtype,
             mode="r",
@@ -117,13 +130,14 @@ def read_npy(data: DataConfig) -> Raw:
             f"data.path: {path.name} cannot be mapped ({shorten(str(error), 120)})"
             "; copy it to a local disk"
         ) from None
-    return Raw(
-        features=matrix[:, :-1],
-        target=booleans(np.array(matrix[:, -1])),
-        feature_names=None,
-        target_name="the last column",
-        label=path.name,
-    )
+
+
+def header_of(path: Path) -> Header:
+    """Of a file that holds an array with all its values. Errors: DataError."""
+    with open(path, "rb") as file:
+        header = parse_header(file, path.name)
+    check_size(header, path.stat().st_size - header.start, path.name)
+    return header
 
 
 def _npy_header(path: Path, target: str | None) -> Header:
@@ -132,9 +146,7 @@ def _npy_header(path: Path, target: str | None) -> Header:
             f"data.target: has no meaning for source npy (got {shorten(target)}), whose last "
             "column is the target; drop it, or use an npz file"
         )
-    with open(path, "rb") as file:
-        header = parse_header(file, path.name)
-    check_size(header, path.stat().st_size - header.start, path.name)
+    header = header_of(path)
     check_numeric(header, path.name)
     if len(header.shape) != 2 or header.shape[1] < 2 or header.shape[0] < 1:
         raise DataError(

@@ -5,11 +5,14 @@ much it was shrunk are looked at before anything is unpacked, and never more is 
 from __future__ import annotations
 
 import lzma
+import math
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 
@@ -52,7 +55,7 @@ BROKEN = (
 def check_npz(data: DataConfig) -> None:
     """Raises DataError for an archive without one array of features and one of labels."""
     path = source_file(data)
-    chosen(_headers(path), data.target, path.name)
+    chosen(headers_of(path), data.target, path.name)
 
 
 def read_npz(data: DataConfig) -> Raw:
@@ -61,12 +64,14 @@ def read_npz(data: DataConfig) -> Raw:
     A four-dimensional array is taken as channels first, unless only its last axis is 1, 3 or 4.
     """
     path = source_file(data)
-    headers = _headers(path)
+    headers = headers_of(path)
     x_name, y_name = chosen(headers, data.target, path.name)
-    needed = sum(headers[name].value_bytes for name in (x_name, y_name))
+    both = {name: headers[name] for name in (x_name, y_name)}
+    needed = sum(header.value_bytes for header in both.values())
     what, remedy = f"data.path: {path.name}", "write it as npy, which is mapped"
     check_memory(2 * needed, what, remedy, data=data)
-    features, target = (_values(path, name, headers[name]) for name in (x_name, y_name))
+    (arrays,) = blocks(path, both, rows=both[x_name].shape[0])
+    features, target = arrays[x_name], arrays[y_name]
     if target.dtype.kind == "U":
         target = _text(target, f"data.target: {path.name} array {y_name!r}")
     return Raw(
@@ -78,14 +83,20 @@ def read_npz(data: DataConfig) -> Raw:
     )
 
 
-def _headers(path: Path) -> dict[str, Header]:
-    """The headers of all arrays in the archive, each held against the member's own size."""
+def headers_of(
+    path: Path, pick: Callable[[list[str]], Collection[str]] = lambda names: names
+) -> dict[str, Header]:
+    """The headers of those arrays in the archive that are picked by their names, each held against
+    the member's own size. Errors: DataError."""
     headers: dict[str, Header] = {}
     try:
         with zipfile.ZipFile(path) as archive:
             check_count(len(archive.infolist()), path.name)
+            picked = pick([name.removesuffix(".npy") for name in archive.namelist()])
             for member in archive.infolist():
                 name = member.filename.removesuffix(".npy")
+                if name not in picked:
+                    continue
                 what = f"{path.name} array {shorten(name)}"
                 if name in headers:
                     raise DataError(f"data.path: {what} is there twice; write the file anew")
@@ -164,26 +175,37 @@ def chosen(headers: Mapping[str, Header], target: str | None, label: str) -> tup
     return found[0], y_name
 
 
-def _values(path: Path, name: str, header: Header) -> np.ndarray:
-    """The values of one array; at most as many bytes are read as its header claims."""
-    flat = np.empty(header.value_bytes, dtype=np.uint8)
+def blocks(path: Path, headers: Mapping[str, Header], *, rows: int) -> Iterator[dict[str, Any]]:
+    """So many rows of these arrays of one length at once, and one block even of no rows; never more
+    is read than their headers claim. Errors: DataError."""
+    total = min(header.shape[0] for header in headers.values())
     try:
-        with zipfile.ZipFile(path) as archive:
-            info = next(m for m in archive.infolist() if m.filename.removesuffix(".npy") == name)
-            with archive.open(info) as file:
-                file.read(header.start)
-                filled = 0
-                while filled < flat.size:
-                    part = file.read(min(flat.size - filled, 1 << 24))
-                    if not part:
-                        raise EOFError(f"array {name!r} is cut off")
-                    flat[filled : filled + len(part)] = np.frombuffer(part, dtype=np.uint8)
-                    filled += len(part)
+        with zipfile.ZipFile(path) as archive, ExitStack() as stack:
+            members = {m.filename.removesuffix(".npy"): m for m in archive.infolist()}
+            files = {name: stack.enter_context(archive.open(members[name])) for name in headers}
+            for name, file in files.items():
+                file.read(headers[name].start)
+            for first in range(0, max(1, total), max(1, rows)):
+                many = min(rows, total - first)
+                yield {name: _next(file, headers[name], many) for name, file in files.items()}
+            for file in files.values():
                 file.read(1)  # the archive's checksum is compared at the end of a member
     except BROKEN as error:
         raise DataError(_damaged(path, error)) from None
-    order = "F" if header.fortran else "C"
-    return flat.view(header.dtype).reshape(header.shape, order=order)  # type: ignore[call-overload]
+
+
+def _next(file: IO[bytes], header: Header, rows: int) -> np.ndarray:
+    """The next rows of an array; its rows lie together, or these are all of them."""
+    shape = (rows, *header.shape[1:])
+    flat = np.empty(math.prod(shape) * header.dtype.itemsize, dtype=np.uint8)
+    filled = 0
+    while filled < flat.size:
+        part = file.read(min(flat.size - filled, 1 << 24))
+        if not part:
+            raise EOFError("an array is cut off")
+        flat[filled : filled + len(part)] = np.frombuffer(part, dtype=np.uint8)
+        filled += len(part)
+    return flat.view(header.dtype).reshape(shape, order="F" if header.fortran else "C")
 
 
 def channels_first(x: np.ndarray) -> np.ndarray:

@@ -101,6 +101,13 @@ def listed(values: Sequence[object], most: int = MOST_SHOWN) -> str:
     return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
 
 
+def has_no(name: str, names: Sequence[str], what: str = "") -> str:
+    """That a file has no column or array of this name, which one may be meant, and those it has."""
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"has no {what}{shorten(name)}; {hint}it has {listed(names, 12)}"
+
+
 def size(size_bytes: int) -> str:
     """A size that a person can compare."""
     return mebibytes(size_bytes / 1024**2)
@@ -139,6 +146,14 @@ def source_path(data: DataConfig) -> Path:
 
 def regular_file(path: Path, source: str) -> Path:
     """The path itself, of a file of the kind `source` that can be read. Errors: DataError."""
+    head = first_bytes(path, source)
+    if source not in TOKEN_SOURCES:  # any bytes may be a text or the first of tokens
+        _right_kind(source, head, shorten(str(path), 300))
+    return path
+
+
+def first_bytes(path: Path, source: str) -> bytes:
+    """Of a regular file that can be read and is not empty. Errors: DataError."""
     shown = shorten(str(path), 300)
     try:
         found = os.stat(path)
@@ -149,7 +164,7 @@ def regular_file(path: Path, source: str) -> Path:
         if found.st_size == 0:
             raise DataError(f"data.path: {shown} is empty; name a file with rows")
         with open(path, "rb") as file:
-            head = file.read(9)
+            return file.read(9)
     except FileNotFoundError:
         raise DataError(
             f"data.path: {shown} does not exist; name a file, relative to {os.getcwd()!r} "
@@ -159,19 +174,22 @@ def regular_file(path: Path, source: str) -> Path:
         raise DataError(
             f"data.path: {shown} cannot be read ({error.strerror}); mend that or name another file"
         ) from None
-    if source not in TOKEN_SOURCES:  # any bytes may be a text or the first of tokens
-        _right_kind(source, head, shown)
-    return path
+
+
+def kind_inside(head: bytes, shown: str) -> str:
+    """What a file is by its first bytes; csv stands for any text. Raises DataError for what is
+    never read."""
+    # Looked for first: its first bytes are a length, below 16 MiB, and may look like anything.
+    if head[3:] == b"\0\0\0\0\0{":
+        return "safetensors"
+    for magic, words in FOREIGN.items():
+        if head.startswith(magic):
+            raise DataError(f"data.path: {shown} {words}")
+    return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "csv")
 
 
 def _right_kind(source: str, head: bytes, shown: str) -> None:
-    # Looked for first: its first bytes are a length, below 16 MiB, and may look like anything.
-    tensors = head[3:] == b"\0\0\0\0\0{"
-    for magic, words in FOREIGN.items():
-        if head.startswith(magic) and not tensors:
-            raise DataError(f"data.path: {shown} {words}")
-    kind = next((k for magic, k in MAGIC.items() if head.startswith(magic)), "csv")
-    kind = "safetensors" if tensors else kind
+    kind = kind_inside(head, shown)
     if kind == source or (kind, source) == ("csv", "tsv"):
         return
     if kind == "csv":
@@ -203,11 +221,7 @@ def pick_target(names: Sequence[str], wanted: str | None, label: str) -> str:
     if wanted is not None:
         if wanted in names:
             return wanted
-        near = difflib.get_close_matches(wanted, names, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise DataError(
-            f"data.target: {label} has no {shorten(wanted)}; {hint}it has {listed(names, 12)}"
-        )
+        raise DataError(f"data.target: {label} {has_no(wanted, names)}")
     found = [name for name in names if name.lower() in TARGET_NAMES]
     if len(found) == 1:
         return found[0]

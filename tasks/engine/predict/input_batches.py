@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ import numpy as np
 from tasks.engine.files.source_data import DataError
 from tasks.engine.models.raw_inputs import NOTHING
 from tasks.engine.models.structured_inputs import is_structured, wanted
-from tasks.engine.predict.request import Order
+from tasks.engine.predict.request import Order, told_as_input
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -122,20 +121,6 @@ def read_txt(order: Order) -> Iterator[Batch]:
             if not lines:
                 return
             first += len(lines)
-
-
-@contextmanager
-def told_as_input(path: Path) -> Iterator[None]:
-    """What a reader says of data.path is said of the input; so are the system's own errors."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(str(error).replace("data.path: ", "input: ")) from None
-    except OSError as error:
-        raise DataError(
-            f"input: {path.name} cannot be read ({error.strerror or error}); mend that or name "
-            "another file"
-        ) from None
 
 
 def _text(line: bytes, label: str, index: int) -> str:

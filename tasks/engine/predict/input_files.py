@@ -1,5 +1,6 @@
 """The files of rows to predict, by kind: what each must be for a model, how much there is of it,
-and its rows batch by batch. It refuses, by the head of a file, what the model could never take.
+and its rows batch by batch, arrays mapped or unpacked a part at a time, since they may be larger
+than memory. It refuses, by the head of a file, what the model could never take.
 """
 
 from __future__ import annotations
@@ -7,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from tasks.engine.files.source_data import DataError
-from tasks.engine.predict.array_inputs import npy_header, npz_headers, read_npy, read_npz
-from tasks.engine.predict.input_batches import Batch, Needs, read_txt
-from tasks.engine.predict.request import TABLES, Order
+import numpy as np
+
+from tasks.engine.files import npy, npz
+from tasks.engine.files.source_data import DataError, check_memory, listed
+from tasks.engine.predict.input_batches import BATCH_BYTES, Batch, Needs, read_txt
+from tasks.engine.predict.request import TABLES, Order, told_as_input
 
 TABLES_WORDS = "a csv, tsv or parquet file"
 
@@ -34,12 +37,9 @@ def amount(order: Order, needs: Needs) -> int:
         from tasks.engine.predict import table_inputs
 
         return table_inputs.parquet_rows(order)
-    path = Path(order.input)
-    if order.reads == "npy":
-        return npy_header(path).shape[0]
-    if order.reads == "npz":
-        return next(iter(npz_headers(path, needs).values())).shape[0]
-    return path.stat().st_size
+    if order.reads in ("npy", "npz"):
+        return next(iter(_headers(order, needs).values())).shape[0]
+    return Path(order.input).stat().st_size
 
 
 def batches(order: Order, needs: Needs) -> Iterator[Batch]:
@@ -51,9 +51,7 @@ def batches(order: Order, needs: Needs) -> Iterator[Batch]:
         is_parquet = order.reads == "parquet"
         read = table_inputs.read_parquet if is_parquet else table_inputs.read_csv
         return read(order, needs)
-    if order.reads == "npz":
-        return read_npz(order, needs)
-    return read_npy(order) if order.reads == "npy" else read_txt(order)
+    return read_txt(order) if order.reads == "txt" else _read_arrays(order, needs)
 
 
 def _check_kind(order: Order, needs: Needs) -> None:
@@ -88,8 +86,7 @@ def _check_kind(order: Order, needs: Needs) -> None:
 
 
 def _check_shape(order: Order, needs: Needs) -> None:
-    path = Path(order.input)
-    headers = {"": npy_header(path)} if order.reads == "npy" else npz_headers(path, needs)
+    headers = _headers(order, needs)
     if needs.is_own:
         return
     (header,) = headers.values()
@@ -103,8 +100,71 @@ def _check_shape(order: Order, needs: Needs) -> None:
         wanted = f"numbers of the shape (rows, {sizes})"
     if not fits:
         raise DataError(
-            f"input: {path.name} must hold {wanted} (got {header.dtype} {shape}); save it so"
+            f"input: {Path(order.input).name} must hold {wanted} (got {header.dtype} {shape}); "
+            "save it so"
         )
+
+
+def _headers(order: Order, needs: Needs) -> dict[str, npy.Header]:
+    """Of the arrays that the model takes by name, or of x, or of the only one; of equal lengths."""
+    path = Path(order.input)
+    with told_as_input(path):
+        if order.reads == "npy":
+            found = {"": npy.header_of(path)}
+        else:
+            there = npz.headers_of(path, lambda names: _picked(names, path.name, needs))
+            found = {name: there[name] for name in needs.inputs or there}
+        for name, header in found.items():
+            npy.check_numeric(header, f"{path.name} array {name!r}" if name else path.name)
+    if any(not header.shape for header in found.values()):
+        raise DataError(f"input: {path.name} is a single value; save rows, shape (rows, ...)")
+    lengths = {name: header.shape[0] for name, header in found.items()}
+    if len(set(lengths.values())) > 1:
+        raise DataError(f"input: the arrays of {path.name} must have as many rows (got {lengths})")
+    return found
+
+
+def _picked(names: list[str], label: str, needs: Needs) -> list[str]:
+    missing = [name for name in needs.inputs if name not in names]
+    if missing:
+        raise DataError(
+            f"input: {label} has no array {missing[0]!r} (got {listed(names) or 'none'}); the "
+            f"model takes {', '.join(needs.inputs)}: save them so"
+        )
+    usual = names if len(names) == 1 else [n for n in npz.FEATURE_NAMES if n in names]
+    if not needs.inputs and not usual:
+        raise DataError(
+            f"input: {label} must hold one array, or one named x (got {listed(names) or 'none'}); "
+            "save it so"
+        )
+    return list(needs.inputs) or usual[:1]
+
+
+def _read_arrays(order: Order, needs: Needs) -> Iterator[Batch]:
+    path, headers, first = Path(order.input), _headers(order, needs), 0
+    for arrays in _parts(path, headers):
+        rows = arrays if needs.inputs else next(iter(arrays.values()))
+        many = len(next(iter(arrays.values())))
+        yield Batch(rows, None, path.name, first, first + many)
+        first += many
+
+
+def _parts(path: Path, headers: dict[str, npy.Header]) -> Iterator[dict[str, np.ndarray]]:
+    total = next(iter(headers.values())).shape[0]
+    row_bytes = max(header.value_bytes for header in headers.values()) // max(1, total)
+    step = max(1, BATCH_BYTES // max(1, row_bytes))
+    with told_as_input(path):
+        if "" in headers:
+            array = npy.mapped(path, headers[""])
+            for first in range(0, max(1, total), step):
+                # A copy: the file stays as it is.
+                yield {"": np.array(array[first : first + step], order="C")}
+            return
+        if any(header.fortran and len(header.shape) > 1 for header in headers.values()):
+            needed = sum(header.value_bytes for header in headers.values())
+            check_memory(2 * needed, f"input: {path.name}", "save it in C order")
+            step = max(1, total)  # its rows lie apart: all of it at once
+        yield from npz.blocks(path, headers, rows=step)
 
 
 def _in_words(needs: Needs) -> str:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import os
 import re
-import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from tasks.engine.files.source_data import FOREIGN, MAGIC, shorten
+from tasks.engine.files.source_data import MAGIC, DataError, first_bytes, kind_inside, shorten
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import DeviceConfig
 
@@ -105,6 +105,20 @@ def parts(path: Path) -> list[Path]:
     return sorted(f for f in path.glob("*.parquet") if not f.name.startswith((".", "_")))
 
 
+@contextmanager
+def told_as_input(path: Path) -> Iterator[None]:
+    """What a reader says of data.path is said of the input; so are the system's own errors."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error).replace("data.path: ", "input: ")) from None
+    except OSError as error:
+        raise DataError(
+            f"input: {path.name} cannot be read ({error.strerror or error}); mend that or name "
+            "another file"
+        ) from None
+
+
 def _absolute(path: str) -> Path:
     return Path(os.path.abspath(os.path.expanduser(path)))
 
@@ -152,20 +166,21 @@ def _input(given: str | None) -> tuple[str, list[str]]:
     path = _absolute(given)
     shown = shorten(str(path), 300)
     kind = INPUTS.get(path.suffix.lower(), "")
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        there = "does not exist" if isinstance(error, FileNotFoundError) else error.strerror
-        return kind, [f"input: {shown}: {there}; name a file of rows, relative to {os.getcwd()!r}"]
-    if stat.S_ISDIR(found.st_mode):
+    if path.is_dir():
         return "parquet", _folder_problems(path, shown)
-    if not kind:
-        return "", [_unknown_ending("input", shown, INPUTS)]
-    if not stat.S_ISREG(found.st_mode):
-        return kind, [f"input: {shown} is not a regular file; copy its content to one"]
-    if found.st_size == 0:
-        return kind, [f"input: {shown} is empty; name a file with rows"]
-    return kind, _content_problems(path, kind, shown)
+    try:
+        with told_as_input(path):
+            head = first_bytes(path, kind)
+            if not kind:
+                return "", [_unknown_ending("input", shown, INPUTS)]
+            inside = kind_inside(head, shown)
+    except DataError as error:
+        return kind, [str(error)]
+    is_text = kind not in MAGIC.values()
+    if inside != ("csv" if is_text else kind):
+        is_of = "text" if inside == "csv" else inside
+        return kind, [f"input: {shown} ends in that of {kind}, but is {is_of} inside; rename it"]
+    return kind, []
 
 
 def _folder_problems(path: Path, shown: str) -> list[str]:
@@ -175,22 +190,6 @@ def _folder_problems(path: Path, shown: str) -> list[str]:
     except OSError as error:
         return [f"input: {shown} cannot be read ({error.strerror}); mend that or name another"]
     return [f"input: the folder {shown} holds no *.parquet files; name a file, or such a folder"]
-
-
-def _content_problems(path: Path, kind: str, shown: str) -> list[str]:
-    try:
-        with open(path, "rb") as file:
-            head = file.read(8)
-    except OSError as error:
-        return [f"input: {shown} cannot be read ({error.strerror}); mend that or name another"]
-    for magic, words in FOREIGN.items():
-        if head.startswith(magic):
-            return [f"input: {shown} {words}"]
-    is_of = next((k for magic, k in MAGIC.items() if head.startswith(magic)), "text")
-    is_meant = kind if kind in MAGIC.values() else "text"
-    if is_of != is_meant:
-        return [f"input: {shown} ends in that of {kind}, but is {is_of} inside; rename it"]
-    return []
 
 
 def _output(given: str | None, *, overwrite: bool) -> tuple[str, list[str]]:

@@ -52,29 +52,48 @@ class TextTable:
     spelling: Spelling
 
 
+class Way(NamedTuple):
+    """How a block may be parsed in less time than by finding out each column's type."""
+
+    types: Mapping[int, pa.DataType]  # of the columns at these places
+    nulls: Sequence[str] | None = None  # None: all words for a missing cell
+
+
+class Block(NamedTuple):
+    """Some rows, and where their lines end in the file, in bytes."""
+
+    cells: pa.RecordBatch
+    end: int
+
+
 class _RefusedError(Exception):
     """Lines that Arrow could not make a table of, and what it said."""
 
 
+def as_text(places: Sequence[int]) -> list[Way]:
+    """To read the columns at these places as they are written."""
+    return [Way(dict.fromkeys(places, pa.string()))]
+
+
 def batches(
-    table: TextTable, places: Sequence[int], *, as_text: bool = False
-) -> Iterator[pa.RecordBatch]:
-    """The cells of the columns at these places, in blocks of rows. as_text: whatever they look
-    like.
+    table: TextTable, places: Sequence[int], ways: Sequence[Way] | None = None
+) -> Iterator[Block]:
+    """The cells of the columns at these places, in blocks of rows; each block is read in the first
+    of these ways that holds there, else as Arrow takes it. ways: None where the file tells them.
 
     Errors: DataError for rows of another width than the header, and for what is not UTF-8.
     """
-    ways = [_Way(dict.fromkeys(places, pa.string()))] if as_text else _ways(table, places)
-    row = 0
+    ways = _ways(table, places) if ways is None else ways
+    row, end = 0, table.start
     try:
-        for batch in in_order(
+        for cells, size_bytes in in_order(
             partial(_parsed, table, places, ways), _lines(table), threads=table.threads
         ):
-            if any(pa.types.is_binary(kind) for kind in batch.schema.types):
+            if any(pa.types.is_binary(kind) for kind in cells.schema.types):
                 check_utf8(table.path)
-            row += batch.num_rows
-            if batch.num_rows:
-                yield batch
+            row, end = row + cells.num_rows, end + size_bytes
+            if cells.num_rows:
+                yield Block(cells, end)
     except _RefusedError as refused:
         lines, said = refused.args
         raise DataError(_reason(table, lines, said, row)) from None
@@ -91,14 +110,7 @@ def written(table: TextTable, place: int, row: int) -> str:
     return ""
 
 
-class _Way(NamedTuple):
-    """How a block may be parsed in less time than by finding out each column's type."""
-
-    types: Mapping[int, pa.DataType]  # of the columns at these places
-    nulls: Sequence[str] | None = None  # None: all words for a missing cell
-
-
-def _ways(table: TextTable, places: Sequence[int]) -> list[_Way]:
+def _ways(table: TextTable, places: Sequence[int]) -> list[Way]:
     """By the first block: to find out that a column holds fractions takes a third of the time of
     reading it, to compare each cell with the words for a missing one a seventh. Among numbers such
     a word is NaN all the same, or no number: then the block is read once more."""
@@ -109,21 +121,22 @@ def _ways(table: TextTable, places: Sequence[int]) -> list[_Way]:
             fractions = {place: kind for place, kind in kinds.items() if kind == pa.float64()}
             is_plain = set(kinds.values()) <= {pa.int64(), pa.float64()}
             is_plain = is_plain and not any(column.null_count for column in first.columns)
-            plain = [_Way(kinds, [""])] if is_plain else []
-            return [*plain, _Way(fractions)] if fractions else plain
+            plain = [Way(kinds, [""])] if is_plain else []
+            return [*plain, Way(fractions)] if fractions else plain
     return []
 
 
 def _parsed(
-    table: TextTable, places: Sequence[int], ways: Sequence[_Way], lines: bytes
-) -> pa.RecordBatch:
-    """The columns as Arrow takes them, in the first of these ways that holds here."""
+    table: TextTable, places: Sequence[int], ways: Sequence[Way], lines: bytes
+) -> tuple[pa.RecordBatch, int]:
+    """The columns as Arrow takes them, in the first of these ways that holds here; and how many
+    bytes they were."""
     try:
         for types, nulls in ways:
             with suppress(pa.ArrowInvalid):
                 parsed = _arrow(table, lines, places, types=types, nulls=nulls)
-                return _with_codes(table, lines, places, parsed)
-        return _with_codes(table, lines, places, _arrow(table, lines, places))
+                return _with_codes(table, lines, places, parsed), len(lines)
+        return _with_codes(table, lines, places, _arrow(table, lines, places)), len(lines)
     except BROKEN as error:
         raise _RefusedError(lines, str(error)) from None
 

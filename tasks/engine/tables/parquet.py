@@ -45,14 +45,17 @@ class Parts:
             group = sorted(places[at : at + together])
             wanted = [self.chosen.names[(*features, self.chosen.target)[place]] for place in group]
             for path, count in zip(self.files, self.counts, strict=True):
-                yield from ((group, batch) for batch in _batches(path, wanted, count, rows))
+                yield from ((group, batch) for batch in batches(path, wanted, count, rows))
 
 
-def _batches(path: Path, names: list[str], count: int, rows: int) -> Iterator[pa.RecordBatch]:
-    """count: of the file's rows, as it claims."""
+def batches(path: Path, names: list[str], count: int, rows: int) -> Iterator[pa.RecordBatch]:
+    """So many rows of these columns at once. count: of the file's rows, as it claims.
+
+    Errors: DataError for a file that is damaged.
+    """
     seen = 0
     try:
-        with _opened(path) as file:
+        with open_file(path) as file:
             for batch in file.iter_batches(batch_size=rows, columns=names):
                 batch.validate(full=True)
                 seen += batch.num_rows
@@ -74,9 +77,9 @@ def opened(files: Sequence[Path], data: DataConfig) -> Parts:
     first, counts = None, []
     label = files[0].name if len(files) == 1 else files[0].parent.name
     for path in files:
-        with _opened(path) as file:
+        with open_file(path) as file:
             try:
-                fields = _fields(file.schema_arrow)
+                fields = fields_of(file.schema_arrow)
                 counts.append(file.metadata.num_rows)
             except BROKEN as error:
                 raise DataError(_damaged(path.name, error)) from None
@@ -101,8 +104,8 @@ def opened(files: Sequence[Path], data: DataConfig) -> Parts:
     return Parts(tuple(files), tuple(counts), label, chosen)
 
 
-def _fields(schema: pa.Schema) -> list[pa.Field]:
-    # What pandas keeps its index in is no column of the table, and reading with pandas hides it.
+def fields_of(schema: pa.Schema) -> list[pa.Field]:
+    """The columns of a table. What pandas keeps its index in is none, and pandas hides it."""
     return [field for field in schema if not field.name.startswith(PANDAS_INDEX)]
 
 
@@ -133,7 +136,8 @@ def _told(kind: pa.DataType) -> str:
     return f"dictionary of {kind.value_type}" if pa.types.is_dictionary(kind) else str(kind)
 
 
-def _opened(path: Path) -> parquet.ParquetFile:
+def open_file(path: Path) -> parquet.ParquetFile:
+    """The file, of which nothing but its schema was read. Errors: DataError."""
     try:
         return parquet.ParquetFile(
             path, page_checksum_verification=True, buffer_size=BUFFER_BYTES, pre_buffer=False

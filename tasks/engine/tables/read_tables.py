@@ -32,7 +32,7 @@ from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.tables import parquet
 from tasks.engine.tables.columns import CATEGORY, MIXED, NUMBER, ColumnSummary, Origin
 from tasks.engine.tables.columns_table import Spool, Table
-from tasks.engine.tables.csv_blocks import BELOW, TextTable, batches, written
+from tasks.engine.tables.csv_blocks import BELOW, TextTable, as_text, batches, written
 from tasks.engine.tables.table_header import MARKS, Chosen, choose, header
 
 MIB = 1024**2
@@ -101,12 +101,13 @@ def read_text(data: DataConfig) -> Raw:
     origin = Origin(path.name, BELOW, chosen.target_name, data.missing, spelling, cell)
     builder = TableBuilder(chosen, origin, data, allowed)
     places = [*chosen.features, chosen.target]
-    for batch in batches(table, places):
+    for batch, _ in batches(table, places):
         builder.spool.reserve(batch.num_rows, block_rows=batch.num_rows)
         builder.add(range(len(places)), batch)
     mixed = builder.forget_mixed()
     if mixed:  # looked like numbers in some blocks: read as text in all of them
-        for batch in batches(table, [places[i] for i in mixed], as_text=True):
+        again = [places[i] for i in mixed]
+        for batch, _ in batches(table, again, as_text(again)):
             builder.add(mixed, batch)
     return builder.raw()
 

@@ -6,7 +6,6 @@ settings that name what is not there, all at once, and a first line that holds n
 from __future__ import annotations
 
 import csv
-import difflib
 import io
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 from tasks.engine.files.number_formats import is_number
-from tasks.engine.files.source_data import DataError, listed, pick_target, shorten
+from tasks.engine.files.source_data import DataError, has_no, listed, pick_target, shorten
 from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.tables.csv_blocks import LONGEST_BYTES, not_utf8
 
@@ -84,11 +83,7 @@ def _unknown(names: Sequence[str], dropped: Sequence[str], label: str) -> list[s
     problems = []
     for name in dropped:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            problems.append(
-                f"data.drop: {label} has no {shorten(name)}; {hint}it has {listed(names, 12)}"
-            )
+            problems.append(f"data.drop: {label} {has_no(name, names)}")
     return problems
 
 
@@ -112,6 +107,18 @@ def _unfit(names: Sequence[str], left: Sequence[str], label: str) -> list[str]:
 
 
 def header(path: Path, source: str) -> tuple[list[str], int]:
+    """The same as `first_line`. Raises DataError also for what is rather a row than names."""
+    names, start = first_line(path, source)
+    _refuse_other_marks(names, source, path.name)
+    if _looks_headless(names, _first_rows(path, start, MARKS[source][0])):
+        raise DataError(
+            f"data.path: {path.name} line 1 looks like a row, not like names ({listed(names, 4)}); "
+            "put the columns' names in line 1"
+        )
+    return names, start
+
+
+def first_line(path: Path, source: str) -> tuple[list[str], int]:
     """The names in the first line, and where the rows begin, in bytes."""
     with open(path, "rb") as file:
         whole = file.read(LONGEST_BYTES)
@@ -131,18 +138,13 @@ def header(path: Path, source: str) -> tuple[list[str], int]:
         raise DataError(f"data.path: {path.name} line 1 is no header ({error}); mend it") from None
     if text.count('"') % 2:
         raise DataError(f"data.path: {path.name} has a header with unbalanced quotes; mend line 1")
-    names = [cell.strip() for cell in cells]
-    _refuse_other_marks(names, source, path.name)
-    if _looks_headless(names, _first_rows(head[len(line) :], MARKS[source][0])):
-        raise DataError(
-            f"data.path: {path.name} line 1 looks like a row, not like names ({listed(names, 4)}); "
-            "put the columns' names in line 1"
-        )
-    return names, len(whole) - len(head) + len(line)
+    return [cell.strip() for cell in cells], len(whole) - len(head) + len(line)
 
 
-def _first_rows(lines: bytes, mark: str) -> list[list[str]]:
-    text = io.StringIO(lines[:HEAD_BYTES].decode("utf-8", "replace"))
+def _first_rows(path: Path, start: int, mark: str) -> list[list[str]]:
+    with open(path, "rb") as file:
+        file.seek(start)
+        text = io.StringIO(file.read(HEAD_BYTES).decode("utf-8", "replace"))
     with suppress(csv.Error):
         return list(islice(csv.reader(text, delimiter=mark), HEAD_ROWS))
     return []

@@ -10,10 +10,11 @@ import pytest
 from pyarrow import parquet
 
 from tasks.engine.files.source_data import DataError
-from tasks.engine.predict import array_inputs, input_batches, table_inputs
+from tasks.engine.predict import input_batches, input_files, table_inputs
 from tasks.engine.predict.input_batches import Batch, Needs, needs_of
 from tasks.engine.predict.input_files import amount, batches, check_rows
 from tasks.engine.predict.request import Order
+from tasks.engine.tables import csv_blocks
 
 AB = Needs("classification", "csv", (2,), (("a", "number"), ("b", "number")), width=2)
 COLOURED = Needs("classification", "csv", (3,), (("a", "number"), ("colour", "category")))
@@ -94,6 +95,11 @@ def test_text_and_truth_are_taken_as_the_model_knows_them(tmp_path: Path) -> Non
     (batch,) = _read(path, COLOURED)
     assert batch.rows["colour"].tolist() == ["red", "7"]
     assert batch.rows["a"].tolist() == [True, False]
+    path = _write(tmp_path, "colour,a,b\nred,true,007\nblue,,1.5\n")
+    (batch,) = _read(
+        path, Needs("classification", "csv", (3,), (*COLOURED.columns, ("b", "number")))
+    )
+    assert batch.rows["a"].tolist() == [True, None] and batch.rows["b"].tolist() == [7.0, 1.5]
 
 
 def test_a_table_for_a_model_of_arrays_gives_as_many_numbers_in_order(tmp_path: Path) -> None:
@@ -123,13 +129,13 @@ def test_no_rows_are_one_batch_of_none(tmp_path: Path, name: str) -> None:
     ("text", "said"),
     [
         ("a,c\n1,2\n", "input: rows.csv has no column 'b'; it has 'a', 'c'"),
-        ("a,bb\n1,2\n", "input: rows.csv has no column 'b' (did you mean 'bb'?)"),
+        ("a,bb\n1,2\n", "input: rows.csv has no column 'b'; did you mean 'bb'? it has"),
         ("a,b,b\n1,2,3\n", "input: rows.csv has columns of one name: 'b'; rename one"),
         ("a;b\n1;2\n", "input: rows.csv has one column only, 'a;b'"),
         ("a,b\n1,2\n3,x\n", "row 2 below the header, column 'b': must be a number (got 'x')"),
         ("a,b\n1,2\n3\n", "row 2 below the header: has 1 cells where the header has 2"),
         ("a,b\n1,2,3\n", "row 1 below the header: has 3 cells where the header has 2"),
-        (b"a,b\n1,\xff\n", "row 1 below the header, column 'b': is not UTF-8"),
+        (b"a,b\n1,\xff\n", "line 2 is not UTF-8"),
     ],
 )
 def test_what_is_wrong_in_text_is_told_by_row_and_column(
@@ -150,13 +156,15 @@ def test_a_row_that_is_longer_than_a_block_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table_inputs, "BLOCK_BYTES", 64)
-    told = _refused(_write(tmp_path, "a,b,note\n1,2,x\n1,2," + "x" * 300 + "\n"), AB)
-    assert told == "input: rows.csv has a row of more than 64 bytes; write it as parquet"
+    monkeypatch.setattr(csv_blocks, "LONGEST_BYTES", 64)
+    told = _refused(_write(tmp_path, "a,b,note\n1,2,x\n1,2," + "x" * 300 + "\n1,2,x\n"), AB)
+    assert told.startswith("input: rows.csv has a row of more than 64 B")
+    assert "(from byte 15 on); mend it" in told
 
 
 def test_a_column_to_keep_must_be_there(tmp_path: Path) -> None:
     told = _refused(_write(tmp_path, "a,b,ident\n1,2,3\n"), AB, "iden")
-    assert told.startswith("keep: rows.csv has no column 'iden' (did you mean 'ident'?)")
+    assert told.startswith("keep: rows.csv has no column 'iden'; did you mean 'ident'?")
 
 
 def test_parts_of_a_folder_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -196,7 +204,7 @@ def test_a_damaged_part_is_told_by_its_name(tmp_path: Path) -> None:
 def test_arrays_are_read_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, order: str
 ) -> None:
-    monkeypatch.setattr(array_inputs, "BATCH_BYTES", 4 * 8 * 3)
+    monkeypatch.setattr(input_files, "BATCH_BYTES", 4 * 8 * 3)
     x = np.asarray(np.arange(40.0).reshape(10, 1, 2, 2), order=order)
     save = np.save if name == "x.npy" else np.savez_compressed
     save(tmp_path / name, x)
@@ -248,7 +256,7 @@ MASKED = {
 def test_a_model_of_several_inputs_takes_arrays_by_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(array_inputs, "BATCH_BYTES", 8 * 4 * 2)
+    monkeypatch.setattr(input_files, "BATCH_BYTES", 8 * 4 * 2)
     spec = {"task": "classification", "input_shape": [], "feature_names": None, "inputs": MASKED}
     needs = needs_of({**spec, "source": "own:load"})
     assert (needs.inputs, needs.width) == (("ids", "mask"), 8)
