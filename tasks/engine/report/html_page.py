@@ -57,23 +57,35 @@ def html(
     name = escape(report.name)
     kind = report.status if report.status in ("FINISHED", "FAILED", "KILLED") else ""
     error = f'<p class="error">{escape(report.error)}</p>' if report.error else ""
-    parts = (
+    return document(
+        name,
+        STYLE,
         f'<p class="status {kind}">{escape(report.status)}</p><h1>{name}</h1>',
         f'<p class="facts">{escape(", ".join(report.headline))}</p>{error}',
         *(_section(section) for section in report.sections),
-        *(_picture(path) for path in plot_files if path.stem in ALT),
+        *(image(ALT[f.stem], f.read_bytes()) for f in plot_files if f.stem in ALT),
         f"<h2>Open it in MLflow</h2><pre>{escape(command)}</pre>",
         "<h2>All of it</h2>",
         *(_details(title, run.get(key)) for title, key in _DETAILS),
     )
+
+
+def document(title: str, style: str, *parts: str) -> str:
+    """The whole page of these parts, all of them escaped already."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{name}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"<title>{title}</title>\n<style>{style}</style>\n</head>\n<body>\n"
         + "\n".join(part for part in parts if part)
         + "\n</body>\n</html>\n"
     )
+
+
+def image(alt: str, png: bytes) -> str:
+    """A picture that lies inside the page."""
+    data = base64.b64encode(png).decode("ascii")
+    return f'<img alt="{alt}" src="data:image/png;base64,{data}">'
 
 
 _DETAILS = (
@@ -102,11 +114,6 @@ def _table(block: Block) -> str:
         for bar in block.bars
     )
     return f"<table><caption>{escape(block.title)}</caption>{rows}</table>"
-
-
-def _picture(path: Path) -> str:
-    data = base64.b64encode(path.read_bytes()).decode("ascii")
-    return f'<img alt="{ALT[path.stem]}" src="data:image/png;base64,{data}">'
 
 
 def _details(title: str, values: Mapping[str, Any] | None) -> str:

@@ -1,6 +1,6 @@
 """A step's memory as one HTML page that stands alone: bytes by owner over the allocations of the
 step, its phases, its peak and the limit, and what was held at the peak by which line. No script, no
-network; it draws what a ledger counted and is thinned out to what a screen can show.
+network; it draws what a ledger counted and nothing else.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from html import escape
 
 from tasks.engine.base.units import percent, printable
 from tasks.engine.memory.allocation_log import AllocationLog, Entry
-from tasks.engine.report.html_page import POLICY, STYLE
-from tasks.engine.report.memory_timeline_svg import (
+from tasks.engine.report.html_page import STYLE, document, image
+from tasks.engine.report.memory_timeline_plot import (
     colour,
-    named,
     owners_in,
     picture,
     sized,
@@ -23,15 +22,6 @@ from tasks.engine.report.memory_timeline_svg import (
 
 SHOWN = 20  # rows of the table
 MORE_STYLE = """
-figure { margin: 1.2rem 0 .6rem; }
-svg { display: block; width: 100%; height: auto; font: 13px system-ui, "Segoe UI", Roboto,
-  "Helvetica Neue", sans-serif; fill: var(--soft); }
-svg .grid { stroke: var(--line); }
-svg .phase { stroke: var(--soft); stroke-dasharray: 2 4; }
-svg .limit { stroke: var(--bad); stroke-width: 1.5; stroke-dasharray: 7 4; }
-svg .peak { stroke: var(--ink); } svg .dot { fill: var(--ink); }
-svg text { paint-order: stroke; stroke: var(--back); stroke-width: 3px; }
-svg .strong { fill: var(--ink); font-weight: 600; } svg .bad { fill: var(--bad); }
 .key { display: inline-block; width: .8rem; height: .8rem; border-radius: 2px; margin-right: .5rem;
   vertical-align: -.08rem; }
 .wide { overflow-x: auto; } th { text-align: left; color: var(--soft); font-weight: 500;
@@ -48,22 +38,16 @@ def page(ledger: AllocationLog, *, title: str, lines: Iterable[str] = ()) -> str
     at, at_peak = max(points, key=total_of)
     limit = "" if ledger.limit_bytes is None else f", limit {sized(ledger.limit_bytes)}"
     name = escape(printable(title, limit=200))
-    parts = (
+    return document(
+        name,
+        STYLE + MORE_STYLE,
         f"<h1>{name}</h1>",
         f'<p class="facts">{sized(sum(at_peak.values()))} at the peak, at allocation '
         f"{at - first:,} of {last - first:,}{limit}</p>",
         *(f"<p>{escape(printable(line, limit=2000))}</p>" for line in lines),
-        f"<figure>{picture(points, ledger)}</figure>",
+        image("Bytes by owner over the allocations of one step", picture(points, ledger)),
         _legend(at_peak, owners_in(points)),
         f"<h2>Largest at the peak</h2>{_table(ledger.at_peak())}",
-    )
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{name}</title>\n<style>{STYLE}{MORE_STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body>\n</html>\n"
     )
 
 
@@ -74,7 +58,7 @@ def _legend(at_peak: Mapping[str, int], owners: Sequence[str]) -> str:
         size = at_peak.get(owner, 0)
         bar = f"background:{colour(owner)};width:{100 * size / whole:.1f}%"
         rows.append(
-            f'<tr><td>{_key(owner)}{named(owner)}</td><td class="n">{sized(size)}</td>'
+            f'<tr><td>{_key(owner)}</td><td class="n">{sized(size)}</td>'
             f'<td class="n">{percent(size / whole)}</td>'
             f'<td class="b"><div class="bar" style="{bar}"></div></td></tr>'
         )
@@ -90,9 +74,9 @@ def _table(entries: Sequence[Entry]) -> str:
     order = sorted(groups, key=lambda alike: -sizes[alike])
     rows = []
     for alike in order[:SHOWN]:
-        owner, what, line, phase = (printable(word, limit=120) for word in alike)
+        what, line, phase = (printable(word, limit=120) for word in alike[1:])
         rows.append(
-            f'<tr><td>{_key(alike[0])}{named(owner)}</td><td class="n">{sized(sizes[alike])}</td>'
+            f'<tr><td>{_key(alike[0])}</td><td class="n">{sized(sizes[alike])}</td>'
             f'<td class="n">{len(groups[alike]):,}</td><td class="any">{escape(what)}</td>'
             f"<td><code>{escape(line)}</code></td><td>{escape(phase)}</td></tr>"
         )
@@ -107,4 +91,5 @@ def _table(entries: Sequence[Entry]) -> str:
 
 
 def _key(owner: str) -> str:
-    return f'<span class="key" style="background:{colour(owner)}"></span>'
+    name = escape(printable(owner, limit=120).replace("_", " "))
+    return f'<span class="key" style="background:{colour(owner)}"></span>{name}'

@@ -67,7 +67,7 @@ def _loss(run: Mapping[str, Any]) -> Figure | None:
     score = next((s for s in SCORES if _points(run, s[0])), None)
     if not losses and score is None:
         return None
-    axes = _panels(bool(losses) + (score is not None))
+    axes = panels(bool(losses) + (score is not None))
     if losses:
         _draw(axes[0], losses, "loss")
         values = [y for _, _, points in losses for _, y in points]
@@ -100,7 +100,7 @@ def _memory(run: Mapping[str, Any]) -> Figure | None:
     blocks = _blocks(run, "Memory")[:1]
     if not series and not blocks:
         return None
-    axes = _panels(min(2, len(series) + len(blocks)))
+    axes = panels(min(2, len(series) + len(blocks)))
     for ax, (title, lines) in zip(axes, series, strict=False):
         unit, scale = _unit(max(y for _, _, points in lines for _, y in points))
         scaled = [(n, c, [(x, y / scale) for x, y in points]) for n, c, points in lines]
@@ -145,7 +145,7 @@ def _blocks(run: Mapping[str, Any], title: str) -> tuple[Block, ...]:
     return found[0] if found else ()
 
 
-def _panels(count: int) -> list[Axes]:
+def panels(count: int) -> list[Axes]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -192,7 +192,7 @@ def _mark(ax: Axes, point: tuple[float, float], text: str) -> None:
 def _bar_charts(blocks: Sequence[Block], colour: str) -> Figure | None:
     if not blocks:
         return None
-    axes = _panels(len(blocks))
+    axes = panels(len(blocks))
     for ax, block in zip(axes, blocks, strict=True):
         _bars(ax, block, colour)
     return axes[0].figure  # type: ignore[return-value]

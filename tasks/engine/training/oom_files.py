@@ -78,5 +78,5 @@ def draw(ledger: AllocationLog, folder: Path, *, title: str, lines: Sequence[str
         (folder / "memory").mkdir(parents=True, exist_ok=True)
         file = folder / "memory" / "snapshot.html"
         file.write_text(page(ledger, title=title, lines=lines), encoding="utf-8")
-    except OSError as error:
+    except (OSError, MemoryError) as error:  # drawing takes some 40 MiB
         log.warning("memory/snapshot.html could not be written: %s", error)

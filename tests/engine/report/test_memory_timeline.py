@@ -11,10 +11,16 @@ from tasks.engine.base.units import mebibytes
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.memory.memory_by_owner import OWNERS
 from tasks.engine.report.memory_timeline import SHOWN, page
-from tasks.engine.report.memory_timeline_svg import COLOURS, COLUMNS
+from tasks.engine.report.memory_timeline_plot import (
+    COLOURS,
+    COLUMNS,
+    drawn,
+    thinned,
+    total_of,
+)
 
 CPU = torch.device("cpu")
-VOID = {"meta", "line", "circle"}  # elements without an end, in HTML or by "/>"
+VOID = {"meta", "img"}  # elements without an end
 
 
 class Read(HTMLParser):
@@ -64,7 +70,8 @@ def counted(limit=None, layers=3, parts=1):
 
 def test_the_page_needs_no_network_and_no_script():
     read = Read(page(counted(), title="a step"))
-    assert not {tag for tag, _ in read.found} & {"script", "link", "img", "iframe", "object"}
+    assert not {tag for tag, _ in read.found} & {"script", "link", "iframe", "object"}
+    assert [img["src"][:22] for img in read.all("img")] == ["data:image/png;base64,"]
     for _, attributes in read.found:
         for name, value in attributes.items():
             assert not name.startswith("on")
@@ -79,35 +86,40 @@ def test_the_sizes_on_the_page_are_the_ledgers():
     for owner, size in ledger.owners_at_peak().items():
         assert f"{owner} {mebibytes(size / MIB)}" in re.sub(r"\s+", " ", words)
     assert f"{mebibytes(ledger.step_peak_bytes / MIB)} at the peak" in words
-    assert f"peak {mebibytes(ledger.step_peak_bytes / MIB)}" in words
     assert "limit 1.00 MiB" in words
+    shown = [text.get_text().strip() for text in picture_of(ledger).texts]
+    assert f"peak {mebibytes(ledger.step_peak_bytes / MIB)}" in shown
+
+
+def picture_of(ledger):
+    return drawn(ledger.timeline(), ledger)
+
+
+def gids(axes):
+    return [line.get_gid() for line in axes.lines]
 
 
 def test_the_areas_add_up_to_what_was_held():
     ledger = counted()
-    text = page(ledger, title="a step")
-    svg = text[text.index("<svg") : text.index("</svg>")]
-    paths = re.findall(r'<path d="M([^L]*) L[^>]*><title>([^<]*)', svg)
-    names = [name.replace(" ", "_") for _, name in paths]
+    axes = picture_of(ledger)
+    names = [area.get_label() for area in axes.collections]
     assert names == [owner for owner in OWNERS if owner in names]
-    (peak_y,) = re.findall(r'<circle class="dot" cx="[\d.]+" cy="([\d.]+)"', svg)
-    highest = min(float(corner.split(",")[1]) for corner in paths[-1][0].split())
-    assert highest == float(peak_y)
-    limits = [float(n) for n in re.findall(r'y2="([\d.]+)" opacity', svg)]
-    assert limits and highest < limits[0]  # above the floor
+    (peak,) = (line for line in axes.lines if line.get_gid() == "peak")
+    ((at, most),) = peak.get_xydata()
+    assert most == ledger.step_peak_bytes
+    corners = axes.collections[-1].get_paths()[0].vertices
+    assert corners[:, 1].max() == most and at in corners[corners[:, 1] == most, 0]
 
 
 def test_the_phases_are_named_where_they_are_and_a_limit_in_sight_is_a_line():
     ledger = counted(parts=2)
     near = counted(limit=int(1.1 * counted().step_peak_bytes))
-    text = page(ledger, title="a step")
-    assert text.count('class="phase"') == 4
-    for name in ("forward", "backward"):
-        assert f">{name}</text>" in text
-    assert 'class="limit"' not in text
-    assert 'class="limit"' in page(near, title="a step")
-    far = page(counted(limit=100 * MIB), title="a step")
-    assert 'class="limit"' not in far and "limit 100 MiB" in far
+    axes = picture_of(ledger)
+    assert gids(axes).count("phase") == 4 and "limit" not in gids(axes)
+    assert {"forward", "backward"} <= {text.get_text() for text in axes.texts}
+    assert "limit" in gids(picture_of(near))
+    far = counted(limit=100 * MIB)
+    assert "limit" not in gids(picture_of(far)) and "limit 100 MiB" in page(far, title="a step")
 
 
 def test_every_owner_has_a_colour_of_its_own():
@@ -142,13 +154,12 @@ def test_thousands_of_allocations_are_thinned_and_keep_their_peak():
             kept = torch.zeros(10_000 if n == 4321 else 1 + n % 97)
             if n % 1500 == 0:
                 ledger.end_phase(f"phase {n}")
-    text = page(ledger, title="a step")
-    assert len(text) < 200_000
+    assert len(page(ledger, title="a step")) < 200_000
     assert kept.numel() < 97
-    (path,) = re.findall(r'<path d="M([^L]*) L', text)
-    assert len(path.split()) <= 2 * (COLUMNS + 2)
-    heights = {corner.split(",")[1] for corner in path.split()}
-    assert re.search(r'cy="([\d.]+)"', text)[1] in heights
+    points = ledger.timeline()
+    shown = thinned(points)
+    assert len(shown) <= COLUMNS + 2 and shown[0] == points[0] and shown[-1] == points[-1]
+    assert max(map(total_of, shown)) == max(map(total_of, points))
 
 
 @pytest.mark.parametrize("title", ["<script>alert(1)</script>", 'a "b" & <c>'])
