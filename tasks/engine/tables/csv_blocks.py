@@ -185,7 +185,11 @@ def _arrow(
         read_options=pa_csv.ReadOptions(
             use_threads=False, block_size=len(lines) + 1, column_names=names
         ),
-        parse_options=pa_csv.ParseOptions(delimiter=table.mark, invalid_row_handler=keep),
+        parse_options=pa_csv.ParseOptions(
+            delimiter=table.mark,
+            quote_char='"' if b'"' in lines else False,  # a twentieth less time without
+            invalid_row_handler=keep,
+        ),
         convert_options=pa_csv.ConvertOptions(
             include_columns=[str(i) for i in wanted],
             column_types={str(i): kind for i, kind in (types or {}).items()},

@@ -113,22 +113,16 @@ def _refuse_other(
     first: Sequence[pa.Field], fields: Sequence[pa.Field], name: str, other: str
 ) -> None:
     mine, theirs = ({field.name: _told(field.type) for field in of} for of in (first, fields))
-    remedy = "write all parts alike, or move it elsewhere"
-    for column in mine:
-        if column not in theirs:
-            raise DataError(
-                f"data.path: {other} has no column {shorten(column)}, which {name} has; {remedy}"
-            )
-        if mine[column] != theirs[column]:
-            raise DataError(
-                f"data.path: {other} column {shorten(column)} is of type {theirs[column]}, but in "
-                f"{name} of type {mine[column]}; {remedy}"
-            )
-    for column in theirs:
-        if column not in mine:
-            raise DataError(
-                f"data.path: {other} has a column {shorten(column)}, which {name} lacks; {remedy}"
-            )
+    for column in {**mine, **theirs}:
+        here, there = theirs.get(column), mine.get(column)
+        if here == there:
+            continue
+        said = f"column {shorten(column)} is of type {here}, but in {name} of type {there}"
+        if here is None:
+            said = f"has no column {shorten(column)}, which {name} has"
+        elif there is None:
+            said = f"has a column {shorten(column)}, which {name} lacks"
+        raise DataError(f"data.path: {other} {said}; write all parts alike, or move it elsewhere")
 
 
 def _told(kind: pa.DataType) -> str:

@@ -70,6 +70,7 @@ def test_another_form_of_a_run_is_refused(rows: Path, run: str) -> None:
     [
         ({"input": None}, "input: is needed"),
         ({"input": "nowhere.csv"}, "nowhere.csv' does not exist; name a file, relative to"),
+        ({"input": "x" * 300 + ".csv"}, "cannot be read (File name too long)"),
         ({"input": "a\0b.csv"}, "input: must not hold a NUL character"),
         ({"output": None}, "output: is needed"),
         ({"output": "x\0.csv"}, "output: must not hold a NUL character"),

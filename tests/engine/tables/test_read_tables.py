@@ -169,6 +169,18 @@ def test_a_column_that_becomes_text_in_a_later_block_is_judged_as_a_whole(tmp_pa
         preparation.prepare(_config(tmp_path, broken))
 
 
+@pytest.mark.parametrize("length", [4, 5, 1 << 18])
+def test_a_code_is_seen_wherever_in_a_block_it_stands(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    monkeypatch.setattr(csv_blocks, "CACHED_BYTES", length)
+    for before in range(20):
+        for cell, is_code in (("007", True), ("0.7", False), ("700", False)):
+            lines = ("1.5,10,-2\n" * 3)[:before].rpartition(",")[0]
+            text = f"{lines},{cell},10" if lines else f"{cell},10"
+            assert csv_blocks._may_hold_codes(text.encode()) == is_code, text
+
+
 def test_words_for_missing_are_known_among_numbers_that_had_none_so_far(tmp_path, monkeypatch):
     """Story: where the first block holds only numbers, cells are no longer compared with them."""
     monkeypatch.setattr(read_tables, "SMALLEST_BYTES", 64)
