@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from tasks.engine.files.npy import MOST_VALUES, Header, booleans, too_many
+from tasks.engine.files.npy import MOST_VALUES, Header, booleans, mapped, too_many
 from tasks.engine.files.npz import channels_first, check_count, chosen
 from tasks.engine.files.source_data import (
     DataError,
@@ -189,15 +189,7 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 
 def _values(path: Path, tensor: Tensor) -> np.ndarray:
     header = tensor.header
-    try:
-        flat: np.ndarray = np.memmap(
-            path, header.dtype, mode="r", offset=header.start, shape=header.shape
-        )
-    except (OSError, ValueError, OverflowError) as error:
-        raise DataError(
-            f"data.path: {path.name} cannot be mapped ({shorten(str(error), 120)})"
-            "; copy it to a local disk"
-        ) from None
+    flat = mapped(path, header)
     if tensor.kind != "BF16":
         return flat
     check_memory(2 * header.value_bytes, f"data.path: {path.name}", "save it as F32")

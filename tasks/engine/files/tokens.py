@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.engine.files.npy import check_size, parse_header
-from tasks.engine.files.source_data import DataError, refuse_target, shorten, source_file
+from tasks.engine.files.npy import Header, header_of, mapped
+from tasks.engine.files.source_data import DataError, refuse_target, source_file
 from tasks.engine.settings.data_config import DataConfig
 
 BYTES = 256
@@ -50,7 +50,7 @@ def read_text(data: DataConfig) -> Tokens:
     if data.path is None:
         return Tokens(np.frombuffer(default_text(), np.uint8), BYTES, "Python's own text")
     path = source_file(data)
-    return Tokens(_mapped(path, np.dtype(np.uint8), start=0, count=-1), BYTES, path.name)
+    return Tokens(_bytes_of(path, np.dtype(np.uint8)), BYTES, path.name)
 
 
 @cache
@@ -106,9 +106,7 @@ def _opened(data: DataConfig) -> tuple[np.ndarray, str]:
 
 
 def _npy(path: Path) -> np.ndarray:
-    with open(path, "rb") as file:
-        header = parse_header(file, path.name)
-    check_size(header, path.stat().st_size - header.start, path.name)
+    header = header_of(path)
     if header.dtype.kind not in "iu":
         raise DataError(
             f"data.path: {path.name} must hold whole numbers (got {header.dtype}); save it with "
@@ -119,7 +117,7 @@ def _npy(path: Path) -> np.ndarray:
             f"data.path: {path.name} must hold one row of tokens, shape (n,) (got {header.shape}); "
             "save it with .reshape(-1)"
         )
-    return _mapped(path, header.dtype, start=header.start, count=header.shape[0])
+    return mapped(path, header)
 
 
 def _bin(path: Path) -> np.ndarray:
@@ -138,18 +136,12 @@ def _bin(path: Path) -> np.ndarray:
             f"data.path: {path.name} must hold 16-bit numbers, an even count of bytes (got "
             f"{size_bytes:,}); copy or write it anew, or save it as an npy file"
         )
-    return _mapped(path, np.dtype("<u2"), start=0, count=size_bytes // 2)
+    return _bytes_of(path, np.dtype("<u2"))
 
 
-def _mapped(path: Path, dtype: np.dtype, *, start: int, count: int) -> np.ndarray:
-    try:
-        shape = None if count < 0 else (count,)
-        return np.memmap(path, dtype, mode="r", offset=start, shape=shape)
-    except (OSError, ValueError, OverflowError) as error:
-        raise DataError(
-            f"data.path: {path.name} cannot be mapped ({shorten(str(error), 120)})"
-            "; copy it to a local disk"
-        ) from None
+def _bytes_of(path: Path, dtype: np.dtype) -> np.ndarray:
+    count = path.stat().st_size // dtype.itemsize
+    return mapped(path, Header(dtype, (count,), fortran=False, start=0))
 
 
 def _check_length(tokens: int, context: int, *, label: str) -> None:
