@@ -37,10 +37,6 @@ class Needs:
     na: tuple[str, ...] = ()  # words that mean missing in text, beside the empty cell
     decimal: str = "."  # the decimal mark of numbers in text
 
-    @property
-    def is_of_text(self) -> bool:
-        return self.columns == (("text", "text"),)
-
 
 def needs_of(spec: Mapping[str, Any]) -> Needs:
     """What the model with this description takes."""

@@ -13,7 +13,8 @@ import numpy as np
 from tasks.engine.files import npy, npz
 from tasks.engine.files.source_data import DataError, check_memory, listed
 from tasks.engine.predict.input_batches import BATCH_BYTES, Batch, Needs, read_txt
-from tasks.engine.predict.request import TABLES, Order, told_as_input
+from tasks.engine.predict.request import Order, told_as_input
+from tasks.engine.settings.data_config import TABLE_FILES
 
 TABLES_WORDS = "a csv, tsv or parquet file"
 
@@ -21,7 +22,7 @@ TABLES_WORDS = "a csv, tsv or parquet file"
 def check_rows(order: Order, needs: Needs) -> None:
     """Raises DataError where the model cannot take rows of this file, by its head."""
     _check_kind(order, needs)
-    if order.reads in TABLES:
+    if order.reads in TABLE_FILES:
         from tasks.engine.predict import (
             table_inputs,  # 0.1 s for pyarrow, and arrays need none of it
         )
@@ -45,7 +46,7 @@ def amount(order: Order, needs: Needs) -> int:
 def batches(order: Order, needs: Needs) -> Iterator[Batch]:
     """All rows in order; one batch of none where there are none. Raises DataError."""
     check_rows(order, needs)
-    if order.reads in TABLES:
+    if order.reads in TABLE_FILES:
         from tasks.engine.predict import table_inputs
 
         is_parquet = order.reads == "parquet"

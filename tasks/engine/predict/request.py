@@ -16,29 +16,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from tasks.engine.files.source_data import MAGIC, DataError, first_bytes, kind_inside, shorten
+from tasks.engine.settings.data_config import ENDINGS, TABLE_FILES
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import DeviceConfig
 
-INPUTS = {
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".tab": "tsv",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".npy": "npy",
-    ".npz": "npz",
-    ".txt": "txt",
-}
-OUTPUTS = {
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".tab": "tsv",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".npy": "npy",
-    ".jsonl": "jsonl",
-}
-TABLES = ("csv", "tsv", "parquet")
+TABLES = {ending: kind for ending, kind in ENDINGS.items() if kind in TABLE_FILES}
+INPUTS = {**TABLES, ".npy": "npy", ".npz": "npz", ".txt": "txt"}
+OUTPUTS = {**TABLES, ".npy": "npy", ".jsonl": "jsonl"}
 RUN = re.compile(
     r"latest|[0-9a-f]{32}|models:/m-[0-9a-f]{32}|models:/[^/:@]+(@[\w.-]+|/[0-9]{1,9})", re.ASCII
 )
@@ -150,7 +134,7 @@ def _keep_problems(keep: Sequence[str], reads: str, writes: str) -> list[str]:
         problems.append(f"keep: {shorten(twice[0])} is named twice; name it once")
     if "" in keep:
         problems.append("keep: a column's name is empty; write keep as NAME,NAME")
-    if reads and reads not in TABLES:
+    if reads and reads not in TABLE_FILES:
         problems.append(f"keep: {reads} has no columns with names; drop keep, or give a table")
     if writes == "npy":
         problems.append("keep: npy holds the predictions alone; drop keep, or write a table")
