@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train test test-cuda lint docs ui serve serve-down bench clean
+.PHONY: help setup train test test-cuda lint docs ui serve serve-down bench mutants clean
 
 help:
 	@echo 'make train        train on the best device here:  make train ARGS="--train.epochs 5"'
@@ -15,6 +15,7 @@ help:
 	@echo 'make lint         formatter, linter, type checker'
 	@echo 'make docs         what the pages show of the code, written anew: rooms, settings'
 	@echo 'make bench        the benchmarks'
+	@echo 'make mutants      whether the tests notice a wrong engine: half an hour; ARGS="FILE ..." for some'
 
 setup: .venv/.ready
 
@@ -69,6 +70,14 @@ bench: .venv/.bench
 # What the benchmarks compare with; nothing else needs it.
 .venv/.bench: .venv/.ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	@touch $@
+
+mutants: .venv/.mutants
+	$(BIN)/python -m tests.mutants $(ARGS)
+
+# What turns the sources; nothing else needs it.
+.venv/.mutants: .venv/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[mutants]'
 	@touch $@
 
 clean:
