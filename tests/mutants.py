@@ -33,10 +33,11 @@ ROOT = Path(__file__).parent.parent
 # What is turned, and the tests that should notice.
 SUBJECTS = {
     "tasks/engine/files/split.py": ["files/test_split.py"],
-    "tasks/engine/tables/encoding.py": ["tables/test_read_tables.py", "data/test_preparation.py"],
-    "tasks/engine/step/optim.py": ["step/test_optim.py", "step/test_micro_batches.py"],
+    "tasks/engine/tables/encoding.py": ["tables/test_encoding.py"],
+    "tasks/engine/step/optim.py": ["step/test_optim.py"],
     "tasks/engine/step/evaluation.py": ["step/test_evaluation.py", "training/test_loop.py"],
     "tasks/engine/step/micro_batches.py": ["step/test_micro_batches.py", "training/test_loop.py"],
+    "tasks/engine/step/optimizer_step.py": ["training/test_loop.py", "step/test_micro_batches.py"],
     "tasks/engine/training/loop.py": ["training/test_loop.py"],
     "tasks/engine/forecast/admission.py": ["forecast/test_admission.py"],
     "tasks/engine/forecast/forecast.py": ["forecast"],
@@ -44,8 +45,7 @@ SUBJECTS = {
 }
 EQUIVALENTS = ROOT / "tests" / "equivalent_mutants.txt"
 LEAST_KILLED = 0.9
-TESTS = "not five_times"  # more than memory: minutes, in processes of their own
-SLOW_S = 2.0  # a test that takes longer starts processes, which do not see the change
+ELSEWHERE_S = 0.5  # a test of more seconds in processes of its own, which do not see the change
 MOST_BYTES = 16 << 30  # of addresses, for a mutant that asks for all of the memory
 OURS = ("tasks", "flows", "tests", "benchmarks", "__m")
 # They read their homes when they are imported, and tests/conftest.py gives them others.
@@ -95,7 +95,7 @@ def mutants(source: str) -> dict[str, str]:
             known.add(meaning)
             pairs = enumerate(zip(lines, mutated.splitlines(), strict=True))
             at, line = next((at, new) for at, (old, new) in pairs if old != new)
-            name = re.sub(r"(?<=[([]) ", "", " ".join(line.split()))
+            name = re.sub(r"(?<=[([]) |(?<=\w=) (?=\w)", "", " ".join(line.split("  #")[0].split()))
             twins = sum(other.split(" (line")[0] == name for other in found)
             found[name if not twins else f"{name} (line {at + 1})"] = mutated
     return found
@@ -135,21 +135,33 @@ class _Mutated(importlib.machinery.SourceFileLoader):
         return compile(self._source, self.path, "exec")
 
 
+def _elsewhere_s() -> float:
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+
+
 class _Seen:
     """In the process of a mutant: puts first what killed others, and keeps which test fails."""
 
-    def __init__(self, first: tuple[str, ...], slow: frozenset[str]) -> None:
-        self.first, self.slow = first, slow
+    def __init__(self, first: tuple[str, ...], without: frozenset[str]) -> None:
+        self.first, self.without = first, without
         self.failed: list[str] = []
-        self.seconds: Counter[str] = Counter()
+        self.seconds = 0.0
+        self.elsewhere: set[str] = set()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.nodeid not in self.slow]
+        items[:] = [item for item in items if item.nodeid not in self.without]
         rank = {nodeid: at for at, nodeid in enumerate(self.first)}
         items.sort(key=lambda item: rank.get(item.nodeid, len(rank)))
 
+    def pytest_runtest_logstart(self) -> None:
+        self._before_s = _elsewhere_s()
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        if _elsewhere_s() - self._before_s > ELSEWHERE_S:
+            self.elsewhere.add(nodeid)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] += report.duration
+        self.seconds += report.duration
         if report.failed:
             self.failed.append(report.nodeid)
 
@@ -160,25 +172,27 @@ class Told:
 
     code: int
     failed: list[str]
-    seconds: dict[str, float]
+    seconds: float
+    elsewhere: set[str]
     modules: list[str]
 
 
 def _tested(
-    file: str, source: str, first: tuple[str, ...], slow: frozenset[str], told: Connection
+    file: str, source: str, first: tuple[str, ...], without: frozenset[str], told: Connection
 ) -> None:
     os.setsid()  # what it starts ends with it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     sys.meta_path.insert(0, _Mutated(file, source))
-    seen = _Seen(first, slow)
+    seen = _Seen(first, without)
     tests = [f"tests/engine/{name}" for name in SUBJECTS[file]]
     # Plugins are here already: that is what a fork is for.
     options = ["-x", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    code = pytest.main([*options, "-k", TESTS, *tests], plugins=[seen])
+    code = pytest.main([*options, *tests], plugins=[seen])
     modules = [name for name in sys.modules if not name.startswith(NOT_AHEAD)]
-    told.send(Told(int(code), seen.failed, dict(seen.seconds), modules))
+    told.send(Told(int(code), seen.failed, seen.seconds, seen.elsewhere, modules))
 
 
 def _run(
@@ -186,13 +200,13 @@ def _run(
     source: str,
     *,
     first: tuple[str, ...] = (),
-    slow: frozenset[str] = frozenset(),
+    without: frozenset[str] = frozenset(),
     limit_s: float,
 ) -> Told | None:
     """What the process tells; None where it had to be ended, or died of itself."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(
-        target=_tested, args=(file, source, first, slow, theirs)
+        target=_tested, args=(file, source, first, without, theirs)
     )
     process.start()
     theirs.close()
@@ -225,16 +239,16 @@ def judged(file: str, named: list[str]) -> bool:
     for name in cold.modules:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    warm = _run(file, source, limit_s=600)
+    without = frozenset(cold.elsewhere)
+    warm = _run(file, source, without=without, limit_s=600)
     assert warm is not None and warm.code == 0, f"{file}: its tests fail in a fork: {warm}"
-    slow = frozenset(test for test, seconds in warm.seconds.items() if seconds > SLOW_S)
-    limit_s = 10 + 3 * sum(warm.seconds.values())
+    limit_s = 10 + 5 * warm.seconds
     kills: Counter[str] = Counter()
     used: set[str] = set()
     found, survived, equivalent = mutants(source), 0, 0
     for name, mutated in found.items():
         first = tuple(test for test, _ in kills.most_common())
-        told = _run(file, mutated, first=first, slow=slow, limit_s=limit_s)
+        told = _run(file, mutated, first=first, without=without, limit_s=limit_s)
         if told is None or told.code != 0:
             kills.update(told.failed if told else ())
             continue
@@ -258,6 +272,7 @@ def judged(file: str, named: list[str]) -> bool:
 
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch comes
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the process of a mutant
     began, named = time.monotonic(), equivalents()
     with tempfile.TemporaryDirectory(prefix="headroom-mutants-") as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder

@@ -13,7 +13,7 @@ from torch import nn
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.step import micro_batches, optim
-from tasks.engine.step.micro_batches import Fixed, MemoryExhausted, MicroBatches
+from tasks.engine.step.micro_batches import Failure, Fixed, MemoryExhausted, MicroBatches, told_in
 from tasks.engine.step.optimizer_step import Step, Watched
 
 CPU = torch.device("cpu")
@@ -293,3 +293,153 @@ def test_other_errors_are_not_repeated() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         training.train(1)
     assert len(calls) == 1
+
+
+# Of what is tried, without a training
+
+
+class _Tried:
+    """Fits up to so many rows, and keeps which were tried."""
+
+    def __init__(self, whole: int, most: int, *, rows: int | None = None) -> None:
+        self.most, self.rows = most, []
+        self.batch = (torch.zeros(whole, 3),)
+        model = nn.BatchNorm1d(3)
+        accounts = MemoryByOwner(AllocationLog(CPU), dict)
+        self.micro = MicroBatches(
+            rows or whole,
+            whole=whole,
+            what="training",
+            device=CPU,
+            model=model,
+            accounts=accounts,
+            witness=_Witness(),
+        )
+
+    def attempt(self, x: torch.Tensor, rows: int) -> int:
+        self.rows.append(rows)
+        if rows > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+        return rows
+
+    def fit(self, times: int = 1) -> list[int]:
+        """The rows tried in so many batches."""
+        self.rows = []
+        for _ in range(times):
+            self.micro.fit(self.attempt, self.batch)
+        return self.rows
+
+
+def test_each_size_is_half_of_the_last_rounded_up() -> None:
+    tried = _Tried(11, 1)
+    assert tried.fit() == [11, 6, 3, 2, 1]
+    assert (tried.micro.recovered, tried.micro.fitted, tried.micro.tried) == (4, 1, [11, 6, 3, 2])
+    assert tried.fit(2) == [1, 1] and tried.micro.recovered == 4
+    assert _Tried(8, 8, rows=20).micro.rows == 8, "no more than a batch has"
+
+
+def test_what_did_not_fit_even_by_one_row_is_told_with_all_that_was_tried() -> None:
+    tried = _Tried(5, 0)
+    with pytest.raises(MemoryExhausted) as ended:
+        tried.fit()
+    assert tried.rows == [5, 3, 2, 1, 1], "the last once more, for the witness"
+    assert ended.value.failure == Failure(
+        text="CUDA out of memory. Tried to allocate 2.00 MiB",
+        phase="training",
+        batch_shape=(5, 3),
+        tried=(5, 3, 2, 1),
+        allocator={"allocated": 7},
+    )
+    assert tried.micro.recovered == 3
+
+
+def test_one_row_that_fits_when_it_is_counted_is_a_recovery() -> None:
+    tried = _Tried(1, 0)
+
+    def once(x: torch.Tensor, rows: int) -> int:
+        try:
+            return tried.attempt(x, rows)
+        finally:
+            tried.most = 1
+
+    assert tried.micro.fit(once, tried.batch) == 1
+    assert (tried.micro.recovered, tried.micro.tried) == (1, [1])
+
+
+def test_a_larger_size_is_tried_again_after_a_hundred_batches_and_then_after_twice_as_many() -> (
+    None
+):
+    tried = _Tried(12, 6)
+    assert tried.fit(100) == [12] + [6] * 100
+    assert tried.fit(1) == [12, 6], "what failed again is tried again later"
+    assert 12 not in tried.fit(198) and tried.fit(2) == [6, 12, 6]
+    tried.most = 12
+    assert 12 not in tried.fit(398) and tried.fit(3) == [6, 12, 12]
+    assert (tried.micro.fitted, tried.micro.rows) == (12, 12)
+    assert set(tried.fit(1000)) == {12}, "there is no more than a batch"
+
+
+def test_it_grows_to_twice_the_rows_and_at_most_to_those_of_a_batch() -> None:
+    tried = _Tried(11, 3)
+    assert tried.fit(100) == [11, 6] + [3] * 100
+    tried.most = 11
+    assert tried.fit(101) == [6] * 100 + [11]
+
+
+def test_easing_is_no_failure_and_one_row_is_not_halved() -> None:
+    tried = _Tried(3, 3)
+    for rows in (2, 1, 1):
+        tried.micro.ease("the allocator is about to fail")
+        assert (tried.micro.rows, tried.micro.recovered) == (rows, 0)
+    assert tried.fit(100) == [1] * 100
+    assert tried.fit(101) == [2] * 100 + [3], "nothing failed: no patience was lost"
+
+
+def test_what_is_done_again_is_done_twice_and_not_a_third_time() -> None:
+    tried, calls = _Tried(4, 4), []
+
+    def fails(times: int) -> int:
+        calls.append(times)
+        if len(calls) <= times:
+            raise MemoryError
+        return 9
+
+    assert tried.micro.again(lambda: fails(1)) == 9
+    assert (tried.micro.recovered, len(calls)) == (1, 2)
+    calls.clear()
+    with pytest.raises(MemoryExhausted, match="in optimizer: MemoryError") as ended:
+        tried.micro.again(lambda: fails(2))
+    assert ended.value.failure == Failure(
+        text="MemoryError", phase="optimizer", allocator={"allocated": 7}
+    )
+    for wrong in (tried.micro.again, lambda attempt: tried.micro.fit(lambda *_: attempt(), ())):
+        with pytest.raises(ZeroDivisionError):
+            wrong(lambda: 1 / 0)
+        with pytest.raises(RuntimeError, match="^not about it$"):
+            wrong(lambda: _raise(RuntimeError("not about it")))
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def test_running_out_is_told_with_the_innermost_phase_and_the_step() -> None:
+    with pytest.raises(MemoryExhausted) as ended, told_in("training", step=lambda: 3):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    assert ended.value.failure == Failure("CUDA out of memory.", "training", step=3)
+    with (
+        pytest.raises(MemoryExhausted) as ended,
+        told_in("training", step=lambda: 3),
+        told_in("sending", step=lambda: 2),
+        told_in("eval"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    assert ended.value.failure == Failure("CUDA out of memory.", "eval", step=2)
+    with pytest.raises(RuntimeError, match="^not about it$"), told_in("training"):
+        raise RuntimeError("not about it")
+    assert Failure("", "").step == 0
+
+
+def test_the_fixed_size_never_recovers() -> None:
+    assert Fixed(3).fit(lambda x, rows: (x, rows), (5,)) == (5, 3)
+    assert Fixed(3).recovered == 0

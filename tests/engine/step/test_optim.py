@@ -205,3 +205,106 @@ def test_a_parameter_that_misses_a_gradient_misses_a_count_too() -> None:
         reference.step()
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_step_that_failed_between_two_decays_goes_on_where_it_failed(monkeypatch, name) -> None:
+    """Each weight decay is a call of the kernel, and one that was made is not made again."""
+    torch.manual_seed(0)
+    start = [torch.randn(3) for _ in range(3)]
+    ours, theirs = ([nn.Parameter(p.clone()) for p in start] for _ in range(2))
+    how = {"lr": 0.1, "weight_decay": 0.3, "momentum": 0.9, "beta2": 0.99}
+    mine = optim.make(name, ours, **how, undecayed=ours[:2])
+    groups = [{"params": theirs[:2], "weight_decay": 0.0}, {"params": theirs[2:]}]
+    reference: torch.optim.Optimizer
+    if name == "adamw":
+        reference = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.99), weight_decay=0.3)
+    else:
+        reference = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.3, nesterov=True)
+    kernel, calls = getattr(torch, f"_fused_{name}_"), []
+
+    def second_fails(*args, **kwargs) -> None:
+        calls.append(kwargs["weight_decay"])
+        if len(calls) in (2, 5):  # of the first step, and of the second
+            raise RuntimeError("CUDA out of memory.")
+        kernel(*args, **kwargs)
+
+    monkeypatch.setattr(torch, f"_fused_{name}_", second_fails)
+    for a, b in zip(ours, theirs, strict=True):
+        a.grad = torch.randn(3)
+        b.grad = a.grad.clone()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        mine.step()
+    mine.step()
+    reference.step()
+    assert calls == [0.0, 0.3, 0.3]
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        mine.step()
+    mine.zero_grad()
+    for a, b in zip(ours, theirs, strict=True):
+        a.grad = b.grad.clone()
+    mine.step()
+    assert calls[3:] == [0.0, 0.3, 0.0, 0.3], "gradients anew are a step anew"
+
+
+def test_one_count_is_kept_for_all_parameters_while_each_gets_its_gradient() -> None:
+    model, _ = _twins()
+    optimizer = optim.AdamW(model.parameters(), lr=0.1, weight_decay=0, beta1=0.9, beta2=0.99)
+    assert optimizer.state_tensors() == []
+    _train(model, optimizer, steps=3)
+    *moments, count = optimizer.state_tensors()
+    assert len(moments) == 2 * len(list(model.parameters())) and count.item() == 3
+    optimizer.params[0].grad = None
+    optimizer.step()
+    counts = optimizer.state_tensors()[len(moments) :]
+    assert [count.item() for count in counts] == [3, 4, 4, 4]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_new_rate_holds_from_the_next_step_and_fills_a_tensor_in_place(name: str) -> None:
+    """Steps that are replayed read the rate there."""
+    torch.manual_seed(0)
+    start = torch.randn(3)
+    given = [nn.Parameter(start.clone()) for _ in range(3)]
+    how = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "beta2": 0.99}
+    plain, replayed = (optim.make(name, [p], **how) for p in given[:2])
+    rate = replayed.lr = torch.tensor(0.1)
+    kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    more = {"betas": (0.9, 0.99)} if name == "adamw" else {"momentum": 0.9, "nesterov": True}
+    reference = kinds[name]([given[2]], lr=0.1, weight_decay=0, **more)
+    for lr in (0.1, 0.4, 0.2):
+        for p in given:
+            p.grad = torch.full((3,), lr)
+        for mine in (plain, replayed):
+            mine.set_lr(lr)
+            mine.step()
+        reference.param_groups[0]["lr"] = lr
+        reference.step()
+    assert replayed.lr is rate and rate.item() == pytest.approx(0.2) and plain.lr == 0.2
+    for p in given[:2]:
+        torch.testing.assert_close(p, given[2])
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_scaler_leaves_the_skipping_of_a_step_to_the_kernel(monkeypatch, name: str) -> None:
+    """What it would do itself waits for the device in every step."""
+
+    def waits(*_: object, **__: object) -> None:
+        raise AssertionError("the host reads whether a gradient was infinite")
+
+    monkeypatch.setattr(torch.amp.GradScaler, "_maybe_opt_step", waits)
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = optim.make(name, [weight], lr=0.1, weight_decay=0, momentum=0.9, beta2=0.99)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    assert (weight < 1).all()
+
+
+def test_a_warm_up_of_all_steps_ends_at_the_rate() -> None:
+    at = optim.schedule("cosine", lr=1.0, total_steps=4, warmup_fraction=1.0, min_fraction=0.1)
+    assert [at(step) for step in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    at = optim.schedule("cosine", lr=1.0, total_steps=4, warmup_fraction=0.75, min_fraction=0.1)
+    assert [at(3), at(4)] == pytest.approx([1.0, 0.1])

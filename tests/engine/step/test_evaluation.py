@@ -1,0 +1,202 @@
+"""The figures of an evaluation, against scikit-learn's and torch's over all rows at once."""
+
+import math
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as sk
+from torch import Tensor, nn
+
+from tasks.engine.base.timing import HostClock
+from tasks.engine.batches.dataset_batches import feed
+from tasks.engine.memory.allocation_log import AllocationLog
+from tasks.engine.memory.memory_by_owner import MemoryByOwner
+from tasks.engine.memory.memory_meter import Meter
+from tasks.engine.step.evaluation import Evaluator, eval_rows, evaluate
+from tasks.engine.step.losses import next_token
+from tasks.engine.step.micro_batches import Fixed, MemoryExhausted
+from tasks.engine.step.phases import Phases
+
+CPU = torch.device("cpu")
+LOSSES = {
+    "classification": nn.functional.cross_entropy,
+    "multilabel": nn.functional.binary_cross_entropy_with_logits,
+    "regression": nn.functional.mse_loss,
+    "tokens": next_token,
+}
+
+
+class _Parts(Fixed):
+    """As many rows are read as given, and two of them at once go through the model."""
+
+    def fit(self, attempt, batch):
+        return attempt(*batch, 2)
+
+
+def _judged(
+    task: str, outputs: np.ndarray, y: np.ndarray, *, rows_read: int = 3, **more
+) -> dict[str, float]:
+    """Of a model that gives those outputs, row by row."""
+    accounts = MemoryByOwner(AllocationLog(CPU), dict)
+    phases = Phases(HostClock(), Meter(CPU), accounts, count_every=None)
+    evaluator = Evaluator(
+        task, LOSSES[task], nullcontext, micro=_Parts(rows_read), phases=phases, **more
+    )
+    return evaluate(nn.Identity(), feed(outputs, y, device=CPU, room_bytes=10**9), evaluator)
+
+
+def _outputs(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+# One batch, fewer than are folded, and more, the last one smaller.
+@pytest.mark.parametrize("rows_read", [64, 10, 3])
+@pytest.mark.parametrize("rows", [40, 41])
+def test_a_classification_has_the_loss_and_accuracy_of_all_rows(rows_read: int, rows: int) -> None:
+    outputs, y = _outputs(rows, 3), np.arange(rows) % 3
+    found = _judged("classification", outputs, y, rows_read=rows_read)
+    assert found == pytest.approx(
+        {
+            "val/loss": sk.log_loss(y, torch.tensor(outputs).softmax(1).numpy()),
+            "val/accuracy": sk.accuracy_score(y, outputs.argmax(1)),
+        },
+        rel=1e-5,
+    )
+
+
+@pytest.mark.parametrize("rows_read", [64, 3])
+def test_several_labels_have_the_accuracy_and_f1_of_all_labels_together(rows_read: int) -> None:
+    outputs, y = _outputs(41, 4), (_outputs(41, 4, seed=1) > 0.7).astype(np.float32)
+    outputs[0], y[:3, 0] = 0, (0.25, 0.75, 0.5)  # a logit of 0 is no yes; soft labels round
+    found = _judged("multilabel", outputs, y, rows_read=rows_read)
+    told, so = (outputs > 0).ravel(), (y > 0.5).ravel()
+    loss = LOSSES["multilabel"](torch.tensor(outputs), torch.tensor(y)).item()
+    assert found == pytest.approx(
+        {
+            "val/loss": loss,
+            "val/accuracy": sk.accuracy_score(so, told),
+            "val/f1": sk.f1_score(so, told),
+        },
+        rel=1e-5,
+    )
+
+
+def test_no_label_told_of_none_there_is_is_an_f1_of_1() -> None:
+    none = np.zeros((4, 2), dtype=np.float32)
+    assert _judged("multilabel", none - 1, none)["val/f1"] == 1.0
+    assert _judged("multilabel", none + 1, none)["val/f1"] == 0.0
+
+
+@pytest.mark.parametrize("rows_read", [64, 3])
+def test_a_regression_has_the_errors_of_all_rows_in_the_targets_units(rows_read: int) -> None:
+    outputs, y = _outputs(41, 2), _outputs(41, 2, seed=1) + 3
+    scale = np.array([10.0, 0.5])
+    found = _judged("regression", outputs, y, rows_read=rows_read, target_scale=tuple(scale))
+    whole_y, whole = y * scale, outputs * scale
+    spread = ((whole_y - whole_y.mean(0)) ** 2).sum()
+    assert found == pytest.approx(
+        {
+            "val/loss": sk.mean_squared_error(y, outputs),
+            "val/mae": sk.mean_absolute_error(whole_y, whole),
+            "val/r2": 1 - ((whole_y - whole) ** 2).sum() / spread,
+        },
+        rel=1e-5,
+    )
+    outputs, y = outputs[:, :1].copy(), y[:, :1].copy()
+    one = _judged("regression", outputs, y, rows_read=rows_read)
+    assert one["val/r2"] == pytest.approx(sk.r2_score(y[:, 0], outputs[:, 0]), rel=1e-5)
+
+
+def test_r2_of_a_target_that_never_changes_is_not_known() -> None:
+    assert "val/r2" not in _judged("regression", _outputs(5, 1), np.ones((5, 1), np.float32))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e3])
+def test_the_perplexity_of_tokens_is_a_float_however_wrong_they_are(factor: float) -> None:
+    """The exponential of more than 700 would be none."""
+    outputs = _outputs(6, 5, 7) * factor
+    tokens = np.arange(30).reshape(6, 5) % 7
+    found = _judged("tokens", outputs, tokens)
+    loss = LOSSES["tokens"](torch.tensor(outputs), torch.tensor(tokens)).item()
+    assert found["val/loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["val/perplexity"] == pytest.approx(math.exp(min(700.0, loss)), rel=1e-4)
+    assert (loss > 700) == (factor > 1)
+
+
+def _largest(outputs: Tensor, y: Tensor) -> Tensor:
+    return outputs.max()
+
+
+def test_a_metric_of_the_users_own_counts_each_batch_by_its_rows() -> None:
+    outputs, y = _outputs(5, 3), np.arange(5) % 3
+    found = _judged("classification", outputs, y, rows_read=3, metrics={"most": _largest})
+    parts = [outputs[:2], outputs[2:3], outputs[3:5]]
+    expected = sum(part.max() * len(part) for part in parts) / 5
+    assert found["val/most"] == pytest.approx(expected)
+
+
+ALIKE = "alike"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 40])
+def test_the_same_answer_to_every_row_is_told_where_there_is_more_than_one(rows: int) -> None:
+    classes = np.zeros((rows, 3), dtype=np.float32)
+    classes[:, 2] = 1
+    y = np.arange(rows) % 3
+    assert (ALIKE in _judged("classification", classes, y)) == (rows > 1)
+    values, targets = np.full((rows, 2), 0.3, np.float32), _outputs(rows, 2)
+    assert (ALIKE in _judged("regression", values, targets)) == (rows > 1)
+    if rows > 1:
+        classes[-1, 1], values[-1, 1] = 2, 0.31
+        assert ALIKE not in _judged("classification", classes, y)
+        assert ALIKE not in _judged("regression", values, targets)
+
+
+def test_of_labels_and_tokens_nobody_asks_if_the_answers_are_alike() -> None:
+    assert ALIKE not in _judged("multilabel", np.ones((4, 2), np.float32), np.eye(4, 2, dtype="f"))
+
+
+def test_as_many_rows_are_read_as_a_sixteenth_of_the_room_holds() -> None:
+    """Not fewer than training takes, and not more than 1,024; tokens and loaders: as training."""
+
+    def rows(room: float, *, batch_size: int = 8, size: int = 25_000, **facts: object) -> int:
+        told = {"task": "classification", "batch": None, "bytes": size, "train_rows": 200}
+        made = SimpleNamespace(**{**told, "val_rows": 50, **facts})
+        return eval_rows(made, batch_size, room_bytes=room)
+
+    assert rows(16 * 100 * 20) == 20
+    assert rows(16 * 100 * 20, size=200) == 1024
+    assert rows(16 * 100 * 3) == 8
+    assert rows(math.inf) == 1024
+    assert rows(math.inf, batch_size=2000) == 2000
+    assert rows(math.inf, task="tokens") == rows(math.inf, batch="loader") == 8
+
+
+@pytest.mark.parametrize("residency", ["pinned", "device"])
+def test_where_one_row_of_the_device_does_not_fit_it_ends(residency: str) -> None:
+    """Rows that the device holds already take no room; reading fewer of them would not help."""
+    batches = feed(_outputs(5, 3), np.arange(5) % 3, device=CPU, room_bytes=10**9)
+    tried: list[int] = []
+
+    class Narrow:
+        def __init__(self) -> None:
+            self.residency = residency
+
+        def __len__(self) -> int:
+            return len(batches)
+
+        def in_order(self, rows: int):
+            tried.append(rows)
+            raise RuntimeError("CUDA out of memory.")
+
+    accounts = MemoryByOwner(AllocationLog(CPU), dict)
+    phases = Phases(HostClock(), Meter(CPU), accounts, count_every=None)
+    evaluator = Evaluator(
+        "classification", LOSSES["classification"], nullcontext, micro=Fixed(7), phases=phases
+    )
+    with pytest.raises(MemoryExhausted, match="memory ran out in eval: CUDA out of memory"):
+        evaluate(nn.Identity(), Narrow(), evaluator)
+    assert tried == ([5, 3, 2, 1] if residency == "pinned" else [5])
