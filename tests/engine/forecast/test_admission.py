@@ -14,7 +14,7 @@ from tasks.engine.device.machine_facts import Gpu, Holder
 from tasks.engine.device.nvml import Nvml, holders
 from tasks.engine.forecast import admission
 from tasks.engine.forecast.admission import admit
-from tasks.engine.forecast.forecast import forecast
+from tasks.engine.forecast.forecast import Forecast, forecast
 from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.settings.run_config import MemoryConfig, ModelConfig, RunConfig, TrainConfig
 
@@ -217,3 +217,139 @@ def test_a_cpu_without_a_limit_is_not_asked(data, cpu):
 def test_holders_are_those_of_the_gpu_that_was_asked_about():
     assert [h.pid for h in holders("GPU-1", NVML)] == [7, 42]
     assert holders("GPU-9", NVML) == holders(None, Nvml(error="no driver")) == ()
+
+
+# With forecasts that are written down: ten MiB a row beside ten, and twenty more in a graph
+
+
+@pytest.fixture
+def written(monkeypatch) -> list[int]:
+    """The rows that were asked about."""
+    rows: list[int] = []
+
+    def told(config, data, device, *, micro_batch) -> Forecast:
+        rows.append(micro_batch)
+        needed = 10 * MIB * (micro_batch + 1)
+        made = Forecast(needed - MIB, None, needed, "backward", {}, {}, 5 * MIB, micro_batch)
+        return replace(made, graphed=replace(made, needed_bytes=needed + 20 * MIB))
+
+    monkeypatch.setattr(admission, "forecast", told)
+    return rows
+
+
+def small(**memory) -> RunConfig:
+    return config_of(**memory).model_copy(update={"train": TrainConfig(batch_size=11)})
+
+
+def test_of_the_halves_of_a_batch_the_largest_that_fits_is_taken_to_the_byte(data, gpu, written):
+    for room_mib, rows in ((120, 11), (119, 6), (70, 6), (69, 3), (40, 3), (30, 2), (20, 1)):
+        found = asked(small(), data, gpu, Machine(room_mib * MIB))
+        assert (found.micro_batch, found.predicted_bytes) == (rows, (10 * rows + 9) * MIB)
+        assert found.reason.startswith("starts with micro-") == (rows < 11)
+        assert found.told is not None and found.told.micro_batch == rows
+    with pytest.raises(
+        DeviceError, match="^device.name: .* needs 20.0 MiB of cuda:0, and 19.0 MiB"
+    ):
+        asked(small(), data, gpu, Machine(19 * MIB))
+    written.clear()
+    asked(small(), data, gpu, Machine(30 * MIB))
+    assert written == [11, 6, 3, 2], "each is foretold once"
+
+
+def test_a_micro_batch_is_that_of_accumulate_and_of_runs_alike(data, gpu, written):
+    accumulated = small().model_copy(update={"train": TrainConfig(batch_size=11, accumulate=2)})
+    for config, past, rows in (
+        (small(), None, 11),
+        (small(), 4, 4),
+        (small(), 20, 11),
+        (accumulated, None, 6),
+        (accumulated, 9, 6),
+        (accumulated, 5, 5),
+    ):
+        machine = Machine(2**40)
+        assert asked(config, data, gpu, machine, past_micro_batch=past).micro_batch == rows
+
+
+def test_a_graph_fits_where_its_room_is_there_to_the_byte(data, gpu, written):
+    assert asked(small(), data, gpu, Machine(140 * MIB)).fits_graph
+    assert not asked(small(), data, gpu, Machine(140 * MIB - 1)).fits_graph
+
+
+def test_history_is_believed_where_what_it_reserved_is_there_to_the_byte(data, gpu, written):
+    past = {"past_peak_bytes": 10 * MIB, "past_reserved_bytes": 30 * MIB}
+    assert asked(small(), data, gpu, Machine(30 * MIB), **past).source == "history"
+    assert asked(small(), data, gpu, Machine(30 * MIB - 1), **past).source == "dry step"
+    past = {"past_peak_bytes": 10 * MIB}
+    assert asked(small(), data, gpu, Machine(10 * MIB), **past).source == "history"
+
+
+def test_a_limit_that_the_parameters_fill_is_not_hopeless(data, gpu, written):
+    """Of 5 MiB of parameters; what runs alike have taken is asked first."""
+    with pytest.raises(DeviceError, match="^memory.limit_mib: must be more than the 5.00 MiB of"):
+        asked(small(limit_mib=4.999), data, gpu, Machine(2**33))
+    with pytest.raises(DeviceError, match="^memory.limit_mib: must be at least 20, for one row at"):
+        asked(small(limit_mib=5), data, gpu, Machine(2**33))
+    written.clear()
+    for limit_mib in (4.5, 4):
+        past = {"past_peak_bytes": 4 * MIB}
+        assert (
+            asked(small(limit_mib=limit_mib), data, gpu, Machine(2**33), **past).micro_batch == 11
+        )
+    assert written == []
+    with pytest.raises(DeviceError, match="^memory.limit_mib: must be more than"):
+        past = {"past_peak_bytes": MIB, "past_reserved_bytes": 4 * MIB + 1}
+        asked(small(limit_mib=4), data, gpu, Machine(2**33), **past)
+
+
+@pytest.mark.parametrize("held_mib", [0, 7])
+def test_a_limit_is_at_fault_where_one_row_beside_what_is_held_passes_it(
+    data, gpu, written, monkeypatch, held_mib
+):
+    held = SimpleNamespace(read=lambda: {"reserved": held_mib * MIB} if held_mib else {})
+    monkeypatch.setattr(admission, "allocator", lambda _: held)
+    least = 20 + held_mib
+    with pytest.raises(DeviceError) as caught:
+        asked(small(limit_mib=least - 0.5), data, gpu, Machine(2**33))
+    beside = " beside 7.00 MiB that this process holds already" if held_mib else ""
+    assert str(caught.value) == (
+        f"memory.limit_mib: must be at least {least}, for one row at a time{beside} "
+        f"(got {least - 0.5:g}); raise it, or make the model smaller"
+    )
+    assert asked(small(limit_mib=least), data, gpu, Machine(2**33)).micro_batch == 1
+    with pytest.raises(DeviceError, match="^device.name: "):
+        asked(small(limit_mib=least), data, gpu, Machine(MIB))
+
+
+def test_waiting_is_a_remedy_where_the_whole_device_would_do_to_the_byte(data, gpu, written):
+    for total, slept in ((20 * MIB, [1.0, 1.0]), (20 * MIB - 1, [])):
+        machine = Machine(MIB)
+        with pytest.raises(DeviceError) as caught:
+            asked(small(wait_s=2), data, replace(gpu, total_bytes=total), machine)
+        assert machine.slept == slept
+        assert ("or let memory.wait_s wait for it" in str(caught.value)) == bool(slept)
+        assert f"and {1.0:.2f} MiB are free" in str(caught.value)
+
+
+def test_it_asks_for_the_last_time_when_the_time_is_over(data, gpu, written):
+    machine = Machine(*[MIB] * 3, 2**33)
+    assert asked(small(wait_s=2.5), data, gpu, machine).micro_batch == 11
+    assert machine.slept == [1.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize("many", [0, 1, 4, 5, 7])
+def test_the_four_that_hold_most_are_named_and_the_rest_counted(data, gpu, written, many):
+    found = (Holder(1), *(Holder(i, f"job{i}", i * MIB) for i in range(2, many + 1)))[:many]
+    nvml = Nvml(gpus=(Gpu("GPU-1", "cuda", uuid="GPU-1", holders=found),))
+    with pytest.raises(DeviceError) as caught:
+        admit(
+            small(),
+            data,
+            gpu,
+            past_peak_bytes=None,
+            past_micro_batch=None,
+            free=lambda: MIB,
+            nvml=lambda: nvml,
+        )
+    named = [f"pid {i} (job{i}) {i}.00 MiB" for i in range(many, 1, -1)] + ["pid 1"] * (many > 0)
+    words = f"; held by {', '.join(named[:4])}" + f" and {many - 4} more" * (many > 4)
+    assert f"1.00 MiB are free{words * (many > 0)}; make the model" in str(caught.value)

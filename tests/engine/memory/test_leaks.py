@@ -438,3 +438,144 @@ def test_a_gradient_that_nobody_looked_at_counts():
     start = in_use()
     x.sum().backward()
     assert in_use() - start == 16
+
+
+# With the books of a device that are written down
+
+
+@pytest.fixture
+def books(monkeypatch):
+    """What an allocator and a driver tell; nothing is held by a tensor."""
+    told = types.SimpleNamespace(
+        allocated=100, reserved=200, pools=20, pinned=30, free=700, total=1000, broken=False
+    )
+
+    def space():
+        return types.SimpleNamespace(free_bytes=told.free, total_bytes=told.total)
+
+    def source(device):
+        read = {"allocated": told.allocated, "reserved": told.reserved}
+        found = {name: size for name, size in read.items() if size is not None}
+        return types.SimpleNamespace(
+            read=lambda: found, space=lambda: None if told.total is None else space()
+        )
+
+    monkeypatch.setattr(leaks, "_baselines", {})
+    monkeypatch.setattr(leaks, "allocator", source)
+    monkeypatch.setattr(leaks, "live_tensors", lambda device: [])
+    monkeypatch.setattr(leaks, "give_back", lambda device: None)
+    monkeypatch.setattr(leaks, "pools_bytes", lambda device: told.pools)
+    monkeypatch.setattr(leaks, "pinned_bytes", lambda device: told.pinned)
+    monkeypatch.setattr(leaks, "is_broken", lambda device: told.broken)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("after", "ok", "reserved", "kept"),
+    [
+        ({}, True, 0, {}),
+        ({"allocated": 60, "reserved": 80, "pools": 0, "pinned": 0, "free": 900}, True, 0, {}),
+        ({"reserved": 201}, False, 1, {}),
+        ({"allocated": 101}, True, 0, {"workspaces of libraries": 1}),
+        ({"allocated": 101, "reserved": 250}, True, 50, {"workspaces of libraries": 1}),
+        ({"pools": 21}, False, 0, {"private pools of graphs": 1}),
+        ({"pinned": 31}, True, 0, {"pinned host memory": 1}),
+        ({"pinned": None}, True, 0, {}),
+        ({"free": 699}, True, 0, {"the driver's context, or other processes": 1}),
+        ({"reserved": 250, "free": 650}, False, 50, {}),
+        (
+            {"reserved": 250, "free": 643},
+            False,
+            50,
+            {"the driver's context, or other processes": 7},
+        ),
+        ({"free": None}, True, 0, {}),
+        ({"total": None}, True, 0, {}),
+        ({"reserved": None}, True, None, {}),
+    ],
+)
+def test_what_is_taken_above_the_baseline_is_told_to_the_byte(books, after, ok, reserved, kept):
+    """Reserved memory is excused by a residual, which pins its segment; a private pool by none."""
+    before = baseline("cuda:0").bytes
+    assert before == 100
+    vars(books).update(after)
+    facts = release("cuda:0", baseline_bytes=before)
+    assert (facts.ok, facts.reserved_bytes) == (ok, reserved)
+    assert {one.name: one.bytes for one in facts.kept} == kept
+    assert (facts.leaked_bytes, facts.owners) == (0, ())
+    assert facts.residual_bytes == max(0, books.allocated - 100)
+    assert (facts.before_bytes, facts.after_bytes) == (books.allocated, books.allocated)
+
+
+def test_what_a_baseline_was_not_told_is_kept_by_nobody(books):
+    books.free = None
+    before = baseline("cuda:0").bytes
+    books.free, books.total = 1, 10**9
+    assert release("cuda:0", baseline_bytes=before).kept == ()
+
+
+def test_of_a_baseline_of_another_process_pools_count_and_nothing_reserved_does(books):
+    books.reserved = 10**6
+    facts = release("cuda:0", baseline_bytes=90)
+    assert (facts.ok, facts.reserved_bytes, facts.kept, facts.residual_bytes) == (
+        False,
+        None,
+        (),
+        10,
+    )
+    books.pools = 0
+    assert release("cuda:0", baseline_bytes=90).ok
+    baseline("cuda:0")
+    assert release("cuda:0", baseline_bytes=99).reserved_bytes is None, "not that one"
+    assert release("cuda:0", baseline_bytes=100).reserved_bytes == 0
+
+
+def test_what_a_run_held_at_its_end_counts_as_released(books):
+    before = baseline("cuda:0").bytes
+    facts = release("cuda:0", baseline_bytes=before, held_bytes=500)
+    assert (facts.before_bytes, facts.released_bytes) == (500, 400)
+    facts = release("cuda:0", baseline_bytes=before, held_bytes=50)
+    assert (facts.before_bytes, facts.released_bytes) == (100, 0)
+    assert release("cuda:0", baseline_bytes=before).before_bytes == 100
+
+
+def test_of_a_broken_device_nothing_is_given_back(books):
+    books.broken = True
+    facts = release("cuda:0", baseline_bytes=70)
+    assert (facts.ok, facts.before_bytes, facts.after_bytes) == (False, 100, 100)
+    assert (facts.residual_bytes, facts.leaked_bytes, facts.released_bytes) == (30, 0, 0)
+    assert facts.broken.startswith("cuda:0 answers nothing but errors")
+    assert release("cuda:0", baseline_bytes=101).residual_bytes == 0
+    books.allocated = None
+    assert release("cuda:0", baseline_bytes=0).before_bytes == 0
+
+
+@pytest.mark.parametrize("clean_after", [0, 1, 2, 3, 9])
+def test_garbage_is_collected_until_nothing_new_is_left_and_at_most_three_times(
+    monkeypatch, clean_after
+):
+    """A collection does nothing while another thread's is under way."""
+    collected, pauses, garbage = [], [], torch.ones(2)
+    (live,) = [live for live in live_tensors(CPU) if live.tensor is garbage]
+
+    def left(device):
+        return [live] if len(collected) < clean_after else []
+
+    monkeypatch.setattr(leaks, "live_tensors", left)
+    monkeypatch.setattr(leaks, "_baselines", {})
+    monkeypatch.setattr(leaks.gc, "collect", lambda: collected.append(1))
+    monkeypatch.setattr(leaks.time, "sleep", pauses.append)
+    facts = release(CPU, baseline_bytes=0)
+    assert len(collected) == min(3, clean_after) and facts.ok == (clean_after <= 3)
+    assert pauses == [0.05] * (3 if clean_after > 3 else max(0, clean_after - 1))
+
+
+@pytest.mark.parametrize(("frames", "resets"), [({}, 0), ({"total": 1}, 1)])
+def test_the_compiler_is_reset_where_it_was_used(monkeypatch, frames, resets):
+    calls = []
+    utils = types.SimpleNamespace(counters={"frames": frames})
+    dynamo = types.SimpleNamespace(utils=utils, reset=lambda: calls.append(1))
+    monkeypatch.setitem(sys.modules, "torch._dynamo", dynamo)
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", utils)
+    release(CPU, baseline_bytes=baseline(CPU).bytes)
+    assert len(calls) == resets
