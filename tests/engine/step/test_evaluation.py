@@ -108,6 +108,7 @@ def test_a_regression_has_the_errors_of_all_rows_in_the_targets_units(rows_read:
     outputs, y = outputs[:, :1].copy(), y[:, :1].copy()
     one = _judged("regression", outputs, y, rows_read=rows_read)
     assert one["val/r2"] == pytest.approx(sk.r2_score(y[:, 0], outputs[:, 0]), rel=1e-5)
+    assert one["val/mae"] == pytest.approx(sk.mean_absolute_error(y, outputs), rel=1e-5)
 
 
 def test_r2_of_a_target_that_never_changes_is_not_known() -> None:

@@ -23,7 +23,7 @@ from tasks.engine.step.evaluation import Evaluator, evaluate
 from tasks.engine.step.micro_batches import Failure, Fixed, MemoryExhausted
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.phases import Phases
-from tasks.engine.training.loop import Fitted, Tools, fit
+from tasks.engine.training.loop import Fitted, Tools, batch_of, fit
 from tasks.engine.training.step_metrics import Diverged
 
 CPU = torch.device("cpu")
@@ -404,3 +404,103 @@ def test_a_step_that_runs_out_of_memory_is_told_by_its_number() -> None:
         )
     failure = ended.value.failure
     assert (failure.phase, failure.step, failure.tried) == ("optimizer", 5, (4, 2))
+
+
+def test_each_step_has_its_rate_and_is_told_if_it_is_a_log_point(monkeypatch) -> None:
+    """The first step of an epoch is begun twice: after the last batch before it, which is of no
+    use, and when its own epoch begins."""
+    model, rates, norms, begun = _model(), [], [], []
+    tools = _tools(model, lambda metrics, step: None)
+
+    def step(x, y, *, norm, watched):
+        norms.append(norm)
+        return tools.step(x, y, norm=norm, watched=watched)
+
+    def begin(step, *, is_log_point):
+        begun.append((step, is_log_point))
+
+    monkeypatch.setattr(tools.optimizer, "set_lr", rates.append)
+    monkeypatch.setattr(tools.phases, "begin", begin)
+    made = replace(tools, step=step, rate=lambda step: 0.5**step)
+    fit(model, _data(40, seed=1), _data(9, seed=2), plan=replace(PLAN, max_steps=7), tools=made)
+    points = {4: True, 7: True, 8: True}
+    assert rates == [0.5**step for step in range(7)]
+    assert norms == [points.get(step, False) for step in range(1, 8)]
+    assert begun == [(step, points.get(step, False)) for step in (1, 2, 3, 4, 4, 5, 6, 7, 7, 8)]
+
+
+def test_an_allocator_that_had_to_free_its_cache_is_asked_for_less_at_log_points(
+    monkeypatch,
+) -> None:
+    model, eased = _model(), []
+    tools = _tools(model, lambda metrics, step: None)
+    monkeypatch.setattr(tools.micro, "ease", eased.append)
+    given = _data(40, seed=1), _data(9, seed=2)
+    fit(model, *given, plan=PLAN, tools=tools)
+    assert eased == []
+    monkeypatch.setattr(tools.phases.meter, "is_thrashing", lambda: True)
+    fit(model, *given, plan=PLAN, tools=tools)
+    assert eased == ["the allocator had to free its cache twice running"] * 3  # steps 4, 8, 9
+
+
+def test_the_same_answer_to_all_rows_is_kept_with_the_metrics_and_not_logged() -> None:
+    model = nn.Sequential(nn.Linear(6, 2))
+    nn.init.zeros_(model[0].weight)
+    fitted, logged = _fit(model, replace(PLAN, epochs=1), lr=0.0)
+    assert fitted.metrics["alike"] == 1.0
+    assert not any("alike" in metrics for _, metrics in logged)
+
+
+@pytest.mark.parametrize(
+    ("patience", "epochs", "lasted", "early"),
+    [(0, 5, 5, False), (1, 5, 2, True), (2, 5, 3, True), (1, 2, 2, False)],
+)
+def test_training_stops_after_as_many_epochs_without_a_better_one_as_patience_has(
+    patience: int, epochs: int, lasted: int, early: bool
+) -> None:
+    """With a rate of 0 no epoch is better than the first. The last epoch ends it anyway."""
+    fitted, _ = _fit(_model(), replace(PLAN, patience=patience, epochs=epochs), lr=0.0)
+    assert (fitted.epochs, fitted.stopped_early) == (lasted, early)
+    assert fitted.steps == 7 * lasted
+
+
+def test_the_seconds_of_a_training_have_names() -> None:
+    """Those of the first step, which compiles, are not in the speed of the others."""
+    model, slept = _model(), []
+    tools = _tools(model, lambda metrics, step: None)
+
+    def step(x, y, *, norm, watched):
+        if not slept:
+            slept.append(time.sleep(0.3))
+        return tools.step(x, y, norm=norm, watched=watched)
+
+    made = replace(tools, step=step)
+    fit(model, _data(40, seed=1), _data(9, seed=2), plan=replace(PLAN, epochs=2), tools=made)
+    assert tools.watch.seconds["first_step"] > 0.3
+    assert {"setup", "first_step", "eval", "log", "checkpoint"} <= set(tools.watch.seconds)
+
+
+def test_the_batch_of_an_error_is_the_one_that_was_trained_or_judged_on() -> None:
+    """What a user calls x and y is none."""
+    model = _model()
+    tools = _tools(model, lambda metrics, step: None)
+
+    def fails(x, y, *, norm, watched):
+        raise ValueError("theirs")
+
+    def judges(outputs, y):
+        x = y = 0  # noqa: F841
+        raise ValueError("theirs")
+
+    data = _data(40, seed=1)
+    with pytest.raises(ValueError) as trained:
+        fit(model, data, data, plan=PLAN, tools=replace(tools, step=fails))
+    first = row_order(40, seed=0, epoch=0)[:16]
+    assert torch.equal(batch_of(trained.value)[0], data.x[first])
+    assert torch.equal(batch_of(trained.value)[1], data.y[first])
+    with pytest.raises(ValueError) as judged:
+        evaluate(model, data, replace(tools.evaluator, loss=judges))
+    assert torch.equal(batch_of(judged.value)[0], data.x)
+    with pytest.raises(ValueError) as neither:
+        judges(1, 2)
+    assert batch_of(neither.value) == (None, None)
