@@ -271,11 +271,14 @@ def judged(file: str, named: list[str]) -> bool:
 
 
 if __name__ == "__main__":
+    files = sys.argv[1:] or list(SUBJECTS)
+    if strangers := set(files) - set(SUBJECTS):
+        sys.exit(f"{', '.join(strangers)}: not among {', '.join(SUBJECTS)}")
     os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch comes
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the process of a mutant
     began, named = time.monotonic(), equivalents()
     with tempfile.TemporaryDirectory(prefix="headroom-mutants-") as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
-        good = [judged(file, named.get(file, [])) for file in sys.argv[1:] or SUBJECTS]
+        good = [judged(file, named.get(file, [])) for file in files]
     print(f"{time.monotonic() - began:.0f} s")
     sys.exit(not all(good))

@@ -539,6 +539,28 @@ def test_what_a_run_held_at_its_end_counts_as_released(books):
     assert release("cuda:0", baseline_bytes=before).before_bytes == 100
 
 
+def test_what_a_cache_gave_back_is_no_longer_in_use(books, monkeypatch):
+    before = baseline("cuda:0").bytes
+    books.allocated = 300
+
+    def give_back(device):
+        books.allocated = 100
+
+    monkeypatch.setattr(leaks, "give_back", give_back)
+    facts = release("cuda:0", baseline_bytes=before)
+    assert (facts.before_bytes, facts.after_bytes, facts.released_bytes) == (300, 100, 200)
+    assert facts.residual_bytes == 0
+
+
+def test_a_storage_that_grew_in_its_place_leaks_what_it_grew_by():
+    tensor = torch.ones(2)
+    (live,) = [live for live in live_tensors(CPU) if live.tensor is tensor]
+    known = baseline(CPU)
+    known.before[live.key] = 3  # of its 8 bytes
+    facts = release(CPU, baseline_bytes=known.bytes)
+    assert (facts.leaked_bytes, [owner.bytes for owner in facts.owners]) == (5, [5])
+
+
 def test_of_a_broken_device_nothing_is_given_back(books):
     books.broken = True
     facts = release("cuda:0", baseline_bytes=70)

@@ -112,6 +112,8 @@ def test_a_regression_has_the_errors_of_all_rows_in_the_targets_units(rows_read:
 
 
 def test_r2_of_a_target_that_never_changes_is_not_known() -> None:
+    outputs, y = _outputs(5, 1) / 1000, _outputs(5, 1, seed=1) / 1000
+    assert _judged("regression", outputs, y)["val/r2"] == pytest.approx(sk.r2_score(y, outputs))
     assert "val/r2" not in _judged("regression", _outputs(5, 1), np.ones((5, 1), np.float32))
 
 
