@@ -379,6 +379,24 @@ def test_a_larger_size_is_tried_again_after_a_hundred_batches_and_then_after_twi
     assert set(tried.fit(1000)) == {12}, "there is no more than a batch"
 
 
+def test_a_whole_batch_that_fails_after_long_was_not_tried_again_too_soon() -> None:
+    tried = _Tried(12, 12)
+    tried.fit(150)
+    tried.most = 6
+    assert tried.fit(100) == [12] + [6] * 100 and tried.fit() == [12, 6]
+
+
+@pytest.mark.parametrize(("calm", "waits"), [(99, 400), (100, 200)])
+def test_a_failure_after_a_hundred_calm_batches_is_none_of_the_larger_size(calm, waits) -> None:
+    tried = _Tried(12, 6)
+    tried.fit(100)
+    assert tried.fit() == [12, 6], "which doubled what it waits"
+    tried.fit(calm - 1)
+    tried.most = 3
+    assert tried.fit(waits) == [6] + [3] * waits
+    assert tried.fit() == [6, 3]
+
+
 def test_it_grows_to_twice_the_rows_and_at_most_to_those_of_a_batch() -> None:
     tried = _Tried(11, 3)
     assert tried.fit(100) == [11, 6] + [3] * 100
@@ -386,11 +404,33 @@ def test_it_grows_to_twice_the_rows_and_at_most_to_those_of_a_batch() -> None:
     assert tried.fit(101) == [6] * 100 + [11]
 
 
+@pytest.mark.parametrize(("device", "named"), [("cuda:1", ("cuda:1",)), ("mps", ())])
+def test_the_random_numbers_of_the_device_are_begun_anew_too(monkeypatch, device, named) -> None:
+    """Of Apple's there is one, and it takes no name."""
+    calls: list[tuple] = []
+
+    class Module:
+        def get_rng_state(self, *of: torch.device) -> str:
+            calls.append(("get", *map(str, of)))
+            return "as it was"
+
+        def set_rng_state(self, state: str, *of: torch.device) -> None:
+            calls.append(("set", state, *map(str, of)))
+
+    monkeypatch.setattr(torch, "get_device_module", lambda of: Module())
+    monkeypatch.setattr(micro_batches, "drop_cache", lambda of: None)
+    tried = _Tried(4, 2)
+    tried.micro._device = torch.device(device)
+    assert tried.fit() == [4, 2]
+    assert calls == [("get", *named), ("set", "as it was", *named)]
+
+
 def test_easing_is_no_failure_and_one_row_is_not_halved() -> None:
     tried = _Tried(3, 3)
     for rows in (2, 1, 1):
         tried.micro.ease("the allocator is about to fail")
         assert (tried.micro.rows, tried.micro.recovered) == (rows, 0)
+    assert tried.micro.tried == [3, 2]
     assert tried.fit(100) == [1] * 100
     assert tried.fit(101) == [2] * 100 + [3], "nothing failed: no patience was lost"
 
