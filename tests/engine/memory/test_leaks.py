@@ -558,6 +558,33 @@ def test_what_a_cache_gave_back_is_no_longer_in_use(books, monkeypatch):
     assert facts.residual_bytes == 0
 
 
+def test_what_somebody_took_meanwhile_is_not_released_less(books, monkeypatch):
+    before = baseline("cuda:0").bytes
+    monkeypatch.setattr(leaks, "give_back", lambda device: vars(books).update(allocated=101))
+    assert release("cuda:0", baseline_bytes=before).released_bytes == 0
+
+
+def test_one_byte_is_a_leak_and_none_is_not(before):
+    KEPT.append(torch.empty(0))
+    assert release(CPU, baseline_bytes=before).ok
+    KEPT.append(torch.ones(1, dtype=torch.int8))
+    assert release(CPU, baseline_bytes=before).leaked_bytes == 1
+
+
+def test_an_allocator_that_tells_nothing_has_nothing_in_use(books):
+    books.allocated = None
+    assert baseline("cuda:0").bytes == 0
+
+
+def test_from_nothing_all_is_above(books):
+    books.reserved, books.pinned = 0, None
+    before = baseline("cuda:0").bytes
+    books.reserved, books.pinned = 5, 7
+    facts = release("cuda:0", baseline_bytes=before)
+    assert facts.reserved_bytes == 5
+    assert [(one.name, one.bytes) for one in facts.kept] == [("pinned host memory", 7)]
+
+
 def test_a_storage_that_grew_in_its_place_leaks_what_it_grew_by():
     tensor = torch.ones(2)
     (live,) = [live for live in live_tensors(CPU) if live.tensor is tensor]

@@ -402,6 +402,7 @@ def test_it_grows_to_twice_the_rows_and_at_most_to_those_of_a_batch() -> None:
     assert tried.fit(100) == [11, 6] + [3] * 100
     tried.most = 11
     assert tried.fit(101) == [6] * 100 + [11]
+    assert _Tried(8, 8, rows=4).fit(102) == [4] * 100 + [8, 8], "counted from the first"
 
 
 @pytest.mark.parametrize(("device", "named"), [("cuda:1", ("cuda:1",)), ("mps", ())])
