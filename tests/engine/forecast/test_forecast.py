@@ -10,7 +10,13 @@ from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.batches.dataset_batches import feed
 from tasks.engine.data.preparation import load, prepare
 from tasks.engine.device.detection import detect
-from tasks.engine.forecast.forecast import asked_micro_batch, forecast, largest_micro_batch
+from tasks.engine.forecast import forecast as forecasting
+from tasks.engine.forecast.forecast import (
+    Unforeseeable,
+    asked_micro_batch,
+    forecast,
+    largest_micro_batch,
+)
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.settings.run_config import ModelConfig, OptimConfig, RunConfig, TrainConfig
@@ -193,6 +199,21 @@ def test_the_best_weights_are_a_second_set_on_a_cpu(
     )
     assert best.peak_bytes - last.peak_bytes == last.parameter_bytes
     assert once.peak_bytes == last.peak_bytes
+
+
+def test_a_loss_that_needs_values_is_named_by_its_setting(prepared, own) -> None:
+    own("peeking", "def loss(outputs, y):\n    return outputs.sum() * outputs.max().item()\n")
+    with pytest.raises(Unforeseeable, match="^train.loss: what peeking:loss will take cannot be"):
+        forecast(config_of("linear", loss="peeking:loss"), prepared["linear"], detect("cpu"))
+
+
+def test_room_is_spared_for_what_no_dry_run_sees(prepared, monkeypatch) -> None:
+    gpu = replace(detect("cpu"), name="cuda:0", kind="cuda", index=0, total_bytes=2**34)
+    asked = config_of("linear"), prepared["linear"], gpu
+    monkeypatch.setattr(forecasting, "SPARE_BYTES", 0)
+    needed = forecast(*asked).needed_bytes
+    monkeypatch.setattr(forecasting, "SPARE_BYTES", 1000)
+    assert forecast(*asked).needed_bytes == needed + 1000
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="which it then takes minutes to measure on")

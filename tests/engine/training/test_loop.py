@@ -124,8 +124,11 @@ def test_max_steps_ends_the_training_in_mid_epoch_with_an_evaluation(
 @pytest.mark.parametrize("micro_rows", [8, 6, 1])
 def test_micro_batches_give_the_weights_of_the_whole_batch(micro_rows: int) -> None:
     whole, parts = _model(), _model()
-    _fit(whole)
-    _fit(parts, micro_rows=micro_rows)
+    _, told = _fit(whole)
+    _, told_of_parts = _fit(parts, micro_rows=micro_rows)
+    for (_, metrics), (_, others) in zip(told, told_of_parts, strict=True):
+        if "train/loss" in metrics:
+            assert others["train/loss"] == pytest.approx(metrics["train/loss"], rel=1e-3)
     for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -267,6 +270,16 @@ def test_clipping_bounds_the_gradients_of_every_step() -> None:
     ]
     assert norms[0] <= 1e-3 * 1.01
     assert all(m["train/grad_norm"] > 1e-3 for _, m in logged if "train/loss" in m)
+
+
+def test_the_norm_that_is_logged_is_that_of_all_gradients_together() -> None:
+    _, logged = _fit(_model(), replace(PLAN, log_every=1))
+    plain, data = _model(), _data(100, seed=1)
+    rows = row_order(100, seed=0, epoch=0)[:16]
+    nn.functional.cross_entropy(plain(data.x[rows]), data.y[rows]).backward()
+    norm = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm().item()
+    found = next(metrics for _, metrics in logged if "train/loss" in metrics)
+    assert found["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
 def test_regression_is_judged_by_r2_and_mae() -> None:
