@@ -12,8 +12,8 @@ from tasks.engine.data.preparation import check as check_data
 from tasks.engine.device.detection import DeviceError
 from tasks.engine.files.source_data import DataError
 from tasks.engine.forecast.forecast import Unforeseeable
-from tasks.engine.models.builtin import ModelError
 from tasks.engine.settings.import_path_checks import check as check_imports
+from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError, override
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.build import steps_of

@@ -187,6 +187,17 @@ def test_what_answers_first_imports_nothing_slow(module: str) -> None:
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("name", ["mlflow_sender", "logged_models", "query_past"])
+def test_no_process_that_asks_mlflow_imports_torch(name: str) -> None:
+    """The sending process did: 2 s of a core and 150 MiB beside each run."""
+    code = (
+        f"import sys, tasks.tracking.{name}\n"
+        "print([m for m in ('torch', 'prefect') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("file", FILES, ids=_id)
 def test_a_file_opens_with_what_it_is_for_and_stays_readable(file: Path) -> None:
     text = file.read_text()

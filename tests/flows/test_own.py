@@ -14,7 +14,7 @@ import pytest
 from mlflow import MlflowClient
 
 from flows.train import train
-from tasks.engine.models.builtin import ModelError
+from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.serving.prefect_http import call

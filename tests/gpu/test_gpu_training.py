@@ -12,7 +12,7 @@ from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.memory import leaks
 from tasks.engine.models import predictor
-from tasks.engine.models.builtin import ModelError
+from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.training import trainer
 from tasks.engine.training.step_metrics import Diverged

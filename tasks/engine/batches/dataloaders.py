@@ -17,7 +17,7 @@ from tasks.engine.base.import_paths import told_of
 from tasks.engine.batches.pinned_staging import PINNING, Mark
 from tasks.engine.files.source_data import DataError
 from tasks.engine.memory.memory_meter import is_oom
-from tasks.engine.models.model_call import LABELS
+from tasks.engine.models.structured_inputs import LABELS
 
 ENDLESS = sys.maxsize  # steps of an epoch that nobody knows the end of
 

@@ -15,13 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from tasks.engine.models.transformer import Transformer
-from tasks.engine.settings.model_args import problems
+from tasks.engine.settings.model_args import ModelError, problems
 
 CHECKED_TOKENS = 8  # of a row: a context of 1,024 would cost GPT-2's size 3 s on two cores
-
-
-class ModelError(ValueError):
-    """A model that can't be built as asked; the text starts with the setting at fault."""
 
 
 class Standardize(nn.Module):

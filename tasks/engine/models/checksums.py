@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from tasks.engine.models.builtin import ModelError
+from tasks.engine.settings.model_args import ModelError
 
 SUMS = "SHA256SUMS"
 

@@ -6,13 +6,14 @@ as those of Hugging Face. It refuses an answer without a tensor. It travels with
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-LABELS = ("labels", "label")
+from tasks.engine.models.structured_inputs import LABELS, Inputs
 
 
 class NoOutputs(TypeError):
@@ -98,3 +99,19 @@ class Outputs(nn.Module):
 
     def forward(self, x: Any) -> Tensor:
         return free(self.model, takes_loss=False)(x)[0]
+
+
+def batches(found: Inputs, spec: Mapping[str, Any], rows: int) -> Iterator[Any]:
+    """The inputs as the model takes them, on the CPU, so many rows at a time."""
+    whole = len(next(iter(found.values())))
+    for start in range(0, whole, rows):
+        parts = {n: torch.from_numpy(a[start : start + rows].copy()) for n, a in found.items()}
+        yield _structured(spec["inputs"], parts)
+
+
+def _structured(inputs: Mapping[str, Any], parts: dict[str, Tensor]) -> Any:
+    if inputs["kind"] == "rows":
+        return parts["x"]
+    if inputs["kind"] == "dict":
+        return parts
+    return tuple(parts[str(i)] for i in range(len(inputs["of"])))

@@ -13,8 +13,8 @@ from torch import nn
 
 from tasks.engine.base.factory_call import arguments, called
 from tasks.engine.base.import_paths import found
-from tasks.engine.models.builtin import ModelError
 from tasks.engine.models.model_call import Outputs
+from tasks.engine.settings.model_args import ModelError
 
 CODE = "code"  # the folder beside the weights in which the user's code travels
 

@@ -17,9 +17,10 @@ from torch import nn
 
 from tasks.engine.models.builtin import Standardize, build
 from tasks.engine.models.checksums import check_seal
+from tasks.engine.models.model_call import batches
 from tasks.engine.models.own_factory import again as build_again
 from tasks.engine.models.raw_inputs import array_of, inputs_of, refuse_no_number
-from tasks.engine.models.structured_inputs import batches, checked, is_structured
+from tasks.engine.models.structured_inputs import checked, is_structured
 from tasks.engine.models.transformer import Transformer
 
 ROWS = 4096  # rows predicted at once

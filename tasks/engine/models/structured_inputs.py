@@ -5,14 +5,12 @@ shape. It travels with logged models.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
-from tasks.engine.models.model_call import LABELS
-
+LABELS = ("labels", "label")
 Inputs = dict[str, np.ndarray]
 
 
@@ -62,19 +60,3 @@ def checked(rows: Any, spec: Mapping[str, Any]) -> Inputs:
     if len(set(rows_of.values())) > 1:
         raise ValueError(f"rows: all inputs must have as many rows (got {rows_of})")
     return found
-
-
-def batches(found: Inputs, spec: Mapping[str, Any], rows: int) -> Iterator[Any]:
-    """The inputs as the model takes them, on the CPU, so many rows at a time."""
-    whole = len(next(iter(found.values())))
-    for start in range(0, whole, rows):
-        parts = {n: torch.from_numpy(a[start : start + rows].copy()) for n, a in found.items()}
-        yield _structured(spec["inputs"], parts)
-
-
-def _structured(inputs: Mapping[str, Any], parts: dict[str, torch.Tensor]) -> Any:
-    if inputs["kind"] == "rows":
-        return parts["x"]
-    if inputs["kind"] == "dict":
-        return parts
-    return tuple(parts[str(i)] for i in range(len(inputs["of"])))

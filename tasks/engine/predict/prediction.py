@@ -24,12 +24,12 @@ from tasks.engine.files.source_data import DataError, shorten
 from tasks.engine.memory import memory_meter
 from tasks.engine.memory.allocator_stats import drop_cache
 from tasks.engine.models import predictor
-from tasks.engine.models.builtin import ModelError
 from tasks.engine.models.checksums import check_seal
 from tasks.engine.predict.input_batches import Batch, Needs, count, cut, first_hole, needs_of
 from tasks.engine.predict.input_files import amount, batches, check_rows
 from tasks.engine.predict.output_files import opened
 from tasks.engine.predict.request import Order
+from tasks.engine.settings.model_args import ModelError
 
 log = logging.getLogger(__name__)
 

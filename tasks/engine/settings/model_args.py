@@ -20,6 +20,10 @@ WIDEST = 2**20
 DEEPEST = 1000
 
 
+class ModelError(ValueError):
+    """A model that can't be built as asked; the text starts with the setting at fault."""
+
+
 def problems(model: str, args: Mapping[str, Any]) -> list[str]:
     """What is wrong with each argument of a built-in model; empty where all can be."""
     known = TAKES[model]

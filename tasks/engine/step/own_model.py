@@ -23,9 +23,9 @@ from tasks.engine.diagnosis import explain
 from tasks.engine.diagnosis.tensor_names import unsaved
 from tasks.engine.memory.memory_meter import is_oom
 from tasks.engine.models import builtin
-from tasks.engine.models.builtin import ModelError
 from tasks.engine.models.model_call import NoOutputs, free
 from tasks.engine.models.own_factory import construct
+from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.losses import check_loss, gives_own_loss, loss_of
 

@@ -22,8 +22,8 @@ from tasks.engine.base.import_paths import told_of
 from tasks.engine.diagnosis.tensor_names import unsaved
 from tasks.engine.memory.memory_meter import clear_frames, is_oom
 from tasks.engine.models import predictor
-from tasks.engine.models.builtin import ModelError
 from tasks.engine.models.model_call import Outputs
+from tasks.engine.settings.model_args import ModelError
 
 # Of the largest output. Both are computed on one device, so that only the order of sums differs.
 NEAR = 1e-3

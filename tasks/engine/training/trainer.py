@@ -27,8 +27,8 @@ from tasks.engine.memory import glibc_heap, memory_meter
 from tasks.engine.memory.allocator_history import recording
 from tasks.engine.memory.allocator_stats import give_back
 from tasks.engine.memory.broken_device import outlived
-from tasks.engine.models import builtin
 from tasks.engine.models.model_folder import keep
+from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import own_model, own_optim
@@ -192,7 +192,7 @@ def _train(
             if mistake is None:
                 raise
         if mistake is not None:
-            raise builtin.ModelError(mistake)
+            raise ModelError(mistake)
         if exhausted is not None:  # told apart from the error, which keeps what it came through
             raise OutOfMemory(
                 told(

@@ -15,11 +15,11 @@ from tasks.engine.device.detection import detect
 from tasks.engine.files.source_data import DataError
 from tasks.engine.memory.leaks import baseline, release
 from tasks.engine.models import builtin, predictor
-from tasks.engine.models.builtin import ModelError
 from tasks.engine.predict import prediction
 from tasks.engine.predict.input_batches import needs_of
 from tasks.engine.predict.prediction import NoRoom, rows_at_once
 from tasks.engine.predict.request import Order, order
+from tasks.engine.settings.model_args import ModelError
 
 SPEC: dict[str, Any] = {
     "model": "mlp",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.models.builtin import ModelError
+from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import own_model

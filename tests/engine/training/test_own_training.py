@@ -23,7 +23,7 @@ from tasks.engine.device.detection import detect
 from tasks.engine.forecast.admission import Admission
 from tasks.engine.forecast.forecast import Unforeseeable, forecast
 from tasks.engine.models import predictor
-from tasks.engine.models.builtin import ModelError
+from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import build

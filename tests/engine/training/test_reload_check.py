@@ -11,7 +11,7 @@ import pytest
 from tasks.engine.base.facts import TrainFacts
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
-from tasks.engine.models.builtin import ModelError
+from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.training import trainer
 

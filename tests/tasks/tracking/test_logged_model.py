@@ -12,8 +12,8 @@ import pytest
 
 from tasks.engine.base.facts import ModelFacts
 from tasks.engine.models import builtin, predictor
-from tasks.engine.models.builtin import ModelError
 from tasks.engine.predict import prediction
+from tasks.engine.settings.model_args import ModelError
 from tasks.tracking import logged_model
 
 ROOT = Path(__file__).parent.parent.parent.parent
