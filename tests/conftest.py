@@ -11,7 +11,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+WARM = Path(__file__).parent / "warm"
 APART = tempfile.mkdtemp(prefix="headroom-tests-")
+PYTHON = sys.executable  # itself: what it is given imports everything anew
+
+
+def warm_python(folder: Path, python: str) -> str:
+    """A `python` in `folder`, beside the other programs of the environment: what it starts forks
+    from a process that has imported PyTorch, Prefect or MLflow (tests/warm)."""
+    folder.mkdir()
+    for program in Path(PYTHON).parent.iterdir():
+        (folder / program.name).symlink_to(program)
+    given = {"PYTHON": python, "FOLDER": os.environ["TESTS_WARM"], "SERVER": WARM / "forks.py"}
+    text = (WARM / "launcher.py").read_text()
+    for name, value in given.items():
+        text = text.replace(f"@{name}@", str(value))
+    launcher = folder / "python"
+    launcher.unlink()
+    launcher.write_text(f"#!{os.path.realpath(PYTHON)} -IS\n{text}")
+    launcher.chmod(0o755)
+    return str(launcher)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,9 +44,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # Two workers with a thread each fit two cores; the engine sets its own count where it matters.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["MPLCONFIGDIR"] = os.environ.get("MPLCONFIGDIR", f"{APART}/matplotlib")
+    if "TESTS_WARM" not in os.environ:  # the workers of pytest-xdist share it
+        os.environ["TESTS_WARM"] = f"{APART}/warm"
+        os.mkdir(f"{APART}/warm")
+    sys.executable = warm_python(Path(APART) / "bin", PYTHON)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    sys.executable = PYTHON
     shutil.rmtree(APART, ignore_errors=True)
 
 
@@ -93,12 +117,14 @@ def desk_environment(home: Path) -> dict[str, str]:
 @pytest.fixture
 def desk(place: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts `python -m flows.train` with the given arguments in `place`; none outlives its test,
-    which would slow all that follow."""
+    which would slow all that follow. cold: with all that it imports."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str, home: Path = Path(APART) / "desk") -> subprocess.Popen[str]:
+    def start(
+        *arguments: str, home: Path = Path(APART) / "desk", cold: bool = False
+    ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows.train", *arguments],
+            [PYTHON if cold else sys.executable, "-m", "flows.train", *arguments],
             cwd=place,
             env=desk_environment(home),
             stdout=subprocess.PIPE,

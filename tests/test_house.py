@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ def _room(module: str) -> str:
     return module.rpartition(".")[0]
 
 
+@cache
 def _imports(file: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
@@ -80,11 +82,13 @@ def _names(file: Path) -> set[str]:
     return {name.split(".")[0] for name in _imports(file)}
 
 
+@cache
 def _needs(module: str) -> set[str]:
     """The modules of this project that it imports."""
     return {name for name in _imports(MODULES[module]) if name in MODULES}
 
 
+@cache
 def _doors(room: str) -> set[str]:
     """The modules of a room that its docstring names as front doors."""
     text = ast.get_docstring(ast.parse((ROOT / room.replace(".", "/") / "__init__.py").read_text()))

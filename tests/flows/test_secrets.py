@@ -4,6 +4,7 @@ server behind a door that asks for a password."""
 import base64
 import os
 import select
+import shutil
 import socket
 import socketserver
 import stat
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.tracking import mlflow_store
 from tests.conftest import desk_environment
 
 SECRETS = {
@@ -62,6 +64,7 @@ def uri(tmp_path: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     store = tmp_path / "server"
     store.mkdir()
+    shutil.copyfile(mlflow_store.template(), store / "mlflow.db")  # migrated
     command = ["mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{store}/mlflow.db"]
     command += ["--artifacts-destination", str(store / "artifacts")]

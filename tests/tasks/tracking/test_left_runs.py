@@ -61,9 +61,9 @@ def _left(where: Where, host: str) -> tuple[MlflowClient, str, Path]:
     """A run that MLflow calls FINISHED and knows nothing else of; the store works again."""
     tags = {"host": host, "pid": "4194304", "process.started_at": "1.0"}
     command = [sys.executable, "-c", UNLUCKY, where.model_dump_json()]
-    done = subprocess.run(
-        [*command, json.dumps(tags), json.dumps(END)], capture_output=True, text=True
-    )
+    command += [json.dumps(tags), json.dumps(END)]
+    warm = {**os.environ, "TESTS_WARM_KIND": "mlflow"}
+    done = subprocess.run(command, env=warm, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     folder = Path(where.runs) / "unlucky"
     # Its sending process tries once more when the training has gone, and then lets the lock go.

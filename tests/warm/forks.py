@@ -1,0 +1,156 @@
+"""A process that has imported the large libraries and forks for each command that is asked of it:
+`python forks.py KIND ADDRESS`. Of this project it imports nothing: each command reads its own code,
+with the environment and the settings that it was started with. It ends with its folder.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+
+# What the commands of a kind import beside this project. None of `torch` brings mlflow along.
+LIBRARIES = {
+    "torch": "torch prefect prefect.runtime prefect.artifacts prefect.client.orchestration pydantic"
+    " rich.console rich.progress psutil ruamel.yaml orjson pyarrow.csv pyarrow.parquet",
+    "mlflow": "mlflow mlflow.pyfunc mlflow.store.tracking.sqlalchemy_store pandas matplotlib.pyplot"
+    " mlflow.system_metrics.system_metrics_monitor orjson psutil",
+}
+
+
+def serve(kind: str, address: str) -> None:
+    """Fork for whoever connects, until the folder of the address is gone."""
+    os.environ |= {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(address)  # whoever asks while it imports waits in the queue
+    listening.listen(100)
+    for name in LIBRARIES[kind].split():
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    woken, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    children: dict[int, socket.socket] = {}
+    while os.path.exists(address):
+        lines = {line: pid for pid, line in children.items()}
+        ready, _, _ = select.select([listening, woken, *lines], [], [], 5)
+        for found in ready:
+            if found is listening:
+                line, _ = listening.accept()
+                pid = os.fork()
+                if not pid:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for other in (listening, *lines):
+                        other.close()
+                    os.close(woken), os.close(waker)
+                    play(line)
+                children[pid] = line
+                line.sendall(b"%d\n" % pid)
+            elif found is woken:
+                os.read(woken, 1000)
+            elif found in lines and lines[found] in children and is_closed(found):
+                os.kill(lines[found], signal.SIGKILL)  # who asked was killed
+        reap(children)
+
+
+def is_closed(line: socket.socket) -> bool:
+    try:
+        return not line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False  # the child has read the order by now
+    except OSError:
+        return True
+
+
+def reap(children: dict[int, socket.socket]) -> None:
+    for pid in list(children):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            # Who asked may have been killed.
+            with children.pop(pid) as line, suppress(OSError):
+                line.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+
+
+def play(line: socket.socket) -> None:
+    """Become the command."""
+    head, fds, _, _ = socket.recv_fds(line, 8, 3)
+    size, told = int.from_bytes(head, "big"), b""
+    while len(told) < size:
+        told += line.recv(1 << 20)
+    line.close()
+    order = ast.literal_eval(told.decode())
+    for to, given in enumerate(fds):
+        os.dup2(given, to)
+        os.close(given)
+    if order["leads"]:
+        os.setsid()
+    os.umask(order["umask"])
+    os.chdir(order["cwd"])
+    os.environ.clear()
+    os.environ.update(order["env"])
+    for name in ("stdin", "stdout", "stderr"):
+        mode = "r" if name == "stdin" else "w"
+        stream = open(("stdin", "stdout", "stderr").index(name), mode, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    sys.stderr.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
+    paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    option, what, *rest = order["words"]
+    sys.path[:1] = [order["cwd"] if option == "-m" else "", *paths]
+    sys.executable, sys.argv = order["python"], [option, *rest]
+    if "prefect" in sys.modules:
+        sys.meta_path.insert(0, Imported())
+    sys.modules["forks"], sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    if option == "-m":
+        runpy._run_module_as_main(what)  # type: ignore[attr-defined]
+    else:
+        exec(compile(what, "<string>", "exec"), sys.modules["__main__"].__dict__)
+    sys.exit(0)
+
+
+class Imported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Prefect, which was imported, as a module that still has to be: it then reads its settings."""
+
+    def __init__(self) -> None:
+        names = [n for n in sys.modules if n.partition(".")[0] == "prefect"]
+        self.modules = {name: sys.modules.pop(name) for name in names}
+        self.spec = self.modules["prefect"].__spec__
+
+    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        if name != "prefect":
+            return None
+        sys.meta_path.remove(self)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: object) -> ModuleType:
+        return self.modules["prefect"]
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec
+        sys.modules.update(self.modules)
+        from prefect.context import refresh_global_settings_context
+        from prefect.logging import configuration
+
+        refresh_global_settings_context()
+        configuration.PROCESS_LOGGING_CONFIG.clear()
+        configuration.setup_logging(incremental=False)
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parent / "nothing")  # replaced by each command's own
+    serve(sys.argv[1], sys.argv[2])

@@ -1,0 +1,112 @@
+"""A `python` for the tests: a command of this project is forked from a process that has imported
+the large libraries already (forks.py); anything else is given to Python itself. It stands for the
+process it asked for: signals go there, its exit code comes back, and if it is killed so is that.
+
+It is run by `python -IS`, with @PYTHON@, @FOLDER@ and @SERVER@ filled in by tests/conftest.py.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from fcntl import LOCK_EX, flock
+
+PYTHON, FOLDER, SERVER = "@PYTHON@", "@FOLDER@", "@SERVER@"
+
+
+def main(words):
+    kind = kind_of(words)
+    if kind is None or not all(is_open(fd) for fd in range(3)) or "TESTS_COLD" in os.environ:
+        os.execv(PYTHON, [PYTHON, *words])
+    line = asked(kind)
+    is_leader = os.getsid(0) == os.getpid()
+    order = {
+        "words": words,
+        "cwd": os.getcwd(),
+        "env": dict(os.environ),
+        "leads": is_leader,
+        "umask": umask(),
+        "python": sys.argv[0],
+    }
+    told = repr(order).encode()
+    socket.send_fds(line, [len(told).to_bytes(8, "big")], [0, 1, 2])
+    line.sendall(told)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):  # whoever waits for the end of a pipe waits for the other process alone
+        os.dup2(nothing, fd)
+    answer = line.makefile("r")
+    pid = int(answer.readline() or 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: end(pid, number))
+    code = int(answer.readline() or 70)
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def end(pid, number):
+    with suppress(ProcessLookupError):  # its code is on the way
+        os.kill(pid, number)
+
+
+def kind_of(words):
+    """Which of the processes that wait has imported what these words need; for `-c` a test says
+    so, in TESTS_WARM_KIND."""
+    if len(words) < 2 or words[0] != "-m":
+        return os.environ.get("TESTS_WARM_KIND") if words[:1] == ["-c"] else None
+    if words[1].startswith("tasks.tracking."):
+        return "mlflow"
+    return "torch" if words[1] in ("flows.train", "flows.predict") else None
+
+
+def is_open(fd):
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def umask():
+    found = os.umask(0)
+    os.umask(found)
+    return found
+
+
+def asked(kind):
+    """A line to the process that waits. The first who asks starts it."""
+    address = f"{FOLDER}/{kind}"
+    with open(f"{address}.lock", "w") as lock:
+        flock(lock, LOCK_EX)
+        line = socket.socket(socket.AF_UNIX)
+        try:
+            line.connect(address)
+            return line
+        except OSError:
+            pass
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "MLFLOW"))}
+        clean |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        with open(f"{address}.log", "w") as log:
+            subprocess.Popen(
+                [PYTHON, SERVER, kind, address],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=clean,
+                cwd="/",
+                start_new_session=True,
+            )
+        while True:
+            try:
+                line.connect(address)
+                return line
+            except OSError:
+                time.sleep(0.02)
+
+
+main(sys.argv[1:])
