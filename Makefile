@@ -35,7 +35,7 @@ train: .venv/.ready
 	$(BIN)/python -m flows.train $(ARGS)
 
 test: .venv/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-cuda: .venv/.ready
 	$(CUDA_RUN) $(BIN)/python -m pytest -m gpu -p no:cacheprovider tests/gpu $(ARGS)

@@ -14,6 +14,21 @@ ROOT = Path(__file__).parent.parent
 WARM = Path(__file__).parent / "warm"
 APART = tempfile.mkdtemp(prefix="headroom-tests-")
 PYTHON = sys.executable  # itself: what it is given imports everything anew
+LONGEST = (
+    "test_readme",
+    "test_train_command",
+    "test_scheduled",
+    "test_train",
+    "test_mlflow_sender",
+    "test_own",
+    "test_predict",
+    "test_read_tables",
+    "test_fuzz_readers",
+    "test_secrets",
+    "test_left_runs",
+    "test_logged_model",
+    "test_trainer",
+)
 
 
 def warm_python(folder: Path, python: str) -> str:
@@ -22,9 +37,9 @@ def warm_python(folder: Path, python: str) -> str:
     folder.mkdir()
     for program in Path(PYTHON).parent.iterdir():
         (folder / program.name).symlink_to(program)
-    given = {"PYTHON": python, "FOLDER": os.environ["TESTS_WARM"], "SERVER": WARM / "forks.py"}
+    given = {"PYTHON": python, "FOLDER": os.environ["TESTS_SHARED"], "SERVER": WARM / "forks.py"}
     text = (WARM / "launcher.py").read_text()
-    for name, value in given.items():
+    for name, value in {**given, "SESSION": os.environ["TESTS_PID"]}.items():
         text = text.replace(f"@{name}@", str(value))
     launcher = folder / "python"
     launcher.unlink()
@@ -37,17 +52,22 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before anything imports prefect, which reads them once.
     for name in [n for n in os.environ if n.startswith(("PREFECT_", "MLFLOW_", "HEADROOM_"))]:
         del os.environ[name]
-    os.environ["PREFECT_HOME"] = f"{APART}/prefect"
     os.environ["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "false"
     os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
     os.environ["PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW"] = "ignore"
     # Two workers with a thread each fit two cores; the engine sets its own count where it matters.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["MPLCONFIGDIR"] = os.environ.get("MPLCONFIGDIR", f"{APART}/matplotlib")
-    if "TESTS_WARM" not in os.environ:  # the workers of pytest-xdist share it
-        os.environ["TESTS_WARM"] = f"{APART}/warm"
-        os.mkdir(f"{APART}/warm")
+    if not hasattr(config, "workerinput"):  # the workers of pytest-xdist share it all
+        os.environ |= {"TESTS_SHARED": APART, "TESTS_PID": str(os.getpid())}
+    os.environ["PREFECT_HOME"] = f"{os.environ['TESTS_SHARED']}/prefect"
     sys.executable = warm_python(Path(APART) / "bin", PYTHON)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first, so that none is left over for one worker at the end."""
+    files = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: files.get(item.path.stem, len(files)))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -107,8 +127,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def desk_environment(home: Path) -> dict[str, str]:
-    """What a person's shell holds: nothing of Prefect but its home."""
+def desk_environment(home: Path | None = None) -> dict[str, str]:
+    """What a person's shell holds: nothing of Prefect but its home, by default that of the server
+    of all tests."""
+    home = home or Path(os.environ["PREFECT_HOME"])
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
     return {**kept, "PREFECT_HOME": str(home), "PYTHONPATH": path}
@@ -121,7 +143,7 @@ def desk(place: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def start(
-        *arguments: str, home: Path = Path(APART) / "desk", cold: bool = False
+        *arguments: str, home: Path | None = None, cold: bool = False
     ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [PYTHON if cold else sys.executable, "-m", "flows.train", *arguments],

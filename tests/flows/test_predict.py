@@ -24,7 +24,7 @@ from tasks.engine.files.source_data import DataError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.tracking.where import where
-from tests.conftest import APART, ROOT, desk_environment
+from tests.conftest import ROOT, desk_environment
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "there")
 
@@ -174,7 +174,7 @@ def _desk(folder: Path, *words: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-m", "flows.predict", *words],
         cwd=folder,
-        env=desk_environment(Path(APART) / "desk"),
+        env=desk_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -6,6 +6,12 @@ import os
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands import PyTorch themselves: a driver may read its settings then."""
+    monkeypatch.setenv("TESTS_COLD", "1")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     needed = item.get_closest_marker("real_gpu")
     if needed is not None and os.environ.get("FAKE_CUDA"):

@@ -1,6 +1,7 @@
 """A process that has imported the large libraries and forks for each command that is asked of it:
-`python forks.py KIND ADDRESS`. Of this project it imports nothing: each command reads its own code,
-with the environment and the settings that it was started with. It ends with its folder.
+`python forks.py KIND ADDRESS PID`. Of this project it imports nothing: each command reads its own
+code, with the environment and the settings that it was started with. It ends with the tests, whose
+process is PID.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ LIBRARIES = {
 }
 
 
-def serve(kind: str, address: str) -> None:
-    """Fork for whoever connects, until the folder of the address is gone."""
+def serve(kind: str, address: str, tests: int) -> None:
+    """Fork for whoever connects, until the tests are over."""
     os.environ |= {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)  # whoever asks while it imports waits in the queue
@@ -44,7 +45,7 @@ def serve(kind: str, address: str) -> None:
     signal.set_wakeup_fd(waker)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     children: dict[int, socket.socket] = {}
-    while os.path.exists(address):
+    while is_alive(tests):
         lines = {line: pid for pid, line in children.items()}
         ready, _, _ = select.select([listening, woken, *lines], [], [], 5)
         for found in ready:
@@ -65,6 +66,14 @@ def serve(kind: str, address: str) -> None:
             elif found in lines and lines[found] in children and is_closed(found):
                 os.kill(lines[found], signal.SIGKILL)  # who asked was killed
         reap(children)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def is_closed(line: socket.socket) -> bool:
@@ -153,4 +162,4 @@ class Imported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parent / "nothing")  # replaced by each command's own
-    serve(sys.argv[1], sys.argv[2])
+    serve(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -2,7 +2,7 @@
 the large libraries already (forks.py); anything else is given to Python itself. It stands for the
 process it asked for: signals go there, its exit code comes back, and if it is killed so is that.
 
-It is run by `python -IS`, with @PYTHON@, @FOLDER@ and @SERVER@ filled in by tests/conftest.py.
+It is run by `python -IS`; tests/conftest.py fills in what stands between two @.
 """
 
 import os
@@ -14,12 +14,13 @@ import time
 from contextlib import suppress
 from fcntl import LOCK_EX, flock
 
-PYTHON, FOLDER, SERVER = "@PYTHON@", "@FOLDER@", "@SERVER@"
+PYTHON, FOLDER, SERVER, SESSION = "@PYTHON@", "@FOLDER@", "@SERVER@", "@SESSION@"
 
 
 def main(words):
     kind = kind_of(words)
-    if kind is None or not all(is_open(fd) for fd in range(3)) or "TESTS_COLD" in os.environ:
+    is_asked = "TESTS_COLD" not in os.environ and all(is_open(fd) for fd in range(3))
+    if kind is None or not is_asked or sys.platform != "linux":  # elsewhere PyTorch must not fork
         os.execv(PYTHON, [PYTHON, *words])
     line = asked(kind)
     is_leader = os.getsid(0) == os.getpid()
@@ -80,7 +81,7 @@ def umask():
 
 def asked(kind):
     """A line to the process that waits. The first who asks starts it."""
-    address = f"{FOLDER}/{kind}"
+    address = f"{FOLDER}/warm-{kind}"
     with open(f"{address}.lock", "w") as lock:
         flock(lock, LOCK_EX)
         line = socket.socket(socket.AF_UNIX)
@@ -93,7 +94,7 @@ def asked(kind):
         clean |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         with open(f"{address}.log", "w") as log:
             subprocess.Popen(
-                [PYTHON, SERVER, kind, address],
+                [PYTHON, SERVER, kind, address, SESSION],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

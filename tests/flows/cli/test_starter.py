@@ -12,14 +12,14 @@ import pytest
 from flows.cli import starter
 from flows.new import main
 from tasks.engine.settings.read_settings import ConfigError
-from tests.conftest import APART, ROOT, desk_environment
+from tests.conftest import ROOT, desk_environment
 
 
 def _start(folder: Path, *words: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, *words],
         cwd=folder,
-        env=desk_environment(Path(APART) / "desk"),
+        env=desk_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

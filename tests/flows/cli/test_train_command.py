@@ -16,7 +16,7 @@ import pytest
 
 from flows.cli.train_command import main
 from tasks.engine.base.units import seconds
-from tests.conftest import APART, desk_environment
+from tests.conftest import desk_environment
 
 Desk = Callable[..., "subprocess.Popen[str]"]
 LONG = ("--data.source", "synthetic", "--train.epochs", "100000", "--train.log_every", "50")
@@ -96,7 +96,7 @@ main([])
 
 def test_a_call_from_python_is_the_same_training_on_the_same_server(place: Path) -> None:
     """A dict was refused by pydantic in 40 lines, and Prefect started a server of its own."""
-    home = Path(APART) / "desk"
+    home = Path(os.environ["PREFECT_HOME"])
     code = """
 from flows.train import train
 try:
