@@ -77,6 +77,7 @@ class Clone(NamedTuple):
             "PATH": f"{self.folder / '.venv' / 'bin'}:{os.environ['PATH']}",
             "MPLCONFIGDIR": os.environ["MPLCONFIGDIR"],
             "CUDA_VISIBLE_DEVICES": "",
+            "TESTS_WARM_KIND": "torch",  # of `python -c`
             **({} if self.done else {"TESTS_COLD": "1"}),  # the first imports all itself
         }
         done = subprocess.run(

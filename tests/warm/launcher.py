@@ -93,7 +93,7 @@ def asked(kind):
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "MLFLOW"))}
         clean |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         with open(f"{address}.log", "w") as log:
-            subprocess.Popen(
+            started = subprocess.Popen(
                 [PYTHON, SERVER, kind, address, SESSION],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -107,6 +107,8 @@ def asked(kind):
                 line.connect(address)
                 return line
             except OSError:
+                if started.poll() is not None:
+                    sys.exit(f"{address}.log says why nothing is warm")
                 time.sleep(0.02)
 
 
