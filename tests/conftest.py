@@ -1,5 +1,7 @@
 """Tests run apart from their user's Prefect and MLflow; no Prefect server starts by accident."""
 
+import gc
+import importlib
 import os
 import shutil
 import subprocess
@@ -62,6 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ |= {"TESTS_SHARED": APART, "TESTS_PID": str(os.getpid())}
     os.environ["PREFECT_HOME"] = f"{os.environ['TESTS_SHARED']}/prefect"
     sys.executable = warm_python(Path(APART) / "bin", PYTHON)
+    if hasattr(config, "workerinput"):  # it runs some of everything
+        for name in ("torch", "prefect", "mlflow.pyfunc", "pandas", "sklearn", "hypothesis"):
+            importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # else each search for leaks goes through two million objects of libraries
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
