@@ -38,6 +38,7 @@ ENGINE_ROOMS = (
     "batches",
     "data",
     "step",
+    "checkpoint",
     "forecast",
     "training",
     "predict",

@@ -28,6 +28,7 @@ TITLES = {
     "model": "what is trained",
     "optim": "how it learns",
     "train": "how long, and in what arithmetic",
+    "checkpoint": "what it goes on from",
     "memory": "what it may take",
     "run": "what it is called in MLflow",
 }

@@ -95,6 +95,7 @@ class TrainFacts:
     steps: int
     epochs: int
     stopped_early: bool
+    stopped: str  # why it ended before it was done, to be gone on with; empty: it is done
     model_folder: str  # spec.json and weights.pt
     held_bytes: int  # in use on the device at the end of the training, before anything was freed
     stats: dict[str, Any] = field(default_factory=dict)  # the allocator's raw statistics

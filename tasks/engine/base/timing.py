@@ -152,3 +152,15 @@ class Stopwatch:
 
     def total_s(self) -> float:
         return perf_counter() - self._began
+
+    def state(self) -> dict[str, float]:
+        """All seconds so far."""
+        return {**self.seconds, "total": self.total_s()}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Count what was counted before, too."""
+        for part, spent_s in state.items():
+            if part == "total":
+                self._began -= spent_s
+            else:
+                self.seconds[part] += spent_s

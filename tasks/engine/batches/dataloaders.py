@@ -5,6 +5,7 @@ not a pair of inputs and targets.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from tasks.engine.models.structured_inputs import LABELS
 
 ENDLESS = sys.maxsize  # steps of an epoch that nobody knows the end of
 
+log = logging.getLogger(__name__)
 Look = Callable[[Any, int], Any]  # the targets of a batch and its number: what losses take
 
 
@@ -39,6 +41,8 @@ class Loaded:
     ) -> None:
         """look: at the targets of each batch, on the host."""
         self._loader, self._device, self._look = loader, device, look
+        self._done = 0  # batches of the epoch
+        self._random: Tensor | None = None  # numbers to draw from, once the loader iterates
         self._batches = _length(loader)
         self.batch_size = _batch_size(loader)
         self._rows = _announced_rows(loader, self._batches, self.batch_size)
@@ -68,6 +72,33 @@ class Loaded:
     def in_order(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
         return self._read(lambda phase: None)
 
+    def state(self) -> dict[str, Any]:
+        generators = [g.get_state() for g in self._generators()]
+        state: dict[str, Any] = {"generators": generators, "done": self._done}
+        if self._done and hasattr(self._loader, "state_dict"):
+            state["loader"] = self._loader.state_dict()
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        for generator, kept in zip(self._generators(), state["generators"], strict=False):
+            generator.set_state(kept)
+        if "loader" in state and hasattr(self._loader, "load_state_dict"):
+            self._loader.load_state_dict(state["loader"])
+            self._done = state["done"]
+            # A DataLoader that begins to iterate draws a number, as it had done by then.
+            self._random = torch.get_rng_state()
+        elif state["done"]:
+            log.warning(
+                "data.source: this loader has no state_dict: its epoch, of which %s batches were "
+                "done, begins again",
+                f"{state['done']:,}",
+            )
+
+    def _generators(self) -> list[torch.Generator]:
+        held = (self._loader, getattr(self._loader, "sampler", None))
+        found = [getattr(holder, "generator", None) for holder in held]
+        return [g for g in found if isinstance(g, torch.Generator)]
+
     def tensors(self) -> tuple[Tensor, ...]:
         return ()
 
@@ -85,18 +116,24 @@ class Loaded:
     def _read(self, mark: Mark) -> Iterator[tuple[Any, Any]]:
         # Held by this frame alone: worker processes end with the iterator.
         found = _told(iter(self._loader))
-        rows = 0
-        for number, batch in enumerate(found, start=1):
+        if self._random is not None:
+            torch.set_rng_state(self._random)
+            self._random = None
+        rows, done = 0, self._done
+        for number, batch in enumerate(found, start=1 + done):
             mark("data_wait")
             inputs, targets = _pair(batch)
             inputs, targets = self._moved(inputs), self._moved(self._look(targets, number))
             if self._device.type != "cpu":
                 mark("h2d")
             rows += _rows(targets)
+            self._done = number
             yield inputs, targets
-        if rows == 0:
+        self._done = 0
+        if rows == 0 and not done:
             raise DataError("data.source: the loader gave no rows; give it at least one")
-        self._rows = rows
+        if not done:
+            self._rows = rows
 
     def _moved(self, part: Any) -> Any:
         return nested.mapped(

@@ -54,6 +54,12 @@ class Batches(Protocol):
     def order(self, *, seed: int, epoch: int) -> Tensor:
         """The rows of an epoch, as `shuffled` takes them: the same for the same seed and epoch."""
 
+    def state(self) -> dict[str, Any]:
+        """What the batches that come depend on, beside the order; see checkpoint/."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Be as when `state` was taken."""
+
     def shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[tuple[Any, Any]]:
         """Batches in the given order of rows (int64, on the host); `mark` ends data_wait and h2d.
 
@@ -85,6 +91,12 @@ class _Kept:
 
     def steps(self, batch_size: int) -> int:
         return math.ceil(len(self) / batch_size)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
 
 
 class Resident(_Kept):

@@ -7,6 +7,7 @@ does not know, and a value of the wrong type is never bent into the right one.
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -108,6 +109,11 @@ class TrainConfig(Section):
     max_steps: Annotated[Int, Field(ge=1, le=10**12)] | None = None
     """Ends the training after so many optimizer steps, where its epochs have not done so before;
     needed where a loader of your own has no length."""
+    max_s: Annotated[Float, Field(gt=0, le=10**8)] | None = None
+    """Ends the training for now after so many seconds of this run, with a checkpoint. Another run
+    with the same run.key, or --resume, goes on from it."""
+    until: Text | None = None
+    """The same at a time of the host's clock: HH:MM, the next there is, or YYYY-MM-DD HH:MM."""
     batch_size: Annotated[Int, Field(ge=1, le=10**7)] = 64
     """Rows of one optimizer step."""
     accumulate: Annotated[Int, Field(ge=1, le=10**5)] = 1
@@ -140,6 +146,19 @@ class TrainConfig(Section):
     log_every: Annotated[Int, Field(ge=1, le=10**9)] = 10
     """Optimizer steps between two log points, at which the host waits for the device."""
 
+    @field_validator("until")
+    @classmethod
+    def _time_of_day(cls, until: str | None) -> str | None:
+        if until is None:
+            return None
+        try:
+            datetime.strptime(until, "%H:%M" if len(until) == 5 else "%Y-%m-%d %H:%M")
+        except ValueError:
+            raise ValueError(
+                f"must be a time such as 06:30 or 2030-01-31 06:30 (got {until[:80]!r})"
+            ) from None
+        return until
+
     @field_validator("loss")
     @classmethod
     def _known_loss(cls, name: str) -> str:
@@ -165,6 +184,20 @@ class TrainConfig(Section):
         return self
 
 
+class CheckpointConfig(Section):
+    every_s: Annotated[Float, Field(gt=0, le=10**7)] | None = 300.0
+    """Seconds between two checkpoints, from which a training that was ended goes on; also one at
+    the end and at a signal. none, with every_steps none: there are none at all."""
+    every_steps: Annotated[Int, Field(ge=1, le=10**12)] | None = None
+    """Optimizer steps between two checkpoints, beside those by time."""
+    keep: Annotated[Int, Field(ge=1, le=10**4)] = 2
+    """How many of the newest checkpoints stay, beside that of the best epoch."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.every_s is not None or self.every_steps is not None
+
+
 class MemoryConfig(Section):
     on_leak: Literal["warn", "fail"] = "warn"
     """What to do when memory is not given back at the end: name its owners, or fail the run."""
@@ -185,7 +218,12 @@ class RunSettings(Section):
     experiment: Annotated[Text, Field(min_length=1, max_length=250)] | None = None
     """MLflow experiment. Default: what mlflow.yaml says."""
 
-    @field_validator("name", "experiment")
+    key: Annotated[Text, Field(min_length=1, max_length=250)] | None = None
+    """Name of a training that may take several nights: another run with the same key goes on where
+    the last one was ended, in the same MLflow run. A flow run that Prefect starts again does so by
+    itself."""
+
+    @field_validator("name", "experiment", "key")
     @classmethod
     def _printable(cls, text: str | None) -> str | None:
         if text is not None and (not text.isprintable() or not text.strip()):
@@ -201,6 +239,7 @@ class RunConfig(Section):
     model: ModelConfig = ModelConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     memory: MemoryConfig = MemoryConfig()
     run: RunSettings = RunSettings()
 

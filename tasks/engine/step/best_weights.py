@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,18 +31,26 @@ class Best:
         self.epoch = 0  # from 1; 0: none yet
         self._metrics = {"val/loss": math.inf}
         self._kept: dict[str, Tensor] = {}
+        self._is_now = False  # the best weights are those of now, and not copied yet
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether `restored` gives the metrics of an epoch that judged best."""
+        return self.keeps and self.epoch > 0
 
     def judged(self, metrics: dict[str, float], epoch: int) -> None:
         """This epoch, counted from 1, has ended with these metrics."""
         self.waited += 1
         if math.isfinite(metrics["val/loss"]) and metrics["val/loss"] < self._metrics["val/loss"]:
             self._metrics, self.epoch, self.waited = metrics, epoch, 0
+        self._is_now = self.waited == 0
 
     @torch.inference_mode()
     def keep(self, model: nn.Module) -> None:
         """Copy the weights, where those of now are the best; call it where training goes on."""
-        if not self.keeps or self.waited or not self.epoch:
+        if not self.keeps or not self._is_now:
             return
+        self._is_now = False
         for name, tensor in tensors_of(model):
             kept = self._kept.get(name)
             if kept is None or kept.shape != tensor.shape:
@@ -51,7 +60,7 @@ class Best:
     @torch.inference_mode()
     def restored(self, model: nn.Module, metrics: dict[str, float]) -> dict[str, float]:
         """The metrics of the weights that the model has from now on. metrics: of those of now."""
-        if not self.keeps or not self.epoch:
+        if not self.has_weights:
             return metrics
         for name, tensor in tensors_of(model) if self.waited else ():
             kept = self._kept.get(name, tensor)
@@ -60,6 +69,17 @@ class Best:
             else:  # a buffer that has grown since
                 tensor.data = kept.to(tensor.device)
         return {**self._metrics, "train/best_epoch": float(self.epoch)}
+
+    def state(self) -> dict[str, Any]:
+        """What was the best so far; without its weights where those are the model's of now."""
+        kept = {} if self._is_now else dict(self._kept)
+        best = {"metrics": dict(self._metrics), "epoch": self.epoch, "waited": self.waited}
+        return {**best, "kept": kept, "is_now": self._is_now}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Be as when `state` was taken."""
+        self._metrics, self.epoch = state["metrics"], state["epoch"]
+        self.waited, self._kept, self._is_now = state["waited"], state["kept"], state["is_now"]
 
     def tensors(self) -> Iterator[Tensor]:
         """What is kept."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.engine.base.nested import shape_of
+from tasks.engine.base.nested import rows_of, shape_of
 from tasks.engine.base.units import seconds
 from tasks.engine.step.compiled_step import compiled_step, first_line, untakeable
 from tasks.engine.step.cpu_threads import ThreadedStep
@@ -86,17 +86,20 @@ class TunedStep:
         wait: Callable[[], None],
         graphs: bool,
         threads: int,
+        rows: int = 0,
         known: Known | None = None,
         recorded: Callable[[list[Tensor]], None] = lambda tensors: None,
     ) -> None:
         """mode: auto, off, default or max. steps: of the whole run. graphs: whether the device can
-        replay and the model is one that may be. threads: to try beside those of now. recorded:
-        called once steps are replayed from a graph, with what that keeps beside the batch."""
+        replay and the model is one that may be. threads: to try beside those of now. rows: of a
+        whole batch; 0: of the first. recorded: called once steps are replayed from a graph, with
+        what that keeps beside the batch."""
         self._plain, self._mode, self._left = step, mode, steps
         self._wait, self._graphs, self._known = wait, graphs, known
         self._recorded = recorded
         self._threads = threads
-        self._shape: Any = None  # of whole batches: only these are tried and compiled
+        self._rows = rows  # of whole batches: only these are tried and compiled
+        self._shape: Any = None  # of such a batch
         self._best: Steps = step
         self._graphed: list[GraphedStep] = []
         self.verdict = {
@@ -109,13 +112,33 @@ class TunedStep:
     def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> Outcome:
         self._left -= 1
         shape = shape_of(x)
-        if self._shape is None:
+        if self._shape is None and rows_of(y) >= self._rows:
             self._shape = shape
         if shape != self._shape or watched is Watched.COUNTED:
             return self._plain(x, y, norm=norm, watched=watched)
         if self._script is None:
             return self._best(x, y, norm=norm, watched=watched)
         return self._try(x, y, norm=norm, watched=watched)
+
+    def state(self) -> dict[str, Any]:
+        """Which way was chosen, once it was; see checkpoint/."""
+        if self._script is not None:
+            return {}
+        return {"threads": torch.get_num_threads(), "verdict": asdict(self.verdict)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take the way that `state` chose; whether to replay it, which gives the same numbers, is
+        tried anew."""
+        if not state:
+            return
+        torch.set_num_threads(state["threads"])
+        self._threads, before = state["threads"], Verdict(**state["verdict"])
+        mode = before.compiled.partition("+")[0]
+        if mode == "no":
+            self._best, self._script, self.verdict = self._plain, None, before
+        elif mode != "graph":
+            self.verdict, self._script = before, self._as_asked(mode)
+            self._next(None)
 
     @property
     def has_recorded(self) -> bool:
@@ -168,7 +191,7 @@ class TunedStep:
         if self._mode == "auto":
             yield from self._by_measure()
         elif self._mode != "off":
-            yield from self._as_asked()
+            yield from self._as_asked(self._mode)
 
     def _choose_threads(self) -> Script:
         """Few threads, unless more are clearly faster: they suffer less from others."""
@@ -221,13 +244,13 @@ class TunedStep:
             best = fast
         self._settle(best, replace(measured, reason=said))
 
-    def _as_asked(self) -> Script:
+    def _as_asked(self, mode: str) -> Script:
         """default and max: compiled from the first step on; replayed where that is faster."""
-        fast_step = compiled_step(self._plain, self._mode)
+        fast_step = compiled_step(self._plain, mode)
         first_s = yield fast_step
         best_s = yield from _warmed(fast_step)
         best: Steps = fast_step
-        name = self._mode
+        name = mode
         if self._graphs and best_s is not None and best_s < GRAPH_BELOW_S:
             graphed = self._graph(fast_step)
             graphed_s = yield from _warmed(graphed)

@@ -199,6 +199,16 @@ class MicroBatches:
         log.warning("out of memory in the optimizer step: caches given back, tried again")
         return self._watched(attempt, failure, phase="optimizer", batch=())
 
+    def state(self) -> list[Any]:
+        """How large they are, and when they grow; see checkpoint/."""
+        counts = [self.rows, self.recovered, self.fitted, self._calm, self._patience]
+        return [*counts, list(self.tried)]
+
+    def restore(self, state: list[Any]) -> None:
+        """Be as when `state` was taken."""
+        rows, self.recovered, self.fitted, self._calm, self._patience, self.tried = state
+        self.rows = min(rows, self._whole)
+
     def ease(self, why: str) -> None:
         """Halve without having failed, where the allocator is about to."""
         if self.rows > 1:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,14 @@ class Optimizer:
         raise NotImplementedError
 
     def state_tensors(self) -> list[Tensor]:
+        raise NotImplementedError
+
+    def state(self) -> Any:
+        """What the next step depends on beside parameters and rate; empty before the first step."""
+        raise NotImplementedError
+
+    def restore(self, state: Any) -> None:
+        """Be as when `state` was taken."""
         raise NotImplementedError
 
     def _with_grads(self) -> list[int]:
@@ -139,6 +148,18 @@ class AdamW(Optimizer):
     def state_tensors(self) -> list[Tensor]:
         return [*self.means, *self.squares, *{id(count): count for count in self.steps}.values()]
 
+    def state(self) -> Any:
+        # One count for all parameters stays one.
+        shared = len({id(count) for count in self.steps}) == 1
+        steps = self.steps[:1] if shared else self.steps
+        return {"means": list(self.means), "squares": list(self.squares), "steps": list(steps)}
+
+    def restore(self, state: Any) -> None:
+        self.means = _like(self.params, state["means"])
+        self.squares = _like(self.params, state["squares"])
+        counts = [count.to(self.params[0].device) for count in state["steps"]]
+        self.steps = counts * len(self.params) if len(counts) == 1 else counts
+
 
 class Sgd(Optimizer):
     """SGD with Nesterov momentum and L2 weight decay, as torch.optim.SGD(nesterov=True)."""
@@ -179,6 +200,22 @@ class Sgd(Optimizer):
 
     def state_tensors(self) -> list[Tensor]:
         return list(self.momenta)
+
+    def state(self) -> Any:
+        return {"momenta": list(self.momenta)}
+
+    def restore(self, state: Any) -> None:
+        self.momenta = _like(self.params, state["momenta"])
+
+
+def _like(parameters: list[nn.Parameter], kept: list[Tensor]) -> list[Tensor]:
+    """The same numbers in tensors laid out as the parameters are; none where none were kept."""
+    if not kept:
+        return []
+    return [
+        torch.empty_like(p, requires_grad=False).copy_(tensor)
+        for p, tensor in zip(parameters, kept, strict=True)
+    ]
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -48,6 +48,12 @@ class Given(Optimizer):
         states = self._inner.state.values()
         return [kept for state in states for kept in state.values() if isinstance(kept, Tensor)]
 
+    def state(self) -> Any:
+        return self._inner.state_dict()
+
+    def restore(self, state: Any) -> None:
+        self._inner.load_state_dict(state)
+
 
 def make(
     o: OptimConfig, parameters: Iterable[nn.Parameter], *, undecayed: Iterable[nn.Parameter] = ()

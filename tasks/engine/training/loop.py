@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tasks.engine.base.nested import rows_of
 from tasks.engine.base.timing import Stopwatch, wait
 from tasks.engine.batches.dataset_batches import Batches
+from tasks.engine.checkpoint.checkpoints import Checkpoints, Position
 from tasks.engine.data.run_warnings import ALIKE
 from tasks.engine.step.best_weights import Best
 from tasks.engine.step.build import Plan
@@ -26,6 +27,15 @@ from tasks.engine.step.optim import Optimizer
 from tasks.engine.step.optimizer_step import Steps
 from tasks.engine.step.phases import Phases
 from tasks.engine.training.step_metrics import Log, StepMetrics
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Somebody wants a checkpoint now."""
+
+    reason: str  # of an end that is none of the training's own; see Fitted
+    ends: bool = True  # the training, after the checkpoint
+    act: Callable[[], None] = lambda: None  # called when it is written: a signal raises here
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,8 @@ class Tools:
     log: Log
     best: Best = field(default_factory=Best)
     outputs: list[tuple[str, Tensor]] = field(default_factory=list)  # see nan_origin.Seen
+    checkpoints: Checkpoints = field(default_factory=Checkpoints.none)
+    stop: Callable[[], Stop | None] = lambda: None  # asked after each step
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,7 @@ class Fitted:
     epochs: int
     rows: int  # trained on, each as often as it was
     stopped_early: bool
+    stopped: str  # why it ended before it was done; empty: it is done
     metrics: dict[str, float]  # of the weights that the model has: the best epoch's, or the last
 
 
@@ -66,24 +79,34 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
         t.device, phases=t.phases, watch=watch, rate=t.rate, speeds=t.speeds, log=t.log
     )
     metrics: dict[str, float] = {}
-    step = epoch = rows = 0
     last_step = plan.steps(train.steps(plan.batch_size))
+    t.checkpoints.follow(rows=train, step_metrics=step_metrics)
+    at = t.checkpoints.resumed()
+    t.best.keep(model)  # where the epoch before was the best
+    step, epoch, rows, first_step = at.step, at.epoch - 1, at.rows, at.step + 1
+    stop: Stop | None = None
+    stopped_early = 0 < plan.patience <= t.best.waited and step < last_step
+    is_done = at.batch == 0 and (stopped_early or step == last_step)
     watch.lap("setup")
 
     def is_log_point(step: int) -> bool:
         return step % plan.log_every == 0 or step == last_step
 
     with told_in("training", step=lambda: step):
-        for epoch in range(plan.epochs):  # noqa: B007 (its last value is a result)
+        for epoch in range(at.epoch, 0 if is_done else plan.epochs):
             model.train()
-            order = train.order(seed=plan.seed, epoch=epoch)
+            batch = at.batch if epoch == at.epoch else 0
+            order = train.order(seed=plan.seed, epoch=epoch)[batch * plan.batch_size :]
             t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
-            step_metrics.begin()
+            step_metrics.begin(epoch)
             batches = train.shuffled(plan.batch_size, order, t.phases.mark)
             sent = _sent(batches, step=lambda: step + 1)  # noqa: B023 (asked while it is this)
-            for x, y in islice(sent, last_step - step):
+            # Where all of its rows are done by now, an epoch is only judged.
+            is_over = train.residency != "loader" and len(order) == 0
+            for x, y in islice(sent, 0 if is_over else last_step - step):
                 t.optimizer.set_lr(t.rate(step))
-                step += 1
+                t.checkpoints.let_go_on()
+                step, batch = step + 1, batch + 1
                 with t.phases.counting((x, y)):
                     outcome = t.step(x, y, norm=is_log_point(step), watched=t.phases.watched)
                 rows += rows_of(y)
@@ -91,19 +114,30 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
                 nan_origin = NanOrigin(sums, tuple(t.outputs))
                 step_metrics.add(outcome, rows=rows_of(y), nan_origin=nan_origin)
                 t.outputs.clear()
-                if step == 1:
+                if step == first_step:
                     wait(t.device)
                     t.phases.restart()
                     step_metrics.restart()
                     watch.lap("first_step")
                 if is_log_point(step):
-                    step_metrics.point(outcome, epoch)
+                    step_metrics.point(outcome)
                     if t.phases.meter.is_thrashing():
                         t.micro.ease("the allocator had to free its cache twice running")
                 t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
                 del x, y  # gone before the next ones come
+                at = Position(step, epoch, batch, rows)
+                t.checkpoints.step_done(at)
+                stop = t.stop() if step < last_step else None
+                if stop is not None:
+                    t.checkpoints.save(at, last=True)
+                    watch.lap("checkpoint")
+                    stop.act()
+                    if stop.ends:
+                        break
             sent.close()  # where max_steps ends it, batches are left
-            step_metrics.drain(epoch)
+            step_metrics.drain()
+            if stop is not None and stop.ends:
+                break
             metrics = evaluate(model, val, t.evaluator)
             watch.lap("eval")
             logged = {name: value for name, value in metrics.items() if name != ALIKE}
@@ -112,11 +146,19 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
             t.best.judged(metrics, epoch + 1)
             is_enough = 0 < plan.patience <= t.best.waited
             stopped_early = is_enough and step < last_step
+            at = Position(step, epoch + 1, 0, rows)
             if stopped_early or step == last_step:
+                t.checkpoints.save(at, last=True)
                 break
+            t.checkpoints.epoch_done(at, is_best=t.best.waited == 0)
+            t.checkpoints.let_go_on()
             t.best.keep(model)
             watch.lap("checkpoint")
-    return Fitted(step, epoch + 1, rows, stopped_early, t.best.restored(model, metrics))
+        if not metrics and not t.best.has_weights:  # ended before an epoch was
+            metrics = evaluate(model, val, t.evaluator)
+    ended = stop.reason if stop is not None and stop.ends else ""
+    metrics = t.best.restored(model, metrics)
+    return Fitted(step, epoch + 1, rows, stopped_early, ended, metrics)
 
 
 def _sent(

@@ -41,7 +41,8 @@ class _Point:
 
 @dataclass(frozen=True)
 class _Packed:
-    values: Tensor  # on the host once `ready`: the losses, then the norms
+    stacked: Tensor  # the losses, then the norms, on their device
+    values: Tensor  # the same on the host, once `ready`
     ready: Any
     first_step: int
     losses: int
@@ -76,14 +77,15 @@ class StepMetrics:
         self._began: Any = None
         self._step = 0
         self._on_its_way: _Packed | None = None
+        self._epoch = 0
         self._read_s = perf_counter()  # when the host last read
         self._speed_from = (0.0, 0, 0)  # seconds of steps, steps and rows since the last speed
         self._open: list[float] = []  # losses read since the last log point
         self._last_good: tuple[int, float] | None = None
 
-    def begin(self) -> None:
-        """Steps begin here, after something else."""
-        self._began = self._mark()
+    def begin(self, epoch: int) -> None:
+        """Steps of this epoch begin here, after something else."""
+        self._epoch, self._began = epoch, self._mark()
 
     def add(self, outcome: Outcome, *, rows: int, nan_origin: NanOrigin = NOBODY) -> None:
         """One more step was taken. nan_origin: what is to blame if its loss is no number."""
@@ -92,7 +94,7 @@ class StepMetrics:
         self._nan_origins.append(nan_origin)
         self._timed = (self._timed[0] + 1, self._timed[1] + rows)
 
-    def point(self, outcome: Outcome, epoch: int) -> None:
+    def point(self, outcome: Outcome) -> None:
         """The step just added is a log point. Reads, when the last reading is long enough ago."""
         norm = outcome.grad_norm
         if norm is not None:
@@ -100,14 +102,14 @@ class StepMetrics:
         at = None if norm is None else len(self._norms) - 1
         self._points.append(_Point(self._step, self._rate(self._step - 1), len(self._losses), at))
         if perf_counter() - self._read_s >= READ_EVERY_S:
-            self.read(epoch)
+            self.read()
 
-    def read(self, epoch: int) -> None:
+    def read(self) -> None:
         """Send what there is, and log what was sent before; on a CPU both are the same.
 
         Raises Diverged.
         """
-        packed = self._pack(epoch)
+        packed = self._pack()
         if self._device.type == "cpu":
             self._take(packed)
         else:
@@ -115,16 +117,36 @@ class StepMetrics:
             self._take(waiting)
         self._read_s = perf_counter()
 
-    def drain(self, epoch: int) -> None:
+    def drain(self) -> None:
         """Wait for the device and log all there is. Raises Diverged."""
-        self.read(epoch)
+        self.read()
         waiting, self._on_its_way = self._on_its_way, None
         self._take(waiting)
+
+    def state(self) -> dict[str, Any]:
+        """What is not logged yet. Reads first: then only what is on its way is left."""
+        self.read()
+        sent = self._on_its_way
+        return {
+            "step": self._step,
+            "open": list(self._open),
+            "last_good": self._last_good,
+            "values": sent.stacked if sent is not None else torch.empty(0),
+            "losses": sent.losses if sent is not None else 0,
+            "points": [(p.step, p.lr, p.losses, p.norm) for p in sent.points] if sent else [],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken, and log what was on its way then."""
+        self._step, self._open = state["step"], list(state["open"])
+        self._last_good = state["last_good"]
+        values = state["values"].tolist()
+        self._tell([_Point(*point) for point in state["points"]], values, state["losses"])
 
     def restart(self) -> None:
         """The first step, which holds warm-up and compilation, counts for no speed."""
         self._timed = (0, 0)
-        self.begin()
+        self._began = self._mark()
 
     def _mark(self) -> Any:
         """A timed event where the device is now; nothing on a CPU, whose clock is the host's."""
@@ -134,14 +156,16 @@ class StepMetrics:
         event.record()
         return event
 
-    def _pack(self, epoch: int) -> _Packed | None:
+    def _pack(self) -> _Packed | None:
         if not self._losses:
             return None
         scalars = [scalar.float() for scalar in (*self._losses, *self._norms)]
-        values = torch.stack(scalars).to("cpu", non_blocking=True)  # pinned, where it can be
+        stacked = torch.stack(scalars)
+        values = stacked.to("cpu", non_blocking=True)  # pinned, where it can be
         ready = self._mark()
         first = self._step - len(self._losses) + 1
         packed = _Packed(
+            stacked,
             values,
             ready,
             first,
@@ -149,7 +173,7 @@ class StepMetrics:
             self._points,
             self._began,
             self._timed,
-            epoch,
+            self._epoch,
             self._nan_origins,
         )
         self._began = ready
@@ -169,21 +193,24 @@ class StepMetrics:
         before_s, steps, rows = self._speed_from
         self._speed_from = before_s + step_s, steps + packed.timed[0], rows + packed.timed[1]
         values = packed.values.tolist()
-        losses, norms = values[: packed.losses], values[packed.losses :]
-        self._refuse_unfinite(losses, packed)
-        begin = 0
-        for point in packed.points:
+        self._refuse_unfinite(values[: packed.losses], packed)
+        self._tell(packed.points, values, packed.losses)
+        self._phases.clock.collect()
+        self._watch.lap("log")
+
+    def _tell(self, points: list[_Point], values: list[float], count: int) -> None:
+        """Log the points of a reading: `count` losses, then the norms."""
+        losses, norms, begin = values[:count], values[count:], 0
+        for point in points:
             part = self._open + losses[begin : point.losses]
             begin, self._open = point.losses, []
             metrics = {"train/loss": sum(part) / len(part), "train/lr": point.lr}
             if point.norm is not None:
                 metrics["train/grad_norm"] = norms[point.norm]
-            if point is packed.points[-1]:
+            if point is points[-1]:
                 metrics |= self._speed() | self._phases.meter.window()
             self._log(metrics, point.step)
         self._open += losses[begin:]
-        self._phases.clock.collect()
-        self._watch.lap("log")
 
     def _speed(self) -> dict[str, float]:
         wall_s, steps, rows = self._speed_from

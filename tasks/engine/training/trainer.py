@@ -5,6 +5,7 @@ measures. Everything that holds device memory lives and dies inside `train`, als
 from __future__ import annotations
 
 import math
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,11 @@ from tasks.engine.base.facts import DataFacts, DeviceFacts, TrainFacts
 from tasks.engine.base.import_paths import ends_told
 from tasks.engine.base.seeds import seeded
 from tasks.engine.base.timing import Stopwatch
+from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer
+from tasks.engine.checkpoint.checkpoints import CHECKPOINTS, Checkpoints, refuse_no_room
+from tasks.engine.checkpoint.compatibility import identity
+from tasks.engine.checkpoint.host_copies import HostCopies
+from tasks.engine.checkpoint.training_state import Mismatch
 from tasks.engine.data.run_warnings import ALIKE, of_results
 from tasks.engine.device.detection import resolve_precision
 from tasks.engine.device.memory_limit import limited
@@ -38,6 +44,7 @@ from tasks.engine.step.cuda_graph import may_replay, own_stream
 from tasks.engine.step.micro_batches import MemoryExhausted
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.own_model import Checked
+from tasks.engine.training.budget import Asked, Budget, ends_at
 from tasks.engine.training.loop import Tools, batch_of, fit
 from tasks.engine.training.oom_files import OutOfMemory, draw, told, unwatched
 from tasks.engine.training.peak_flops import Peak
@@ -61,6 +68,8 @@ def check(config: RunConfig, data: DataFacts) -> Checked:
             f"train.max_steps: is needed, since the training loader of {data.source} has no "
             "length; set it to the optimizer steps of the whole run, or give its data set a __len__"
         )
+    if config.train.until is not None:
+        ends_at(config.train.until, time.time())
     own_optim.check(config.optim, steps=steps_of(config, data))
     checked = own_model.check(config, data)
     if config.train.batch_size > data.train_rows:
@@ -79,15 +88,28 @@ def train(
     past: Past = Past(),  # noqa: B008 (frozen)
     folder: Path,
     log: Log,
+    resumes: bool = False,
+    asked: Asked = lambda: None,
 ) -> TrainFacts:
-    """Train as `config` says and write the model to `folder`/model.
+    """Train as `config` says and write the model to `folder`/model, checkpoints to
+    `folder`/checkpoints. resumes: go on from the newest of these. asked: after each step, whether
+    somebody wants one, or an end.
 
     `log(metrics, step)` is called at every log point. Raises readings.Diverged for a loss that is
     not finite, and whatever PyTorch raises; the frames of an exception are cleared of tensors.
     """
     failure = None
     try:
-        return _train(config, device, data, past=past, folder=folder, log=log)
+        return _train(
+            config,
+            device,
+            data,
+            past=past,
+            folder=folder,
+            log=log,
+            resumes=resumes,
+            asked=asked,
+        )
     except BaseException as error:
         # Prefect keeps the exception of a failed task, and with it every tensor of its frames.
         memory_meter.clear_frames(error)
@@ -112,6 +134,8 @@ def _train(
     past: Past,
     folder: Path,
     log: Log,
+    resumes: bool,
+    asked: Asked,
 ) -> TrainFacts:
     watch = Stopwatch()
     config = settled(config, data)
@@ -165,6 +189,17 @@ def _train(
             graphs=admission.fits_graph
             and may_replay(config, facts, precision, steps=steps_of(config, data)),
         )
+        checkpoints = Checkpoints(
+            folder / CHECKPOINTS,
+            config.checkpoint,
+            HostCopies(device),
+            about=identity(config, data, device),
+            resumes=resumes,
+        )
+        stack.callback(checkpoints.close)
+        checkpoints.follow(**parts.stateful(model, watch))
+        if config.checkpoint.is_on:
+            refuse_no_room(folder, _checkpoint_bytes(config, model))
         tools = Tools(
             device=device,
             step=parts.tuned,
@@ -178,6 +213,8 @@ def _train(
             log=log,
             best=parts.best,
             outputs=parts.outputs,
+            checkpoints=checkpoints,
+            stop=Budget(config.train, asked),
         )
         exhausted = mistake = None
         try:
@@ -185,7 +222,9 @@ def _train(
                 fitted = fit(model, rows, val, plan=plan_of(config), tools=tools)
         except MemoryExhausted as error:
             exhausted = error.failure
-        except (ConfigError, DataError):
+        except Mismatch as error:
+            raise ConfigError(str(error)) from None
+        except (ConfigError, DataError, Damaged, Newer):
             raise  # a sentence by now, though the words of PyTorch are in it
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             mistake = _mistake(error, model, parts.plain)
@@ -207,6 +246,7 @@ def _train(
         threads = torch.get_num_threads()  # after the trial
         measured = {
             **parts.measured(),
+            **checkpoints.measured(),
             **_predicted(admission, past, config.memory.limit_mib, parts.tuned.has_recorded),
         }
         stats = parts.phases.meter.stats()
@@ -240,11 +280,18 @@ def _train(
         steps=fitted.steps,
         epochs=fitted.epochs,
         stopped_early=fitted.stopped_early,
+        stopped=fitted.stopped,
         model_folder=str(folder / "model"),
         held_bytes=held_bytes,
         stats=stats,
         warnings=of_results(data, fitted.metrics, loss=config.train.loss, alike=alike),
     )
+
+
+def _checkpoint_bytes(config: RunConfig, model: nn.Module) -> int:
+    """Of the weights, the state of an optimizer as large as Adam's, and the best weights."""
+    weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    return weights * (4 if config.train.keep == "best" else 3)
 
 
 def _mistake(error: Exception, model: nn.Module, step: Step) -> str | None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tasks.engine.base.facts import DataFacts, DeviceFacts
-from tasks.engine.base.timing import phase_clock, wait
+from tasks.engine.base.timing import Stopwatch, phase_clock, wait
 from tasks.engine.batches.dataset_batches import Batches
+from tasks.engine.checkpoint.training_state import RandomNumbers, Scaler, Stateful, Weights
 from tasks.engine.device.memory_limit import room_bytes
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.allocator_history import Recorder
@@ -60,6 +61,21 @@ class TrainingParts:
     steps: int  # of the whole run
     best: Best
     outputs: list[tuple[str, Tensor]]  # see suspects.Seen
+
+    def stateful(self, model: nn.Module, watch: Stopwatch) -> dict[str, Stateful]:
+        """What its next step depends on, beside the rows."""
+        assert isinstance(self.evaluator.micro, MicroBatches)
+        return {
+            "model": Weights(model),
+            "optimizer": self.optimizer,
+            "scaler": Scaler(self.plain.scaler),
+            "micro_batches": self.micro,
+            "evaluation": self.evaluator.micro,
+            "best": self.best,
+            "step": self.tuned,
+            "times": watch,
+            "random": RandomNumbers(next(model.parameters()).device),
+        }
 
     def measured(self) -> dict[str, float]:
         """Under the names of the run record. Call it before the model is freed."""
@@ -142,6 +158,7 @@ def training_parts(
         step,
         mode=config.train.compile,
         steps=steps,
+        rows=0 if data.batch is not None else min(batch_size, data.train_rows),
         wait=partial(wait, device),
         graphs=graphs,
         threads=threads,

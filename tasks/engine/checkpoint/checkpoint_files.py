@@ -1,0 +1,173 @@
+"""Checkpoints on disk: tensors in one file (safetensors), all else in another (JSON), each with its
+SHA-256. Both are written beside their place, synced and renamed, the tensors first: what lies there
+under its name is whole. A file that was changed since is refused when it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tasks.engine.checkpoint.nested_state import put_together
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{12})\.json")
+
+
+class Damaged(ValueError):
+    """A checkpoint is not what was written; the text says how that shows."""
+
+
+class Newer(ValueError):
+    """A checkpoint of a later version of this project."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that was read. about: what a person and the resuming ask for; state: of the training."""
+
+    step: int
+    about: dict[str, Any]
+    state: dict[str, Any]
+
+
+def write(
+    folder: Path,
+    *,
+    step: int,
+    about: Mapping[str, Any],
+    plain: Any,
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """A checkpoint in `folder`, whole or not at all. plain, tensors: see nested_state.
+
+    Raises OSError. What lay there under the same step is replaced.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    whole, half = _tensors(folder, step), _half(_tensors(folder, step))
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, half)
+        with open(half, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fchmod(file.fileno(), 0o600)
+            os.fsync(file.fileno())
+        # A name of its own for each writing: one of the same step stays whole until it is replaced.
+        named = whole.with_name(f"{whole.stem}-{digest[:16]}.safetensors")
+        os.rename(half, named)
+        record = {"format": FORMAT, "step": step, "about": dict(about), "plain": plain}
+        record |= {"tensors": named.name, "sha256": digest}
+        body = json.dumps(record).encode()
+        _put(_record(folder, step), hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+    except SafetensorError as error:  # how it tells of a full disk
+        raise OSError(str(error)) from None
+    finally:
+        half.unlink(missing_ok=True)
+    _drop_unnamed(folder, step, keep=named.name)
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of which there is a checkpoint, the newest first."""
+    found = (_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else ()))
+    return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
+def read_about(folder: Path, step: int) -> dict[str, Any]:
+    """What a checkpoint says of itself. Raises Damaged and Newer."""
+    about: dict[str, Any] = _read_record(folder, step)["about"]
+    return about
+
+
+def read(folder: Path, step: int) -> Checkpoint:
+    """The checkpoint of that step. Raises Damaged and Newer."""
+    record = _read_record(folder, step)
+    path = folder / str(record["tensors"])
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != record["sha256"]:
+            raise Damaged(f"{path} was changed since it was written")
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise Damaged(f"{path}: {error}") from None
+    return Checkpoint(step, record["about"], put_together(record["plain"], tensors))
+
+
+def _read_record(folder: Path, step: int) -> dict[str, Any]:
+    path = _record(folder, step)
+    try:
+        digest, _, body = path.read_bytes().partition(b"\n")
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}") from None
+    if hashlib.sha256(body).hexdigest().encode() != digest:
+        raise Damaged(f"{path} was changed since it was written")
+    record: dict[str, Any] = json.loads(body)
+    if record["format"] > FORMAT:
+        raise Newer(f"{path} was written by a newer version (format {record['format']})")
+    if record["step"] != step:
+        raise Damaged(f"{path} is of step {record['step']}")
+    return record
+
+
+def keep_only(folder: Path, wanted: set[int]) -> None:
+    """Remove the checkpoints of other steps."""
+    for step in set(steps(folder)) - wanted:
+        with suppress(OSError):
+            _record(folder, step).unlink()  # first: what has no record is no checkpoint
+        _drop_unnamed(folder, step)
+
+
+def size_bytes(folder: Path, step: int) -> int:
+    """Of both its files."""
+    files = [_record(folder, step), *folder.glob(f"{_tensors(folder, step).stem}-*.safetensors")]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _drop_unnamed(folder: Path, step: int, keep: str = "") -> None:
+    for file in folder.glob(f"{_tensors(folder, step).stem}-*.safetensors"):
+        if file.name != keep:
+            with suppress(OSError):
+                file.unlink()
+
+
+def _put(path: Path, body: bytes) -> None:
+    half = _half(path)
+    try:
+        with open(half, "wb", opener=_private) as file:
+            file.write(body)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(half, path)
+    finally:
+        half.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the names too
+    finally:
+        os.close(folder)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _tensors(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:012d}.safetensors"
+
+
+def _record(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:012d}.json"
+
+
+def _half(path: Path) -> Path:
+    return path.with_name(path.name + ".new")

@@ -1,0 +1,223 @@
+"""When a training is kept, and going on from what was kept. The training thread only copies; a
+thread beside it writes, and what can't be written is told and costs the training nothing. It refuses to
+begin where the first checkpoint would find no room.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tasks.engine.base.units import mebibytes
+from tasks.engine.checkpoint import checkpoint_files
+from tasks.engine.checkpoint.checkpoint_files import Checkpoint, Damaged
+from tasks.engine.checkpoint.compatibility import refuse_another
+from tasks.engine.checkpoint.host_copies import HostCopies
+from tasks.engine.checkpoint.nested_state import Unkeepable, taken_apart
+from tasks.engine.checkpoint.training_state import Stateful
+from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import CheckpointConfig
+
+CHECKPOINTS = "checkpoints"  # their folder, in that of a run
+MIB = 1024**2
+# At a best epoch one is written where the last one cost at most this share of the time since.
+COST_SHARE = 0.01
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a training is. epoch, batch: of the next one, from 0."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    rows: int = 0  # trained on, each as often as it was
+
+
+class Checkpoints:
+    """The checkpoints of one training, in one folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        chosen: CheckpointConfig,
+        copies: HostCopies,
+        *,
+        about: Mapping[str, Any],
+        resumes: bool = False,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """about: what the next one to go on has to match. resumes: whether to go on from what is
+        there."""
+        self.folder, self._chosen, self._copies = folder, chosen, copies
+        self._about, self._resumes, self._now_s = dict(about), resumes, now_s
+        self._parts: dict[str, Stateful] = {}
+        self._writer: threading.Thread | None = None
+        self._saved_at, self._saved_step = now_s(), -1
+        self._cost_s = 0.0  # of the last one, on both threads
+        self._best_step: int | None = None
+        self._failed = ""
+        self.written = 0
+        self.copy_s = 0.0  # that the training thread has spent, in sum
+
+    @staticmethod
+    def none() -> Checkpoints:
+        """Of a training that is not kept."""
+        off = CheckpointConfig(every_s=None)
+        return Checkpoints(Path(), off, HostCopies(torch.device("cpu")), about={})
+
+    def follow(self, **parts: Stateful) -> None:
+        """What is kept, by name."""
+        self._parts |= parts
+
+    def resumed(self) -> Position:
+        """Put all parts to where the newest intact checkpoint has them; the start where there is
+        none. Raises Mismatch and Newer, and Damaged where there are only damaged ones."""
+        found = newest(self.folder) if self._resumes else None
+        if found is None:
+            return Position()
+        changed = refuse_another(found.about, self._about)
+        for name, part in self._parts.items():
+            if name in found.state:
+                part.restore(found.state[name])
+        position = Position(**found.about["position"])
+        self._saved_step, self._best_step = position.step, found.about["best_step"]
+        log.info(
+            "going on from the checkpoint of step %s%s",
+            f"{position.step:,}",
+            "".join(f"; {text}" for text in changed),
+        )
+        return position
+
+    def step_done(self, position: Position) -> None:
+        """Keep the training, if it is time to; this step is done."""
+        every = self._chosen.every_steps
+        if (every and position.step % every == 0) or self._is_late():
+            self.save(position)
+
+    def epoch_done(self, position: Position, *, is_best: bool) -> None:
+        """The same after an epoch and its evaluation."""
+        spent_s = self._now_s() - self._saved_at
+        if is_best and self._chosen.is_on and self._cost_s <= COST_SHARE * spent_s:
+            self.save(position, is_best=True)
+        else:
+            self.step_done(position)
+
+    def save(self, position: Position, *, is_best: bool = False, last: bool = False) -> None:
+        """Keep the training as it is now. While another one is being written that is passed over;
+        the last one is waited for."""
+        if not self._chosen.is_on or (position.step == self._saved_step and not last):
+            return
+        if self._writer is not None and self._writer.is_alive() and not last:
+            return
+        self._wait()
+        if position.step != self._saved_step:
+            self._save(position, is_best=is_best)
+        if last:
+            self._wait()
+
+    def measured(self) -> dict[str, float]:
+        """Under the names of the run record."""
+        if not self.written:
+            return {}
+        return {"checkpoint/written": float(self.written), "time/checkpoint_copy_s": self.copy_s}
+
+    def let_go_on(self) -> None:
+        """Before the next step changes what is being copied."""
+        self._copies.let_go_on()
+
+    def close(self) -> None:
+        """Return when nothing is being written any more."""
+        self._wait()
+
+    def _is_late(self) -> bool:
+        every_s = self._chosen.every_s
+        return every_s is not None and self._now_s() - self._saved_at >= every_s
+
+    def _save(self, position: Position, *, is_best: bool) -> None:
+        began_s = self._now_s()
+        tensors: dict[str, Any] = {}
+        try:
+            plain = taken_apart({name: p.state() for name, p in self._parts.items()}, tensors)
+        except Unkeepable as error:
+            self._told(f"no checkpoint can be written: {error}, which only pickling could keep")
+            self._saved_at = self._now_s()
+            return
+        copies = self._copies.take(tensors)
+        self._saved_at, self._saved_step = self._now_s(), position.step
+        self.copy_s += self._saved_at - began_s
+        best_step = position.step if is_best else self._best_step
+        about = {**self._about, "position": asdict(position), "best_step": best_step}
+
+        def write() -> None:
+            with suppress(OSError, AttributeError):  # what trains goes first
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            self._copies.wait()
+            try:
+                checkpoint_files.write(
+                    self.folder, step=position.step, about=about, plain=plain, tensors=copies
+                )
+            except OSError as error:
+                self._saved_step = -1
+                self._told(f"a checkpoint could not be written ({error.strerror or error})")
+                return
+            self._best_step, self.written = best_step, self.written + 1
+            kept = set(checkpoint_files.steps(self.folder)[: self._chosen.keep])
+            checkpoint_files.keep_only(self.folder, kept | {position.step, best_step or 0})
+            self._cost_s = self._now_s() - began_s
+
+        self._writer = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._writer.start()
+
+    def _told(self, text: str) -> None:
+        """Once for each reason: the training goes on, and the checkpoints before stay."""
+        if text != self._failed:
+            self._failed = text
+            log.warning("checkpoint: %s; the training goes on", text)
+
+    def _wait(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint that is as it was written; None where none was.
+
+    Raises Damaged where all are damaged, and Newer.
+    """
+    problem = None
+    for step in checkpoint_files.steps(folder):
+        try:
+            return checkpoint_files.read(folder, step)
+        except Damaged as error:
+            problem = problem or error
+            log.warning("checkpoint: %s; going on from the one before", error)
+    if problem is not None:
+        raise problem
+    return None
+
+
+def refuse_no_room(folder: Path, need_bytes: int) -> None:
+    """Before the first step: the old checkpoint stays until the new one is whole.
+
+    Raises ConfigError.
+    """
+    there = next(p for p in (folder, *folder.parents) if p.is_dir())
+    free_bytes = shutil.disk_usage(there).free
+    if need_bytes > free_bytes:
+        raise ConfigError(
+            f"checkpoint.every_s: a checkpoint takes about {mebibytes(need_bytes / MIB)} and "
+            f"{folder} has {mebibytes(free_bytes / MIB)} left; make room there, or set it to none"
+        )
