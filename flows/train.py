@@ -26,7 +26,7 @@ from prefect.runtime import flow_run
 from flows.cli.from_python import training
 from tasks.detect_device import detect_device
 from tasks.engine.settings.run_config import RunConfig
-from tasks.flow_run import describe, publish, run_name, waited_s
+from tasks.flow_run import describe, own_key, publish, run_name, waited_s
 from tasks.preflight import check_fit, resolved
 from tasks.prepare_data import prepare_data
 from tasks.process.redaction import redacted_errors
@@ -39,6 +39,7 @@ from tasks.train_model import train_model
 def train(
     config: RunConfig = RunConfig(),  # noqa: B008 (frozen; Prefect's form shows it)
     overrides: dict[str, Any] | None = None,
+    resume: str | None = None,
 ) -> dict[str, Any]:
     """Train one model on the best device here, and leave its whole story in MLflow.
 
@@ -46,10 +47,19 @@ def train(
         config: What to train, on what, and how.
         overrides: Dotted names over `config`, e.g. {"optim.lr": 0.01, "train.epochs": 5}. Prefect
             merges nested parameters of a deployment shallowly; this merges them truly.
+        resume: A run to go on with from its newest checkpoint: its id, its folder, or latest.
     """
     with redacted_errors():
         config = resolved(config, overrides)
-    named = Record(config, flow_run=describe(), name=flow_run.name, waited_s=waited_s())
+    with redacted_errors():
+        named = Record(
+            config,
+            flow_run=describe(),
+            name=flow_run.name,
+            waited_s=waited_s(),
+            resume=resume,
+            key=own_key(),
+        )
     with redacted_errors(), named as record:
         device = record.timed(
             detect_device,
@@ -74,6 +84,7 @@ def train(
                 past=past,
                 folder=str(record.folder),
                 log=record.log,
+                resumes=record.resumes,
             )
             record.trained(facts)
         finally:

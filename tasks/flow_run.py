@@ -43,6 +43,11 @@ def describe() -> dict[str, str]:
     return {k: str(v) for k, v in found.items() if v}
 
 
+def own_key() -> str:
+    """What a flow run that Prefect starts again is known by; empty for one that is played once."""
+    return f"flow run {flow_run.id}" if deployment.id and flow_run.id else ""
+
+
 def run_name() -> str:
     """What a training is called, in Prefect as in MLflow: as asked, else by what it trains on what
     and when. Prefect asks for it when the flow begins."""

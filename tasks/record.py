@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import threading
 import time
@@ -22,6 +23,8 @@ from tasks.device_tags import device_tags
 from tasks.engine.base.facts import DataFacts, DeviceFacts, ReleaseFacts, TrainFacts
 from tasks.engine.base.timing import Stopwatch
 from tasks.engine.base.units import clock
+from tasks.engine.checkpoint.checkpoint_files import steps
+from tasks.engine.checkpoint.checkpoints import CHECKPOINTS
 from tasks.engine.memory.memory_meter import MIB, chain
 from tasks.engine.settings import unused_settings
 from tasks.engine.settings.run_config import RunConfig
@@ -33,6 +36,7 @@ from tasks.process import signals
 from tasks.process.redaction import link, redacted, without_secrets
 from tasks.progress import QUIET_S, Progress
 from tasks.release_memory import LeakError
+from tasks.resume import Start, asked_for, held, of_key, start_of
 from tasks.tracking.journal import Journal, JournalError
 from tasks.tracking.where import TrackingError, where
 
@@ -67,15 +71,23 @@ class Record:
         flow_run: dict[str, str],
         name: str | None = None,
         waited_s: float = 0.0,
+        resume: str | None = None,
+        key: str = "",
     ) -> None:
-        """name: of the flow run, which is then this run's too.
+        """name: of the flow run, which is then this run's too. resume: which run to go on with;
+        see resume.asked_for. key: of this training, where its settings give none.
         waited_s: how long a person has been waiting by now, for imports and servers."""
         self.config = config
         self.run: dict[str, Any] = {}  # what the report is made from, once the run has ended
         self._flow_run = flow_run
         self._where = where()
-        self.folder = Path(self._where.runs) / f"{_stamp()}-{uuid4().hex[:8]}"
-        self._name = name or default_name(config)
+        runs = Path(self._where.runs)
+        self._key = config.run.key or key
+        left = asked_for(runs, resume) if resume else of_key(runs, self._key) if self._key else None
+        self.resumes = left is not None
+        self.folder = left or runs / f"{_stamp()}-{uuid4().hex[:8]}"
+        self._start = start_of(self.folder) if left else None
+        self._name = self._start.name if self._start else name or default_name(config)
         self._watch = Stopwatch()
         self._stages = {"time/start_s": waited_s}
         self._stage = "starting"
@@ -87,6 +99,7 @@ class Record:
         self._kept: list[dict[str, Any]] = []  # memory that no tensor holds, by name
         self._failure: tuple[str, str] | None = None  # status and reason of the first failure
         self._oom: dict[str, Any] | None = None  # how memory ran out
+        self._stopped = ""  # why it ended before it was done
         self.held_bytes = 0  # on the device, at the end of the training
         self._files: dict[str, str] = {}  # of the folder, by name
         self._step = 0
@@ -94,8 +107,11 @@ class Record:
         self._journal = Journal(self._where, self.folder)
         self._progress: Progress | None = None
         self._over = threading.Event()
+        self._held = ExitStack()  # the folder's lock
 
     def __enter__(self) -> Record:
+        if self.resumes:
+            self._held.enter_context(held(self.folder))
         threading.Thread(target=self._tell_in_silence, daemon=True).start()
         for line in unused_settings.told(self.config):
             log.warning("%s", line)
@@ -116,6 +132,7 @@ class Record:
         finally:
             self._over.set()
             self._journal.__exit__()
+            self._held.close()
 
     def _tell_in_silence(self) -> None:
         """A line at least every half minute, whatever takes so long."""
@@ -154,12 +171,27 @@ class Record:
         }
         self._warn(data.warnings)
         began = time.perf_counter()
-        measured = self._journal.create(
-            name=self._name,
-            params=without_secrets(unused_settings.params(self.config)),
-            tags=without_secrets(self._tags),
-            wanted=WANTED,
-        )
+        if self._start is not None:
+            self._start = self._start.again(self.folder)
+            self._tags["resumed"] = str(self._start.resumed)
+            measured = self._journal.reopen(
+                run_id=self._start.run_id,
+                experiment_id=self._start.experiment_id,
+                tags=without_secrets(self._tags),
+                wanted=WANTED,
+            )
+        else:
+            measured = self._journal.create(
+                name=self._name,
+                params=without_secrets(unused_settings.params(self.config)),
+                tags=without_secrets(self._tags),
+                wanted=WANTED,
+            )
+            self._held.enter_context(held(self.folder))
+            ids = self._journal.run_id, self._journal.experiment_id
+            began_at = time.time() - self._watch.total_s()
+            self._start = Start(*ids, self._name, self._key, pid=os.getpid(), began_at=began_at)
+        self._start.write(self.folder)
         self._stages["time/open_run_s"] = time.perf_counter() - began
         self._write("config.yaml", redacted(to_yaml(self.config.model_dump())))
         checks = [asdict(check) for check in device.checks]
@@ -185,6 +217,7 @@ class Record:
             # Its last line says what the report says.
             self._progress.update(facts.metrics, self._step)
         self._tags |= facts.tags
+        self._stopped = facts.stopped
         self._warn(facts.warnings)
         if facts.stats:
             self._write("memory/stats.json", json.dumps(facts.stats, indent=1))
@@ -239,8 +272,11 @@ class Record:
 
     def _close(self) -> None:
         status, reason = self._failure or ("FINISHED", None)
-        if reason is not None:
-            self._tags["end.reason"] = reason
+        if reason or self._stopped:
+            self._tags["end.reason"] = reason or self._stopped
+        if status == "FINISHED" and self._stopped:
+            self._warn((f"{self._stopped}: the training is not done",))
+        self._tell_resume()
         if self._journal.notes:
             self._tags["journal.notes"] = "; ".join(self._journal.notes)
         self.run = {
@@ -248,12 +284,13 @@ class Record:
             "experiment_id": self._journal.experiment_id,
             "name": self._name,
             "status": status,
+            "stopped": self._stopped,
             "params": unused_settings.params(self.config),
             "tags": self._tags,
             "metrics": {
                 **self._series,
                 **self._summary,
-                "time/total_s": self._stages["time/start_s"] + self._watch.total_s(),
+                "time/total_s": self._total_s(),
             },
             "warnings": self._warnings,
             "owners": self._owners,
@@ -283,6 +320,21 @@ class Record:
             self._failure = status, said or type(error).__name__
             if isinstance(error, OutOfMemory):
                 self._oom = asdict(error.explanation)
+
+    def _total_s(self) -> float:
+        """From when somebody asked for the run, each time that it was gone on with."""
+        before_s = self._start.spent_s if self._start is not None else 0.0
+        return before_s + self._stages["time/start_s"] + self._watch.total_s()
+
+    def _tell_resume(self) -> None:
+        """How a person goes on with what ended before its end."""
+        kept = steps(self.folder / CHECKPOINTS)
+        if kept and (self._failure or self._stopped):
+            log.info(
+                "step %s is kept; go on with `python -m flows.train --resume %s`",
+                f"{kept[0]:,}",
+                self._journal.run_id,
+            )
 
     def open_command(self) -> str:
         """How a person opens this run in MLflow."""

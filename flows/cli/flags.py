@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from tasks.engine.settings.read_settings import ConfigError, resolve
@@ -20,7 +21,7 @@ _SWITCHES = {
     "--debug": "Show tracebacks and Prefect's own log.",
 }
 _ALONE = (*_SWITCHES, "-h", "--help")  # take no value
-_OPTIONS = (*_SWITCHES, "--help", "--config")
+_OPTIONS = (*_SWITCHES, "--help", "--config", "--resume")
 _METAVARS = {"whole": "N", "number": "NUMBER", "one": "WORD", "mapping": "YAML", "true": "BOOL"}
 TITLES = {
     "device": "where to train",
@@ -45,6 +46,7 @@ whose default is null. In a file:
 examples:
   python -m flows.train
   python -m flows.train --config config.yaml --optim.lr 0.01
+  python -m flows.train --resume latest --train.epochs 40
   python -m flows.train --data.source csv --data.path rows.csv --data.target y
   python -m flows.train --model.name mlp --model.args '{hidden: [64, 32]}'
   python -m flows.train --model.args.dropout 0.1 --device.name cuda:1 --dry-run
@@ -76,7 +78,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             told = ", then ".join(repr(value)[:60] for value in values)
             problems.append(f"{name}: is given {len(values)} times ({told}); keep one")
     flags = {name: values[-1] for name, values in given.items()}
-    file = flags.pop("--config", None)
+    file, resume = flags.pop("--config", None), flags.pop("--resume", None)
+    if resume is not None:
+        from tasks.resume import asked_for  # imports PyTorch
+        from tasks.tracking.where import where
+
+        # The settings that it was begun with, and those of now over them.
+        resume = str(asked_for(Path(where().runs), resume))
+        file = file or str(Path(resume) / "config.yaml")
     try:
         config = resolve(file, flags)
     except ConfigError as error:
@@ -86,6 +95,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return argparse.Namespace(
         config=config,
         config_file=file,
+        resume=resume,
         dry_run=known.dry_run,
         forecast=known.forecast,
         explain_device=known.explain_device,
@@ -127,7 +137,7 @@ def _example(flag: str) -> str | None:
     row = next((row for row in table() if f"--{row.name}" == flag), None)
     if row is None:
         inner = flag.startswith(tuple(f"--{mapping}." for mapping in MAPPINGS))
-        return "FILE" if flag == "--config" else "YAML" if inner else None
+        return {"--config": "FILE", "--resume": "latest"}.get(flag, "YAML" if inner else None)
     if row.kind == "true or false":
         return "true"
     return _metavar(row) if row.default in ("null", "{}") else row.default
@@ -136,7 +146,7 @@ def _example(flag: str) -> str | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flows.train",
-        usage="python -m flows.train [--config FILE] [--SECTION.NAME VALUE ...]",
+        usage="python -m flows.train [--config FILE] [--resume RUN] [--SECTION.NAME VALUE ...]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=_page,
@@ -149,6 +159,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         action="append",
         help="Settings in YAML: sections, or dotted names.",
+    )
+    parser.add_argument(
+        "--resume",
+        dest="--resume",
+        metavar="RUN",
+        action="append",
+        help="Go on with a run from its newest checkpoint: its id, its folder, or latest.",
     )
     for switch, text in _SWITCHES.items():
         parser.add_argument(switch, action="store_true", help=text)

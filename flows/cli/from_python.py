@@ -24,6 +24,7 @@ def call(
     play: Callable[..., Any],
     config: RunConfig | Mapping[str, Any] = RunConfig(),  # noqa: B008 (frozen)
     overrides: Mapping[str, Any] | None = None,
+    resume: str | None = None,
 ) -> dict[str, Any]:
     """Train, print the report, and return the run. Raises what the run raises; what is wrong with
     what was asked is one sentence, without the frames of pydantic and Prefect."""
@@ -31,10 +32,10 @@ def call(
         given = config if isinstance(config, RunConfig) else from_mapping(config)
         asked = resolved(given, overrides)
         if FlowRunContext.get() is not None:  # a step of somebody's own flow
-            run: dict[str, Any] = play(config=asked)
+            run: dict[str, Any] = play(config=asked, resume=resume)
             return run
         with train_command.called():
-            run = play(config=asked)
+            run = play(config=asked, resume=resume)
     except BAD_INPUT as error:
         raise error.with_traceback(None) from None
     train_command.show(run)
@@ -42,7 +43,7 @@ def call(
 
 
 def training(fn: Callable[..., Any], **settings: Any) -> CalledFlow:
-    """The flow of `config` and `overrides` that `fn` is the score of."""
+    """The flow of `config`, `overrides` and `resume` that `fn` is the score of."""
     flow = CalledFlow(fn, call=call, **settings)
     flow.parameters = _form(flow.parameters)
     return flow
@@ -51,7 +52,7 @@ def training(fn: Callable[..., Any], **settings: Any) -> CalledFlow:
 def _form(parameters: ParameterSchema) -> ParameterSchema:
     """The same parameters, `overrides` first, each setting under its dotted name and with its
     limits in words."""
-    first = ("overrides", "config")
+    first = ("overrides", "config", "resume")
     properties = {name: parameters.properties[name] for name in first}
     for position, name in enumerate(first):
         properties[name]["position"] = position

@@ -179,7 +179,7 @@ def _play(asked: Namespace) -> int:
     ASKED_AT.set(psutil.Process().create_time())
     signals.begin()
     try:
-        train(asked.config)
+        train(asked.config, resume=asked.resume)
     except Exception as error:
         ended = last_ended()
         if asked.debug or ended is None or ended["status"] != "FINISHED":

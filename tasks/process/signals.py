@@ -10,9 +10,11 @@ import inspect
 import os
 import signal
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -24,10 +26,12 @@ AGAIN_S = (
 _PROJECT = os.path.abspath(os.path.join(__file__, "..", "..", "..")) + os.sep
 _OWN = (f"{_PROJECT}flows{os.sep}", f"{_PROJECT}tasks{os.sep}")
 
+STEP_S = 10.0  # for a step to end; a second signal does not wait
 _begun_in: int | None = None  # the process that has something to leave in order
 _asked: int | None = None
 _asked_at = 0.0
 _raised: weakref.ref[BaseException] | None = None
+_waiting: Callable[[], None] | None = None
 
 
 class Interrupted(KeyboardInterrupt):
@@ -46,6 +50,62 @@ def catch() -> None:
     for number in ASKING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _handle)
+
+
+@contextmanager
+def between_steps() -> Iterator[Callable[[], int | None]]:
+    """Inside, a signal waits for whoever asks what came, between two steps, to leave a checkpoint;
+    then `deliver` does what it would have done. A second one, or nobody who asks for STEP_S, does
+    it at once. SIGUSR1 only asks for a checkpoint."""
+    global _waiting
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    before: dict[int, Any] = {n: signal.getsignal(n) for n in (*ASKING, signal.SIGUSR1)}
+    before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}
+    came: list[int] = []
+
+    def later(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGUSR1 and came[:1] not in ([], [signal.SIGUSR1]):
+            deliver()
+            return
+        came[:] = [number]
+        if number != signal.SIGUSR1:
+            signal.signal(signal.SIGALRM, lambda *_: deliver())
+            signal.setitimer(signal.ITIMER_REAL, STEP_S)
+
+    def deliver() -> None:
+        number = came[0]
+        came.clear()
+        if number == signal.SIGUSR1:
+            return
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        give_back()
+        if callable(handler := before[number]):
+            handler(number, sys._getframe(1))
+        else:
+            signal.raise_signal(number)
+
+    def give_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in before:
+        signal.signal(number, later)
+    _waiting = deliver
+    try:
+        yield lambda: came[0] if came else None
+        if came:
+            deliver()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        give_back()
+
+
+def deliver() -> None:
+    """What the signal that waits would have done."""
+    if _waiting is not None:
+        _waiting()
 
 
 def begin() -> None:

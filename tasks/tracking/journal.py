@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.process.redaction import redacted
-from tasks.tracking.journal_lines import line_of
+from tasks.tracking.journal_lines import batches, line_of
 from tasks.tracking.where import TrackingError, Where
 
 OPEN_S = 180.0  # the first use of a new database on a busy machine, with room to spare
@@ -57,6 +57,7 @@ class Journal:
         self.notes: list[str] = []  # what befell the record on its way
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._metrics: FileIO | None = None
+        self._told: dict[str, int] = {}  # the newest step of each metric, before this process
         self._sender: subprocess.Popen[str] | None = None
         self._closing: dict[str, Any] | None = None
         self._is_left = False
@@ -94,23 +95,38 @@ class Journal:
         Returns the newest values of the wanted metrics among finished runs with the same tag
         `alike`.
         """
+        asked = {
+            "name": name,
+            "params": {k: "" if v is None else str(v) for k, v in params.items()},
+        }
+        return self._begun({"do": "create", **asked}, tags=tags, wanted=wanted)
+
+    def reopen(
+        self,
+        *,
+        run_id: str,
+        experiment_id: str,
+        tags: Mapping[str, str],
+        wanted: Sequence[str] = (),
+    ) -> dict[str, float]:
+        """The same for a run that goes on, with the journal of before: what that has told of a step
+        is not told again."""
+        ids = {"run_id": run_id, "experiment_id": experiment_id}
+        return self._begun({"do": "reopen", **ids}, tags=tags, wanted=wanted)
+
+    def _begun(
+        self, order: dict[str, Any], *, tags: Mapping[str, str], wanted: Sequence[str]
+    ) -> dict[str, float]:
         self._answer(OPEN_S)
         try:
             self._metrics = self._opened()
+            self._told = _newest_steps(self.folder / "metrics.jsonl")
             with open(self.folder / RESERVE, "wb") as reserve:
                 os.posix_fallocate(reserve.fileno(), 0, RESERVE_BYTES)
         except OSError as error:
             raise TrackingError(self._refusal(error)) from None
-        self._tell(
-            {
-                "do": "create",
-                "folder": str(self.folder),
-                "name": name,
-                "params": {k: "" if v is None else str(v) for k, v in params.items()},
-                "tags": {"alike": "", **tags},
-                "wanted": list(wanted),
-            }
-        )
+        order |= {"tags": {"alike": "", **tags}, "wanted": list(wanted)}
+        self._tell({"folder": str(self.folder), **order})
         answer = self._answer(OPEN_S)
         self.run_id, self.experiment_id = answer["run_id"], answer["experiment_id"]
         past: dict[str, float] = answer["past"]
@@ -119,6 +135,9 @@ class Journal:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep metrics of a step. Costs one short write; sent later, by the other process."""
         assert self._metrics is not None, "log() before create()"
+        metrics = {k: v for k, v in metrics.items() if self._told.get(k, -1) < step}
+        if not metrics:
+            return
         try:
             self._restore()
             _append(self._metrics, line_of(metrics, step, unix_ms=int(time.time() * 1000)))
@@ -235,6 +254,17 @@ def _let_go(sender: subprocess.Popen[str]) -> None:
     assert sender.stdin is not None
     with suppress(OSError):  # it has gone already
         sender.stdin.close()
+
+
+def _newest_steps(journal: Path) -> dict[str, int]:
+    """Of each metric in it; half a line at its end, of a process that died, is cut off."""
+    newest: dict[str, int] = {}
+    whole_bytes = 0
+    with open(journal, "rb+") as lines:
+        for batch, whole_bytes in batches(lines, 0):  # noqa: B007 (its last value is a result)
+            newest.update((name, step) for name, _, _, step in batch)
+        lines.truncate(whole_bytes)
+    return newest
 
 
 def _append(file: FileIO, line: bytes) -> None:

@@ -33,8 +33,12 @@ PIECE_BYTES = 2**15  # of the journal, where the training needs all cores: some 
 PARAMS = 100
 TAG_LIMIT = 7900  # characters; over 8,000 MLflow cuts, or refuses
 LOCK = "sending.lock"
+REOPEN_S = 60.0  # for another process to send the end that the run has come to
 REPORT = "report.html"
-OURS = ("sent.json", "run.json", LOCK, RESERVE, "model")  # of a run's folder, what is no artifact
+OURS = (
+    *("sent.json", "run.json", LOCK, RESERVE, "model"),
+    *("start.json", "training.lock", "checkpoints"),
+)  # of a run's folder, what is no artifact
 
 
 @dataclass
@@ -213,6 +217,31 @@ def create(
     state = State(run.info.run_id, experiment_id)
     sender = Sender(client, chosen, folder, state, held=lock(folder))
     sender.telemetry = telemetry(tags)
+    sender._keep()
+    return sender
+
+
+def reopen(
+    client: MlflowClient, chosen: Where, *, state: State, folder: Path, tags: dict[str, str]
+) -> Sender:
+    """A run that ended, or was ended, and goes on. state: how far it was sent.
+
+    Raises TimeoutError where the process that sends its end does not come to one.
+    """
+    until = time.monotonic() + REOPEN_S
+    while (mine := lock(folder)) is None:
+        if time.monotonic() > until:
+            raise TimeoutError(f"runs: {folder} is still being sent by another process")
+        time.sleep(0.1)
+    state.closed, state.model_id, state.has_model = False, "", False
+    (folder / "run.json").unlink(missing_ok=True)  # its end of then
+    sender = Sender(client, chosen, folder, state, held=mine, telemetry=telemetry(tags))
+    # First who trains it: one that says RUNNING and whose process is gone is ended by anybody.
+    for name in set(client.get_run(state.run_id).data.tags) & {"end.reason", "warnings"}:
+        client.delete_tag(state.run_id, name)
+    known = [RunTag(k, v[:TAG_LIMIT]) for k, v in tags.items()]
+    client.log_batch(state.run_id, tags=known)
+    client.update_run(state.run_id, status="RUNNING")
     sender._keep()
     return sender
 

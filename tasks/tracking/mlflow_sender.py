@@ -31,10 +31,10 @@ from tasks.process.redaction import redact_output, redacted  # noqa: E402
 from tasks.serving import crashed_flow_runs
 from tasks.tracking import mlflow_store  # noqa: E402
 from tasks.tracking.left_runs import close_the_dead, resend, run_of, send_the_unsent, state_of  # noqa: E402
-from tasks.tracking.mlflow_run import Sender, State, create, lock, telemetry  # noqa: E402
+from tasks.tracking.mlflow_run import Sender, State, create, lock, reopen, telemetry  # noqa: E402
 from tasks.tracking.query_past import recall  # noqa: E402
 from tasks.tracking.surroundings import code_version  # noqa: E402
-from tasks.tracking.where import Where, where  # noqa: E402
+from tasks.tracking.where import TrackingError, Where, where  # noqa: E402
 
 SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell
 
@@ -71,6 +71,21 @@ class Session:
                 self.opened_at = time.monotonic()
                 state = self.sender.state
                 ids = {"run_id": state.run_id, "experiment_id": state.experiment_id}
+                return {**ids, "past": past}
+            case "reopen":
+                assert self.client is not None and self.where is not None
+                self.experiment_id, folder = order["experiment_id"], Path(order["folder"])
+                tags, wanted = order["tags"], order["wanted"]
+                past = recall(self.client, self.experiment_id, tags["alike"], wanted)
+                run = self.client.get_run(order["run_id"])
+                if run.info.lifecycle_stage == "deleted":
+                    raise TrackingError(
+                        f"--resume {run.info.run_id}: was deleted in MLflow; train anew"
+                    )
+                state = state_of(self.client, run, folder)
+                self.sender = reopen(self.client, self.where, state=state, folder=folder, tags=tags)
+                self.opened_at = time.monotonic()
+                ids = {"run_id": run.info.run_id, "experiment_id": self.experiment_id}
                 return {**ids, "past": past}
             case "resume":
                 self.resume(order)

@@ -1,6 +1,6 @@
 """When a training is kept, and going on from what was kept. The training thread only copies; a
-thread beside it writes, and what can't be written is told and costs the training nothing. It refuses to
-begin where the first checkpoint would find no room.
+thread beside it writes, and what can't be written is told and costs the training nothing. It
+refuses to begin where the first checkpoint would find no room.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Checkpoints:
         self._cost_s = 0.0  # of the last one, on both threads
         self._best_step: int | None = None
         self._failed = ""
+        self._resumed: dict[str, str] = {}
         self.written = 0
         self.copy_s = 0.0  # that the training thread has spent, in sum
 
@@ -93,6 +94,9 @@ class Checkpoints:
                 part.restore(found.state[name])
         position = Position(**found.about["position"])
         self._saved_step, self._best_step = position.step, found.about["best_step"]
+        self._resumed = {"resumed_from_step": str(position.step)}
+        if changed:
+            self._resumed["resumed.changed"] = "; ".join(changed)
         log.info(
             "going on from the checkpoint of step %s%s",
             f"{position.step:,}",
@@ -126,6 +130,10 @@ class Checkpoints:
             self._save(position, is_best=is_best)
         if last:
             self._wait()
+
+    def tags(self) -> dict[str, str]:
+        """Under the names of the run record."""
+        return self._resumed
 
     def measured(self) -> dict[str, float]:
         """Under the names of the run record."""

@@ -275,6 +275,7 @@ def _train(
             "data.residency.reason": rows.reason,
             "memory.admission": admission.reason,
             **parts.tags(),
+            **checkpoints.tags(),
             **_peak_tags(peak),
         },
         steps=fitted.steps,

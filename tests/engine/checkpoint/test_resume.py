@@ -1,26 +1,17 @@
 """A training that was ended somewhere and goes on gives, bit for bit, what an undisturbed one
 gives."""
 
-import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch.utils.data import DataLoader, TensorDataset
 
 from tasks.engine.base.facts import TrainFacts
-from tasks.engine.checkpoint import checkpoint_files
-from tasks.engine.checkpoint.checkpoint_files import Damaged
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
-from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.training import trainer
-from tasks.engine.training.loop import Stop
 
 Series = dict[tuple[str, int], float]
 SAME = ("train/loss", "train/lr", "train/grad_norm", "train/epoch", "val/")

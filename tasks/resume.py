@@ -1,0 +1,123 @@
+"""Which earlier run another one goes on with: as asked, or the last one of the same key that did
+not come to its end. A run's folder is held by the process that trains in it, by a lock that goes
+with the process. It refuses a run that still trains, and one of which nothing was kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from fcntl import LOCK_EX, LOCK_NB, flock
+from pathlib import Path
+from typing import TextIO
+
+from tasks.engine.base.units import printable
+from tasks.engine.checkpoint.checkpoint_files import steps
+from tasks.engine.checkpoint.checkpoints import CHECKPOINTS
+from tasks.engine.settings.read_settings import ConfigError
+
+START, LOCK = "start.json", "training.lock"
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run began; kept in its folder as start.json."""
+
+    run_id: str
+    experiment_id: str
+    name: str
+    key: str = ""
+    resumed: int = 0  # times that it was gone on with
+    pid: int = 0  # that trains, or trained last
+    began_at: float = 0.0  # Unix time
+    spent_s: float = 0.0  # by the times before
+
+    def write(self, folder: Path) -> None:
+        half = folder / f"{START}.new"
+        half.write_text(json.dumps(asdict(self)))
+        half.rename(folder / START)
+
+    def again(self, folder: Path) -> Start:
+        """The next time. The last one lasted, as far as is known, until its newest metric."""
+        spent_s = self.spent_s
+        with suppress(OSError):
+            spent_s += max(0.0, (folder / "metrics.jsonl").stat().st_mtime - self.began_at)
+        return replace(
+            self, resumed=self.resumed + 1, pid=os.getpid(), began_at=time.time(), spent_s=spent_s
+        )
+
+
+def start_of(folder: Path) -> Start | None:
+    """None where the folder is none of a run."""
+    with suppress(OSError, ValueError, TypeError):
+        return Start(**json.loads((folder / START).read_text()))
+    return None
+
+
+def asked_for(runs: Path, resume: str) -> Path:
+    """The folder of the run that --resume names: latest, a run's id, or a folder.
+
+    Raises ConfigError.
+    """
+    told = printable(resume, limit=80)
+    if resume == "latest":
+        kept = [folder for folder in _folders(runs) if steps(folder / CHECKPOINTS)]
+        if not kept:
+            raise ConfigError(f"--resume latest: no run in {runs} has a checkpoint")
+        return kept[0]
+    folder = next((f for f in _folders(runs) if _id(f) == resume), Path(resume).absolute())
+    if folder.name == CHECKPOINTS:
+        folder = folder.parent
+    if start_of(folder) is None:
+        raise ConfigError(
+            f"--resume {told}: is neither latest, nor the id of a run in {runs}, nor its folder"
+        )
+    if not steps(folder / CHECKPOINTS):
+        raise ConfigError(f"--resume {told}: that run wrote no checkpoint; train anew")
+    return folder
+
+
+def of_key(runs: Path, key: str) -> Path | None:
+    """The folder of the newest run of this key, where it did not come to its end."""
+    mine = (folder for folder in _folders(runs) if (s := start_of(folder)) and s.key == key)
+    newest = next(mine, None)
+    if newest is None or _is_done(newest) or not steps(newest / CHECKPOINTS):
+        return None
+    return newest
+
+
+def held(folder: Path) -> TextIO:
+    """The folder's lock, for as long as the file is open. Raises ConfigError where another process
+    trains there, or nothing can be written."""
+    try:
+        file = open(folder / LOCK, "a")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(f"--resume {folder}: can't be written ({error.strerror})") from None
+    try:
+        flock(file, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        start = start_of(folder)
+        by = f"process {start.pid}" if start else "another process"
+        raise ConfigError(f"--resume {folder}: that run is being trained by {by}") from None
+    return file
+
+
+def _folders(runs: Path) -> list[Path]:
+    """Of runs, the newest first: their names begin with the time."""
+    return sorted((file.parent for file in runs.glob(f"*/{START}")), reverse=True)
+
+
+def _id(folder: Path) -> str:
+    start = start_of(folder)
+    return start.run_id if start else ""
+
+
+def _is_done(folder: Path) -> bool:
+    with suppress(OSError, ValueError):
+        run = json.loads((folder / "run.json").read_text())
+        return bool(run["status"] == "FINISHED" and not run.get("stopped"))
+    return False
