@@ -255,6 +255,8 @@ class Record:
     def _end(self, error: BaseException | None) -> None:
         self._summary |= self._stages
         new = {k: v for k, v in self._summary.items() if self._series.get(k) != v}
+        if self._stopped:  # what an epoch judged has no place at a step within another
+            new = {k: v for k, v in new.items() if not k.startswith(("train/", "val/"))}
         if error is not None:
             self._fail(error)
         self._journal.make_room()

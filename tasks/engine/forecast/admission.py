@@ -22,7 +22,7 @@ from tasks.engine.device.memory_limit import room_bytes
 from tasks.engine.device.nvml import Nvml, holders, look_nvml
 from tasks.engine.forecast.forecast import Forecast, Unforeseeable, asked_micro_batch, forecast
 from tasks.engine.memory.allocator_stats import allocator
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.run_config import FUSED, RunConfig
 
 MIB = 1024**2
 ASK_AGAIN_S = 1.0
@@ -123,8 +123,10 @@ class _Asked:
         return self._forecasts[rows]
 
     def untold(self) -> str | None:
-        """Why nothing can be foretold of a model or a loss of the user's own."""
-        if not (is_import(self._config.model.name) or is_import(self._config.train.loss)):
+        """Why nothing can be foretold of an optimizer that is not ours, or of a model or a loss of
+        the user's own."""
+        own = (self._config.model.name, self._config.train.loss)
+        if self._config.optim.name in FUSED and not any(map(is_import, own)):
             return None
         try:
             self.forecast(self._rows)

@@ -138,7 +138,8 @@ class TrainConfig(Section):
     seed: Annotated[Int, Field(ge=0, lt=2**63)] = 0
     """Seed of the weights, the order of the rows and dropout."""
     deterministic: Bool = False
-    """Only what gives the same bits again: algorithms, and threads not chosen by timing."""
+    """Only what gives the same bits again: algorithms, and nothing that is chosen by timing, which
+    threads and train.compile: auto are."""
     patience: Annotated[Int, Field(ge=0, le=10**6)] = 0
     """Stop after this many epochs without a better validation loss; 0: never."""
     keep: Literal["best", "last"] = "best"

@@ -103,7 +103,7 @@ class TunedStep:
         self._best: Steps = step
         self._graphed: list[GraphedStep] = []
         self.verdict = {
-            "off": Verdict("no", "train.compile is off"),
+            "off": Verdict("no", "train.compile is off, or train.deterministic is true"),
             "auto": Verdict("no", "the run is too short to measure its steps"),
         }.get(mode, Verdict(mode, f"train.compile is {mode}"))
         self._script: Script | None = self._trials()

@@ -144,6 +144,7 @@ def may_replay(config: RunConfig, device: DeviceFacts, precision: str, *, steps:
         or is_import(config.model.name)
         or config.optim.name not in FUSED  # what others decide on the host is not known
         or config.train.compile == "off"
+        or config.train.deterministic  # whether it is faster is found out by timing
     ):
         return False
     return config.train.compile != "auto" or steps > MEASURED_BEFORE + REPLAY_TRIED_ABOVE

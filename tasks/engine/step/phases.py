@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
+
 from tasks.engine.base.timing import PhaseClock
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import Meter
@@ -69,7 +71,9 @@ class Phases:
     @contextmanager
     def _counted_phase(self, phase: str, batch: Sequence[Any]) -> Iterator[None]:
         self.meter.phase("between")
-        with self.accounts.counting(batch):
+        # In inference mode an operation that is made of others would come to the ledger whole, and
+        # below autocast: the loss of a classification would then be computed in bf16.
+        with torch.inference_mode(False), torch.no_grad(), self.accounts.counting(batch):
             yield
             self.accounts.ledger.end_phase(phase)
             self.meter.phase(phase)

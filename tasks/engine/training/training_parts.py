@@ -153,10 +153,12 @@ def training_parts(
         mark=phases.mark,
         outputs=outputs,
     )
+    # What is chosen by timing may be chosen otherwise the next time.
+    is_timed = config.train.deterministic and config.train.compile == "auto"
     steps = plan_of(config).steps(fed[0].steps(batch_size))
     tuned = TunedStep(
         step,
-        mode=config.train.compile,
+        mode="off" if is_timed else config.train.compile,
         steps=steps,
         rows=0 if data.batch is not None else min(batch_size, data.train_rows),
         wait=partial(wait, device),

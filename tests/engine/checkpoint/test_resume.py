@@ -48,11 +48,11 @@ def train(folder: Path, sections: dict[str, Any], **kwargs: Any) -> TrainFacts:
     given = {"data": {"cache": str(folder.parent / "data")}, "train": {}, **sections}
     given["data"] = {"cache": str(folder.parent / "data"), **given["data"]}
     given["train"] = {"epochs": 3, "log_every": 4, **given["train"]}
-    given = {"checkpoint": {"every_steps": 5}, **given}
+    given = {"device": {"name": "cpu"}, "checkpoint": {"every_steps": 5}, **given}
     config = RunConfig.model_validate(given)
     data = prepare(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
     kwargs = {"log": lambda metrics, step: None, **kwargs}
-    return trainer.train(config, detect("cpu"), data, folder=folder, **kwargs)
+    return trainer.train(config, detect(config.device.name), data, folder=folder, **kwargs)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
