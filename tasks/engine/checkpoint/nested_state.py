@@ -34,13 +34,18 @@ def taken_apart(state: Any, tensors: dict[str, Tensor], name: str = "") -> Any:
     if isinstance(state, PLAIN):
         return state
     if isinstance(state, dict):
-        pairs = [[key, taken_apart(v, tensors, f"{name}/{key}")] for key, v in state.items()]
+        pairs = [[k, taken_apart(v, tensors, f"{name}/{_told(k)}")] for k, v in state.items()]
         if all(isinstance(key, PLAIN) for key, _ in pairs):
             return {"dict": pairs}
     elif isinstance(state, list | tuple):
         parts = [taken_apart(v, tensors, f"{name}/{i}") for i, v in enumerate(state)]
         return parts if isinstance(state, list) else {"tuple": parts}
     raise Unkeepable(f"{name or 'the state'} is a {type(state).__name__}")
+
+
+def _told(key: Any) -> str:
+    """A key in a name: no two of them are the same."""
+    return key.replace("/", "//") if isinstance(key, str) else repr(key)
 
 
 def put_together(plain: Any, tensors: dict[str, Tensor]) -> Any:
