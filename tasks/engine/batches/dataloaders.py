@@ -34,6 +34,7 @@ class Loaded:
     """
 
     residency = "loader"
+    begins_again = False
     copy_s = None  # copies run in the stream that computes, where the h2d phase shows them
 
     def __init__(
@@ -88,6 +89,7 @@ class Loaded:
             # A DataLoader that begins to iterate draws a number, as it had done by then.
             self._random = torch.get_rng_state()
         elif state["done"]:
+            self.begins_again = True
             log.warning(
                 "data.source: this loader has no state_dict: its epoch, of which %s batches were "
                 "done, begins again",
@@ -129,7 +131,7 @@ class Loaded:
             rows += _rows(targets)
             self._done = number
             yield inputs, targets
-        self._done = 0
+        self._done, self.begins_again = 0, False
         if rows == 0 and not done:
             raise DataError("data.source: the loader gave no rows; give it at least one")
         if not done:

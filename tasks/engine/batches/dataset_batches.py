@@ -45,6 +45,10 @@ class Batches(Protocol):
     def copy_s(self) -> float | None:
         """Mean seconds of a copy that runs beside the steps, where no phase of theirs shows it."""
 
+    @property
+    def begins_again(self) -> bool:
+        """Whether the epoch that a checkpoint was taken in is taken from its start."""
+
     def __len__(self) -> int:
         """Rows of one epoch."""
 
@@ -81,6 +85,8 @@ class Batches(Protocol):
 
 class _Kept:
     """What rows have in common wherever they are kept."""
+
+    begins_again = False
 
     def __init__(self, first: Tensor | np.ndarray, layout: Layout) -> None:
         self._layout = layout

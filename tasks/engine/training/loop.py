@@ -79,7 +79,8 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
         t.device, phases=t.phases, watch=watch, rate=t.rate, speeds=t.speeds, log=t.log
     )
     metrics: dict[str, float] = {}
-    last_step = plan.steps(train.steps(plan.batch_size))
+    of_epoch = train.steps(plan.batch_size)
+    last_step = plan.steps(of_epoch)
     t.checkpoints.follow(rows=train, step_metrics=step_metrics)
     at = t.checkpoints.resumed()
     t.best.keep(model)  # where the epoch before was the best
@@ -95,15 +96,13 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
     with told_in("training", step=lambda: step):
         for epoch in range(at.epoch, 0 if is_done else plan.epochs):
             model.train()
-            batch = at.batch if epoch == at.epoch else 0
+            batch = at.batch if epoch == at.epoch and not train.begins_again else 0
             order = train.order(seed=plan.seed, epoch=epoch)[batch * plan.batch_size :]
             t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
             step_metrics.begin(epoch)
             batches = train.shuffled(plan.batch_size, order, t.phases.mark)
             sent = _sent(batches, step=lambda: step + 1)  # noqa: B023 (asked while it is this)
-            # Where all of its rows are done by now, an epoch is only judged.
-            is_over = train.residency != "loader" and len(order) == 0
-            for x, y in islice(sent, 0 if is_over else last_step - step):
+            for x, y in islice(sent, last_step - step):
                 t.optimizer.set_lr(t.rate(step))
                 t.checkpoints.let_go_on()
                 step, batch = step + 1, batch + 1
@@ -126,17 +125,14 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
                 t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
                 del x, y  # gone before the next ones come
                 at = Position(step, epoch, batch, rows)
-                t.checkpoints.step_done(at)
-                stop = t.stop() if step < last_step else None
+                if batch < of_epoch:  # else it is judged first
+                    t.checkpoints.step_done(at)
+                    stop = _asked(t, at) if step < last_step else None
                 if stop is not None:
-                    t.checkpoints.save(at, last=True)
-                    watch.lap("checkpoint")
-                    stop.act()
-                    if stop.ends:
-                        break
+                    break
             sent.close()  # where max_steps ends it, batches are left
             step_metrics.drain()
-            if stop is not None and stop.ends:
+            if stop is not None:
                 break
             metrics = evaluate(model, val, t.evaluator)
             watch.lap("eval")
@@ -154,11 +150,24 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
             t.checkpoints.let_go_on()
             t.best.keep(model)
             watch.lap("checkpoint")
+            stop = _asked(t, at)
+            if stop is not None:
+                break
         if not metrics and not t.best.has_weights:  # ended before an epoch was
             metrics = evaluate(model, val, t.evaluator)
-    ended = stop.reason if stop is not None and stop.ends else ""
+    ended = stop.reason if stop is not None else ""
     metrics = t.best.restored(model, metrics)
     return Fitted(step, epoch + 1, rows, stopped_early, ended, metrics)
+
+
+def _asked(t: Tools, at: Position) -> Stop | None:
+    """Whether the training ends here for now; there is a checkpoint then."""
+    stop = t.stop()
+    if stop is not None:
+        t.checkpoints.save(at, last=True)
+        t.watch.lap("checkpoint")
+        stop.act()
+    return stop if stop is not None and stop.ends else None
 
 
 def _sent(

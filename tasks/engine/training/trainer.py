@@ -222,9 +222,9 @@ def _train(
                 fitted = fit(model, rows, val, plan=plan_of(config), tools=tools)
         except MemoryExhausted as error:
             exhausted = error.failure
-        except Mismatch as error:
-            raise ConfigError(str(error)) from None
-        except (ConfigError, DataError, Damaged, Newer):
+        except (Mismatch, Damaged, Newer) as error:
+            raise ConfigError(f"--resume: {error}") from None
+        except (ConfigError, DataError):
             raise  # a sentence by now, though the words of PyTorch are in it
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             mistake = _mistake(error, model, parts.plain)

@@ -1,6 +1,7 @@
 """A training that was ended somewhere and goes on gives, bit for bit, what an undisturbed one
 gives."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,13 @@ import pytest
 import torch
 
 from tasks.engine.base.facts import TrainFacts
+from tasks.engine.checkpoint import checkpoint_files
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
+from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.training import trainer
+from tasks.engine.training.loop import Stop
 
 Series = dict[tuple[str, int], float]
 SAME = ("train/loss", "train/lr", "train/grad_norm", "train/epoch", "val/")
@@ -101,3 +105,129 @@ def test_it_is_killed_and_goes_on_again_and_again(tmp_path: Path) -> None:
         series |= play(tmp_path / "often", sections, at=7, resumes=True)
     assert series == whole
     same_to_the_bit(tmp_path / "whole", tmp_path / "often")
+
+
+LOADERS = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+class Kept(DataLoader):
+    '''A loader that can be left in the middle of an epoch.'''
+
+    skipped = 0
+
+    def __iter__(self):
+        self.begun = self.generator.get_state()
+        self.done = 0
+        for batch in super().__iter__():
+            self.done += 1
+            if self.done > self.skipped:
+                yield batch
+        self.skipped = 0
+
+    def state_dict(self):
+        return {"done": self.done, "begun": self.begun}
+
+    def load_state_dict(self, state):
+        self.skipped = state["done"]
+        self.generator.set_state(state["begun"])
+
+def made(kind):
+    drawn = torch.Generator().manual_seed(3)
+    x = torch.randn(256, 6, generator=drawn)
+    y = (x.sum(1) > 0).long()
+    rows = TensorDataset(x, y)
+    rows.classes = ['no', 'yes']
+    order = torch.Generator().manual_seed(4)
+    return kind(rows, batch_size=16, shuffle=True, generator=order), DataLoader(rows, batch_size=64)
+
+def kept():
+    return made(Kept)
+
+def plain():
+    return made(DataLoader)
+"""
+
+
+def _own(factory: str) -> dict[str, Any]:
+    args = {"hidden": [8], "dropout": 0.2}
+    return {"data": {"source": f"my_rows:{factory}"}, "model": {"args": args}}
+
+
+def test_a_loader_that_keeps_its_place_goes_on_to_the_same_bits(tmp_path: Path, own: Any) -> None:
+    own("my_rows", LOADERS)
+    whole = play(tmp_path / "whole", _own("kept"))
+    for at in (7, 16, 20, 47):
+        folder = tmp_path / f"killed-{at}"
+        before = play(folder, _own("kept"), at=at)
+        assert {**before, **play(folder, _own("kept"), resumes=True)} == whole, at
+        same_to_the_bit(tmp_path / "whole", folder)
+
+
+def test_a_loader_that_does_not_begins_its_epoch_again_and_says_so(
+    tmp_path: Path, own: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    own("my_rows", LOADERS)
+    play(tmp_path / "run", _own("plain"), at=23)
+    play(tmp_path / "run", _own("plain"), resumes=True)
+    told = r"this loader has no state_dict: its epoch, of which \d+ batches were done, begins again"
+    assert re.search(told, caplog.text)
+
+
+def test_at_the_end_of_an_epoch_any_loader_goes_on_to_the_same_bits(
+    tmp_path: Path, own: Any
+) -> None:
+    own("my_rows", LOADERS)
+    sections = {**_own("plain"), "checkpoint": {"every_steps": 16}}
+    whole = play(tmp_path / "whole", sections)
+    before = play(tmp_path / "run", sections, at=21)
+    assert {**before, **play(tmp_path / "run", sections, resumes=True)} == whole
+    same_to_the_bit(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"optim": {"lr": 0.5}}, "optim.lr: was 0.002 when the checkpoint was written and is 0.5;"),
+        ({"model": {"args": {"hidden": [9]}}}, "model.args: was {} when the checkpoint"),
+        ({"data": {"split_seed": 3}}, "data.source: the rows are others than those of the checkp"),
+        ({"train": {"batch_size": 32}}, "train.batch_size: was 64 when"),
+    ],
+)
+def test_another_training_is_refused_by_the_name_of_what_differs(
+    tmp_path: Path, change: dict[str, Any], told: str
+) -> None:
+    play(tmp_path / "run", {}, at=9)
+    kept = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    with pytest.raises(ConfigError) as refused:
+        train(tmp_path / "run", change, resumes=True)
+    assert told in str(refused.value)
+    assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == kept
+
+
+def test_what_may_differ_is_told_and_more_epochs_are_trained(tmp_path: Path) -> None:
+    play(tmp_path / "run", {})
+    facts = train(tmp_path / "run", {"train": {"epochs": 5, "log_every": 7}}, resumes=True)
+    assert (facts.steps, facts.epochs) == (115, 5)
+    assert facts.tags["resumed_from_step"] == "69"
+    assert "train.epochs was 3 and is 5" in facts.tags["resumed.changed"]
+
+
+def test_a_stop_leaves_a_checkpoint_of_that_very_step(tmp_path: Path) -> None:
+    done = iter(range(1, 10**9))
+    facts = train(
+        tmp_path / "run",
+        {"checkpoint": {"every_s": 1e6}},
+        asked=lambda: Stop("somebody asked") if next(done) == 31 else None,
+    )
+    assert (facts.steps, facts.stopped, facts.epochs) == (31, "somebody asked", 2)
+    assert facts.metrics["val/accuracy"] > 0.3  # of the one epoch that was judged
+    assert checkpoint_files.steps(tmp_path / "run" / "checkpoints")[0] == 31
+
+
+def test_where_all_checkpoints_are_damaged_it_does_not_begin_anew(tmp_path: Path) -> None:
+    play(tmp_path / "run", {}, at=9)
+    for file in (tmp_path / "run" / "checkpoints").glob("*.safetensors"):
+        file.write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match="^--resume: .* was changed since it was written$"):
+        train(tmp_path / "run", {}, resumes=True)
