@@ -66,6 +66,7 @@ def train(
             config.device,
             precision=config.train.precision,
             limit_mib=config.memory.limit_mib,
+            leases=record.leases,
         )
         data = record.timed(
             prepare_data,

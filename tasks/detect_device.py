@@ -12,6 +12,7 @@ from prefect.cache_policies import NO_CACHE
 
 from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.device.detection import check_limit, detect, resolve_precision
+from tasks.engine.device.leases import Leases
 from tasks.engine.memory.leaks import baseline
 from tasks.engine.settings.run_config import DeviceConfig
 
@@ -20,10 +21,15 @@ log = logging.getLogger(__name__)
 
 @task(cache_policy=NO_CACHE)
 def detect_device(
-    device: DeviceConfig, *, precision: str = "auto", limit_mib: float | None = None
+    device: DeviceConfig,
+    *,
+    precision: str = "auto",
+    limit_mib: float | None = None,
+    leases: Leases | None = None,
 ) -> DeviceFacts:
-    """The device to train on. Raises DeviceError where it cannot be what was asked."""
-    facts = detect(device.name, require=device.require)
+    """The device to train on, held by `leases` from then on. Raises DeviceError where it cannot be
+    what was asked, or others hold it for too long."""
+    facts = detect(device.name, require=device.require, leases=None if device.share else leases)
     resolve_precision(precision, facts)
     check_limit(facts, limit_mib)
     if facts.fell_back:

@@ -25,6 +25,8 @@ from tasks.engine.base.timing import Stopwatch
 from tasks.engine.base.units import clock
 from tasks.engine.checkpoint.checkpoint_files import steps
 from tasks.engine.checkpoint.checkpoints import CHECKPOINTS
+from tasks.engine.device import leases
+from tasks.engine.device.leases import Leases
 from tasks.engine.memory.memory_meter import MIB, chain
 from tasks.engine.settings import unused_settings
 from tasks.engine.settings.run_config import RunConfig
@@ -107,9 +109,12 @@ class Record:
         self._journal = Journal(self._where, self.folder)
         self._progress: Progress | None = None
         self._over = threading.Event()
-        self._held = ExitStack()  # the folder's lock
+        self._held = ExitStack()  # the folder's lock, and the lease of the device
+        holder = f"process {os.getpid()}, {self._name}"
+        self.leases = Leases(leases.folder(), wait_s=config.device.wait_s, holder=holder)
 
     def __enter__(self) -> Record:
+        self._held.callback(self.leases.close)
         if self.resumes:
             self._held.enter_context(held(self.folder))
         threading.Thread(target=self._tell_in_silence, daemon=True).start()
@@ -192,6 +197,8 @@ class Record:
             began_at = time.time() - self._watch.total_s()
             self._start = Start(*ids, self._name, self._key, pid=os.getpid(), began_at=began_at)
         self._start.write(self.folder)
+        if self.leases.waited_s > 1:
+            self._stages["time/wait_device_s"] = self.leases.waited_s
         self._stages["time/open_run_s"] = time.perf_counter() - began
         self._write("config.yaml", redacted(to_yaml(self.config.model_dump())))
         checks = [asdict(check) for check in device.checks]

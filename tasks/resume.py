@@ -10,10 +10,9 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
-from typing import TextIO
 
+from tasks.engine.base.file_lock import FileLock
 from tasks.engine.base.units import printable
 from tasks.engine.checkpoint.checkpoint_files import steps
 from tasks.engine.checkpoint.checkpoints import CHECKPOINTS
@@ -89,21 +88,19 @@ def of_key(runs: Path, key: str) -> Path | None:
     return newest
 
 
-def held(folder: Path) -> TextIO:
-    """The folder's lock, for as long as the file is open. Raises ConfigError where another process
-    trains there, or nothing can be written."""
+def held(folder: Path) -> FileLock:
+    """The folder's lock, until it is closed. Raises ConfigError where another process trains there,
+    or nothing can be written."""
     try:
-        file = open(folder / LOCK, "a")  # noqa: SIM115
+        lock = FileLock(folder / LOCK)
+        is_mine = lock.take(f"process {os.getpid()}")
     except OSError as error:
         raise ConfigError(f"--resume {folder}: can't be written ({error.strerror})") from None
-    try:
-        flock(file, LOCK_EX | LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        start = start_of(folder)
-        by = f"process {start.pid}" if start else "another process"
-        raise ConfigError(f"--resume {folder}: that run is being trained by {by}") from None
-    return file
+    if not is_mine:
+        by = lock.text()
+        lock.close()
+        raise ConfigError(f"--resume {folder}: that run is being trained by {by}")
+    return lock
 
 
 def _folders(runs: Path) -> list[Path]:

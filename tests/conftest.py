@@ -54,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before anything imports prefect, which reads them once.
     for name in [n for n in os.environ if n.startswith(("PREFECT_", "MLFLOW_", "HEADROOM_"))]:
         del os.environ[name]
+    os.environ["HEADROOM_LEASES"] = f"{APART}/leases"
     os.environ["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "false"
     os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
     os.environ["PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW"] = "ignore"

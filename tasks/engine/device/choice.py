@@ -37,7 +37,7 @@ def name_problem(name: str) -> str:
     )
 
 
-def _wanted(machine: Machine, name: str) -> list[Gpu]:
+def wanted(machine: Machine, name: str) -> list[Gpu]:
     """The GPUs that a name allows, the one with the most free memory first."""
     kind, _, index = name.partition(":")
     # Torch calls a ROCm device cuda:0 too, so that name finds it as well.
@@ -50,7 +50,7 @@ def try_gpus(machine: Machine, name: str, *, try_gpu: Callable[[Gpu], Gpu]) -> M
     """The machine with its GPUs tried in order until one computes: each try makes a context, which
     holds memory, so that the others are left alone."""
     tried: dict[str, Gpu] = {}
-    for gpu in _wanted(machine, name):
+    for gpu in wanted(machine, name):
         tried[gpu.name] = try_gpu(gpu)
         if tried[gpu.name].computes:
             break
@@ -63,15 +63,15 @@ def decide(machine: Machine, name: str, *, require: str = "any") -> DeviceFacts 
     checks = all_checks(machine, None if kind in ("auto", "cpu") else kind)
     if require == "gpu" and kind == "cpu":
         return Refusal("device.require: gpu refuses device.name cpu; drop one of them", checks)
-    wanted = _wanted(machine, name)
-    best = next((g for g in wanted if g.computes), None)
+    able = wanted(machine, name)
+    best = next((g for g in able if g.computes), None)
     if best:
-        return _gpu_facts(machine, best, reason=_why(best, wanted, name), checks=checks)
+        return _gpu_facts(machine, best, reason=_why(best, able, name), checks=checks)
     if kind == "cpu":
         return _cpu_facts(machine, reason="cpu, as device.name asks", checks=checks)
-    failed = _failed(wanted, checks)
+    failed = _failed(able, checks)
     if kind != "auto":
-        return Refusal(f"device.name: {_absent(machine, name, wanted, failed)}", checks)
+        return Refusal(f"device.name: {_absent(machine, name, able, failed)}", checks)
     if require == "gpu":
         text = "must be a GPU, and this machine has only the cpu"
         return Refusal(f"device.require: {text}: {_told(failed)}", checks)

@@ -12,8 +12,9 @@ from dataclasses import replace
 import torch
 
 from tasks.engine.base.facts import Check, DeviceFacts
-from tasks.engine.device.choice import Refusal, decide, name_problem, try_gpus
+from tasks.engine.device.choice import Refusal, decide, name_problem, try_gpus, wanted
 from tasks.engine.device.gpu_checks import FULL
+from tasks.engine.device.leases import Busy, Leases
 from tasks.engine.device.machine_facts import Gpu, Machine
 from tasks.engine.device.probe import first_line, look
 from tasks.engine.memory.allocator_stats import give_back
@@ -28,12 +29,15 @@ class DeviceError(ValueError):
     """The device cannot be what was asked; the text starts with the setting at fault."""
 
 
-def detect(name: str = "auto", *, require: str = "any") -> DeviceFacts:
+def detect(
+    name: str = "auto", *, require: str = "any", leases: Leases | None = None
+) -> DeviceFacts:
     """The device to run on, after it has computed, and every check on the way to it.
 
-    auto is the working GPU with the most free memory, else the CPU. Raises DeviceError.
+    auto is the working GPU with the most free memory, else the CPU. leases: to wait until nobody
+    else trains on it, and to hold it from then on. Raises DeviceError.
     """
-    found = decide(_tried(name), name, require=require)
+    found = decide(_tried(name, leases), name, require=require)
     if isinstance(found, Refusal):
         raise DeviceError(found.text)
     if found.kind not in ("cuda", "rocm"):
@@ -53,12 +57,36 @@ def explain(name: str = "auto") -> tuple[Check, ...]:
     return (*found.checks, Check("choice", True, found.reason))
 
 
-def _tried(name: str) -> Machine:
+def _tried(name: str, leases: Leases | None = None) -> Machine:
     problem = name_problem(name)
     if problem:
         raise DeviceError(problem)
     # A run on the CPU has no business on the GPU: it stays asleep.
-    return try_gpus(look(os.environ, touch=name != "cpu"), name, try_gpu=try_gpu)
+    machine = look(os.environ, touch=name != "cpu")
+    if leases is None:
+        return try_gpus(machine, name, try_gpu=try_gpu)
+    return _leased(machine, name, leases)
+
+
+def _leased(machine: Machine, name: str, leases: Leases) -> Machine:
+    """The machine with the GPU that is held now tried, and those before it that did not compute."""
+    left = {gpu.uuid or gpu.name: gpu for gpu in wanted(machine, name)}
+    while left:
+        try:
+            key = leases.take(list(left))
+        except Busy as busy:
+            raise DeviceError(f"device.wait_s: {busy}") from None
+        except OSError as error:
+            raise DeviceError(
+                f"device.share: no lease can be kept ({error}); make it true to train without"
+            ) from None
+        tried = try_gpu(left.pop(key))
+        gpus = tuple(tried if gpu.name == tried.name else gpu for gpu in machine.gpus)
+        machine = replace(machine, gpus=gpus)
+        if tried.computes:
+            return machine
+    leases.close()
+    return machine
 
 
 def try_gpu(gpu: Gpu) -> Gpu:

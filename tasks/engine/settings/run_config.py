@@ -32,6 +32,11 @@ class DeviceConfig(Section):
     or xpu, the last three also with an index: cuda:1."""
     require: Literal["any", "gpu"] = "any"
     """gpu: stop where no GPU works, instead of falling back to the CPU."""
+    wait_s: Annotated[Float, Field(ge=0, le=10**7)] = 86_400.0
+    """Seconds to wait for a GPU on which another training of this project runs; first come, first
+    served. Then the run is refused."""
+    share: Bool = False
+    """true: train beside others on the same GPU."""
 
     @field_validator("name")
     @classmethod

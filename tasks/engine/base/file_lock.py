@@ -1,0 +1,70 @@
+"""A lock on a file that the kernel gives back when the process that holds it dies, however it dies.
+Forked children, such as the workers of a DataLoader, do not hold it.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from contextlib import suppress
+from fcntl import LOCK_EX, LOCK_NB, flock
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+class FileLock:
+    """Held from `take` to `close`. The file stays, and may hold a text about who has it."""
+
+    def __init__(self, path: Path, *, mode: int = 0o600) -> None:
+        """Raises OSError where the file can be neither opened nor made with that mode."""
+        self.path = path
+        try:
+            self._file = os.open(path, os.O_RDWR)  # of another user, perhaps: not to be made
+        except FileNotFoundError:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, mode)
+            with suppress(OSError):  # another user's, who was faster
+                os.fchmod(self._file, mode)
+
+    def take(self, text: str = "") -> bool:
+        """Whether it is held now, by this; then the file holds the text."""
+        try:
+            flock(self._file, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            return False
+        _held.add(self)
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, text.encode(), 0)
+        return True
+
+    def text(self) -> str:
+        """What its holder wrote there, or the last one."""
+        return os.pread(self._file, 4096, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        """Give it back."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        _held.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _let_go() -> None:
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
