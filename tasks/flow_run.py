@@ -20,7 +20,7 @@ from tasks.engine.settings.read_settings import ConfigError, from_mapping, overr
 from tasks.engine.settings.run_config import RunConfig
 from tasks.process import streams
 from tasks.process.redaction import link
-from tasks.record import default_name
+from tasks.resume import default_name
 from tasks.serving.local_prefect import is_temporary
 
 # Unix time at which somebody asked for this run.

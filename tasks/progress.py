@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PLAIN_EVERY_S = 5.0
+LISTEN_EVERY_S = 5.0
 QUIET_S = 30.0  # no longer without a line, however long an epoch or a step takes
 DRAW_EVERY_S = 0.1
 BAR_COLUMNS = 12
@@ -215,6 +217,26 @@ class Progress:
                 own = getattr(stream, "rich_proxied_file", None)
                 if own is not None and getattr(sys, name) is stream:
                     setattr(sys, name, own)
+
+
+def tell_in_silence(
+    over: threading.Event, progress: Callable[[], Progress | None], stage: Callable[[], str]
+) -> None:
+    """A line at least every half minute until it is `over`, whatever takes so long: from another
+    thread. progress: of the training, while there is one; stage: what is done else."""
+
+    def tell() -> None:
+        silent_s, began_s = 0.0, time.monotonic()
+        while not over.wait(LISTEN_EVERY_S):
+            silent_s += LISTEN_EVERY_S
+            shown = progress()
+            if shown is not None:
+                shown.still()
+            elif silent_s >= QUIET_S:
+                silent_s = 0.0
+                log.info("%s: %s so far", stage(), clock(time.monotonic() - began_s))
+
+    threading.Thread(target=tell, daemon=True).start()
 
 
 def _rounded(value: float) -> str:

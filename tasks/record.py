@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from uuid import uuid4
@@ -22,12 +21,9 @@ from tasks import serve
 from tasks.device_tags import device_tags
 from tasks.engine.base.facts import DataFacts, DeviceFacts, ReleaseFacts, TrainFacts
 from tasks.engine.base.timing import Stopwatch
-from tasks.engine.base.units import clock
-from tasks.engine.checkpoint.checkpoint_files import steps
-from tasks.engine.checkpoint.checkpoints import CHECKPOINTS
 from tasks.engine.device import leases
 from tasks.engine.device.leases import Leases
-from tasks.engine.memory.memory_meter import MIB, chain
+from tasks.engine.memory.memory_meter import chain
 from tasks.engine.settings import unused_settings
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.yaml_file import to_yaml
@@ -35,32 +31,22 @@ from tasks.engine.step.build import epochs_of, steps_of
 from tasks.engine.training.oom_files import OutOfMemory
 from tasks.engine.training.similar_runs import WANTED, Past, alike
 from tasks.process import signals
-from tasks.process.redaction import link, redacted, without_secrets
-from tasks.progress import QUIET_S, Progress
-from tasks.release_memory import LeakError
-from tasks.resume import Start, asked_for, held, of_key, start_of
+from tasks.process.redaction import redacted, without_secrets
+from tasks.progress import Progress, tell_in_silence
+from tasks.release_memory import LeakError, release_metrics
+from tasks.resume import Start, asked_for, default_name, held, of_key, stamp, start_of, tell_resume
 from tasks.tracking.journal import Journal, JournalError
 from tasks.tracking.where import TrackingError, where
 
 P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-LISTEN_EVERY_S = 5.0
 _ended: list[dict[str, Any]] = []
 
 
 def last_ended() -> dict[str, Any] | None:
     """The run that ended last in this process, also where Prefect then failed to record it."""
     return _ended[-1] if _ended else None
-
-
-def default_name(config: RunConfig) -> str:
-    """What a run is called: as asked, else by what it trains on what and when."""
-    return config.run.name or f"{config.model.name}-{config.data.source}-{_stamp()}"
-
-
-def _stamp() -> str:
-    return datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
 class Record:
@@ -87,7 +73,7 @@ class Record:
         self._key = config.run.key or key
         left = asked_for(runs, resume) if resume else of_key(runs, self._key) if self._key else None
         self.resumes = left is not None
-        self.folder = left or runs / f"{_stamp()}-{uuid4().hex[:8]}"
+        self.folder = left or runs / f"{stamp()}-{uuid4().hex[:8]}"
         self._start = start_of(self.folder) if left else None
         self._name = self._start.name if self._start else name or default_name(config)
         self._watch = Stopwatch()
@@ -117,7 +103,7 @@ class Record:
         self._held.callback(self.leases.close)
         if self.resumes:
             self._held.enter_context(held(self.folder))
-        threading.Thread(target=self._tell_in_silence, daemon=True).start()
+        tell_in_silence(self._over, lambda: self._progress, lambda: self._stage)
         for line in unused_settings.told(self.config):
             log.warning("%s", line)
         self._journal.__enter__()
@@ -138,18 +124,6 @@ class Record:
             self._over.set()
             self._journal.__exit__()
             self._held.close()
-
-    def _tell_in_silence(self) -> None:
-        """A line at least every half minute, whatever takes so long."""
-        silent_s = 0.0
-        while not self._over.wait(LISTEN_EVERY_S):
-            silent_s += LISTEN_EVERY_S
-            progress = self._progress  # gone in between, where the training ends
-            if progress is not None:
-                progress.still()
-            elif silent_s >= QUIET_S:
-                silent_s = 0.0
-                log.info("%s: %s so far", self._stage, clock(self._watch.total_s()))
 
     def timed(self, stage: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a task, and keep how long it took under its name."""
@@ -179,9 +153,9 @@ class Record:
         if self._start is not None:
             self._start = self._start.again(self.folder)
             self._tags["resumed"] = str(self._start.resumed)
+            ids = {"run_id": self._start.run_id, "experiment_id": self._start.experiment_id}
             measured = self._journal.reopen(
-                run_id=self._start.run_id,
-                experiment_id=self._start.experiment_id,
+                ids,
                 tags=without_secrets(self._tags),
                 wanted=WANTED,
             )
@@ -242,27 +216,17 @@ class Record:
 
     def released(self, facts: ReleaseFacts) -> None:
         """Keep the proof that the memory was given back."""
-        self._summary |= {
-            "memory/baseline_mib": facts.baseline_bytes / MIB,
-            "memory/release_ok": float(facts.ok),
-        }
+        self._summary |= release_metrics(facts)
         if facts.broken:  # whose memory it is, nobody can tell any more
             self._tags["memory.release"] = facts.broken
             return
-        self._summary |= {
-            "memory/released_mib": facts.released_bytes / MIB,
-            "memory/residual_mib": facts.residual_bytes / MIB,
-            "memory/leaked_mib": facts.leaked_bytes / MIB,
-        }
-        if facts.reserved_bytes is not None:
-            self._summary["memory/reserved_residual_mib"] = facts.reserved_bytes / MIB
         self._kept = [asdict(kept) for kept in facts.kept]
         self._owners = [asdict(owner) for owner in facts.owners]
 
     def _end(self, error: BaseException | None) -> None:
         self._summary |= self._stages
         new = {k: v for k, v in self._summary.items() if self._series.get(k) != v}
-        if self._stopped:  # what an epoch judged has no place at a step within another
+        if self._stopped:  # what an epoch was judged by has no place at a step of another
             new = {k: v for k, v in new.items() if not k.startswith(("train/", "val/"))}
         if error is not None:
             self._fail(error)
@@ -285,9 +249,11 @@ class Record:
             self._tags["end.reason"] = reason or self._stopped
         if status == "FINISHED" and self._stopped:
             self._warn((f"{self._stopped}: the training is not done",))
-        self._tell_resume()
+        if self._failure or self._stopped:
+            tell_resume(self.folder, self._journal.run_id)
         if self._journal.notes:
             self._tags["journal.notes"] = "; ".join(self._journal.notes)
+        before_s = self._start.spent_s if self._start is not None else 0.0
         self.run = {
             "run_id": self._journal.run_id,
             "experiment_id": self._journal.experiment_id,
@@ -299,14 +265,16 @@ class Record:
             "metrics": {
                 **self._series,
                 **self._summary,
-                "time/total_s": self._total_s(),
+                "time/total_s": before_s + self._stages["time/start_s"] + self._watch.total_s(),
             },
             "warnings": self._warnings,
             "owners": self._owners,
             "kept": self._kept,
             "error": reason,
             "oom": self._oom,
-            "open_command": self.open_command(),
+            "open_command": serve.open_command(
+                self._where.tracking_uri, self._journal.experiment_id, self._journal.run_id
+            ),
         }
         self.run = without_secrets(self.run)
         _ended.append(self.run)
@@ -329,29 +297,3 @@ class Record:
             self._failure = status, said or type(error).__name__
             if isinstance(error, OutOfMemory):
                 self._oom = asdict(error.explanation)
-
-    def _total_s(self) -> float:
-        """From when somebody asked for the run, each time that it was gone on with."""
-        before_s = self._start.spent_s if self._start is not None else 0.0
-        return before_s + self._stages["time/start_s"] + self._watch.total_s()
-
-    def _tell_resume(self) -> None:
-        """How a person goes on with what ended before its end."""
-        kept = steps(self.folder / CHECKPOINTS)
-        if kept and (self._failure or self._stopped):
-            log.info(
-                "step %s is kept; go on with `python -m flows.train --resume %s`",
-                f"{kept[0]:,}",
-                self._journal.run_id,
-            )
-
-    def open_command(self) -> str:
-        """How a person opens this run in MLflow."""
-        path = f"/#/experiments/{self._journal.experiment_id}/runs/{self._journal.run_id}"
-        uri = self._where.tracking_uri
-        if uri.startswith("http"):
-            return link(uri).rstrip("/") + path
-        here = Path("Makefile").is_file() and Path("tasks/serve.py").is_file()
-        command = "make ui" if here else "python -m tasks.serve ui"
-        address, variable = serve.mlflow_address()
-        return f"{variable}{command}   # then {address}{path}"

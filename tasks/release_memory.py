@@ -51,6 +51,24 @@ def release_memory(
     return facts
 
 
+def release_metrics(facts: ReleaseFacts) -> dict[str, float]:
+    """Under the names of the run record."""
+    found = {
+        "memory/baseline_mib": facts.baseline_bytes / _MIB,
+        "memory/release_ok": float(facts.ok),
+    }
+    if facts.broken:
+        return found
+    found |= {
+        "memory/released_mib": facts.released_bytes / _MIB,
+        "memory/residual_mib": facts.residual_bytes / _MIB,
+        "memory/leaked_mib": facts.leaked_bytes / _MIB,
+    }
+    if facts.reserved_bytes is not None:
+        found["memory/reserved_residual_mib"] = facts.reserved_bytes / _MIB
+    return found
+
+
 def leak_in_words(facts: ReleaseFacts) -> str:
     """How much was not given back, and the largest owners."""
     if not facts.leaked_bytes:

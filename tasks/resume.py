@@ -6,10 +6,12 @@ with the process. It refuses a run that still trains, and one of which nothing w
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 from tasks.engine.base.file_lock import FileLock
@@ -17,7 +19,9 @@ from tasks.engine.base.units import printable
 from tasks.engine.checkpoint.checkpoint_files import steps
 from tasks.engine.checkpoint.checkpoints import CHECKPOINTS
 from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import RunConfig
 
+log = logging.getLogger(__name__)
 START, LOCK = "start.json", "training.lock"
 
 
@@ -47,6 +51,16 @@ class Start:
         return replace(
             self, resumed=self.resumed + 1, pid=os.getpid(), began_at=time.time(), spent_s=spent_s
         )
+
+
+def default_name(config: RunConfig) -> str:
+    """What a run is called: as asked, else by what it trains on what and when."""
+    return config.run.name or f"{config.model.name}-{config.data.source}-{stamp()}"
+
+
+def stamp() -> str:
+    """The time, as names of runs and of their folders have it: in their order."""
+    return datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
 def start_of(folder: Path) -> Start | None:
@@ -118,3 +132,11 @@ def _is_done(folder: Path) -> bool:
         run = json.loads((folder / "run.json").read_text())
         return bool(run["status"] == "FINISHED" and not run.get("stopped"))
     return False
+
+
+def tell_resume(folder: Path, run_id: str) -> None:
+    """Tell a person how to go on with what ended before its end, where something was kept."""
+    kept = steps(folder / CHECKPOINTS)
+    if kept:
+        words = f"`python -m flows.train --resume {run_id}`"
+        log.info("step %s is kept; go on with %s", f"{kept[0]:,}", words)

@@ -18,7 +18,7 @@ from fcntl import LOCK_EX, flock
 from pathlib import Path
 from types import FrameType
 
-from tasks.process.redaction import redacted
+from tasks.process.redaction import link, redacted
 from tasks.serving import prefect_http, service_down, service_up
 from tasks.serving.processes import (
     Part,
@@ -131,6 +131,17 @@ def mlflow_address() -> tuple[str, str]:
     except ServeError:  # it is `up` and `ui` that have to be told
         port = usual
     return f"http://127.0.0.1:{port}", "" if port == usual else f"{variable}={port} "
+
+
+def open_command(tracking_uri: str, experiment_id: str, run_id: str) -> str:
+    """How a person opens a run in MLflow."""
+    path = f"/#/experiments/{experiment_id}/runs/{run_id}"
+    if tracking_uri.startswith("http"):
+        return link(tracking_uri).rstrip("/") + path
+    here = Path("Makefile").is_file() and Path("tasks/serve.py").is_file()
+    command = "make ui" if here else "python -m tasks.serve ui"
+    address, variable = mlflow_address()
+    return f"{variable}{command}   # then {address}{path}"
 
 
 def _names() -> list[str]:

@@ -46,7 +46,6 @@ whose default is null. In a file:
 examples:
   python -m flows.train
   python -m flows.train --config config.yaml --optim.lr 0.01
-  python -m flows.train --resume latest --train.epochs 40
   python -m flows.train --data.source csv --data.path rows.csv --data.target y
   python -m flows.train --model.name mlp --model.args '{hidden: [64, 32]}'
   python -m flows.train --model.args.dropout 0.1 --device.name cuda:1 --dry-run
@@ -146,7 +145,7 @@ def _example(flag: str) -> str | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flows.train",
-        usage="python -m flows.train [--config FILE] [--resume RUN] [--SECTION.NAME VALUE ...]",
+        usage="python -m flows.train [--config FILE | --resume RUN] [--SECTION.NAME VALUE ...]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=_page,

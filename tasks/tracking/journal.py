@@ -95,27 +95,18 @@ class Journal:
         Returns the newest values of the wanted metrics among finished runs with the same tag
         `alike`.
         """
-        asked = {
-            "name": name,
-            "params": {k: "" if v is None else str(v) for k, v in params.items()},
-        }
-        return self._begun({"do": "create", **asked}, tags=tags, wanted=wanted)
+        given = {k: "" if v is None else str(v) for k, v in params.items()}
+        return self._begun({"do": "create", "name": name, "params": given}, tags, wanted)
 
     def reopen(
-        self,
-        *,
-        run_id: str,
-        experiment_id: str,
-        tags: Mapping[str, str],
-        wanted: Sequence[str] = (),
+        self, ids: Mapping[str, str], *, tags: Mapping[str, str], wanted: Sequence[str] = ()
     ) -> dict[str, float]:
         """The same for a run that goes on, with the journal of before: what that has told of a step
-        is not told again."""
-        ids = {"run_id": run_id, "experiment_id": experiment_id}
-        return self._begun({"do": "reopen", **ids}, tags=tags, wanted=wanted)
+        is not told again. ids: run_id and experiment_id."""
+        return self._begun({"do": "reopen", **ids}, tags, wanted)
 
     def _begun(
-        self, order: dict[str, Any], *, tags: Mapping[str, str], wanted: Sequence[str]
+        self, order: dict[str, Any], tags: Mapping[str, str], wanted: Sequence[str]
     ) -> dict[str, float]:
         self._answer(OPEN_S)
         try:
@@ -135,9 +126,10 @@ class Journal:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep metrics of a step. Costs one short write; sent later, by the other process."""
         assert self._metrics is not None, "log() before create()"
-        metrics = {k: v for k, v in metrics.items() if self._told.get(k, -1) < step}
-        if not metrics:
-            return
+        if self._told:
+            metrics = {k: v for k, v in metrics.items() if self._told.get(k, -1) < step}
+            if not metrics:
+                return
         try:
             self._restore()
             _append(self._metrics, line_of(metrics, step, unix_ms=int(time.time() * 1000)))

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from tasks import record
-from tasks.engine.settings.run_config import RunConfig
+from tasks import progress
 from tasks.progress import Progress
 
 METRICS = {
@@ -300,21 +299,16 @@ def test_a_real_terminal_closed_in_the_midst_does_not_stop_the_training() -> Non
 
 
 def test_a_stage_without_a_progress_has_a_line_every_half_minute(
-    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """A large file was read in silence."""
-    monkeypatch.setattr(record, "LISTEN_EVERY_S", 0.01)
-    monkeypatch.setattr(record, "QUIET_S", 0.03)
-    caplog.set_level(logging.INFO, logger="tasks.record")
-
-    def prepare_data() -> None:
-        time.sleep(0.3)
-
-    prepare_data.name = "prepare_data"  # type: ignore[attr-defined]
-    run = record.Record(RunConfig(), flow_run={})
-    listening = threading.Thread(target=run._tell_in_silence)
-    listening.start()
-    run.timed(prepare_data)
-    run._over.set()
-    listening.join()
+    monkeypatch.setattr(progress, "LISTEN_EVERY_S", 0.01)
+    monkeypatch.setattr(progress, "QUIET_S", 0.03)
+    caplog.set_level(logging.INFO, logger="tasks.progress")
+    over = threading.Event()
+    progress.tell_in_silence(over, lambda: None, lambda: "prepare data")
+    until = time.monotonic() + 20
+    while "prepare data: 0:00 so far" not in caplog.messages and time.monotonic() < until:
+        time.sleep(0.01)
+    over.set()
     assert "prepare data: 0:00 so far" in caplog.messages

@@ -1,5 +1,5 @@
 """Prepared arrays or loaders become batches where the compute is. It refuses a batch that no loss
 could take.
 
-Front doors: dataloaders, dataset_batches, loader_targets, memory_format, pinned_staging.
+Front doors: batches, dataloaders, dataset_batches, loader_targets, memory_format, pinned_staging.
 """

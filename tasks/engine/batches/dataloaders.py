@@ -118,10 +118,10 @@ class Loaded:
     def _read(self, mark: Mark) -> Iterator[tuple[Any, Any]]:
         # Held by this frame alone: worker processes end with the iterator.
         found = _told(iter(self._loader))
+        rows, done = 0, self._done if self._random is not None else 0
         if self._random is not None:
             torch.set_rng_state(self._random)
             self._random = None
-        rows, done = 0, self._done
         for number, batch in enumerate(found, start=1 + done):
             mark("data_wait")
             inputs, targets = _pair(batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -22,6 +22,7 @@ from tasks.engine.step.compiled_step import compiled_step, first_line, untakeabl
 from tasks.engine.step.cpu_threads import ThreadedStep
 from tasks.engine.step.cuda_graph import REPLAY_TRIED_ABOVE, WARM_UP, GraphedStep, GraphError
 from tasks.engine.step.optimizer_step import Outcome, Step, Steps, Watched
+from tasks.engine.step.verdict import Known, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -43,35 +44,6 @@ Script = Generator[Steps, float | None, None]
 
 class CompileError(RuntimeError):
     """The model cannot be compiled as asked; the text starts with `train.compile`."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What was chosen and why, for the run. Seconds are None where not measured."""
-
-    compiled: str  # no, graph, default, max, default+graph, max+graph
-    reason: str
-    plain_step_s: float | None = None
-    compiled_step_s: float | None = None
-    cost_s: float | None = None
-
-    def metrics(self) -> dict[str, float]:
-        """Under the names of the run record."""
-        found = {
-            "time/plain_step_ms": _ms(self.plain_step_s),
-            "time/compiled_step_ms": _ms(self.compiled_step_s),
-            "time/compile_s": self.cost_s,
-        }
-        return {name: value for name, value in found.items() if value is not None}
-
-
-@dataclass(frozen=True)
-class Known:
-    """What an earlier run of the same model, batch and device measured."""
-
-    plain_step_s: float
-    compiled_step_s: float
-    cost_s: float
 
 
 class TunedStep:
@@ -314,7 +286,3 @@ def _warmed(step: Steps) -> Generator[Steps, float | None, float | None]:
         if (yield step) is None:
             return None
     return (yield from _timed(step))
-
-
-def _ms(value_s: float | None) -> float | None:
-    return None if value_s is None else 1000 * value_s

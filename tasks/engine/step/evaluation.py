@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.batches.dataset_batches import Batches
+from tasks.engine.batches.batches import Batches
 from tasks.engine.data.run_warnings import ALIKE
 from tasks.engine.memory.memory_meter import clear_frames
 from tasks.engine.models.model_call import Forward, Plain

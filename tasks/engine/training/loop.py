@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tasks.engine.base.nested import rows_of
 from tasks.engine.base.timing import Stopwatch, wait
-from tasks.engine.batches.dataset_batches import Batches
+from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoints import Checkpoints, Position
 from tasks.engine.data.run_warnings import ALIKE
 from tasks.engine.step.best_weights import Best

@@ -14,8 +14,8 @@ from tasks.engine.device.detection import resolve_precision
 from tasks.engine.memory.allocation_log import MIB
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.build import keeps_best, steps_of
-from tasks.engine.step.choose_step import Known
 from tasks.engine.step.cuda_graph import may_replay
+from tasks.engine.step.verdict import Known
 
 COMPILING = ("time/plain_step_ms", "time/compiled_step_ms", "time/compile_s")
 PEAKS = ("memory/run_peak_allocated_mib", "memory/run_peak_reserved_mib")

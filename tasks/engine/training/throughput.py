@@ -10,7 +10,7 @@ import torch
 
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.base.timing import PHASES, REPLAY
-from tasks.engine.batches.dataset_batches import Batches
+from tasks.engine.batches.batches import Batches
 from tasks.engine.training.loop import Fitted, Tools
 from tasks.engine.training.peak_flops import Peak, measured, peak
 
@@ -75,3 +75,13 @@ def timings(tools: Tools, fitted: Fitted, *, rows: Batches, replays: int) -> dic
     if phase_s:
         found["time/unaccounted_pct"] = 100 * max(0.0, total_s - known_s) / total_s
     return found
+
+
+def peak_tags(peak: Peak | None) -> dict[str, str]:
+    """Under the names of the run record."""
+    if peak is None:
+        return {}
+    return {
+        "device.peak_tflops": f"{peak.flops_per_s / 1e12:.4g}",
+        "device.peak_source": peak.source,
+    }

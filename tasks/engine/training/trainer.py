@@ -18,9 +18,6 @@ from tasks.engine.base.import_paths import ends_told
 from tasks.engine.base.seeds import seeded
 from tasks.engine.base.timing import Stopwatch
 from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer
-from tasks.engine.checkpoint.checkpoints import CHECKPOINTS, Checkpoints, refuse_no_room
-from tasks.engine.checkpoint.compatibility import identity
-from tasks.engine.checkpoint.host_copies import HostCopies
 from tasks.engine.checkpoint.training_state import Mismatch
 from tasks.engine.data.run_warnings import ALIKE, of_results
 from tasks.engine.device.detection import resolve_precision
@@ -47,13 +44,12 @@ from tasks.engine.step.own_model import Checked
 from tasks.engine.training.budget import Asked, Budget, ends_at
 from tasks.engine.training.loop import Tools, batch_of, fit
 from tasks.engine.training.oom_files import OutOfMemory, draw, told, unwatched
-from tasks.engine.training.peak_flops import Peak
 from tasks.engine.training.reload_check import check_reloads
 from tasks.engine.training.similar_runs import Past
 from tasks.engine.training.step_metrics import Log
-from tasks.engine.training.throughput import peak_of, rates, timings
+from tasks.engine.training.throughput import peak_of, peak_tags, rates, timings
 from tasks.engine.training.training_batches import example, fed, first_rows
-from tasks.engine.training.training_parts import training_parts
+from tasks.engine.training.training_parts import checkpoints_of, training_parts
 
 
 @ends_told
@@ -92,8 +88,7 @@ def train(
     asked: Asked = lambda: None,
 ) -> TrainFacts:
     """Train as `config` says and write the model to `folder`/model, checkpoints to
-    `folder`/checkpoints. resumes: go on from the newest of these. asked: after each step, whether
-    somebody wants one, or an end.
+    `folder`/checkpoints. resumes: go on from the newest. asked: whether somebody wants one.
 
     `log(metrics, step)` is called at every log point. Raises readings.Diverged for a loss that is
     not finite, and whatever PyTorch raises; the frames of an exception are cleared of tensors.
@@ -189,17 +184,9 @@ def _train(
             graphs=admission.fits_graph
             and may_replay(config, facts, precision, steps=steps_of(config, data)),
         )
-        checkpoints = Checkpoints(
-            folder / CHECKPOINTS,
-            config.checkpoint,
-            HostCopies(device),
-            about=identity(config, data, device),
-            resumes=resumes,
-        )
+        checkpoints = checkpoints_of(config, data, model, folder=folder, resumes=resumes)
         stack.callback(checkpoints.close)
         checkpoints.follow(**parts.stateful(model, watch))
-        if config.checkpoint.is_on:
-            refuse_no_room(folder, _checkpoint_bytes(config, model))
         tools = Tools(
             device=device,
             step=parts.tuned,
@@ -276,7 +263,7 @@ def _train(
             "memory.admission": admission.reason,
             **parts.tags(),
             **checkpoints.tags(),
-            **_peak_tags(peak),
+            **peak_tags(peak),
         },
         steps=fitted.steps,
         epochs=fitted.epochs,
@@ -287,12 +274,6 @@ def _train(
         stats=stats,
         warnings=of_results(data, fitted.metrics, loss=config.train.loss, alike=alike),
     )
-
-
-def _checkpoint_bytes(config: RunConfig, model: nn.Module) -> int:
-    """Of the weights, the state of an optimizer as large as Adam's, and the best weights."""
-    weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    return weights * (4 if config.train.keep == "best" else 3)
 
 
 def _mistake(error: Exception, model: nn.Module, step: Step) -> str | None:
@@ -317,12 +298,3 @@ def _predicted(
         "memory/predicted_reserved_mib": reserved_bytes,
     }
     return {k: min(v, most_bytes) / memory_meter.MIB for k, v in found.items() if v is not None}
-
-
-def _peak_tags(peak: Peak | None) -> dict[str, str]:
-    if peak is None:
-        return {}
-    return {
-        "device.peak_tflops": f"{peak.flops_per_s / 1e12:.4g}",
-        "device.peak_source": peak.source,
-    }

@@ -14,7 +14,8 @@ from torch import nn
 
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts, DeviceFacts
-from tasks.engine.batches.dataset_batches import TRAIN_SHARE, VAL_SHARE, Batches, feed
+from tasks.engine.batches.batches import Batches
+from tasks.engine.batches.dataset_batches import TRAIN_SHARE, VAL_SHARE, feed
 from tasks.engine.data import own_facts
 from tasks.engine.data import preparation as prepared
 from tasks.engine.device.memory_limit import rows_room_bytes

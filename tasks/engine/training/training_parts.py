@@ -6,13 +6,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.base.timing import Stopwatch, phase_clock, wait
-from tasks.engine.batches.dataset_batches import Batches
+from tasks.engine.batches.batches import Batches
+from tasks.engine.checkpoint.checkpoints import CHECKPOINTS, Checkpoints, refuse_no_room
+from tasks.engine.checkpoint.compatibility import identity
+from tasks.engine.checkpoint.host_copies import HostCopies
 from tasks.engine.checkpoint.training_state import RandomNumbers, Scaler, Stateful, Weights
 from tasks.engine.device.memory_limit import room_bytes
 from tasks.engine.memory.allocation_log import AllocationLog
@@ -22,13 +26,14 @@ from tasks.engine.memory.memory_meter import Meter
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.best_weights import Best
 from tasks.engine.step.build import forward_of, optimizer_of, plan_of, step_of
-from tasks.engine.step.choose_step import Known, TunedStep
+from tasks.engine.step.choose_step import TunedStep
 from tasks.engine.step.evaluation import Evaluator, eval_rows
 from tasks.engine.step.losses import in_units, loss_of, metrics_of
 from tasks.engine.step.micro_batches import MicroBatches
 from tasks.engine.step.optim import Optimizer
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.phases import COUNT_EVERY, Phases
+from tasks.engine.step.verdict import Known
 
 
 @dataclass(frozen=True)
@@ -179,6 +184,25 @@ def training_parts(
         target_scale=data.target_scale,
     )
     return TrainingParts(optimizer, phases, micro, step, tuned, evaluator, steps, best, outputs)
+
+
+def checkpoints_of(
+    config: RunConfig, data: DataFacts, model: nn.Module, *, folder: Path, resumes: bool
+) -> Checkpoints:
+    """Those of a training, in the folder of its run. Raises ConfigError where the first one would
+    find no room."""
+    device = next(model.parameters()).device
+    if config.checkpoint.is_on:
+        # The weights, the state of an optimizer as large as Adam's, and the best weights.
+        weights_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        refuse_no_room(folder, weights_bytes * (4 if config.train.keep == "best" else 3))
+    return Checkpoints(
+        folder / CHECKPOINTS,
+        config.checkpoint,
+        HostCopies(device),
+        about=identity(config, data, device),
+        resumes=resumes,
+    )
 
 
 @dataclass

@@ -325,7 +325,7 @@ def test_a_users_own_loader_feeds_the_loop_and_its_waiting_is_timed() -> None:
 class _Narrow:
     """Rows from the host, of which a device takes only so many at once, one batch at a time."""
 
-    residency, copy_s = "host", None
+    residency, copy_s, begins_again = "host", None, False
 
     def __init__(self, rows: int, *, most: int, from_step: int = 1) -> None:
         self._rows, self._most, self._from = _data(rows, seed=2), most, from_step
