@@ -153,9 +153,9 @@ class Record:
         if self._start is not None:
             self._start = self._start.again(self.folder)
             self._tags["resumed"] = str(self._start.resumed)
-            ids = {"run_id": self._start.run_id, "experiment_id": self._start.experiment_id}
+            run = {"run_id": self._start.run_id, "experiment_id": self._start.experiment_id}
             measured = self._journal.reopen(
-                ids,
+                run,
                 tags=without_secrets(self._tags),
                 wanted=WANTED,
             )
