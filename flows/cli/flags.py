@@ -145,7 +145,7 @@ def _example(flag: str) -> str | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flows.train",
-        usage="python -m flows.train [--config FILE] [--resume RUN] [--SECTION.NAME VALUE]",
+        usage="python -m flows.train [--config FILE] [--resume RUN] [--NAME VALUE ...]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=_page,
