@@ -94,12 +94,13 @@ def asked_for(runs: Path, resume: str) -> Path:
 
 
 def of_key(runs: Path, key: str) -> Path | None:
-    """The folder of the newest run of this key, where it did not come to its end."""
+    """The folder of the newest run of this key, where it did not come to its end, and where
+    something is kept or another process is still at it."""
     mine = (folder for folder in _folders(runs) if (s := start_of(folder)) and s.key == key)
     newest = next(mine, None)
-    if newest is None or _is_done(newest) or not steps(newest / CHECKPOINTS):
+    if newest is None or _is_done(newest):
         return None
-    return newest
+    return newest if steps(newest / CHECKPOINTS) or _is_held(newest) else None
 
 
 def held(folder: Path) -> FileLock:
@@ -115,6 +116,12 @@ def held(folder: Path) -> FileLock:
         lock.close()
         raise ConfigError(f"--resume {folder}: that run is being trained by {by}")
     return lock
+
+
+def _is_held(folder: Path) -> bool:
+    with suppress(OSError), FileLock(folder / LOCK) as lock:
+        return not lock.take()
+    return False
 
 
 def _folders(runs: Path) -> list[Path]:

@@ -95,6 +95,15 @@ def test_what_cannot_be_gone_on_with_is_refused_in_one_sentence(tmp_path: Path) 
     held(folder).close()
 
 
+def test_a_key_that_is_being_trained_is_not_trained_twice(tmp_path: Path) -> None:
+    folder = _left(tmp_path, "20260101-000000-a", Start("a", "1", "mine", key="night"), kept=False)
+    assert of_key(tmp_path, "night") is None
+    with held(folder):
+        assert of_key(tmp_path, "night") == folder
+        with pytest.raises(ConfigError, match="that run is being trained by process"):
+            held(folder)
+
+
 def test_a_key_goes_on_with_its_newest_run_until_that_is_done(tmp_path: Path) -> None:
     _left(tmp_path, "20260101-000000-a", Start("a", "1", "mine", key="night"))
     newest = _left(tmp_path, "20260102-000000-b", Start("b", "1", "mine", key="night"))

@@ -141,6 +141,12 @@ class Checkpoints:
             return {}
         return {"checkpoint/written": float(self.written), "time/checkpoint_copy_s": self.copy_s}
 
+    def finish(self, position: Position) -> None:
+        """Keep the training as it is at its end, and of its checkpoints only this one."""
+        self.save(position, last=True)
+        if self._saved_step == position.step:
+            checkpoint_files.keep_only(self.folder, {position.step})
+
     def let_go_on(self) -> None:
         """Before the next step changes what is being copied."""
         self._copies.let_go_on()

@@ -144,7 +144,7 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
             stopped_early = is_enough and step < last_step
             at = Position(step, epoch + 1, 0, rows)
             if stopped_early or step == last_step:
-                t.checkpoints.save(at, last=True)
+                t.checkpoints.finish(at)
                 break
             t.checkpoints.epoch_done(at, is_best=t.best.waited == 0)
             t.checkpoints.let_go_on()

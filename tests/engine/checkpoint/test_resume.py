@@ -209,6 +209,7 @@ def test_what_may_differ_is_told_and_more_epochs_are_trained(tmp_path: Path) -> 
     play(tmp_path / "run", {})
     facts = train(tmp_path / "run", {"train": {"epochs": 5, "log_every": 7}}, resumes=True)
     assert (facts.steps, facts.epochs) == (115, 5)
+    assert checkpoint_files.steps(tmp_path / "run" / "checkpoints") == [115], "the end is enough"
     assert facts.tags["resumed_from_step"] == "69"
     assert "train.epochs was 3 and is 5" in facts.tags["resumed.changed"]
 
