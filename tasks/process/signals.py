@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -86,12 +86,22 @@ def between_steps() -> Iterator[Callable[[], int | None]]:
         else:
             signal.raise_signal(number)
 
-    def give_back() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    # Where Prefect's own handler stands, it hears that a run is to be cancelled, and tells it apart
+    # from a crash; else it hears nothing.
+    engine = sys.modules.get("prefect.utilities.engine")
+    theirs = getattr(engine, "_prefect_sigterm_handler", None)
+    stands = theirs is not None and before.get(signal.SIGTERM) is theirs
 
-    for number in before:
-        signal.signal(number, later)
+    def put(handlers: Mapping[int, Any]) -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if stands:
+            setattr(engine, "_prefect_sigterm_handler", handlers[signal.SIGTERM])  # noqa: B010
+
+    def give_back() -> None:
+        put(before)
+
+    put(dict.fromkeys(before, later))
     _waiting = deliver
     try:
         yield lambda: came[0] if came else None

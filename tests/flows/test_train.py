@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,7 @@ def test_the_form_shows_the_limits_and_the_groups_and_overrides_first() -> None:
     ] == [
         "overrides",
         "config",
+        "resume",
     ]
     sections = form["definitions"]["RunConfig"]["properties"]
     assert sections["optim"]["title"] == "optim"
@@ -251,7 +253,8 @@ def test_an_interrupted_run_is_killed_and_gives_the_memory_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+        for _ in range(2):  # the second does not wait for the end of a step
+            os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(trainer, "fit", interrupted)
     with pytest.raises(KeyboardInterrupt):
