@@ -66,12 +66,14 @@ def between_steps() -> Iterator[Callable[[], int | None]]:
     came: list[int] = []
 
     def later(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGUSR1 and came[:1] not in ([], [signal.SIGUSR1]):
+        waits = came and came[0] != signal.SIGUSR1
+        if number == signal.SIGUSR1:
+            came[:] = came or [number]
+        elif waits:
             deliver()
-            return
-        came[:] = [number]
-        if number != signal.SIGUSR1:
-            signal.signal(signal.SIGALRM, lambda *_: deliver())
+        else:
+            came[:] = [number]
+            signal.signal(signal.SIGALRM, lambda *_: deliver() if came else None)
             signal.setitimer(signal.ITIMER_REAL, STEP_S)
 
     def deliver() -> None:

@@ -1,11 +1,16 @@
 """Signals are raised in this project's own code only, and end what has not begun at once."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tasks.process import signals
 
 ROOT = Path(__file__).parent.parent.parent.parent
 LIBRARY = """
@@ -68,3 +73,70 @@ def test_a_signal_is_raised_in_our_own_code_and_in_a_library_only_where_that_doe
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
+
+
+@pytest.fixture
+def python_handles() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "it was not given back"
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_handles")
+def test_between_steps_a_signal_waits_until_somebody_asks() -> None:
+    steps = []
+    with pytest.raises(KeyboardInterrupt), signals.between_steps() as came:
+        assert came() is None
+        signal.raise_signal(signal.SIGINT)
+        steps.append("the step goes on")
+        assert came() == signal.SIGINT
+        signals.deliver()
+        steps.append("never")
+    assert steps == ["the step goes on"]
+
+
+@pytest.mark.usefixtures("python_handles")
+def test_a_signal_that_nobody_asked_about_comes_at_the_end() -> None:
+    with pytest.raises(KeyboardInterrupt), signals.between_steps():
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("python_handles")
+def test_a_second_signal_does_not_wait_and_a_long_step_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(KeyboardInterrupt), signals.between_steps():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it waited")
+    monkeypatch.setattr(signals, "STEP_S", 0.05)
+    with pytest.raises(KeyboardInterrupt), signals.between_steps():
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(20)
+        raise AssertionError("it waited")
+
+
+@pytest.mark.usefixtures("python_handles")
+def test_a_signal_for_a_checkpoint_ends_nothing_and_hides_no_other() -> None:
+    with pytest.raises(KeyboardInterrupt), signals.between_steps() as came:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGUSR1)
+            assert came() == signal.SIGUSR1
+            signals.deliver()
+            assert came() is None
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGUSR1)
+        assert came() == signal.SIGINT
+        signals.deliver()
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals.between_steps() as came:
+            signal.raise_signal(signal.SIGHUP)
+            assert came() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
