@@ -27,7 +27,7 @@ from flows.cli.from_python import training
 from tasks.detect_device import detect_device
 from tasks.engine.settings.run_config import RunConfig
 from tasks.flow_run import describe, own_key, publish, run_name, waited_s
-from tasks.preflight import check_fit, resolved
+from tasks.preflight import check_fit, check_resume, resolved
 from tasks.prepare_data import prepare_data
 from tasks.process.redaction import redacted_errors
 from tasks.record import Record
@@ -75,6 +75,7 @@ def train(
             seed=config.train.seed,
         )
         check_fit(config, data)
+        check_resume(record.folder, config, device, data)
         past = record.begin(device, data)
         try:
             facts = record.timed(

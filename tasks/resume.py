@@ -18,8 +18,9 @@ from tasks.engine.base.file_lock import FileLock
 from tasks.engine.base.units import printable
 from tasks.engine.checkpoint.checkpoint_files import steps
 from tasks.engine.checkpoint.checkpoints import CHECKPOINTS
-from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.read_settings import ConfigError, resolve
 from tasks.engine.settings.run_config import RunConfig
+from tasks.tracking.where import where
 
 log = logging.getLogger(__name__)
 START, LOCK = "start.json", "training.lock"
@@ -91,6 +92,11 @@ def asked_for(runs: Path, resume: str) -> Path:
     if not steps(folder / CHECKPOINTS):
         raise ConfigError(f"--resume {told}: that run wrote no checkpoint; train anew")
     return folder
+
+
+def settings_of(resume: str) -> RunConfig:
+    """The settings of the run that `asked_for` finds. Raises ConfigError."""
+    return resolve(str(asked_for(Path(where().runs), resume) / "config.yaml"), {})
 
 
 def of_key(runs: Path, key: str) -> Path | None:

@@ -18,17 +18,22 @@ from tasks.engine.settings.read_settings import from_mapping
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.table import described, table
 from tasks.preflight import BAD_INPUT, resolved
+from tasks.resume import settings_of
 
 
 def call(
     play: Callable[..., Any],
-    config: RunConfig | Mapping[str, Any] = RunConfig(),  # noqa: B008 (frozen)
+    config: RunConfig | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     resume: str | None = None,
 ) -> dict[str, Any]:
     """Train, print the report, and return the run. Raises what the run raises; what is wrong with
-    what was asked is one sentence, without the frames of pydantic and Prefect."""
+    what was asked is one sentence, without the frames of pydantic and Prefect.
+
+    config: None: the default one, or that of the run to go on with."""
     try:
+        if config is None:
+            config = RunConfig() if resume is None else settings_of(resume)
         given = config if isinstance(config, RunConfig) else from_mapping(config)
         asked = resolved(given, overrides)
         if FlowRunContext.get() is not None:  # a step of somebody's own flow

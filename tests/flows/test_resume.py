@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from flows.train import train
 from tasks.engine.checkpoint.checkpoint_files import steps
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.resume import Start, asked_for, held, of_key
@@ -64,6 +65,20 @@ def test_a_training_goes_on_where_it_was_killed_and_where_its_time_was_over(
         assert len(set(at)) == points, name
         # At the last step also what the weights are judged by that are logged.
         assert len([step for step in at if step < 4600]) == points - 1, name
+
+
+def test_from_python_a_run_goes_on_with_its_own_settings_and_another_one_leaves_it_alone(
+    prefect_api: str, place: Path
+) -> None:
+    run = train({"train": {"epochs": 1}, "optim": {"lr": 1e-3}})
+    again = train(resume="latest", overrides={"train.epochs": 2})
+    assert (again["run_id"], again["metrics"]["train/epoch"]) == (run["run_id"], 2)
+    assert again["params"]["optim.lr"] == 1e-3
+    assert again["metrics"]["time/total_s"] > run["metrics"]["time/total_s"]
+    with pytest.raises(ConfigError, match="^optim.lr: was 0.001 when the checkpoint was written"):
+        train(resume=run["run_id"], overrides={"optim.lr": 0.5})
+    assert _query(place, "select status from runs") == [("FINISHED",)]
+    assert _query(place, "select count(*) from tags where key = 'end.reason'") == [(0,)]
 
 
 def _left(runs: Path, name: str, start: Start, *, kept: bool = True) -> Path:

@@ -23,12 +23,12 @@ MAY_DIFFER = (
 MAY_DIFFER_IN = ("checkpoint", "memory", "run")
 
 
-def identity(config: RunConfig, data: DataFacts, device: torch.device) -> dict[str, Any]:
+def identity(config: RunConfig, data: DataFacts, *, device_type: str) -> dict[str, Any]:
     """What a checkpoint says of the training that it is of."""
     return {
         "settings": config.model_dump(mode="json"),
         "data": data.fingerprint,
-        "device": device.type,
+        "device": device_type,
         "torch": torch.__version__,
     }
 

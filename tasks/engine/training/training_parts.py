@@ -200,7 +200,7 @@ def checkpoints_of(
         folder / CHECKPOINTS,
         config.checkpoint,
         HostCopies(device),
-        about=identity(config, data, device),
+        about=identity(config, data, device_type=device.type),
         resumes=resumes,
     )
 
