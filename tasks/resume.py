@@ -45,10 +45,15 @@ class Start:
         half.rename(folder / START)
 
     def again(self, folder: Path) -> Start:
-        """The next time. The last one lasted, as far as is known, until its newest metric."""
+        """The next time. The last one has told how long it took, or lasted, as far as is known,
+        until its newest metric."""
         spent_s = self.spent_s
-        with suppress(OSError):
-            spent_s += max(0.0, (folder / "metrics.jsonl").stat().st_mtime - self.began_at)
+        try:
+            told = json.loads((folder / "run.json").read_text())
+            spent_s = max(spent_s, float(told["metrics"]["time/total_s"]))
+        except (OSError, ValueError, LookupError, TypeError):
+            with suppress(OSError):
+                spent_s += max(0.0, (folder / "metrics.jsonl").stat().st_mtime - self.began_at)
         return replace(
             self, resumed=self.resumed + 1, pid=os.getpid(), began_at=time.time(), spent_s=spent_s
         )
