@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 def chosen_cublas_workspace_bytes() -> int | None:
@@ -37,6 +38,25 @@ def seeded(seed: int, *, deterministic: bool) -> Iterator[None]:
     finally:
         _only_repeatable(repeatable)
         torch.backends.cudnn.benchmark = tries_out
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """Of PyTorch's random numbers: those of the host, then those of the device."""
+    found = [torch.get_rng_state()]
+    if device.type != "cpu":
+        found.append(torch.get_device_module(device).get_rng_state(*_which(device)))
+    return found
+
+
+def set_random_state(device: torch.device, state: list[Tensor]) -> None:
+    """Go on with what `random_state` told; with the host's numbers alone where it told no more."""
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.get_device_module(device).set_rng_state(state[1], *_which(device))
+
+
+def _which(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # of which there is one
 
 
 def _only_repeatable(wanted: bool) -> None:

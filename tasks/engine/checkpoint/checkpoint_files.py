@@ -127,12 +127,6 @@ def keep_only(folder: Path, wanted: set[int]) -> None:
         _drop_unnamed(folder, step)
 
 
-def size_bytes(folder: Path, step: int) -> int:
-    """Of both its files."""
-    files = [_record(folder, step), *folder.glob(f"{_tensors(folder, step).stem}-*.safetensors")]
-    return sum(file.stat().st_size for file in files if file.is_file())
-
-
 def _drop_unnamed(folder: Path, step: int, keep: str = "") -> None:
     for file in folder.glob(f"{_tensors(folder, step).stem}-*.safetensors"):
         if file.name != keep:

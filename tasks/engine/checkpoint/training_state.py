@@ -6,13 +6,15 @@ It refuses a state of other parameters than the model has.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from tasks.engine.base.seeds import random_state, set_random_state
+from tasks.engine.step.best_weights import tensors_of
 
 
 class Stateful(Protocol):
@@ -37,11 +39,11 @@ class Weights:
     model: nn.Module
 
     def state(self) -> dict[str, Tensor]:
-        return dict(self._tensors())
+        return dict(tensors_of(self.model))
 
     @torch.no_grad()
     def restore(self, state: dict[str, Tensor]) -> None:
-        mine = dict(self._tensors())
+        mine = dict(tensors_of(self.model))
         for name in sorted(mine.keys() ^ state.keys()):
             where = "the checkpoint" if name in state else "the model"
             raise Mismatch(f"model.name: only {where} has {name}")
@@ -53,10 +55,6 @@ class Weights:
                 tensor.data = state[name].to(tensor.device)  # a buffer that grows
             tensor.copy_(state[name])
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.model.named_parameters()
-        yield from self.model.named_buffers()
-
 
 @dataclass(frozen=True)
 class RandomNumbers:
@@ -66,27 +64,19 @@ class RandomNumbers:
 
     def state(self) -> dict[str, Any]:
         _, keys, *rest = np.random.get_state()
-        found = {
-            "torch": torch.get_rng_state(),
+        return {
+            "torch": random_state(self.device),
+            "device": self.device.type,
             "numpy": [np.asarray(keys, dtype=np.int64), *rest],
             "python": random.getstate(),
         }
-        if self.device.type != "cpu":
-            module = torch.get_device_module(self.device)
-            found[self.device.type] = module.get_rng_state(*self._which())
-        return found
 
     def restore(self, state: dict[str, Any]) -> None:
-        torch.set_rng_state(state["torch"])
+        is_alike = state["device"] == self.device.type  # another kind of device draws others anyway
+        set_random_state(self.device, state["torch"] if is_alike else state["torch"][:1])
         keys, *rest = state["numpy"]
         np.random.set_state(("MT19937", keys.astype(np.uint32), *rest))
         random.setstate(state["python"])
-        if self.device.type in state:  # another kind of device draws others anyway
-            module = torch.get_device_module(self.device)
-            module.set_rng_state(state[self.device.type], *self._which())
-
-    def _which(self) -> tuple[torch.device, ...]:
-        return () if self.device.type == "mps" else (self.device,)  # of which there is one
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tasks.engine.base import nested
+from tasks.engine.base.seeds import random_state, set_random_state
 from tasks.engine.memory.allocator_stats import drop_cache
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import clear_frames, is_oom
@@ -261,19 +262,11 @@ class MicroBatches:
             self.rows = min(self._whole, 2 * self.rows)
 
     def _state(self) -> tuple[Any, ...]:
-        random = [torch.get_rng_state()]
-        if self._device.type != "cpu":
-            random.append(torch.get_device_module(self._device).get_rng_state(*self._which()))
-        return (random, [b.clone() for b in self._running])
-
-    def _which(self) -> tuple[torch.device, ...]:
-        return () if self._device.type == "mps" else (self._device,)  # of which there is one
+        return (random_state(self._device), [b.clone() for b in self._running])
 
     def _restore(self, state: tuple[Any, ...]) -> None:
         random, running = state
-        torch.set_rng_state(random[0])
-        if len(random) > 1:
-            torch.get_device_module(self._device).set_rng_state(random[1], *self._which())
+        set_random_state(self._device, random)
         for buffer, kept in zip(self._running, running, strict=True):
             buffer.copy_(kept)
 
