@@ -130,8 +130,6 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder with this project's mlflow.yaml, as the working directory."""
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
-        monkeypatch.delenv(name, raising=False)  # set_tracking_uri() of another test sets it
     shutil.copy(ROOT / "mlflow.yaml", tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -25,8 +25,10 @@ def _train(**sections: Any) -> tuple[dict[str, Any], Any]:
     run = train(RunConfig.model_validate(sections))
     client = MlflowClient(where().tracking_uri)
     logged = client.get_run(run["run_id"]).outputs.model_outputs[-1].model_id
-    mlflow.set_tracking_uri(where().tracking_uri)
-    return run, mlflow.pyfunc.load_model(f"models:/{logged}")
+    # mlflow.set_tracking_uri() would reach into os.environ, and the next test.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", where().tracking_uri)
+        return run, mlflow.pyfunc.load_model(f"models:/{logged}")
 
 
 def test_a_csv_of_sklearn_with_strings_and_holes(place: Path) -> None:
