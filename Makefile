@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train test test-cuda lint docs ui serve serve-down bench mutants clean
+.PHONY: help setup train test test-cuda lint docs ui serve serve-down bench mutants chaos clean
 
 help:
 	@echo 'make train        train on the best device here:  make train ARGS="--train.epochs 5"'
@@ -15,6 +15,7 @@ help:
 	@echo 'make lint         formatter, linter, type checker'
 	@echo 'make docs         what the pages show of the code, written anew: rooms, settings'
 	@echo 'make bench        the benchmarks'
+	@echo 'make chaos        trainings killed, damaged and doubled by the hundred: half an hour'
 	@echo 'make mutants      whether the tests notice a wrong engine: half an hour; ARGS="FILE ..." for some'
 
 setup: .venv/.ready
@@ -74,6 +75,9 @@ bench: .venv/.bench
 
 mutants: .venv/.mutants
 	$(BIN)/python -m tests.mutants $(ARGS)
+
+chaos: .venv/.ready
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 # What turns the sources; nothing else needs it.
 .venv/.mutants: .venv/.ready
