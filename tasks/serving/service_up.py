@@ -97,7 +97,7 @@ def _deploy(plan: Plan) -> None:
     if dead:
         print(f"Marked {dead} run(s) as crashed: their processes are gone.")
     if missed:
-        print(f"Skipped {missed} scheduled run(s) whose time passed while nothing was up.")
+        print(f"Skipped {missed} scheduled run(s) whose time passed; the latest takes their place.")
     if prefect_http.is_paused(plan.api):
         print("The work pool is paused, so nothing will run. In Prefect's UI it can be resumed.")
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
