@@ -26,7 +26,7 @@ from prefect.runtime import flow_run
 from flows.cli.from_python import training
 from tasks.detect_device import detect_device
 from tasks.engine.settings.run_config import RunConfig
-from tasks.flow_run import describe, own_key, publish, run_name, waited_s
+from tasks.flow_run import describe, ended_as, own_key, publish, run_name, waited_s
 from tasks.preflight import check_fit, check_resume, resolved
 from tasks.prepare_data import prepare_data
 from tasks.process.redaction import redacted_errors
@@ -40,7 +40,7 @@ def train(
     config: RunConfig = RunConfig(),  # noqa: B008 (frozen; Prefect's form shows it)
     overrides: dict[str, Any] | None = None,
     resume: str | None = None,
-) -> dict[str, Any]:
+) -> Any:
     """Train one model on the best device here, and leave its whole story in MLflow.
 
     Args:
@@ -100,4 +100,4 @@ def train(
                 )
             )
     publish(record.run)
-    return record.run
+    return ended_as(record.run)

@@ -13,6 +13,7 @@ import psutil
 from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_API_URL
+from prefect.states import Completed
 from rich.console import Console
 
 from tasks.engine.report import run_report
@@ -79,6 +80,15 @@ def outlive_the_worker() -> None:
 
 def _go_on(self: Console) -> None:
     return None
+
+
+def ended_as(run: dict[str, Any]) -> Any:
+    """The run; for Prefect in a state of its own where it is not done, or came out worse."""
+    stopped, worse = run["stopped"], run["tags"].get("regressed")
+    if not stopped and not worse:
+        return run
+    name = "Stopped" if stopped else "Regressed"
+    return Completed(name=name, message=stopped or worse, data=run)
 
 
 def publish(run: Mapping[str, Any]) -> None:

@@ -33,6 +33,7 @@ from tasks.engine.training.similar_runs import WANTED, Past, alike
 from tasks.process import signals
 from tasks.process.redaction import redacted, without_secrets
 from tasks.progress import Progress, tell_in_silence
+from tasks.regression import COMPARED, regressed
 from tasks.release_memory import LeakError, release_metrics
 from tasks.resume import Start, asked_for, default_name, held, of_key, stamp, start_of, tell_resume
 from tasks.tracking.journal import Journal, JournalError
@@ -154,17 +155,14 @@ class Record:
             self._start = self._start.again(self.folder)
             self._tags["resumed"] = str(self._start.resumed)
             run = {"run_id": self._start.run_id, "experiment_id": self._start.experiment_id}
-            measured = self._journal.reopen(
-                run,
-                tags=without_secrets(self._tags),
-                wanted=WANTED,
-            )
+            tags = without_secrets(self._tags)
+            measured = self._journal.reopen(run, tags=tags, wanted=(*WANTED, *COMPARED))
         else:
             measured = self._journal.create(
                 name=self._name,
                 params=without_secrets(unused_settings.params(self.config)),
                 tags=without_secrets(self._tags),
-                wanted=WANTED,
+                wanted=(*WANTED, *COMPARED),
             )
             self._held.enter_context(held(self.folder))
             ids = self._journal.run_id, self._journal.experiment_id
@@ -180,6 +178,7 @@ class Record:
         self._write("device.json", json.dumps({**facts, "checks": checks}, indent=1))
         steps = steps_of(self.config, data)
         self._progress = self._screen.enter_context(Progress(steps, epochs_of(self.config, data)))
+        self._before = measured
         return Past(measured)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -251,6 +250,8 @@ class Record:
             self._warn((f"{self._stopped}: the training is not done",))
         if self._failure or self._stopped:
             tell_resume(self.folder, self._journal.run_id)
+        elif worse := regressed({**self._series, **self._summary}, self._before):
+            self._tags["regressed"] = worse
         if self._journal.notes:
             self._tags["journal.notes"] = "; ".join(self._journal.notes)
         before_s = self._start.spent_s if self._start is not None else 0.0

@@ -5,6 +5,7 @@ another folder, a schedule that comes due, and the end of it all.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -12,11 +13,13 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +127,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         "PREFECT_API_URL": "http://127.0.0.1:9/api",  # somebody else's: not the one to deploy to
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "1",  # else it looks once a minute
+        # Else it misses a worker after a minute and a half.
+        "PREFECT_SERVER_SERVICES_FOREMAN_LOOP_SECONDS": "1",
+        "PREFECT_WORKER_HEARTBEAT_SECONDS": "2",
         "HEADROOM_PREFECT_PORT": str(prefect),
         "HEADROOM_MLFLOW_PORT": str(mlflow),
     }
@@ -222,6 +228,65 @@ def test_a_schedule_starts_a_run_that_completes_in_prefect_and_finishes_in_mlflo
     asked = {"flow_runs": {"id": {"any_": [flow_run["id"]]}}}
     reports = [a for a in service.ask("POST", "artifacts/filter", asked) if a["type"] == "markdown"]
     assert [report["key"] for report in reports] == [f"run-{run.info.run_id}"]
+
+
+@dataclass
+class Hook:
+    """A webhook of somebody's chat."""
+
+    url: str
+    told: list[str]
+
+
+@pytest.fixture
+def hook() -> Iterator[Hook]:
+    told: list[str] = []
+
+    class Takes(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Takes) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield Hook(f"http://127.0.0.1:{server.server_port}/", told)
+        server.shutdown()
+
+
+def test_a_webhook_hears_of_a_failure_of_a_worse_run_and_of_a_lost_worker(
+    service: Service, hook: Hook
+) -> None:
+    """The file of the page, as it stands there."""
+    page = (ROOT / "docs" / "schedule.md").read_text()
+    block = re.search(r"```python\n(# notify.py.*?)```", page, re.DOTALL)
+    assert block is not None
+    (service.project / "notify.py").write_text(block[1])
+    env = {**service.env, "PREFECT_API_URL": f"{service.url}/api"}
+    subprocess.run(
+        [sys.executable, "notify.py", hook.url], cwd=service.project, env=env, check=True
+    )
+    deployment = service.ask("GET", "deployments/name/train/train-on-demand")["id"]
+
+    def played(overrides: dict[str, Any]) -> str:
+        asked = {"parameters": {"config": {}, "overrides": {"train.epochs": 1, **overrides}}}
+        run = service.ask("POST", f"deployments/{deployment}/create_flow_run", asked)
+        wait_for(lambda: ended(service, run["id"]), service)
+        return str(service.ask("GET", f"flow_runs/{run['id']}")["state"]["name"])
+
+    assert played({}) in ("Completed", "Regressed")
+    assert played({"optim.lr": 1e-9}) == "Regressed"
+    assert played({"optim.lr": "much"}) == "Failed"
+    worker = parts(service.folder)["worker"].process
+    worker.kill()
+    for beginning in ("headroom got worse: ", "headroom failed: ", "headroom no worker is left: "):
+        wait_for(lambda b=beginning: any(t.startswith(b) for t in hook.told), service)
+    (worse,) = [t for t in hook.told if t.startswith("headroom got worse: ")]
+    assert re.search(r": digits.*: val/loss [\d.]+ after [\d.]+$|: .*val/loss", worse), worse
+    service.serve("up")
 
 
 def test_down_cancels_what_runs_closes_its_record_and_leaves_no_process(service: Service) -> None:

@@ -19,7 +19,7 @@ from tasks.engine.step.verdict import Known
 
 COMPILING = ("time/plain_step_ms", "time/compiled_step_ms", "time/compile_s")
 PEAKS = ("memory/run_peak_allocated_mib", "memory/run_peak_reserved_mib")
-WANTED = (*COMPILING, *PEAKS, "memory/micro_batch")
+WANTED = (*COMPILING, *PEAKS, "memory/micro_batch")  # for decisions
 
 
 @dataclass(frozen=True)
