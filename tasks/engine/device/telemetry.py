@@ -21,8 +21,10 @@ _THROTTLES = (
 class Telemetry:
     """Samples one GPU. Of an unknown GPU, or without NVML, every sample is empty."""
 
-    def __init__(self, uuid: str | None, nvml: Any = None) -> None:
+    def __init__(self, uuid: str | None, nvml: Any = None, *, energy_j: float = 0.0) -> None:
+        """energy_j: that the run has used before."""
         self._nvml = nvml
+        self._used_before_j = energy_j
         self._handle: Any = None
         self._is_open = False
         self._energy_before_mj: float | None = None
@@ -30,7 +32,7 @@ class Telemetry:
             self._open(uuid)
 
     def sample(self) -> dict[str, float]:
-        """Metrics in the names of the run record; energy in joules since the first sample."""
+        """Metrics in the names of the run record; energy in joules, from the first sample on."""
         if self._handle is None:
             return {}
         nvml, gpu = self._nvml, self._handle
@@ -80,7 +82,7 @@ class Telemetry:
         now_mj = float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         if self._energy_before_mj is None:
             self._energy_before_mj = now_mj
-        return (now_mj - self._energy_before_mj) / 1000
+        return self._used_before_j + (now_mj - self._energy_before_mj) / 1000
 
     def _throttled(self) -> float:
         reasons = self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)

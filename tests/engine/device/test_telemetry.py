@@ -57,6 +57,7 @@ def test_a_sample_has_the_units_of_the_record(uuid: str) -> None:
     }
     driver.energy_mj += 42_000
     assert telemetry.sample()["gpu/energy_j"] == 42
+    assert Telemetry(uuid, driver, energy_j=7.0).sample()["gpu/energy_j"] == 7, "of a run before"
 
 
 @pytest.mark.parametrize(
