@@ -54,9 +54,9 @@ ON_CUDA: dict[str, dict[str, Any]] = {
     **{name: WAYS[name] for name in ("mlp with dropout", "accumulation", "early stopping")},
     "fp16": {"train": {"precision": "fp16"}},
     "a small micro-batch": {
-        "model": {"args": {"hidden": [2048], "dropout": 0.2}},
-        "train": {"batch_size": 256, "epochs": 6},
-        "memory": {"limit_mib": 96},
+        "model": {"args": {"hidden": [8192], "dropout": 0.2}},
+        "train": {"batch_size": 512, "epochs": 6},
+        "memory": {"limit_mib": 60},
     },
 }
 # A checkpoint is written by these, at each of which the process may die.
