@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import signals, streams
+    from tasks.process import restart, signals, streams
 
     streams.keep()
     signals.catch()
+    restart.begin()
     # It answers --help and bad settings before prefect is imported.
     from flows.cli.train_command import leave, main
 
@@ -26,7 +27,7 @@ from prefect.runtime import flow_run
 from flows.cli.from_python import training
 from tasks.detect_device import detect_device
 from tasks.engine.settings.run_config import RunConfig
-from tasks.flow_run import describe, ended_as, own_key, publish, run_name, waited_s
+from tasks.flow_run import describe, ended_as, own_key, publish, retried, run_name, waited_s
 from tasks.preflight import check_fit, check_resume, resolved
 from tasks.prepare_data import prepare_data
 from tasks.process.redaction import redacted_errors
@@ -60,7 +61,7 @@ def train(
             resume=resume,
             key=own_key(),
         )
-    with redacted_errors(), named as record:
+    with retried(named), redacted_errors(), named as record:
         device = record.timed(
             detect_device,
             config.device,

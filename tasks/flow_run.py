@@ -1,31 +1,64 @@
-"""What Prefect knows of this run, as tags; and the report, as an artifact in Prefect's UI."""
+"""What Prefect knows of this run, as tags; the report, as an artifact in Prefect's UI; and how a
+flow begins and ends, for Python, which calls it, and for a worker, which plays it."""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
+from uuid import UUID
 
 import psutil
+from prefect import Flow
 from prefect.artifacts import create_markdown_artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.exceptions import Pause
 from prefect.runtime import deployment, flow_run
-from prefect.settings import PREFECT_API_URL
-from prefect.states import Completed
+from prefect.settings import PREFECT_API_URL, get_current_settings
+from prefect.states import AwaitingRetry, Completed
 from rich.console import Console
 
 from tasks.engine.report import run_report
 from tasks.engine.settings.read_settings import ConfigError, from_mapping, override
 from tasks.engine.settings.run_config import RunConfig
+from tasks.failures import classify
 from tasks.process import streams
 from tasks.process.redaction import link
-from tasks.resume import default_name
+from tasks.record import Record
+from tasks.resume import default_name, plan_retry
 from tasks.serving.local_prefect import is_temporary
 
+log = logging.getLogger(__name__)
+EXIT_S = 10.0  # for a process that is to be started again to end
 # Unix time at which somebody asked for this run.
 ASKED_AT: ContextVar[float | None] = ContextVar("ASKED_AT", default=None)
+
+
+class CalledFlow(Flow[..., Any]):
+    """A Prefect flow that does more where Python calls it: `call` is given the plain call and its
+    arguments."""
+
+    def __init__(self, fn: Any, *, call: Callable[..., Any] | None = None, **settings: Any) -> None:
+        super().__init__(fn, **settings)
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.call is None:
+            return super().__call__(*args, **kwargs)
+        return self.call(super().__call__, *args, **kwargs)
+
+
+class Ended(RuntimeError):
+    """A flow run that failed, in words that begin with the class of the failure."""
 
 
 def describe() -> dict[str, str]:
@@ -47,6 +80,36 @@ def describe() -> dict[str, str]:
 def own_key() -> str:
     """What a flow run that Prefect starts again is known by; empty for one that is played once."""
     return f"flow run {flow_run.id}" if deployment.id and flow_run.id else ""
+
+
+@contextmanager
+def retried(record: Record) -> Iterator[None]:
+    """Under a worker, a failure inside that a new process may cure leaves the flow run to be
+    started again; any other says its class in Prefect too."""
+    try:
+        yield
+    except Exception as error:
+        if not own_key():
+            raise
+        failure = record.failure or classify(error)
+        retry = plan_retry(record.folder, failure, record.config.run)
+        if retry is None:
+            raise Ended(f"{failure.kind}: {failure.said}") from error
+        # A worker with a limit dies of a run that it finds scheduled while it still plays it
+        # (Prefect 3.8, acquire_on_behalf_of_nowait), and it looks some seconds ahead.
+        ahead_s = get_current_settings().worker.prefetch_seconds + 2 * EXIT_S
+        retry = replace(retry, at=max(retry.at, time.time() + ahead_s))
+        log.warning("%s", retry)
+        at = datetime.fromtimestamp(retry.at, UTC)
+        state: State[None] = AwaitingRetry(scheduled_time=at, message=f"{failure.said}\n{retry}")
+        with get_client(sync_client=True) as client:
+            answer = client.set_flow_run_state(UUID(str(flow_run.id)), state)
+        if answer.status != SetStateStatus.ACCEPT:  # somebody has cancelled it
+            raise
+        hung = threading.Timer(EXIT_S, os._exit, [0])
+        hung.daemon = True
+        hung.start()
+        raise Pause(state=answer.state) from None  # "needs to exit for resubmission"
 
 
 def run_name() -> str:

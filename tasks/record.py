@@ -17,36 +17,35 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from uuid import uuid4
 
+from tasks import resume as earlier
 from tasks import serve
 from tasks.device_tags import device_tags
 from tasks.engine.base.facts import DataFacts, DeviceFacts, ReleaseFacts, TrainFacts
 from tasks.engine.base.timing import Stopwatch
 from tasks.engine.device import leases
 from tasks.engine.device.leases import Leases
-from tasks.engine.memory.memory_meter import chain
 from tasks.engine.settings import unused_settings
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.yaml_file import to_yaml
 from tasks.engine.step.build import epochs_of, steps_of
 from tasks.engine.training.oom_files import OutOfMemory
 from tasks.engine.training.similar_runs import WANTED, Past, alike
-from tasks.process import signals
+from tasks.failures import Failure, classify
 from tasks.process.redaction import redacted, without_secrets
 from tasks.progress import Progress, tell_in_silence
 from tasks.regression import COMPARED, regressed
 from tasks.release_memory import LeakError, release_metrics
-from tasks.resume import Start, asked_for, default_name, held, of_key, stamp, start_of, tell_resume
 from tasks.tracking.journal import Journal, JournalError
 from tasks.tracking.where import TrackingError, where
 
 P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-_ended: list[dict[str, Any]] = []
+_ended: list[Record] = []
 
 
-def last_ended() -> dict[str, Any] | None:
-    """The run that ended last in this process, also where Prefect then failed to record it."""
+def last_ended() -> Record | None:
+    """That of the run that ended last here, also where Prefect then failed to record it."""
     return _ended[-1] if _ended else None
 
 
@@ -72,11 +71,12 @@ class Record:
         self._where = where()
         runs = Path(self._where.runs)
         self._key = config.run.key or key
-        left = asked_for(runs, resume) if resume else of_key(runs, self._key) if self._key else None
+        left = earlier.asked_for(runs, resume) if resume else earlier.of_key(runs, self._key)
         self.resumes = left is not None
-        self.folder = left or runs / f"{stamp()}-{uuid4().hex[:8]}"
-        self._start = start_of(self.folder) if left else None
-        self._name = self._start.name if self._start else name or default_name(config)
+        self.folder = left or runs / f"{earlier.stamp()}-{uuid4().hex[:8]}"
+        self._start = earlier.start_of(self.folder) if left else None
+        self._follows = self._start or earlier.retry_of(runs, self._key)
+        self._name = self._start.name if self._start else name or earlier.default_name(config)
         self._watch = Stopwatch()
         self._stages = {"time/start_s": waited_s}
         self._stage = "starting"
@@ -86,7 +86,7 @@ class Record:
         self._warnings: list[str] = []
         self._owners: list[dict[str, Any]] = []
         self._kept: list[dict[str, Any]] = []  # memory that no tensor holds, by name
-        self._failure: tuple[str, str] | None = None  # status and reason of the first failure
+        self.failure: Failure | None = None  # the first one
         self._oom: dict[str, Any] | None = None  # how memory ran out
         self._stopped = ""  # why it ended before it was done
         self.held_bytes = 0  # on the device, at the end of the training
@@ -103,7 +103,7 @@ class Record:
     def __enter__(self) -> Record:
         self._held.callback(self.leases.close)
         if self.resumes:
-            self._held.enter_context(held(self.folder))
+            self._held.enter_context(earlier.held(self.folder))
         tell_in_silence(self._over, lambda: self._progress, lambda: self._stage)
         for line in unused_settings.told(self.config):
             log.warning("%s", line)
@@ -148,6 +148,7 @@ class Record:
             **({"data.fingerprint": data.fingerprint} if data.fingerprint else {}),
             **({"data.notes": "; ".join(data.notes)} if data.notes else {}),
             "alike": alike(self.config, device, data),
+            **earlier.retry_tags(self._follows, device, self.config.run, is_new=self._start is None),
         }
         self._warn(data.warnings)
         began = time.perf_counter()
@@ -164,10 +165,11 @@ class Record:
                 tags=without_secrets(self._tags),
                 wanted=(*WANTED, *COMPARED),
             )
-            self._held.enter_context(held(self.folder))
+            self._held.enter_context(earlier.held(self.folder))
             ids = self._journal.run_id, self._journal.experiment_id
-            began_at = time.time() - self._watch.total_s()
-            self._start = Start(*ids, self._name, self._key, pid=os.getpid(), began_at=began_at)
+            pid, began_at = os.getpid(), time.time() - self._watch.total_s()
+            self._start = earlier.Start(*ids, self._name, self._key, pid=pid, began_at=began_at)
+        self._start = self._start.following(self._follows, on=device.kind)
         self._start.write(self.folder)
         if self.leases.waited_s > 1:
             self._stages["time/wait_device_s"] = self.leases.waited_s
@@ -218,6 +220,7 @@ class Record:
         self._summary |= release_metrics(facts)
         if facts.broken:  # whose memory it is, nobody can tell any more
             self._tags["memory.release"] = facts.broken
+            self.failure = self.failure and self.failure.broken()
             return
         self._kept = [asdict(kept) for kept in facts.kept]
         self._owners = [asdict(owner) for owner in facts.owners]
@@ -243,13 +246,14 @@ class Record:
         self._close()
 
     def _close(self) -> None:
-        status, reason = self._failure or ("FINISHED", None)
-        if reason or self._stopped:
-            self._tags["end.reason"] = reason or self._stopped
-        if status == "FINISHED" and self._stopped:
+        failure = self.failure
+        if failure is not None:
+            self._tags |= {"end.reason": failure.said, "failure": failure.kind}
+        elif self._stopped:
+            self._tags["end.reason"] = self._stopped
             self._warn((f"{self._stopped}: the training is not done",))
-        if self._failure or self._stopped:
-            tell_resume(self.folder, self._journal.run_id)
+        if failure or self._stopped:
+            earlier.tell_resume(self.folder, self._journal.run_id)
         elif worse := regressed({**self._series, **self._summary}, self._before):
             self._tags["regressed"] = worse
         if self._journal.notes:
@@ -259,7 +263,7 @@ class Record:
             "run_id": self._journal.run_id,
             "experiment_id": self._journal.experiment_id,
             "name": self._name,
-            "status": status,
+            "status": failure.status if failure else "FINISHED",
             "stopped": self._stopped,
             "params": unused_settings.params(self.config),
             "tags": self._tags,
@@ -271,14 +275,14 @@ class Record:
             "warnings": self._warnings,
             "owners": self._owners,
             "kept": self._kept,
-            "error": reason,
+            "error": failure.said if failure else None,
             "oom": self._oom,
             "open_command": serve.open_command(
                 self._where.tracking_uri, self._journal.experiment_id, self._journal.run_id
             ),
         }
         self.run = without_secrets(self.run)
-        _ended.append(self.run)
+        _ended[:] = [self]
         try:
             self.run["metrics"] |= self._journal.close(self.run)
         except TrackingError as unsent:
@@ -290,11 +294,7 @@ class Record:
 
     def _fail(self, error: BaseException) -> None:
         """The first failure is the reason; what the release says after it must not hide it."""
-        if self._failure is None:
-            # A signal may have been overtaken by an error of the clearing up that it caused.
-            ends = [e for e in chain(error) if not isinstance(e, Exception)]
-            status = "KILLED" if ends or signals.exit_code() else "FAILED"
-            said = signals.in_words() if signals.exit_code() else str(error)
-            self._failure = status, said or type(error).__name__
+        if self.failure is None:
+            self.failure = classify(error)
             if isinstance(error, OutOfMemory):
                 self._oom = asdict(error.explanation)

@@ -14,16 +14,21 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.base.file_lock import FileLock
-from tasks.engine.base.units import printable
+from tasks.engine.base.units import printable, seconds
 from tasks.engine.checkpoint.checkpoint_files import steps
 from tasks.engine.checkpoint.checkpoints import CHECKPOINTS
+from tasks.engine.device.detection import NotNow
 from tasks.engine.settings.read_settings import ConfigError, resolve
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.run_config import RunConfig, RunSettings
+from tasks.failures import Failure
+from tasks.process import restart
 from tasks.tracking.where import where
 
 log = logging.getLogger(__name__)
 START, LOCK = "start.json", "training.lock"
+RETRY_WAIT_S = 600.0  # at most
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,21 @@ class Start:
     pid: int = 0  # that trains, or trained last
     began_at: float = 0.0  # Unix time
     spent_s: float = 0.0  # by the times before
+    device: str = ""  # its kind
+    retries: int = 0  # since there was a newer checkpoint; 0 again where no more is to come
+    retried_at: int = 0  # step of the checkpoint at the last of them
+    after: str = ""  # which class of failure it came
 
     def write(self, folder: Path) -> None:
         half = folder / f"{START}.new"
         half.write_text(json.dumps(asdict(self)))
         half.rename(folder / START)
+
+    def following(self, before: Start | None, *, on: str) -> Start:
+        """The same on a device of this kind, as a retry of that one where it is one."""
+        was = before or self
+        self = replace(self, retries=was.retries, retried_at=was.retried_at, after=was.after)
+        return replace(self, device=on)
 
     def again(self, folder: Path) -> Start:
         """The next time. The last one has told how long it took, or lasted, as far as is known,
@@ -106,12 +121,16 @@ def settings_of(resume: str) -> RunConfig:
 
 def of_key(runs: Path, key: str) -> Path | None:
     """The folder of the newest run of this key, where it did not come to its end, and where
-    something is kept or another process is still at it."""
-    mine = (folder for folder in _folders(runs) if (s := start_of(folder)) and s.key == key)
-    newest = next(mine, None)
+    something is kept or another process is still at it; of no key there is none."""
+    newest = _newest(runs, key)
     if newest is None or _is_done(newest):
         return None
     return newest if steps(newest / CHECKPOINTS) or _is_held(newest) else None
+
+
+def _newest(runs: Path, key: str) -> Path | None:
+    of_key = (f for f in _folders(runs) if (s := start_of(f)) is not None and s.key == key)
+    return next(of_key, None) if key else None
 
 
 def held(folder: Path) -> FileLock:
@@ -150,6 +169,70 @@ def _is_done(folder: Path) -> bool:
         run = json.loads((folder / "run.json").read_text())
         return bool(run["status"] == "FINISHED" and not run.get("stopped"))
     return False
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Another start of a training, in a new process, that is to come."""
+
+    after: str  # the class of the failure
+    number: int
+    most: int
+    at: float  # Unix time
+    folder: Path
+    step: int  # of the checkpoint that it goes on from; 0: there is none
+
+    def __str__(self) -> str:
+        source = f"from step {self.step:,}" if self.step else "from the start"
+        return (
+            f"{self.after}, which a new process may cure: retry {self.number} of {self.most} "
+            f"begins in {seconds(max(0.0, self.at - time.time()))}, {source}"
+        )
+
+
+def plan_retry(folder: Path, failure: Failure, run: RunSettings) -> Retry | None:
+    """The next start of the training in this folder, which has failed and let go of it; None where
+    that would not help, or has not helped so often. Kept in its start.json."""
+    start = start_of(folder)
+    if start is None:
+        return None
+    step = next(iter(steps(folder / CHECKPOINTS)), 0)
+    before = 0 if step > start.retried_at else start.retries
+    helps = failure.cure == "always" or (failure.cure == "in a retry" and start.retries > 0)
+    retry = None
+    if helps and before < run.retries:
+        wait_s = min(RETRY_WAIT_S, run.retry_wait_s * 2**before)
+        at = time.time() + wait_s
+        retry = Retry(failure.kind, before + 1, run.retries, at, folder, step)
+    number, after = (retry.number, retry.after) if retry is not None else (0, "")
+    replace(start, retries=number, retried_at=step, after=after).write(folder)
+    return retry
+
+
+def retry_of(runs: Path, key: str) -> Start | None:
+    """The run that failed before it had a checkpoint, where this start is its retry."""
+    folder = restart.follows() or _newest(runs, key)
+    start = start_of(folder) if folder is not None else None
+    return start if start is not None and start.retries else None
+
+
+def retry_tags(
+    before: Start | None, device: DeviceFacts, run: RunSettings, *, is_new: bool
+) -> dict[str, str]:
+    """What MLflow is told of a retry; nothing of another start. is_new: as a run of its own.
+
+    Raises NotNow where the device is gone: nobody asked for weeks on the CPU.
+    """
+    if before is None or not before.retries:
+        return {}
+    if before.device not in ("", device.kind):
+        raise NotNow(
+            f"device.name: the training was on {before.device}, and its retry finds {device.kind} "
+            f"({device.reason}); go on there with --resume, or look after the device",
+            kind="device_lost",
+        )
+    told = {"retries": f"{before.retries} of {run.retries} after {before.after}"}
+    return {**told, "retry_of": before.run_id} if is_new else told
 
 
 def tell_resume(folder: Path, run_id: str) -> None:

@@ -57,7 +57,7 @@ exit codes: 0 trained, 1 failed, 2 bad input, 130 interrupted, 143 terminated;
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """What the words ask for: config (a RunConfig), config_file, dry_run, forecast, explain_device,
-    debug.
+    debug; and the words themselves.
 
     Raises ConfigError with every problem of the words, the file and the flags. --help prints and
     exits with 0.
@@ -92,6 +92,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if problems:
         raise ConfigError(*problems)
     return argparse.Namespace(
+        words=list(argv),
         config=config,
         config_file=file,
         resume=resume,
@@ -100,6 +101,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         explain_device=known.explain_device,
         debug=known.debug,
     )
+
+
+def resumed(argv: Sequence[str], folder: Path) -> list[str]:
+    """The words that go on with the run of this folder, by its own settings; flags stay."""
+    words, _ = _joined(argv)
+    kept = [word for word in words if word.partition("=")[0] not in ("--config", "--resume")]
+    return [*kept, f"--resume={folder}"]
 
 
 def _joined(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -13,10 +13,10 @@ from prefect.utilities.callables import ParameterSchema
 
 from flows.cli import train_command
 from flows.cli.flags import TITLES
-from tasks.called_flow import CalledFlow
 from tasks.engine.settings.read_settings import from_mapping
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.table import described, table
+from tasks.flow_run import CalledFlow
 from tasks.preflight import BAD_INPUT, resolved
 from tasks.resume import settings_of
 

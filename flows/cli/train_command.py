@@ -18,13 +18,13 @@ from typing import Any, NoReturn
 
 import psutil
 
-from flows.cli.flags import parse
+from flows.cli.flags import parse, resumed
 from tasks.engine.base.units import printable
 from tasks.engine.settings import unused_settings
 from tasks.engine.settings.import_path_checks import check as check_imports
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.yaml_file import to_yaml
-from tasks.process import signals
+from tasks.process import restart, signals
 from tasks.process.redaction import redact_output
 from tasks.serving import crashed_flow_runs, local_prefect
 from tasks.tracking import journal
@@ -58,6 +58,8 @@ def leave(code: int) -> NoReturn:
     with suppress(OSError):  # whoever read it has gone
         sys.stdout.flush()
         sys.stderr.flush()
+    if signals.exit_code() is None:
+        restart.execute()
     os._exit(code)
 
 
@@ -176,17 +178,34 @@ def _play(asked: Namespace) -> int:
     from tasks.flow_run import ASKED_AT
     from tasks.record import last_ended
 
-    ASKED_AT.set(psutil.Process().create_time())
+    ASKED_AT.set(restart.began_at() or psutil.Process().create_time())
     signals.begin()
     try:
         train(asked.config, resume=asked.resume)
     except Exception as error:
         ended = last_ended()
-        if asked.debug or ended is None or ended["status"] != "FINISHED":
+        if asked.debug or ended is None or ended.run["status"] != "FINISHED":
+            if not asked.debug:
+                _plan_retry(asked, error)
             raise
         print(f"trained, but Prefect could not record its end: {error}", file=sys.stderr)
-        show(ended)
+        show(ended.run)
     return 0
+
+
+def _plan_retry(asked: Namespace, error: Exception) -> None:
+    """Another start after this one's end, in a new process, where the failure is one that it may
+    cure. A first start that has not opened its run has its user there."""
+    from tasks.failures import classify
+    from tasks.record import last_ended
+    from tasks.resume import plan_retry
+
+    ended = last_ended()
+    folder = ended.folder if ended is not None else restart.follows()
+    failure = (ended.failure if ended is not None else None) or classify(error)
+    if folder is not None and (retry := plan_retry(folder, failure, asked.config.run)) is not None:
+        words = resumed(asked.words, retry.folder) if retry.step else asked.words
+        restart.plan(words, at=retry.at, of=retry.folder, told=str(retry))
 
 
 def _set_up_prefect(api_url: str | None, *, debug: bool) -> None:

@@ -237,7 +237,7 @@ def reopen(
     (folder / "run.json").unlink(missing_ok=True)  # its end of then
     sender = Sender(client, chosen, folder, state, held=mine, telemetry=telemetry(tags))
     # First who trains it: one that says RUNNING and whose process is gone is ended by anybody.
-    for name in set(client.get_run(state.run_id).data.tags) & {"end.reason", "warnings"}:
+    for name in set(client.get_run(state.run_id).data.tags) & {"end.reason", "failure", "warnings"}:
         client.delete_tag(state.run_id, name)
     known = [RunTag(k, v[:TAG_LIMIT]) for k, v in tags.items()]
     client.log_batch(state.run_id, tags=known)

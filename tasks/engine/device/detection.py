@@ -29,6 +29,15 @@ class DeviceError(ValueError):
     """The device cannot be what was asked; the text starts with the setting at fault."""
 
 
+class NotNow(DeviceError):
+    """The same, where it may be so at another time."""
+
+    def __init__(self, text: str, *, kind: str = "") -> None:
+        """kind: of the failure; see tasks/failures.py."""
+        super().__init__(text)
+        self.kind = kind
+
+
 def detect(
     name: str = "auto", *, require: str = "any", leases: Leases | None = None
 ) -> DeviceFacts:

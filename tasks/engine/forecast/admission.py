@@ -16,7 +16,7 @@ import torch
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.base.field_types import is_import
 from tasks.engine.base.units import mebibytes, seconds
-from tasks.engine.device.detection import DeviceError
+from tasks.engine.device.detection import DeviceError, NotNow
 from tasks.engine.device.machine_facts import Holder
 from tasks.engine.device.memory_limit import room_bytes
 from tasks.engine.device.nvml import Nvml, holders, look_nvml
@@ -80,8 +80,10 @@ def admit(
         if admission is not None:
             return admission
         # Where all of the device is too little, or a limit is, nothing is gained by waiting.
-        if now() >= until or asked.forecast(1).needed_bytes > asked.most_bytes:
-            raise DeviceError(asked.refusal(room, holders(device.uuid, nvml())))
+        is_hopeless = asked.forecast(1).needed_bytes > asked.most_bytes
+        if now() >= until or is_hopeless:
+            text = asked.refusal(room, holders(device.uuid, nvml()))
+            raise DeviceError(text) if is_hopeless else NotNow(text, kind="out_of_memory")
         if not is_told:
             is_told = True
             told = asked.shortage(room, holders(device.uuid, nvml()))

@@ -20,6 +20,10 @@ _ALLOCATED = re.compile(
 _IDLE = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
 _RESERVED = re.compile(rf"{_SIZE} reserved in total by PyTorch")
 _OTHER = re.compile(rf"other allocations: {_SIZE}")
+_TOTAL = re.compile(rf"total capacity of {_SIZE}")
+# Of a process on a GPU beside its tensors: the context, and what libraries keep. That texts tell it
+# is no help: in a container they take this process for another one, or the others for this one.
+CONTEXT_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,14 @@ class Told:
     asked_bytes: int | None
     free_bytes: int | None
     idle_bytes: int | None  # reserved by the allocator, and in no tensor
+    others_bytes: int | None = None  # at least so many are other processes'
+
+    @property
+    def others_hold_it(self) -> bool:
+        """Whether there would have been room without the other processes."""
+        if self.asked_bytes is None or not self.others_bytes:
+            return False
+        return self.asked_bytes <= self.others_bytes + (self.free_bytes or 0)
 
 
 def told_by(text: str) -> Told:
@@ -43,7 +55,11 @@ def told_by(text: str) -> Told:
         left = allowed - allocated - (idle or 0) - (other or 0)
         if left >= 0 or other is None:  # Metal's count of the others is known to overflow
             free = max(0, left) if free is None else min(free, max(0, left))
-    return Told(_found(_ASKED, text), free, idle)
+    total, others = _found(_TOTAL, text), None
+    if None not in (total, free, allocated) and allowed is None:
+        taken = total - free - allocated - (idle or 0)  # type: ignore[operator]
+        others = max(0, taken - CONTEXT_BYTES)
+    return Told(_found(_ASKED, text), free, idle, others)
 
 
 def _found(pattern: re.Pattern[str], text: str) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from tasks.engine.base.field_types import is_import
 from tasks.engine.base.units import mebibytes, number, printable
@@ -134,9 +134,7 @@ def explain(
     owners = _owners(held)
     told = told_by(text)
     if told.idle_bytes is None and {"reserved", "allocated"} <= set(allocator):
-        told = Told(
-            told.asked_bytes, told.free_bytes, allocator["reserved"] - allocator["allocated"]
-        )
+        told = replace(told, idle_bytes=allocator["reserved"] - allocator["allocated"])
     split, reserved = allocator.get("inactive_split"), allocator.get("reserved")
     setting, remedy = _remedy(config, precision, phase, told, owners, tried)
     return Explanation(

@@ -228,6 +228,12 @@ class RunSettings(Section):
     """Name of a training that may take several nights: another run with the same key goes on where
     the last one was ended, in the same MLflow run. A flow run that Prefect starts again does so by
     itself."""
+    retries: Annotated[Int, Field(ge=0, le=1000)] = 2
+    """How often a training that failed begins again, in a new process and from its last checkpoint,
+    where that may help: the device was lost, other processes held its memory, or a server was away.
+    The count begins anew once there is a newer checkpoint. 0: never."""
+    retry_wait_s: Annotated[Float, Field(ge=0, le=600)] = 30.0
+    """Seconds before the first of these; each next one waits twice as long, up to ten minutes."""
 
     @field_validator("name", "experiment", "key")
     @classmethod

@@ -2,6 +2,7 @@
 owner that holds most."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,7 +75,28 @@ TEXTS = {
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: text[:40])
 def test_every_library_is_understood(text):
-    assert told_by(text) == Told(*TEXTS[text])
+    assert replace(told_by(text), others_bytes=None) == Told(*TEXTS[text])
+
+
+@pytest.mark.parametrize(
+    ("free", "own", "idle", "others_mib", "is_theirs"),
+    [
+        ("2.00 MiB", "10.00 GiB", "8.00 MiB", 68 * 1024 - 10, True),
+        ("2.00 MiB", "78.50 GiB", "8.00 MiB", 0, False),  # the rest is what a context takes
+        ("2.00 MiB", "77.98 GiB", "8.00 MiB", 10.48, False),  # too little to be of help
+    ],
+)
+def test_the_others_part_is_told_by_what_is_neither_free_nor_ours(
+    free: str, own: str, idle: str, others_mib: float, is_theirs: bool
+) -> None:
+    """In a container PyTorch's text takes this process for another one, or the other way round."""
+    told = told_by(
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.00 GiB "
+        f"of which {free} is free. Process 4242 has 78.00 GiB memory in use. Of the allocated "
+        f"memory {own} is allocated by PyTorch, and {idle} is reserved by PyTorch but unallocated."
+    )
+    assert told.others_bytes == pytest.approx(others_mib * MIB, abs=MIB)
+    assert told.others_hold_it is is_theirs
 
 
 def test_the_ledgers_own_words_are_understood():

@@ -1,0 +1,81 @@
+"""A command that becomes itself anew, under the same process id, so that its terminal, its
+supervisor and whoever waits for its exit code keep it. Nothing else comes along: no memory of a
+device, no open file, no variable that was set. The new one waits first, while it holds nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_AT, _OF = "HEADROOM_RETRY_AT", "HEADROOM_RETRY_OF"  # a Unix time, a run's folder
+LONGEST_S = 3600.0  # a clock may be set anew meanwhile
+
+
+@dataclass
+class _Command:
+    environment: dict[str, str]
+    folder: str
+    at: float | None = None  # when it began anew
+    of: Path | None = None
+    next: tuple[str, list[str], dict[str, str]] | None = None
+
+
+_command: _Command | None = None
+
+
+def begin() -> None:
+    """This process is one that can begin anew. Where it has, wait until its time has come."""
+    global _command
+    at, of = os.environ.pop(_AT, None), os.environ.pop(_OF, None)
+    _command = _Command(dict(os.environ), os.getcwd())
+    if at is None or of is None:
+        return
+    for child in psutil.Process().children():  # whom the last one left, and nobody waits for
+        threading.Thread(target=child.wait, daemon=True).start()
+    time.sleep(max(0.0, min(LONGEST_S, float(at) - time.time())))
+    _command.at, _command.of = time.time(), Path(of)
+
+
+def began_at() -> float | None:
+    """When it began anew; None for a first start."""
+    return _command.at if _command is not None else None
+
+
+def follows() -> Path | None:
+    """The folder of the run whose failure this start follows."""
+    return _command.of if _command is not None else None
+
+
+def plan(words: Sequence[str], *, at: float, of: Path, told: str) -> None:
+    """`execute` will say what is told, and begin the command anew with these words, to go on at
+    that Unix time."""
+    if _command is not None:
+        # Options of Python's own, such as -X, come before -m.
+        given = sys.orig_argv[1:]
+        options = given[: given.index("-m")] if "-m" in given else []
+        line = [sys.executable, *options, "-m", "flows.train", *words]
+        _command.next = told, line, {**_command.environment, _AT: repr(at), _OF: str(of)}
+
+
+def execute() -> None:
+    """Begin anew where that is planned; else nothing."""
+    if _command is None or _command.next is None:
+        return
+    told, words, environment = _command.next
+    print(told, file=sys.stderr, flush=True)
+    with suppress(OSError):
+        for name in os.listdir("/dev/fd"):
+            if int(name) > 2:
+                with suppress(OSError):  # that of the listing itself
+                    os.set_inheritable(int(name), False)  # a driver's too
+        os.chdir(_command.folder)
+        os.execve(sys.executable, words, environment)

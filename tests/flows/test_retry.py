@@ -1,0 +1,222 @@
+"""A training that fails of what a new process cures, as its user sees it at a desk: it goes on by
+itself, in the same run and under the same process id, and not for ever."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flows.cli.flags import resumed
+from tasks.engine.base.facts import DeviceFacts
+from tasks.engine.device.detection import NotNow
+from tasks.engine.settings.run_config import RunSettings
+from tasks.failures import Failure
+from tasks.resume import Start, plan_retry, retry_of, retry_tags, start_of
+
+Desk = Callable[..., subprocess.Popen[str]]
+LOST = Failure("device_lost", "CUDA error: unspecified launch failure", cure="always")
+SICK = """
+import os
+from pathlib import Path
+import torch
+
+class Net(torch.nn.Sequential):
+    def __init__(self, input_shape, outputs, times=1, at=100):
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(64, outputs))
+        self.times, self.at, self.calls = times, at, 0
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.training and self.calls == self.at:
+            with open("attempts", "a") as attempts:
+                told = [str(os.getpid()), str(len(os.listdir("/dev/fd")))]
+                attempts.write(" ".join([*told, os.environ.get("HEADROOM_RETRY_OF", "")]) + "\\n")
+            if len(Path("attempts").read_text().splitlines()) <= self.times:
+                raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+        return super().forward(x)
+"""
+
+
+def _query(place: Path, text: str) -> list[tuple[Any, ...]]:
+    with sqlite3.connect(place / "mlflow.db") as database:
+        return database.execute(text).fetchall()
+
+
+@pytest.fixture
+def sick(desk: Desk, place: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts a training whose model raises a sticky error."""
+    (place / "sick.py").write_text(SICK)
+
+    def start(*words: str, times: int = 1, at: int = 100, **how: Any) -> subprocess.Popen[str]:
+        args = f"{{times: {times}, at: {at}}}"
+        return desk("--model.name", "sick:Net", "--model.args", args, *words, **how)
+
+    return start
+
+
+def test_a_lost_device_is_cured_by_a_new_process_and_nobody_can_tell_from_the_series(
+    sick: Desk, place: Path
+) -> None:
+    (place / "mine.yaml").write_text("train: {epochs: 20}\noptim: {lr: 0.01}\n")
+    words = ("--config", "mine.yaml", "--checkpoint.every_steps", "20", "--run.retry_wait_s", "2")
+    process = sick(*words, "--train.log_every", "5", cold=True)
+    while not (place / "attempts").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    (place / "mine.yaml").write_text("optim: {lr: 0.5}\n")  # for the next one, by its user
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    failed, retried = err.split("going on from the checkpoint of step ")
+    told = "device_lost, which a new process may cure: retry 1 of 2 begins in 2.00 s, from step "
+    assert "failed: CUDA error: unspecified launch failure" in failed and told in failed
+    step = failed.partition(told)[2].split("\n")[0]
+    assert retried.startswith(f"{step}\n") and int(step) > 0
+    assert "FINISHED" in out and "Traceback" not in err
+
+    first, second = ((place / "attempts").read_text()).splitlines()
+    assert first.split()[0] == second.split()[0] == str(process.pid)
+    assert abs(int(first.split()[1]) - int(second.split()[1])) <= 2, "files that stayed open"
+    assert len(second.split()) == 2, "a variable that stayed"
+    ((run_id, status),) = _query(place, "select run_uuid, status from runs")
+    assert status == "FINISHED"
+    tags = dict(_query(place, "select key, value from tags"))
+    assert tags["retries"] == "1 of 2 after device_lost" and tags["resumed"] == "1"
+    assert not {"failure", "end.reason", "retry_of"} & set(tags)
+    at = [step for (step,) in _query(place, "select step from metrics where key = 'train/loss'")]
+    assert sorted(set(at)) == list(range(5, 461, 5)), "23 steps an epoch"
+    assert len([step for step in at if step < 460]) == len(set(at)) - 1, "told twice"
+
+
+def test_what_fails_always_ends_after_its_retries_and_says_what_it_is(
+    sick: Desk, place: Path
+) -> None:
+    """Without a checkpoint it begins anew, as a run of its own that names the one before."""
+    process = sick("--checkpoint.every_s", "none", "--run.retry_wait_s", "0.1", times=9, at=30)
+    _, err = process.communicate(timeout=400)
+    assert process.returncode == 1, err
+    assert "retry 1 of 2 begins" in err and "retry 2 of 2 begins" in err
+    assert err.count("from the start\n") == 2 and err.rstrip().endswith("launch failure")
+    assert len((place / "attempts").read_text().splitlines()) == 3
+    rows = "select run_uuid, status from runs order by start_time"
+    runs = [run for run, status in _query(place, rows) if status == "FAILED"]
+    assert len(runs) == 3
+    for number, run in enumerate(runs):
+        tags = dict(_query(place, f"select key, value from tags where run_uuid = '{run}'"))
+        assert tags["failure"] == "device_lost"
+        assert tags.get("retry_of") == (runs[number - 1] if number else None)
+        assert tags.get("retries") == (f"{number} of 2 after device_lost" if number else None)
+    left = [json.loads(f.read_text()) for f in (place / ".headroom/runs").glob("*/run.json")]
+    assert {run["tags"]["failure"] for run in left} == {"device_lost"}
+
+
+def test_ctrl_c_ends_the_wait(sick: Desk, place: Path) -> None:
+    process = sick("--run.retry_wait_s", "600", cold=True, at=5)
+    assert process.stderr is not None
+    lines = iter(process.stderr.readline, "")
+    assert any("retry 1 of 2 begins in 10 min" in line for line in lines)
+    waits, until = psutil.Process(process.pid), time.monotonic() + 60
+    while "HEADROOM_RETRY_AT" not in waits.environ() or any(
+        child.status() == psutil.STATUS_ZOMBIE for child in waits.children()
+    ):
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    time.sleep(2)  # for its handlers to stand
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=20) == 130
+    assert process.stderr.read() == "interrupted\n"
+    ((status,),) = _query(place, "select status from runs")
+    assert status == "FAILED"
+
+
+def test_a_mistake_of_the_users_is_not_tried_again(sick: Desk, place: Path) -> None:
+    (place / "sick.py").write_text(SICK.replace("unspecified launch failure", "no kernel image"))
+    process = sick("--run.retry_wait_s", "0")
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 1 and "retry" not in err, err
+    assert _query(place, "select value from tags where key = 'failure'") == [("user_code",)]
+    assert len((place / "attempts").read_text().splitlines()) == 1
+
+
+def _run(folder: Path, start: Start, step: int = 0) -> Path:
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    for old in (folder / "checkpoints").iterdir():
+        old.unlink()
+    if step:
+        (folder / "checkpoints" / f"step-{step:012d}.json").touch()
+    start.write(folder)
+    return folder
+
+
+def test_the_wait_doubles_and_progress_begins_the_count_anew(tmp_path: Path) -> None:
+    run = RunSettings(retries=9, retry_wait_s=100)
+    folder = _run(tmp_path / "a", Start("a", "1", "mine"), step=40)
+    waits = []
+    for number in range(1, 6):
+        retry = plan_retry(folder, LOST, run)
+        assert retry is not None and (retry.number, retry.step) == (number, 40)
+        waits.append(round(retry.at - time.time(), -1))
+    assert waits == [100, 200, 400, 600, 600]
+    found = start_of(folder)
+    assert found is not None and (found.retries, found.after) == (5, "device_lost")
+    retry = plan_retry(_run(folder, found, step=41), LOST, run)
+    assert retry is not None and retry.number == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "most", "failure", "number"),
+    [
+        (0, 2, LOST, 1),
+        (2, 2, LOST, None),
+        (0, 0, LOST, None),
+        (0, 2, Failure("server_away", "", cure="in a retry"), None),  # its user is there
+        (1, 2, Failure("server_away", "", cure="in a retry"), 2),
+        (1, 2, Failure("user_code", ""), None),
+    ],
+)
+def test_a_retry_is_planned_where_it_helps_and_as_often_as_was_asked(
+    tmp_path: Path, before: int, most: int, failure: Failure, number: int | None
+) -> None:
+    """Where no more comes the count is 0 again: whoever starts it by hand has all of them."""
+    folder = _run(tmp_path / "a", Start("a", "1", "mine", retries=before, retried_at=7), step=7)
+    retry = plan_retry(folder, failure, RunSettings(retries=most))
+    assert (retry.number if retry else None) == number
+    found = start_of(folder)
+    assert found is not None and found.retries == (number or 0)
+    assert plan_retry(tmp_path / "none", failure, RunSettings()) is None
+
+
+def test_a_retry_does_not_fall_back_to_the_cpu_and_any_other_start_may(tmp_path: Path) -> None:
+    cpu = DeviceFacts(
+        *("cpu", "cpu", None, None, None, "no GPU works", None, None, "2", None, None),
+        bf16=False,
+        tf32=False,
+    )
+    was = Start("a", "1", "mine", device="cuda", retries=1, after="device_lost")
+    with pytest.raises(NotNow, match="^device.name: the training was on cuda, and its retry finds"):
+        retry_tags(was, cpu, RunSettings(), is_new=False)
+    by_hand = Start("a", "1", "mine", device="cuda")
+    assert retry_tags(by_hand, cpu, RunSettings(), is_new=False) == {}
+    assert retry_tags(None, cpu, RunSettings(), is_new=True) == {}
+
+
+def test_a_flow_run_knows_the_run_that_it_began_before(tmp_path: Path) -> None:
+    """It has no checkpoint, so that nothing is gone on with."""
+    _run(tmp_path / "20260101-000000-a", Start("a", "1", "mine", key="flow run x", retries=1))
+    found = retry_of(tmp_path, "flow run x")
+    assert found is not None and found.run_id == "a"
+    assert retry_of(tmp_path, "") is None and retry_of(tmp_path, "flow run y") is None
+    _run(tmp_path / "20260101-000000-a", Start("a", "1", "mine", key="flow run x"))
+    assert retry_of(tmp_path, "flow run x") is None
+
+
+def test_the_words_of_a_retry_name_its_run_and_keep_the_flags(tmp_path: Path) -> None:
+    words = ["--config", "a.yaml", "--resume=latest", "--optim.lr", "-0.1", "--debug"]
+    assert resumed(words, tmp_path) == ["--optim.lr=-0.1", "--debug", f"--resume={tmp_path}"]
