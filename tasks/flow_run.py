@@ -92,7 +92,7 @@ def retried(record: Record) -> Iterator[None]:
         if not own_key():
             raise
         failure = record.failure or classify(error)
-        retry = plan_retry(record.folder, failure, record.config.run)
+        retry = plan_retry(record.folder, failure, record.config, starts=flow_run.run_count)
         if retry is None:
             raise Ended(f"{failure.kind}: {failure.said}") from error
         # A worker with a limit dies of a run that it finds scheduled while it still plays it

@@ -22,6 +22,7 @@ from tasks.engine.checkpoint.checkpoints import CHECKPOINTS
 from tasks.engine.device.detection import NotNow
 from tasks.engine.settings.read_settings import ConfigError, resolve
 from tasks.engine.settings.run_config import RunConfig, RunSettings
+from tasks.engine.training.budget import ends_at
 from tasks.failures import Failure
 from tasks.process import restart
 from tasks.tracking.where import where
@@ -190,23 +191,34 @@ class Retry:
         )
 
 
-def plan_retry(folder: Path, failure: Failure, run: RunSettings) -> Retry | None:
+def plan_retry(
+    folder: Path, failure: Failure, config: RunConfig, *, starts: int = 0
+) -> Retry | None:
     """The next start of the training in this folder, which has failed and let go of it; None where
-    that would not help, or has not helped so often. Kept in its start.json."""
-    start = start_of(folder)
-    if start is None:
-        return None
-    step = next(iter(steps(folder / CHECKPOINTS)), 0)
-    before = 0 if step > start.retried_at else start.retries
-    helps = failure.cure == "always" or (failure.cure == "in a retry" and start.retries > 0)
-    retry = None
-    if helps and before < run.retries:
-        wait_s = min(RETRY_WAIT_S, run.retry_wait_s * 2**before)
-        at = time.time() + wait_s
-        retry = Retry(failure.kind, before + 1, run.retries, at, folder, step)
-    number, after = (retry.number, retry.after) if retry is not None else (0, "")
-    replace(start, retries=number, retried_at=step, after=after).write(folder)
+    that would not help, or has not helped so often. Kept in its start.json.
+
+    starts: of a flow run by now; 0 at a desk, where somebody sits who is told at the first one.
+    """
+    start, step = start_of(folder), next(iter(steps(folder / CHECKPOINTS)), 0)
+    was = start or Start("", "", "", retries=starts - 1)  # where it did not come to open its run
+    before = 0 if step > was.retried_at else was.retries
+    is_waited_for = failure.cure == "in a retry" and (starts > 0 or was.retries > 0)
+    retry, most = None, config.run.retries
+    if (failure.cure == "always" or is_waited_for) and 0 <= before < most:
+        at = time.time() + min(RETRY_WAIT_S, config.run.retry_wait_s * 2**before)
+        if not _is_over(config.train.until, at):
+            retry = Retry(failure.kind, before + 1, most, at, folder, step)
+    if start is not None:
+        number, after = (retry.number, retry.after) if retry is not None else (0, "")
+        replace(start, retries=number, retried_at=step, after=after).write(folder)
     return retry
+
+
+def _is_over(until: str | None, at: float) -> bool:
+    """Whether the time that a training has is over by then: the next 06:30 is another day's."""
+    with suppress(ConfigError):  # a date that has passed
+        return until is not None and at >= ends_at(until, time.time())
+    return True
 
 
 def retry_of(runs: Path, key: str) -> Start | None:

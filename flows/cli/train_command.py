@@ -203,7 +203,7 @@ def _plan_retry(asked: Namespace, error: Exception) -> None:
     ended = last_ended()
     folder = ended.folder if ended is not None else restart.follows()
     failure = (ended.failure if ended is not None else None) or classify(error)
-    if folder is not None and (retry := plan_retry(folder, failure, asked.config.run)) is not None:
+    if folder is not None and (retry := plan_retry(folder, failure, asked.config)) is not None:
         words = resumed(asked.words, retry.folder) if retry.step else asked.words
         restart.plan(words, at=retry.at, of=retry.folder, told=str(retry))
 

@@ -8,16 +8,20 @@ import sqlite3
 import subprocess
 import time
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from flows.cli.flags import resumed
+from tasks import flow_run
 from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.device.detection import NotNow
-from tasks.engine.settings.run_config import RunSettings
+from tasks.engine.settings.read_settings import ConfigError, resolve
+from tasks.engine.settings.run_config import RunConfig, RunSettings, TrainConfig
 from tasks.failures import Failure
 from tasks.resume import Start, plan_retry, retry_of, retry_tags, start_of
 
@@ -156,17 +160,17 @@ def _run(folder: Path, start: Start, step: int = 0) -> Path:
 
 
 def test_the_wait_doubles_and_progress_begins_the_count_anew(tmp_path: Path) -> None:
-    run = RunSettings(retries=9, retry_wait_s=100)
+    config = RunConfig(run=RunSettings(retries=9, retry_wait_s=100))
     folder = _run(tmp_path / "a", Start("a", "1", "mine"), step=40)
     waits = []
     for number in range(1, 6):
-        retry = plan_retry(folder, LOST, run)
+        retry = plan_retry(folder, LOST, config)
         assert retry is not None and (retry.number, retry.step) == (number, 40)
         waits.append(round(retry.at - time.time(), -1))
     assert waits == [100, 200, 400, 600, 600]
     found = start_of(folder)
     assert found is not None and (found.retries, found.after) == (5, "device_lost")
-    retry = plan_retry(_run(folder, found, step=41), LOST, run)
+    retry = plan_retry(_run(folder, found, step=41), LOST, config)
     assert retry is not None and retry.number == 1
 
 
@@ -186,11 +190,63 @@ def test_a_retry_is_planned_where_it_helps_and_as_often_as_was_asked(
 ) -> None:
     """Where no more comes the count is 0 again: whoever starts it by hand has all of them."""
     folder = _run(tmp_path / "a", Start("a", "1", "mine", retries=before, retried_at=7), step=7)
-    retry = plan_retry(folder, failure, RunSettings(retries=most))
+    retry = plan_retry(folder, failure, RunConfig(run=RunSettings(retries=most)))
     assert (retry.number if retry else None) == number
     found = start_of(folder)
     assert found is not None and found.retries == (number or 0)
-    assert plan_retry(tmp_path / "none", failure, RunSettings()) is None
+    assert plan_retry(tmp_path / "none", failure, RunConfig()) is None
+
+
+def test_where_nobody_sits_a_first_start_waits_too(tmp_path: Path) -> None:
+    """MLflow was away for a minute at 02:00, and the night was lost."""
+    away = Failure("server_away", "tracking_uri: no answer", cure="in a retry")
+    found = [plan_retry(tmp_path, away, RunConfig(), starts=starts) for starts in (1, 2, 3)]
+    assert [retry and retry.number for retry in found] == [1, 2, None]
+    assert plan_retry(tmp_path, Failure("bad_input", ""), RunConfig(), starts=1) is None
+
+
+def test_no_retry_begins_after_train_until(tmp_path: Path) -> None:
+    """06:30 would be that of the next day by then."""
+    folder = _run(tmp_path / "a", Start("a", "1", "mine"), step=7)
+    soon = datetime.now() + timedelta(minutes=2)
+    config = RunConfig(train=TrainConfig(until=soon.strftime("%H:%M")))
+    assert plan_retry(folder, LOST, config) is not None
+    late = config.model_copy(update={"run": RunSettings(retry_wait_s=180)})
+    assert plan_retry(folder, LOST, late) is None
+    assert plan_retry(folder, LOST, RunConfig(train=TrainConfig(until="2020-01-31 06:30"))) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConfigError("train.epochs: no"), "bad_input: train.epochs: no"),
+        (KeyError("w"), "user_code: 'w'"),
+    ],
+)
+def test_prefect_is_told_the_class_of_what_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    record: Any = SimpleNamespace(folder=tmp_path, failure=None, config=RunConfig())
+    with pytest.raises(type(error)), flow_run.retried(record):
+        raise error  # called from Python, or at a desk
+    monkeypatch.setattr(flow_run, "own_key", lambda: "flow run 1")
+    with pytest.raises(flow_run.Ended) as told, flow_run.retried(record):
+        raise error
+    assert str(told.value) == said and told.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("run.retries", "-1", "run.retries: must be at least 0 (got -1)"),
+        ("run.retries", "often", "run.retries: must be a whole number (got 'often')"),
+        ("run.retry_wait_s", "601", "run.retry_wait_s: must be at most 600 (got 601)"),
+    ],
+)
+def test_bad_settings_of_retries_are_refused(name: str, value: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve(None, {name: value})
+    assert str(refused.value) == said
 
 
 def test_a_retry_does_not_fall_back_to_the_cpu_and_any_other_start_may(tmp_path: Path) -> None:
