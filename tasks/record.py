@@ -148,7 +148,7 @@ class Record:
             **({"data.fingerprint": data.fingerprint} if data.fingerprint else {}),
             **({"data.notes": "; ".join(data.notes)} if data.notes else {}),
             "alike": alike(self.config, device, data),
-            **earlier.retry_tags(self._follows, device, self.config.run, is_new=self._start is None),
+            **earlier.retry_tags(self._follows, device, self.config.run, is_new=not self.resumes),
         }
         self._warn(data.warnings)
         began = time.perf_counter()
