@@ -89,7 +89,8 @@ def retried(record: Record) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not own_key():
+        # A part of somebody's own flow has an error to tell there, in the same process.
+        if not own_key() or flow_run.id != os.environ.get("PREFECT__FLOW_RUN_ID"):
             raise
         failure = record.failure or classify(error)
         retry = plan_retry(record.folder, failure, record.config, starts=flow_run.run_count)

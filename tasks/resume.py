@@ -210,7 +210,10 @@ def plan_retry(
             retry = Retry(failure.kind, before + 1, most, at, folder, step)
     if start is not None:
         number, after = (retry.number, retry.after) if retry is not None else (0, "")
-        replace(start, retries=number, retried_at=step, after=after).write(folder)
+        try:
+            replace(start, retries=number, retried_at=step, after=after).write(folder)
+        except OSError:  # what is not counted might never end
+            return None
     return retry
 
 

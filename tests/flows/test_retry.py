@@ -205,6 +205,13 @@ def test_where_nobody_sits_a_first_start_waits_too(tmp_path: Path) -> None:
     assert plan_retry(tmp_path, Failure("bad_input", ""), RunConfig(), starts=1) is None
 
 
+def test_what_cannot_be_counted_is_not_tried_again(tmp_path: Path) -> None:
+    """As where the disk is full: it would never end, or hide why it failed."""
+    folder = _run(tmp_path / "a", Start("a", "1", "mine"), step=7)
+    (folder / "start.json.new").mkdir()
+    assert plan_retry(folder, LOST, RunConfig()) is None
+
+
 def test_no_retry_begins_after_train_until(tmp_path: Path) -> None:
     """06:30 would be that of the next day by then."""
     folder = _run(tmp_path / "a", Start("a", "1", "mine"), step=7)
@@ -230,6 +237,10 @@ def test_prefect_is_told_the_class_of_what_is_not_tried_again(
     with pytest.raises(type(error)), flow_run.retried(record):
         raise error  # called from Python, or at a desk
     monkeypatch.setattr(flow_run, "own_key", lambda: "flow run 1")
+    monkeypatch.setattr(flow_run, "flow_run", SimpleNamespace(id="1", run_count=1))
+    with pytest.raises(type(error)), flow_run.retried(record):
+        raise error  # a part of somebody's own flow
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "1")
     with pytest.raises(flow_run.Ended) as told, flow_run.retried(record):
         raise error
     assert str(told.value) == said and told.value.__cause__ is error
