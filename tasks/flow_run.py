@@ -157,5 +157,6 @@ def ended_as(run: dict[str, Any]) -> Any:
 
 def publish(run: Mapping[str, Any]) -> None:
     """Put the report where Prefect's UI shows it."""
-    text = run_report.markdown(run, open_command=run["open_command"])
-    create_markdown_artifact(text, key=f"run-{run['run_id']}", description=run["name"])
+    text = run_report.markdown(run, open_command=run["open_command"] if run["run_id"] else "")
+    key = f"run-{run['run_id'] or flow_run.id}"  # MLflow may not know it yet
+    create_markdown_artifact(text, key=key, description=run["name"])

@@ -119,7 +119,7 @@ class Record:
             self._progress, self._stage = None, "sending it to MLflow"
             if isinstance(error, LeakError):
                 self.released(error.facts)
-            if self._journal.run_id:
+            if self._journal.is_begun:
                 self._end(error)
         finally:
             self._over.set()
@@ -260,8 +260,7 @@ class Record:
             self._tags["journal.notes"] = "; ".join(self._journal.notes)
         before_s = self._start.spent_s if self._start is not None else 0.0
         self.run = {
-            "run_id": self._journal.run_id,
-            "experiment_id": self._journal.experiment_id,
+            **self._page(),
             "name": self._name,
             "status": failure.status if failure else "FINISHED",
             "stopped": self._stopped,
@@ -277,9 +276,6 @@ class Record:
             "kept": self._kept,
             "error": failure.said if failure else None,
             "oom": self._oom,
-            "open_command": serve.open_command(
-                self._where.tracking_uri, self._journal.experiment_id, self._journal.run_id
-            ),
         }
         self.run = without_secrets(self.run)
         _ended[:] = [self]
@@ -287,10 +283,17 @@ class Record:
             self.run["metrics"] |= self._journal.close(self.run)
         except TrackingError as unsent:
             log.error(
-                "%s. Nothing is lost: send it with `python -m tasks.tracking.mlflow_sender %s`",
+                "%s. Nothing is lost: the next run sends it, or now "
+                "`python -m tasks.tracking.mlflow_sender %s`",
                 unsent,
                 shlex.quote(str(self.folder)),
             )
+        self.run |= self._page()  # it may have been told of the run at last
+
+    def _page(self) -> dict[str, str]:
+        """Where MLflow has the run; no ids while it is away."""
+        ids = self._journal.ids
+        return {**ids, "open_command": serve.open_command(self._where.tracking_uri, **ids)}
 
     def _fail(self, error: BaseException) -> None:
         """The first failure is the reason; what the release says after it must not hide it."""

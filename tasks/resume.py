@@ -86,9 +86,13 @@ def stamp() -> str:
 
 
 def start_of(folder: Path) -> Start | None:
-    """None where the folder is none of a run."""
+    """None where the folder is none of a run. MLflow may have been told of it since."""
     with suppress(OSError, ValueError, TypeError):
-        return Start(**json.loads((folder / START).read_text()))
+        start = Start(**json.loads((folder / START).read_text()))
+        with suppress(OSError, ValueError, LookupError):
+            sent = json.loads((folder / "sent.json").read_text()) if not start.run_id else {}
+            start = replace(start, run_id=sent["run_id"], experiment_id=sent["experiment_id"])
+        return start
     return None
 
 
@@ -103,7 +107,9 @@ def asked_for(runs: Path, resume: str) -> Path:
         if not kept:
             raise ConfigError(f"--resume latest: no run in {runs} has a checkpoint")
         return kept[0]
-    folder = next((f for f in _folders(runs) if _id(f) == resume), Path(resume).absolute())
+    folder = next(
+        (f for f in _folders(runs) if resume in (f.name, _id(f))), Path(resume).absolute()
+    )
     if folder.name == CHECKPOINTS:
         folder = folder.parent
     if start_of(folder) is None:
@@ -251,8 +257,9 @@ def retry_tags(
 
 
 def tell_resume(folder: Path, run_id: str) -> None:
-    """Tell a person how to go on with what ended before its end, where something was kept."""
+    """Tell a person how to go on with what ended before its end, where something was kept. run_id:
+    empty where MLflow knows nothing of it."""
     kept = steps(folder / CHECKPOINTS)
     if kept:
-        words = f"`python -m flows.train --resume {run_id}`"
+        words = f"`python -m flows.train --resume {run_id or folder.name}`"
         log.info("step %s is kept; go on with %s", f"{kept[0]:,}", words)

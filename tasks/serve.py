@@ -134,8 +134,8 @@ def mlflow_address() -> tuple[str, str]:
 
 
 def open_command(tracking_uri: str, experiment_id: str, run_id: str) -> str:
-    """How a person opens a run in MLflow."""
-    path = f"/#/experiments/{experiment_id}/runs/{run_id}"
+    """How a person opens a run in MLflow, or MLflow, where that does not know the run yet."""
+    path = f"/#/experiments/{experiment_id}/runs/{run_id}" if run_id else ""
     if tracking_uri.startswith("http"):
         return link(tracking_uri).rstrip("/") + path
     here = Path("Makefile").is_file() and Path("tasks/serve.py").is_file()

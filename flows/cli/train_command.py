@@ -127,7 +127,8 @@ def show(run: Mapping[str, Any]) -> None:
 
     from tasks.engine.report import run_report
 
-    Console(file=sys.stdout).print(run_report.terminal(run, open_command=run["open_command"]))
+    command = run["open_command"] if run["run_id"] else ""  # MLflow may not know it yet
+    Console(file=sys.stdout).print(run_report.terminal(run, open_command=command))
 
 
 @contextmanager

@@ -6,30 +6,33 @@ the run's folder is removed. This process never imports mlflow.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
 import queue
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from tasks.process import children
 from tasks.process.redaction import redacted
-from tasks.tracking.journal_lines import batches, line_of
+from tasks.tracking.journal_lines import append, line_of, newest_steps
 from tasks.tracking.where import TrackingError, Where
 
 OPEN_S = 180.0  # the first use of a new database on a busy machine, with room to spare
 CLOSE_S = 120.0  # without a sign of it, beside the time for a store that is away
+# A server that is there answers in less. A new SQLite database takes long, and is waited for.
+SILENT_S = 15.0
 RESTARTS = 5  # of a sending process that ends in mid-run: on a host without memory each may
+BEGIN = "begin.json"  # how the run began, as long as MLflow has not been told of it
 RESERVE = "reserve"  # a file that holds the room for a run's end on a disk that fills up
 RESERVE_BYTES = 1 << 20
 
@@ -52,13 +55,15 @@ class Journal:
     def __init__(self, where: Where, folder: Path) -> None:
         self.where = where
         self.folder = folder
-        self.run_id = ""
+        self.run_id = ""  # MLflow's, once it has been told of the run
         self.experiment_id = ""
+        self.is_begun = False
         self.notes: list[str] = []  # what befell the record on its way
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._metrics: FileIO | None = None
         self._told: dict[str, int] = {}  # the newest step of each metric, before this process
         self._sender: subprocess.Popen[str] | None = None
+        self._orders: list[dict[str, Any]] = []  # open and begin
         self._closing: dict[str, Any] | None = None
         self._is_left = False
         self._telling = threading.Lock()  # while orders go to a sending process, or it is replaced
@@ -74,13 +79,18 @@ class Journal:
         if self._metrics is not None:
             self._metrics.close()
         if self._sender is not None:
-            _let_go(self._sender)  # it ends by itself: what is unsent, it still sends
+            children.let_go(self._sender)  # it ends by itself: what is unsent, it still sends
+
+    @property
+    def ids(self) -> dict[str, str]:
+        return {"run_id": self.run_id, "experiment_id": self.experiment_id}
 
     def open(self, experiment: str | None) -> None:
         """Begin to open the experiment. `create` waits for it."""
         where = self.where.model_copy(update={"experiment": experiment or self.where.experiment})
         prefect_api = os.environ.get("PREFECT_API_URL", "")  # a desk has set it
-        self._tell({"do": "open", "where": where.model_dump(), "prefect_api": prefect_api})
+        self._orders = [{"do": "open", "where": where.model_dump(), "prefect_api": prefect_api}]
+        self._tell(self._orders[0])
 
     def create(
         self,
@@ -90,38 +100,61 @@ class Journal:
         tags: Mapping[str, str],
         wanted: Sequence[str] = (),
     ) -> dict[str, float]:
-        """Open the run in MLflow. Raises TrackingError where that can't be done.
+        """Open the run in MLflow. Raises TrackingError where that can't be done; where MLflow is
+        away, and not required, it is told as soon as it is there.
 
         Returns the newest values of the wanted metrics among finished runs with the same tag
         `alike`.
         """
         given = {k: "" if v is None else str(v) for k, v in params.items()}
-        return self._begun({"do": "create", "name": name, "params": given}, tags, wanted)
+        return self._begun({"name": name, "params": given}, tags, wanted)
 
     def reopen(
         self, ids: Mapping[str, str], *, tags: Mapping[str, str], wanted: Sequence[str] = ()
     ) -> dict[str, float]:
         """The same for a run that goes on, with the journal of before: what that has told of a step
         is not told again. ids: run_id and experiment_id."""
-        return self._begun({"do": "reopen", **ids}, tags, wanted)
+        try:
+            begin = json.loads((self.folder / BEGIN).read_text())
+        except (OSError, ValueError):
+            begin = ids
+        return self._begun(begin, tags, wanted)
 
     def _begun(
-        self, order: dict[str, Any], tags: Mapping[str, str], wanted: Sequence[str]
+        self, begin: Mapping[str, Any], tags: Mapping[str, str], wanted: Sequence[str]
     ) -> dict[str, float]:
-        self._answer(OPEN_S)
+        self._answer("open", OPEN_S)  # it has imported MLflow
+        is_away = "away" in (answer := self._unless_away("open"))
+        order = {"start_ms": int(time.time() * 1000), **begin}
+        order["experiment"] = self._orders[0]["where"]["experiment"]
+        order["tags"] = {"alike": "", **begin.get("tags", {}), **tags}
         try:
             self._metrics = self._opened()
-            self._told = _newest_steps(self.folder / "metrics.jsonl")
+            self._told = newest_steps(self.folder / "metrics.jsonl")
             with open(self.folder / RESERVE, "wb") as reserve:
                 os.posix_fallocate(reserve.fileno(), 0, RESERVE_BYTES)
         except OSError as error:
             raise TrackingError(self._refusal(error)) from None
-        order |= {"tags": {"alike": "", **tags}, "wanted": list(wanted)}
-        self._tell({"folder": str(self.folder), **order})
-        answer = self._answer(OPEN_S)
-        self.run_id, self.experiment_id = answer["run_id"], answer["experiment_id"]
-        past: dict[str, float] = answer["past"]
-        return past
+        self._orders.append({**order, "do": "begin", "folder": str(self.folder)})
+        if is_away:
+            self._begin_without(answer["away"])
+        self._tell({**self._orders[1], "wanted": list(wanted), "late": is_away})
+        if not is_away and "away" in (answer := self._unless_away("begin")):
+            self._begin_without(answer["away"])
+        (self.folder / "run.json").unlink(missing_ok=True)  # its end of then
+        self.is_begun = True
+        return dict(answer.get("past", {}))
+
+    def _begin_without(self, away: str) -> None:
+        self._note(f"{away}; the run is kept in {self.folder}, and sent when MLflow is there")
+        with suppress(OSError):  # the disk is full: close() has room
+            self._keep_begin()
+
+    def _keep_begin(self) -> None:
+        """For whoever tells MLflow of the run, where this process does not live to see it."""
+        half = self.folder / f"{BEGIN}.new"
+        half.write_text(json.dumps(self._orders[1]))
+        half.rename(self.folder / BEGIN)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep metrics of a step. Costs one short write; sent later, by the other process."""
@@ -132,7 +165,7 @@ class Journal:
                 return
         try:
             self._restore()
-            _append(self._metrics, line_of(metrics, step, unix_ms=int(time.time() * 1000)))
+            append(self._metrics, line_of(metrics, step, unix_ms=int(time.time() * 1000)))
         except OSError as error:
             raise JournalError(self._refusal(error)) from None
 
@@ -173,14 +206,17 @@ class Journal:
         """
         with suppress(OSError):  # a full disk; it is for sending later, and also goes by the pipe
             self._restore()
+            if not self.run_id:
+                self._keep_begin()
             (self.folder / "run.json").write_text(json.dumps(run, indent=1))
         with self._telling:
             self._closing = {"do": "close", "run": dict(run)}
             self._tell(self._closing)
-        while "closed" not in (answer := self._answer(self.where.give_up_s + CLOSE_S)):
-            pass  # there is much of it, and it goes on
-        times: dict[str, float] = answer["times"]
-        return times
+        answer: dict[str, Any] = {}
+        while "closed" not in answer:  # there may be much of it
+            patience_s = self.where.give_up_s + CLOSE_S if self.run_id else 2 * SILENT_S
+            answer = self._answer("close", patience_s)
+        return dict(answer["times"])
 
     def _tell(self, what: dict[str, Any]) -> None:
         assert self._sender is not None and self._sender.stdin is not None, "not entered"
@@ -188,11 +224,20 @@ class Journal:
             self._sender.stdin.write(json.dumps(what) + "\n")
             self._sender.stdin.flush()
 
-    def _answer(self, timeout_s: float) -> dict[str, Any]:
+    def _unless_away(self, to: str) -> dict[str, Any]:
+        """The answer; with `away` where there is none, and MLflow is not required."""
+        if self.where.required or self.where.database is not None:
+            return self._answer(to, OPEN_S)
+        return self._answer(to, SILENT_S, silent="away")
+
+    def _answer(self, to: str, timeout_s: float, *, silent: str = "error") -> dict[str, Any]:
+        answer: dict[str, Any] = {}
         try:
-            answer = self._answers.get(timeout=timeout_s)
+            while answer.get("to", "") not in (to, None):  # None: to all that is asked
+                answer = self._answers.get(timeout=timeout_s)
         except queue.Empty:
-            answer = {"error": f"tracking_uri: no answer within {timeout_s:.0f} s"}
+            uri = redacted(self.where.tracking_uri)
+            answer = {silent: f"tracking_uri: {uri} gave no answer within {timeout_s:.0f} s"}
         if "error" in answer:
             raise TrackingError(redacted(answer["error"]))
         return answer
@@ -205,9 +250,9 @@ class Journal:
             with sender.stdout as answers:
                 for line in answers:
                     with suppress(json.JSONDecodeError):  # a library that prints
-                        self._answers.put(json.loads(line))
+                        self._hear(json.loads(line))
             code = sender.wait()
-            if self._is_left or not self.run_id:
+            if self._is_left or not self.is_begun:
                 break
             again = "; it is started again" if restarts < RESTARTS else ""
             self._note(f"the sending process ended in mid-run (exit code {code}){again}")
@@ -216,80 +261,40 @@ class Journal:
             time.sleep(2**restarts - 1)
             if not self._replaced():
                 break
-        seen = Path(self.where.runs) / "tracking.log"
-        self._answers.put({"error": f"tracking_uri: the sending process ended; see {seen}"})
+        error = f"tracking_uri: the sending process ended; see {self.where.runs}/tracking.log"
+        self._answers.put({"to": None, "error": error})
+
+    def _hear(self, answer: dict[str, Any]) -> None:
+        if "run_id" in answer:
+            if self.is_begun and not self.run_id:
+                log.info("MLflow is there, and has the run: %s", answer["run_id"])
+            self.run_id, self.experiment_id = answer["run_id"], answer["experiment_id"]
+        self._answers.put(answer)
 
     def _replaced(self) -> bool:
         """Whether another sending process goes on where the last one was."""
-        order = {
-            "do": "resume",
-            "where": self.where.model_dump(),
-            "prefect_api": os.environ.get("PREFECT_API_URL", ""),
-            "folder": str(self.folder),
-            "run_id": self.run_id,
-            "experiment_id": self.experiment_id,
-        }
+        opening, begin = self._orders
+        begin = {**begin, **(self.ids if self.run_id else {}), "again": bool(self.run_id)}
         with self._telling:
             assert self._sender is not None
-            _let_go(self._sender)
+            children.let_go(self._sender)
             try:
                 self._sender = _spawn(self.where)
             except TrackingError:
                 return False
-            self._tell(order)
+            self._tell(opening)
+            self._tell({**begin, "late": True})
             if self._closing is not None:
                 self._tell(self._closing)
         return True
-
-
-def _let_go(sender: subprocess.Popen[str]) -> None:
-    assert sender.stdin is not None
-    with suppress(OSError):  # it has gone already
-        sender.stdin.close()
-
-
-def _newest_steps(journal: Path) -> dict[str, int]:
-    """Of each metric in it; half a line at its end, of a process that died, is cut off."""
-    newest: dict[str, int] = {}
-    whole_bytes = 0
-    with open(journal, "rb+") as lines:
-        for batch, whole_bytes in batches(lines, 0):  # noqa: B007 (its last value is a result)
-            newest.update((name, step) for name, _, _, step in batch)
-        lines.truncate(whole_bytes)
-    return newest
-
-
-def _append(file: FileIO, line: bytes) -> None:
-    """The whole line or none of it: half of one would spoil the next."""
-    written = file.write(line)
-    if written != len(line):
-        file.truncate(file.tell() - (written or 0))
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _spawn(where: Where) -> subprocess.Popen[str]:
     runs = Path(where.runs)
     try:
         runs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        log = open(runs / "tracking.log", "a", opener=_private)  # noqa: SIM115
+        log = open(runs / "tracking.log", "a", opener=partial(os.open, mode=0o600))  # noqa: SIM115
     except OSError as error:
         raise TrackingError(f"runs: {runs} can't be written ({error.strerror})") from None
     with log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tasks.tracking.mlflow_sender"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**os.environ, "PYTHONPATH": _project_first()},
-            start_new_session=True,  # Ctrl-C is for the training; the record still has to be closed
-        )
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
-def _project_first() -> str:
-    project = str(Path(__file__).parent.parent.parent)
-    return os.pathsep.join(p for p in (project, os.environ.get("PYTHONPATH")) if p)
+        return children.start("tasks.tracking.mlflow_sender", stderr=log)

@@ -1,15 +1,19 @@
-"""A run's journal read back, line by line: in batches for MLflow, and as series for the pictures.
+"""A run's journal, line by line: written, and read back in batches for MLflow, and as series for
+the pictures.
 It may be larger than the host's memory, and damaged: each line ends with a checksum of what is
 before it, so that no flipped bit becomes a number that nobody measured.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -114,6 +118,25 @@ def line_of(metrics: Mapping[str, float], step: int, *, unix_ms: int) -> bytes:
         values = json.dumps(metrics).encode()
     line = b'{"step":%d,"t":%d,"metrics":%b' % (step, unix_ms, values)
     return b"%b%b%d}\n" % (line, CHECK, zlib.crc32(line))
+
+
+def append(file: FileIO, line: bytes) -> None:
+    """The whole line or none of it: half of one would spoil the next."""
+    written = file.write(line)
+    if written != len(line):
+        file.truncate(file.tell() - (written or 0))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def newest_steps(journal: Path) -> dict[str, int]:
+    """Of each metric in it; half a line at its end, of a process that died, is cut off."""
+    newest: dict[str, int] = {}
+    whole_bytes = 0
+    with open(journal, "rb+") as lines:
+        for batch, whole_bytes in batches(lines, 0):  # noqa: B007 (its last value is a result)
+            newest.update((name, step) for name, _, _, step in batch)
+        lines.truncate(whole_bytes)
+    return newest
 
 
 def _read(line: bytes) -> tuple[int, int, dict[str, float]]:

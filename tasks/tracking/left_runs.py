@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Run, ViewType
@@ -18,9 +19,11 @@ from mlflow.exceptions import MlflowException
 
 from tasks.process.redaction import redacted
 from tasks.serving.crashed_flow_runs import is_alive
+from tasks.tracking.journal import BEGIN
 from tasks.tracking.journal_lines import metrics_before
-from tasks.tracking.mlflow_run import Sender, State, lock
-from tasks.tracking.where import Where
+from tasks.tracking.mlflow_run import Sender, State, create, lock, reopen
+from tasks.tracking.mlflow_store import open_experiment
+from tasks.tracking.where import TrackingError, Where
 
 DEAD = "its process was gone"
 
@@ -50,7 +53,8 @@ def _passed_over(which: str) -> Iterator[None]:
 
 
 def _folders(chosen: Where) -> set[str]:
-    return {file.parent.name for file in Path(chosen.runs).glob("*/sent.json")}
+    found = (Path(chosen.runs).glob(f"*/{name}") for name in ("sent.json", BEGIN))
+    return {file.parent.name for files in found for file in files}
 
 
 def send_the_unsent(client: MlflowClient, chosen: Where) -> None:
@@ -58,13 +62,47 @@ def send_the_unsent(client: MlflowClient, chosen: Where) -> None:
     for name in sorted(_folders(chosen)):
         folder = Path(chosen.runs) / name
         with _passed_over(name):
-            said = _said(folder)
-            if said is not None and said.closed:
+            if (begin := _begin(folder)) is not None:
+                tags, state = begin["tags"], State("", "")
+            elif (said := _said(folder)) is not None and said.closed:
                 continue
+            else:
+                run = run_of(client, folder)
+                tags, state = run.data.tags, State(run.info.run_id, run.info.experiment_id)
+            if _is_gone(tags):
+                resend(Sender(client, chosen, folder, state))
+
+
+def _begin(folder: Path) -> dict[str, Any] | None:
+    """How the run began, where MLflow has not been told of it."""
+    with suppress(FileNotFoundError):
+        found: dict[str, Any] = json.loads((folder / BEGIN).read_text())
+        return found
+    return None
+
+
+def begun(
+    client: MlflowClient, chosen: Where, folder: Path, begin: dict[str, Any], experiment_id: str
+) -> Sender:
+    """The run in MLflow, of a training that begins or goes on: the one that has this journal, else
+    a new one. Raises TrackingError where it was deleted."""
+    run = client.get_run(begin["run_id"]) if "run_id" in begin else None
+    if run is None and (folder / BEGIN).is_file():  # whoever made it may have died then
+        with suppress(ValueError):
             run = run_of(client, folder)
-            if _is_gone(run):
-                ids = run.info.run_id, run.info.experiment_id
-                resend(Sender(client, chosen, folder, State(*ids)))
+    if run is None:
+        words = {name: begin[name] for name in ("name", "params", "tags", "start_ms")}
+        sender = create(client, chosen, experiment_id=experiment_id, folder=folder, **words)
+    else:
+        if run.info.lifecycle_stage == "deleted":
+            raise TrackingError(f"--resume {run.info.run_id}: was deleted in MLflow; train anew")
+        state = state_of(client, run, folder)
+        if begin.get("again"):  # in mid-run, with another sending process
+            return Sender(client, chosen, folder, state)
+        sender = reopen(client, chosen, state=state, folder=folder, tags=begin["tags"])
+        sender.tell_params(begin.get("params", {}))
+    (folder / BEGIN).unlink(missing_ok=True)
+    return sender
 
 
 def _said(folder: Path) -> State | None:
@@ -116,9 +154,8 @@ def state_of(client: MlflowClient, run: Run, folder: Path) -> State:
     return whole
 
 
-def _is_gone(run: Run) -> bool:
-    """Whether its process was one of this host and is no more."""
-    tags = run.data.tags
+def _is_gone(tags: Mapping[str, str]) -> bool:
+    """Whether the run's process was one of this host and is no more."""
     is_here = tags.get("host") == socket.gethostname()
     return is_here and not is_alive(tags.get("pid", ""), tags.get("process.started_at", ""))
 
@@ -140,6 +177,10 @@ def resend(sender: Sender) -> bool:
 
 
 def _resend(sender: Sender) -> None:
+    if sender.held is not None and (begin := _begin(sender.folder)) is not None:
+        chosen = sender.where.model_copy(update={"experiment": begin["experiment"]})
+        sender.client, experiment_id = open_experiment(chosen)
+        sender.state = begun(sender.client, chosen, sender.folder, begin, experiment_id).state
     stored = sender.client.get_run(sender.state.run_id)
     if not sender.folder.is_dir() or sender.folder == Path():
         sender.client.set_tag(sender.state.run_id, "end.reason", DEAD)
@@ -159,4 +200,6 @@ def _resend(sender: Sender) -> None:
     run = {"params": stored.data.params, "metrics": stored.data.metrics, **run}
     run["tags"] = {**stored.data.tags, **run.get("tags", {})}
     run["tags"] = {k: v for k, v in run["tags"].items() if not k.startswith("mlflow.")}
-    sender.close({"name": stored.info.run_name, **run})
+    last = [sender.folder / name for name in ("run.json", "metrics.jsonl")]
+    end_ms = next((int(f.stat().st_mtime * 1000) for f in last if f.is_file()), None)
+    sender.close({"name": stored.info.run_name, **run}, end_ms=end_ms)

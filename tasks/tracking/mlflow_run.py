@@ -23,7 +23,7 @@ from tasks.engine.device.telemetry import Telemetry
 from tasks.engine.report import run_report
 from tasks.process.redaction import redacted
 from tasks.tracking import logged_model, metrics
-from tasks.tracking.journal import RESERVE
+from tasks.tracking.journal import BEGIN, RESERVE
 from tasks.tracking.journal_lines import Sample, batches, series
 from tasks.tracking.pace import Pace
 from tasks.tracking.surroundings import environment
@@ -36,7 +36,7 @@ LOCK = "sending.lock"
 REOPEN_S = 60.0  # for another process to send the end that the run has come to
 REPORT = "report.html"
 OURS = (
-    *("sent.json", "run.json", LOCK, RESERVE, "model"),
+    *("sent.json", "run.json", BEGIN, LOCK, RESERVE, "model"),
     *("start.json", "training.lock", "checkpoints"),
 )  # of a run's folder, what is no artifact
 
@@ -70,6 +70,12 @@ class Sender:
     pace: Pace = field(default_factory=Pace)
     told_progress: Callable[[], None] = lambda: None  # who waits for the end hears of each batch
     held: TextIO | None = None  # the lock of the folder, while this process sends it
+
+    def tell_params(self, params: Mapping[str, str]) -> None:
+        """As often as one likes, while they are the same."""
+        entries = [Param(k, v[:5900]) for k, v in params.items()]
+        for i in range(0, len(entries), PARAMS):
+            self.client.log_batch(self.state.run_id, params=entries[i : i + PARAMS])
 
     def flush(self, *, most_bytes: float = math.inf) -> None:
         """Send the metrics that are new, of so many bytes of the journal. Raises what MLflow
@@ -115,18 +121,19 @@ class Sender:
             self.wait_s = min(30.0, 2 * self.wait_s)
         self.pace.worked(time.process_time() - began)
 
-    def close(self, run: dict[str, Any]) -> dict[str, float]:
+    def close(self, run: dict[str, Any], *, end_ms: int | None = None) -> dict[str, float]:
         """Send all that is left and end the run; the times that only its end could tell. Raises
-        what MLflow raises."""
+        what MLflow raises. end_ms: when it ended, if not now."""
         (self.folder / RESERVE).unlink(missing_ok=True)  # where its process has died
         try:
             times = self._send_the_rest(run)
         finally:
             self.telemetry.close()
             # Whatever else went wrong, the run is over, and says how it ended.
-            self.client.set_terminated(self.state.run_id, run["status"])
+            self.client.set_terminated(self.state.run_id, run["status"], end_ms)
         self.state.closed = True
         self._keep()
+        (self.folder / BEGIN).unlink(missing_ok=True)
         # Only now: what was sent is a copy with the same rights, and is for all who may see MLflow.
         for path in self.folder.rglob("*"):
             path.chmod(0o700 if path.is_dir() else 0o600)
@@ -138,9 +145,11 @@ class Sender:
         self.tags |= {k: str(v) for k, v in run.get("tags", {}).items()}
         self.flush()
         self._tell_damage()
+        path = f"/#/experiments/{self.state.experiment_id}/runs/{run_id}"
+        is_late = run.get("run_id") == ""  # its command names no run
         run = {**run, "run_id": run_id, "experiment_id": self.state.experiment_id}
         run["series"] = series(self.folder / "metrics.jsonl")
-        command = run.get("open_command", "make ui")
+        command = run.get("open_command", "make ui") + (path if is_late else "")
         plots = run_report.plots(run, self._made("plots"))
         (self.folder / "environment.txt").write_text(environment())
         has_model = (self.folder / "model" / "spec.json").is_file()
@@ -207,16 +216,13 @@ def create(
     name: str,
     params: dict[str, str],
     tags: dict[str, str],
+    start_ms: int | None = None,
 ) -> Sender:
-    """A new run with its params and tags."""
-    tags = {k: v[:TAG_LIMIT] for k, v in tags.items()}
-    run = client.create_run(experiment_id, run_name=name, tags={**tags, "journal": folder.name})
-    entries = [Param(k, v[:5900]) for k, v in params.items()]
-    for i in range(0, len(entries), PARAMS):
-        client.log_batch(run.info.run_id, params=entries[i : i + PARAMS])
-    state = State(run.info.run_id, experiment_id)
-    sender = Sender(client, chosen, folder, state, held=lock(folder))
-    sender.telemetry = telemetry(tags)
+    """A new run with its params and tags. start_ms: when it began, if not now."""
+    tags = {k: v[:TAG_LIMIT] for k, v in tags.items()} | {"journal": folder.name}
+    run = client.create_run(experiment_id, start_ms, tags, name)
+    sender = Sender(client, chosen, folder, State(run.info.run_id, experiment_id))
+    sender.tell_params(params)
     sender._keep()
     return sender
 
@@ -224,18 +230,9 @@ def create(
 def reopen(
     client: MlflowClient, chosen: Where, *, state: State, folder: Path, tags: dict[str, str]
 ) -> Sender:
-    """A run that ended, or was ended, and goes on. state: how far it was sent.
-
-    Raises TimeoutError where the process that sends its end does not come to one.
-    """
-    until = time.monotonic() + REOPEN_S
-    while (mine := lock(folder)) is None:
-        if time.monotonic() > until:
-            raise TimeoutError(f"runs: {folder} is still being sent by another process")
-        time.sleep(0.1)
+    """A run that ended, or was ended, and goes on. state: how far it was sent."""
     state.closed, state.model_id, state.has_model = False, "", False
-    (folder / "run.json").unlink(missing_ok=True)  # its end of then
-    sender = Sender(client, chosen, folder, state, held=mine, telemetry=telemetry(tags))
+    sender = Sender(client, chosen, folder, state)
     # First who trains it: one that says RUNNING and whose process is gone is ended by anybody.
     for name in set(client.get_run(state.run_id).data.tags) & {"end.reason", "failure", "warnings"}:
         client.delete_tag(state.run_id, name)
@@ -249,6 +246,17 @@ def reopen(
 def telemetry(tags: Mapping[str, str]) -> Telemetry:
     """Of the device that the run's tags name, where it is one that tells."""
     return Telemetry(tags.get("device.uuid") if tags.get("device.kind") == "cuda" else None)
+
+
+def lock_patiently(folder: Path) -> TextIO:
+    """The folder's lock. Raises TimeoutError where the process that sends the run's end does not
+    come to one."""
+    until = time.monotonic() + REOPEN_S
+    while (mine := lock(folder)) is None:
+        if time.monotonic() > until:
+            raise TimeoutError(f"runs: {folder} is still being sent by another process")
+        time.sleep(0.1)
+    return mine
 
 
 def lock(folder: Path) -> TextIO | None:

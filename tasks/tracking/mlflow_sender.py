@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 # MLflow's defaults wait four minutes for a server that is away; the journal waits better.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -29,12 +29,12 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  #
 from tasks.engine.report import run_report  # noqa: E402
 from tasks.process.redaction import redact_output, redacted  # noqa: E402
 from tasks.serving import crashed_flow_runs
-from tasks.tracking import mlflow_store  # noqa: E402
-from tasks.tracking.left_runs import close_the_dead, resend, run_of, send_the_unsent, state_of  # noqa: E402
-from tasks.tracking.mlflow_run import Sender, State, create, lock, reopen, telemetry  # noqa: E402
+from tasks.tracking import left_runs, mlflow_store  # noqa: E402
+from tasks.tracking.journal import BEGIN  # noqa: E402
+from tasks.tracking.mlflow_run import Sender, State, lock, lock_patiently, telemetry  # noqa: E402
 from tasks.tracking.query_past import recall  # noqa: E402
 from tasks.tracking.surroundings import code_version  # noqa: E402
-from tasks.tracking.where import TrackingError, Where, where  # noqa: E402
+from tasks.tracking.where import Where, where  # noqa: E402
 
 SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell
 
@@ -49,6 +49,9 @@ class Session:
         self.prefect_api = ""
         self.experiment_id = ""
         self.sender: Sender | None = None
+        self.begin_order: dict[str, Any] | None = None  # until MLflow has been told of the run
+        self.held: TextIO | None = None  # the folder's lock, until then
+        self.retry_at, self.wait_s = 0.0, 1.0
         self.is_swept = False
         self.opened_at = math.inf
         self.system: SystemMetricsMonitor | None = None
@@ -58,62 +61,53 @@ class Session:
             case "open":
                 self.where = Where(**order["where"])
                 self.prefect_api = order.get("prefect_api", "")
+                self.answer({"to": "open"})  # MLflow is imported
                 self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
                 return {"ready": True}
-            case "create":
-                assert self.client is not None and self.where is not None
-                order["folder"] = Path(order["folder"])
-                wanted = order.pop("wanted")
-                past = recall(self.client, self.experiment_id, order["tags"]["alike"], wanted)
-                self.sender = create(
-                    self.client, self.where, experiment_id=self.experiment_id, **order
-                )
-                self.opened_at = time.monotonic()
-                state = self.sender.state
-                ids = {"run_id": state.run_id, "experiment_id": state.experiment_id}
-                return {**ids, "past": past}
-            case "reopen":
-                assert self.client is not None and self.where is not None
-                self.experiment_id, folder = order["experiment_id"], Path(order["folder"])
-                tags, wanted = order["tags"], order["wanted"]
-                past = recall(self.client, self.experiment_id, tags["alike"], wanted)
-                run = self.client.get_run(order["run_id"])
-                if run.info.lifecycle_stage == "deleted":
-                    raise TrackingError(
-                        f"--resume {run.info.run_id}: was deleted in MLflow; train anew"
-                    )
-                state = state_of(self.client, run, folder)
-                self.sender = reopen(self.client, self.where, state=state, folder=folder, tags=tags)
-                self.opened_at = time.monotonic()
-                ids = {"run_id": run.info.run_id, "experiment_id": self.experiment_id}
-                return {**ids, "past": past}
-            case "resume":
-                self.resume(order)
-                return {"resumed": True}
+            case "begin":
+                if not order.get("late"):
+                    return self.begin(order)
+                self.begin_order = order  # nobody waits for it
+                self.held = lock(Path(order["folder"]))
+                return None
             case "close":
-                assert self.sender is not None
+                if self.sender is None:
+                    assert self.begin_order is not None
+                    self.answer({"to": "begin", **self.begin(self.begin_order)})
                 return {"closed": True, "times": self.close(order["run"])}
         raise AssertionError("an unknown instruction")
 
-    def resume(self, order: dict[str, Any]) -> None:
-        """Go on with a run whose sending process ended. Ends this one too where it can't."""
-        self.where, folder = Where(**order["where"]), Path(order["folder"])
-        self.experiment_id, self.prefect_api = order["experiment_id"], order["prefect_api"]
+    def begin(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Tell MLflow of the run. Raises what MLflow raises."""
+        assert self.where is not None
+        if self.client is None:
+            self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
+        self.experiment_id = order.get("experiment_id", self.experiment_id)
+        folder, tags, past = Path(order["folder"]), order["tags"], {}
+        self.held = self.held or lock_patiently(folder)
+        if not order.get("late"):
+            past = recall(self.client, self.experiment_id, tags["alike"], order["wanted"])
+        sender = left_runs.begun(self.client, self.where, folder, order, self.experiment_id)
+        sender.held, sender.telemetry = self.held, telemetry(tags)
+        self.sender, self.opened_at = sender, time.monotonic()
+        ids = {"run_id": sender.state.run_id, "experiment_id": sender.state.experiment_id}
+        return {**ids, "past": past}
+
+    def begin_patiently(self) -> None:
+        """Tell MLflow of the run that has begun without it, or try again later."""
+        if self.begin_order is None or time.monotonic() < self.retry_at:
+            return
         try:
-            self.client = MlflowClient(self.where.tracking_uri)
-            run = self.client.get_run(order["run_id"])
-            state = state_of(self.client, run, folder)
-            self.sender = Sender(self.client, self.where, folder, state, held=lock(folder))
-        except (MlflowException, OSError) as error:
-            print(f"{folder}: not resumed: {redacted(str(error))}", file=sys.stderr)
-            sys.exit(1)
-        self.sender.telemetry = telemetry(run.data.tags)
-        self.opened_at = time.monotonic()
+            self.answer({"to": "begin", **self.begin(self.begin_order)})
+        except Exception as error:  # of any store: sqlite's, the network's, the server's
+            print(f"kept, not yet begun: {redacted(str(error))}", file=sys.stderr)
+            self.retry_at = time.monotonic() + self.wait_s
+            self.wait_s = min(30.0, 2 * self.wait_s)
 
     def idle(self) -> None:
         """Between instructions: send what is new, then what makes the end faster."""
         if self.sender is None:
-            return
+            return self.begin_patiently()
         self.sender.flush_patiently()
         if self.system is None and time.monotonic() - self.opened_at > SYSTEM_METRICS_AFTER_S:
             assert self.where is not None
@@ -127,7 +121,7 @@ class Session:
             assert self.client is not None and self.where is not None
             # Somebody else's runs and files: not worth this run's end.
             with suppress(MlflowException, OSError, ValueError):
-                close_the_dead(self.client, self.where, self.experiment_id)
+                left_runs.close_the_dead(self.client, self.where, self.experiment_id)
             self.crash_the_dead()
 
     def crash_the_dead(self) -> None:
@@ -139,7 +133,7 @@ class Session:
     def close(self, run: dict[str, Any]) -> dict[str, float]:
         """End the run, trying again until `give_up_s` have passed."""
         assert self.sender is not None and self.where is not None
-        self.sender.told_progress = partial(self.answer, {"sending": True})
+        self.sender.told_progress = partial(self.answer, {"to": "close", "sending": True})
         if self.system is not None:
             self.system.finish()
         until = time.monotonic() + self.where.give_up_s
@@ -155,11 +149,11 @@ class Session:
     def end(self) -> None:
         """The training process is gone. If it did not close the run, it was killed."""
         if self.sender is not None and not self.sender.state.closed:
-            resend(self.sender)
+            left_runs.resend(self.sender)
             self.crash_the_dead()
         if self.where is not None:
             if self.client is not None and self.sender is not None:  # MLflow answers, as it seems
-                send_the_unsent(self.client, self.where)
+                left_runs.send_the_unsent(self.client, self.where)
             mlflow_store.sweep_journals(Path(self.where.runs), keep=self.where.keep_runs)
 
 
@@ -175,7 +169,8 @@ def main() -> None:
     session = Session(tell)
     redact_output(is_log=True)
     while True:
-        pause_s = session.where.flush_s if session.where is not None and session.is_swept else 0.05
+        is_quick = session.sender is not None and not session.is_swept
+        pause_s = session.where.flush_s if session.where is not None and not is_quick else 0.05
         if not select.select([0], [], [], pause_s)[0]:
             session.idle()
             continue
@@ -184,26 +179,36 @@ def main() -> None:
             return session.end()
         *orders, pending = (pending + read).split(b"\n")
         for order in orders:
+            told = json.loads(order)
+            to = told["do"]
             try:
-                answer = session.obey(json.loads(order))
+                answer = session.obey(told)
             except Exception as error:  # whatever it is, the training process has to hear of it
-                answer = {"error": mlflow_store.explained(error, session.where)}
+                is_kept = to in ("open", "begin") and mlflow_store.may_come(error, session.where)
+                if is_kept and to == "begin":
+                    session.begin_order = {**told, "late": True}
+                answer = {
+                    "away" if is_kept else "error": mlflow_store.explained(error, session.where)
+                }
             if answer is not None:
-                tell(answer)
+                tell({"to": to, **answer})
 
 
 def send_folder(folder: Path) -> int:
     """Send one run's folder now."""
     try:
-        client = MlflowClient(where().tracking_uri)
-        run = run_of(client, folder).info
-        if not resend(Sender(client, where(), folder, State(run.run_id, run.experiment_id))):
+        client, state = MlflowClient(where().tracking_uri), State("", "")
+        if not (folder / BEGIN).is_file():
+            run = left_runs.run_of(client, folder).info
+            state = State(run.run_id, run.experiment_id)
+        sender = Sender(client, where(), folder, state)
+        if not left_runs.resend(sender):
             print(f"{folder}: not sent: another process is sending it", file=sys.stderr)
             return 1
     except (OSError, ValueError, MlflowException) as error:
         print(f"{folder}: not sent: {redacted(str(error))}", file=sys.stderr)
         return 1
-    print(f"{folder}: sent, run {run.run_id}")
+    print(f"{folder}: sent, run {sender.state.run_id}")
     return 0
 
 

@@ -6,11 +6,13 @@ process.
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import socket
 import sqlite3
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 
@@ -18,15 +20,22 @@ from mlflow import MlflowClient
 from mlflow import __version__ as mlflow_version
 from mlflow.entities import Experiment
 from mlflow.exceptions import MlflowException
+from requests import exceptions as http
+from sqlalchemy import create_engine, make_url
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from tasks.process.redaction import redacted
+from tasks.tracking.journal import BEGIN
 from tasks.tracking.where import TrackingError, Where
 
 AWAY_S = 60.0  # so long MLflow itself tries to reach a database that is away
 # MLflow's pages for training rather than those for language models' traces.
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # another host may be making the tables of a new database
+LOCKED_S = 15.0  # that another process may hold a database file
+PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+# What a database says that is there, and will take nobody for a moment.
+BUSY = re.compile("starting up|shutting down|recovery mode|too many|database is locked", re.I)
 
 
 def open_experiment(where: Where) -> tuple[MlflowClient, str]:
@@ -36,6 +45,8 @@ def open_experiment(where: Where) -> tuple[MlflowClient, str]:
     """
     if where.database is not None:
         _provide_database(where.database, where)
+    if where.is_sql:
+        _connect_once(where.tracking_uri)
     client, found = _first_asked(where)
     if found is None:
         location = Path(where.artifacts).as_uri() if where.keeps_files else None
@@ -80,6 +91,15 @@ def _first_asked(where: Where) -> tuple[MlflowClient, Experiment | None]:
         return _asked(where)
 
 
+def _connect_once(uri: str) -> None:
+    """MLflow itself tries for a minute before it tells what is wrong."""
+    engine = create_engine(uri)
+    try:
+        engine.connect().close()
+    finally:
+        engine.dispose()
+
+
 def _asked(where: Where) -> tuple[MlflowClient, Experiment | None]:
     client = MlflowClient(where.tracking_uri)
     return client, client.get_experiment_by_name(where.experiment)
@@ -100,7 +120,8 @@ def _provide_database(path: Path, where: Where) -> None:
             if not path.exists():
                 _make(path, where)
         if path.stat().st_size:
-            with closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True)) as opened:
+            file = f"file:{path}?mode=rw"
+            with closing(sqlite3.connect(file, uri=True, timeout=LOCKED_S)) as opened:
                 opened.execute("PRAGMA schema_version")
                 opened.execute("BEGIN IMMEDIATE")  # can it be written?
     except (OSError, sqlite3.Error) as error:
@@ -131,17 +152,53 @@ def make_database(path: Path) -> None:
     SqlAlchemyStore(f"sqlite:///{path.absolute()}", "mlartifacts").engine.dispose()
 
 
+def may_come(error: BaseException, where: Where | None) -> bool:
+    """Whether a run may begin without the store, which may well answer later as it is; what is
+    wrong with it stays wrong."""
+    if where is None or where.required:
+        return False
+    chain = _chain(error)
+    if any(isinstance(e, http.ConnectionError | http.RetryError | http.Timeout) for e in chain):
+        return not any(isinstance(e, http.SSLError) for e in chain)
+    found = [e for e in chain if isinstance(e, OperationalError | sqlite3.OperationalError)]
+    if not found:
+        return False
+    return bool(BUSY.search(str(found[0]))) or (where.is_sql and not _listens(where.tracking_uri))
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error and what it came from."""
+    before = error.__cause__ or error.__context__
+    return [error, *(_chain(before) if before is not None else ())]
+
+
+def _listens(uri: str) -> bool:
+    """Whether anybody takes connections where the database should be; True where it isn't known."""
+    url = make_url(uri)
+    port = url.port or PORTS[url.get_backend_name()]
+    try:
+        with socket.create_connection((url.host, port), 5) if url.host else nullcontext():
+            return True
+    except OSError:
+        return False
+
+
 def explained(error: Exception, where: Where | None) -> str:
     """One sentence about what went wrong, starting with the setting at fault."""
+    uri = redacted(where.tracking_uri) if where is not None else "unknown"
+    if may_come(error, where):
+        last = _chain(error)[-1]
+        said = redacted(str(getattr(last, "strerror", None) or last)).strip() or type(last).__name__
+        return f"tracking_uri: {uri} is away ({said.splitlines()[0]})"
     if isinstance(error, TrackingError):
         return str(error)
     text = " ".join(redacted(str(error)).split())
-    uri = redacted(where.tracking_uri) if where is not None else "unknown"
     return f"tracking_uri: {uri} can't be used: {type(error).__name__}: {text[:600]}"
 
 
 def sweep_journals(runs: Path, *, keep: int) -> None:
     """Remove the oldest journals whose runs were sent whole, all but `keep`."""
     sent = [f.parent for f in runs.glob("*/sent.json") if '"closed": true' in f.read_text()]
+    sent = [folder for folder in sent if not (folder / BEGIN).exists()]
     for folder in sorted(sent)[: max(0, len(sent) - keep)]:
         shutil.rmtree(folder, ignore_errors=True)

@@ -6,18 +6,18 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from tasks.engine.base.facts import ModelFacts
 from tasks.engine.files.source_data import DataError
+from tasks.process import children
 from tasks.process.redaction import redacted
 from tasks.tracking.where import TrackingError, Where
 
+ANSWERING = "tasks.tracking.logged_models"
 MOST_SKIPPED = 20  # models that latest may not be
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _spare: list[subprocess.Popen[str]] = []
 
 def warm_up() -> None:
     """Start the other process ahead of need: it imports mlflow while this one imports torch."""
-    _spare.append(_spawn())
+    _spare.append(children.start(ANSWERING))
 
 
 def model_of(
@@ -41,7 +41,7 @@ def model_of(
     check: raises DataError for a model that can't take the rows; latest is then the one before it.
     Raises TrackingError where there is none, and what `check` raises.
     """
-    process = _spare.pop() if _spare else _spawn()
+    process = _spare.pop() if _spare else children.start(ANSWERING)
     ask = partial(_answer, process, {"where": where.model_dump(), "folder": str(folder)})
     with process:
         try:
@@ -97,17 +97,3 @@ def _answer(
     if "error" in answer:
         raise TrackingError(redacted(answer["error"]))
     return ModelFacts(**answer)
-
-
-def _spawn() -> subprocess.Popen[str]:
-    project = str(Path(__file__).parent.parent.parent)
-    path = os.pathsep.join(p for p in (project, os.environ.get("PYTHONPATH")) if p)
-    return subprocess.Popen(
-        [sys.executable, "-m", "tasks.tracking.logged_models"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-        start_new_session=True,  # Ctrl-C is for the prediction, which ends it
-    )

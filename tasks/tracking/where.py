@@ -28,6 +28,7 @@ class Where(BaseModel):
     artifacts: str = "mlartifacts"
     experiment: str = Field("headroom", min_length=1, max_length=EXPERIMENT_LETTERS)
     runs: str = ".headroom/runs"
+    required: bool = False
     flush_s: float = Field(2, gt=0, le=3600)
     give_up_s: float = Field(60, gt=0, le=3600)
     keep_runs: int = Field(200, ge=0)

@@ -70,9 +70,10 @@ def _markdown(report: Report, command: str) -> str:
         if section.lines:
             parts.append("\n".join(f"- {_plain(line)}" for line in section.lines))
         parts.extend(_markdown_table(block) for block in section.blocks)
-    ticks = max((len(run) for run in re.findall("`+", command)), default=0)
-    fence = "`" * max(3, ticks + 1)
-    parts.append(f"### Open it in MLflow\n\n{fence}sh\n{command}\n{fence}")
+    if command:
+        ticks = max((len(run) for run in re.findall("`+", command)), default=0)
+        fence = "`" * max(3, ticks + 1)
+        parts.append(f"### Open it in MLflow\n\n{fence}sh\n{command}\n{fence}")
     return "\n\n".join(parts) + "\n"
 
 

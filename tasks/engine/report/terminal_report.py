@@ -23,7 +23,7 @@ _PHRASE = re.compile(r"[^,]{2,28}(?=,|$)")  # short enough to keep on one line
 
 
 def terminal(report: Report, command: str) -> Group:
-    """The report and the command that opens it, to be printed by a rich console."""
+    """The report and the command that opens it, if any, to be printed by a rich console."""
     from rich.console import Group
     from rich.constrain import Constrain
     from rich.table import Table
@@ -38,7 +38,7 @@ def terminal(report: Report, command: str) -> Group:
         body.add_row("", "")
         body.add_row(section.title, Group(*_lines(section), *_blocks(section)))
     opening = Text.assemble(("\nOpen     ", "bold"), command, overflow="fold")
-    return Group(_Title(report), Constrain(body, width=WIDEST), opening)
+    return Group(_Title(report), Constrain(body, width=WIDEST), *([opening] if command else []))
 
 
 def _lines(section: Section) -> Iterator[_Line]:

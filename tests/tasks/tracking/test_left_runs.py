@@ -150,8 +150,6 @@ def test_a_model_is_logged_once_however_often_the_rest_is_sent(
     with monkeypatch.context() as patch:  # all is there by now, its model too
         patch.setattr(client, "log_model_artifacts", full)
         sender.close(END)
-    assert sender.held is not None
-    sender.held.close()
     logged = client.search_logged_models([experiment_id])
     assert [(m.source_run_id, str(m.status)) for m in logged] == [(sender.state.run_id, "READY")]
     outputs = client.get_run(sender.state.run_id).outputs.model_outputs
@@ -199,8 +197,6 @@ def test_what_is_damaged_in_a_dead_run_costs_no_other_and_no_whole_line(where: W
         (folder / "metrics.jsonl").write_bytes(b"".join(lines[:2]))
         sender.flush()
         (folder / "metrics.jsonl").write_bytes(b"".join(lines))
-        assert sender.held is not None
-        sender.held.close()
         return sender.state.run_id, folder
 
     other, _ = died("other")

@@ -50,8 +50,6 @@ def test_a_training_that_needs_all_cores_is_sent_in_pieces_and_whole_at_its_end(
     assert first < sent() < 3000
     sender.close(END)
     assert sent() == 3000
-    assert sender.held is not None
-    sender.held.close()
 
 
 def test_whoever_waits_for_a_long_end_hears_that_it_goes_on(tmp_path: Path, monkeypatch) -> None:
@@ -67,12 +65,12 @@ def test_whoever_waits_for_a_long_end_hears_that_it_goes_on(tmp_path: Path, monk
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
     order = {"folder": str(folder), "name": "n", "params": {}, "tags": {"alike": ""}, "wanted": []}
-    session.obey({"do": "create", **order})
+    session.obey({"do": "begin", "start_ms": 1, **order})
     lines = [line_of({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 36)]
     (folder / "metrics.jsonl").write_bytes(b"".join(lines))
     answer = session.obey({"do": "close", "run": END})
     assert answer is not None and answer["closed"] and answer["times"]["time/close_s"] > 0
-    assert heard == [{"sending": True}] * 4
+    assert heard == [{"to": "open"}] + [{"to": "close", "sending": True}] * 4
     assert session.sender is not None and session.sender.held is not None
     session.sender.held.close()
 
@@ -81,11 +79,12 @@ def test_the_end_waits_while_there_are_signs_of_it(tmp_path: Path, monkeypatch) 
     where = Where(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", give_up_s=0.2)
     monkeypatch.setattr(journal, "CLOSE_S", 0.1)
     kept = journal.Journal(where, tmp_path)
+    kept.run_id = "told"
 
     def answers() -> None:
         for answer in [{"sending": True}] * 4 + [{"closed": True, "times": {}}]:
             time.sleep(0.15)  # longer than the time without a sign, all together
-            kept._answers.put(answer)
+            kept._answers.put({"to": "close", **answer})
 
     monkeypatch.setattr(kept, "_tell", lambda what: threading.Thread(target=answers).start())
     kept.close(END)

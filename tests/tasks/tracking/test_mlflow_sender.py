@@ -20,7 +20,8 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from tasks.tracking import mlflow_store
-from tasks.tracking.journal import Journal, _append
+from tasks.tracking.journal import Journal
+from tasks.tracking.journal_lines import append
 from tasks.tracking.where import TrackingError, Where
 
 
@@ -86,7 +87,7 @@ def test_a_run_is_kept_whole(tmp_path: Path) -> None:
 DIES = """
 import os, signal, sys, time
 from pathlib import Path
-from tasks.tracking.journal import Journal, _append
+from tasks.tracking.journal import Journal
 from tasks.tracking.where import Where
 where = Where.model_validate_json(sys.argv[1])
 journal = Journal(where, Path(where.runs) / "dying").__enter__()
@@ -191,10 +192,10 @@ def test_what_could_not_be_sent_is_kept_and_sent_later(tmp_path: Path) -> None:
         ("sqlite:////proc/nowhere/mlflow.db", "tracking_uri: .* can't be used as a database"),
     ],
 )
-def test_a_place_that_cannot_be_reached_is_told_before_the_run(
+def test_a_place_that_is_required_and_cannot_be_reached_is_told_before_the_run(
     tmp_path: Path, uri: str, message: str
 ) -> None:
-    where = _where(tmp_path).model_copy(update={"tracking_uri": uri})
+    where = _where(tmp_path, required=True).model_copy(update={"tracking_uri": uri})
     with Journal(where, tmp_path / "runs" / "one") as journal:
         journal.open(None)
         with pytest.raises(TrackingError, match=message) as caught:
@@ -263,12 +264,12 @@ def test_a_line_that_the_disk_takes_half_of_is_taken_back(tmp_path: Path) -> Non
             return super().write(data[:7] if room else data)
 
     file, room = Full(tmp_path / "metrics.jsonl", "ab"), []
-    _append(file, b'{"step": 1}\n')
+    append(file, b'{"step": 1}\n')
     room.append(True)
     with pytest.raises(OSError, match="No space left"):
-        _append(file, b'{"step": 2}\n')
+        append(file, b'{"step": 2}\n')
     room.clear()
-    _append(file, b'{"step": 3}\n')
+    append(file, b'{"step": 3}\n')
     file.close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 3}\n'
 
