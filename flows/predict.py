@@ -30,6 +30,7 @@ from tasks.detect_device import detect_device
 from tasks.engine.predict.request import order
 from tasks.engine.settings.run_config import DeviceConfig
 from tasks.find_model import find_model
+from tasks.flow_run import untagged
 from tasks.predict_rows import predict_rows
 from tasks.release_memory import release_memory
 
@@ -67,7 +68,7 @@ def predict(
         experiment=experiment,
         limit_mib=limit_mib,
     )
-    with tempfile.TemporaryDirectory(prefix="headroom-model-") as folder:
+    with tempfile.TemporaryDirectory(prefix="headroom-model-") as folder, untagged():
         model = find_model(wanted, folder=folder)
         found = detect_device(DeviceConfig(name=device), precision="fp32", limit_mib=limit_mib)
         held_bytes = 0

@@ -27,7 +27,16 @@ from prefect.runtime import flow_run
 from flows.cli.from_python import training
 from tasks.detect_device import detect_device
 from tasks.engine.settings.run_config import RunConfig
-from tasks.flow_run import describe, ended_as, own_key, publish, retried, run_name, waited_s
+from tasks.flow_run import (
+    describe,
+    ended_as,
+    own_key,
+    publish,
+    retried,
+    run_name,
+    untagged,
+    waited_s,
+)
 from tasks.preflight import check_fit, check_resume, resolved
 from tasks.prepare_data import prepare_data
 from tasks.process.redaction import redacted_errors
@@ -61,7 +70,7 @@ def train(
             resume=resume,
             key=own_key(),
         )
-    with retried(named), redacted_errors(), named as record:
+    with retried(named), redacted_errors(), untagged(), named as record:
         device = record.timed(
             detect_device,
             config.device,

@@ -16,14 +16,16 @@ from typing import Any
 from uuid import UUID
 
 import psutil
+from httpx import TransportError
 from prefect import Flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.client.schemas.responses import SetStateStatus
+from prefect.context import SettingsContext, TagsContext, get_settings_context
 from prefect.exceptions import Pause
 from prefect.runtime import deployment, flow_run
-from prefect.settings import PREFECT_API_URL, get_current_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, get_current_settings
 from prefect.states import AwaitingRetry, Completed
 from rich.console import Console
 
@@ -35,6 +37,7 @@ from tasks.process import streams
 from tasks.process.redaction import link
 from tasks.record import Record
 from tasks.resume import default_name, plan_retry
+from tasks.serving.crashed_flow_runs import TAG
 from tasks.serving.local_prefect import is_temporary
 
 log = logging.getLogger(__name__)
@@ -75,6 +78,13 @@ def describe() -> dict[str, str]:
     if not is_temporary(PREFECT_API_URL.value() or ""):
         found["prefect.flow_run_url"] = link(flow_run.ui_url or "")
     return {k: str(v) for k, v in found.items() if v}
+
+
+def untagged() -> TagsContext:
+    """For the tasks, of which each would ask Prefect for a slot of the tag that this process is
+    known by: with its server away, for a minute, to fail then."""
+    asked = TagsContext.get().current_tags
+    return TagsContext(current_tags={tag for tag in asked if not tag.startswith(f"{TAG}:")})
 
 
 def own_key() -> str:
@@ -159,4 +169,10 @@ def publish(run: Mapping[str, Any]) -> None:
     """Put the report where Prefect's UI shows it."""
     text = run_report.markdown(run, open_command=run["open_command"] if run["run_id"] else "")
     key = f"run-{run['run_id'] or flow_run.id}"  # MLflow may not know it yet
-    create_markdown_artifact(text, key=key, description=run["name"])
+    try:
+        create_markdown_artifact(text, key=key, description=run["name"])
+    except TransportError:  # its server is away: the run's end does not wait for it once more
+        here = get_settings_context()
+        once = here.settings.copy_with_update({PREFECT_CLIENT_MAX_RETRIES: 0})
+        SettingsContext(profile=here.profile, settings=once).__enter__()
+        raise

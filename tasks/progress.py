@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextvars import copy_context
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
@@ -236,7 +237,8 @@ def tell_in_silence(
                 silent_s = 0.0
                 log.info("%s: %s so far", stage(), clock(time.monotonic() - began_s))
 
-    threading.Thread(target=tell, daemon=True).start()
+    here = copy_context()  # Prefect knows by it which run's log this is
+    threading.Thread(target=here.run, args=(tell,), daemon=True).start()
 
 
 def _rounded(value: float) -> str:

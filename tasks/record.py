@@ -282,12 +282,8 @@ class Record:
         try:
             self.run["metrics"] |= self._journal.close(self.run)
         except TrackingError as unsent:
-            log.error(
-                "%s. Nothing is lost: the next run sends it, or now "
-                "`python -m tasks.tracking.mlflow_sender %s`",
-                unsent,
-                shlex.quote(str(self.folder)),
-            )
+            told = f"python -m tasks.tracking.mlflow_sender {shlex.quote(str(self.folder))}"
+            log.error("%s. Nothing is lost: the next run sends it, or now `%s`", unsent, told)
         self.run |= self._page()  # it may have been told of the run at last
 
     def _page(self) -> dict[str, str]:

@@ -147,16 +147,16 @@ def desk_environment(home: Path | None = None) -> dict[str, str]:
 @pytest.fixture
 def desk(place: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts `python -m flows.train` with the given arguments in `place`; none outlives its test,
-    which would slow all that follow. cold: with all that it imports."""
+    which would slow all that follow. cold: with all that it imports; more: of its environment."""
     started: list[subprocess.Popen[str]] = []
 
     def start(
-        *arguments: str, home: Path | None = None, cold: bool = False
+        *arguments: str, home: Path | None = None, cold: bool = False, **more: str
     ) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [PYTHON if cold else sys.executable, "-m", "flows.train", *arguments],
             cwd=place,
-            env=desk_environment(home),
+            env={**desk_environment(home), **more},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

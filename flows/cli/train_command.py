@@ -9,6 +9,7 @@ import atexit
 import logging
 import os
 import sys
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,10 +26,12 @@ from tasks.engine.settings.import_path_checks import check as check_imports
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.yaml_file import to_yaml
 from tasks.process import restart, signals
-from tasks.process.redaction import redact_output
+from tasks.process.redaction import redact_output, redacted
 from tasks.serving import crashed_flow_runs, local_prefect
 from tasks.tracking import journal
 from tasks.tracking.where import TrackingError, where
+
+_prefect_away = threading.Event()  # nothing waits for its server any more
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,8 +56,9 @@ def leave(code: int) -> NoReturn:
     """End the process when everything is written and flushed, without taking its modules apart,
     which would cost up to another second."""
     signals.finish()
-    atexit._run_exitfuncs()  # Prefect's last logs and events among them
-    logging.shutdown()
+    if not _prefect_away.is_set():
+        atexit._run_exitfuncs()  # Prefect's last logs and events among them
+        logging.shutdown()
     with suppress(OSError):  # whoever read it has gone
         sys.stdout.flush()
         sys.stderr.flush()
@@ -117,6 +121,13 @@ def _played(play: Callable[[], int], *, debug: bool) -> int:
             return 2
         if debug and isinstance(error, Exception):
             raise
+        from prefect.settings import PREFECT_API_URL
+
+        api = PREFECT_API_URL.value() or ""
+        if str(error).startswith("Failed to reach API") and not local_prefect.is_temporary(api):
+            told = "does not answer; start that server, or name none: a run then starts its own"
+            print(f"PREFECT_API_URL: {redacted(api)} {told}", file=sys.stderr)
+            return 2
         print(f"failed: {error}", file=sys.stderr)
         return 1
 
@@ -151,10 +162,11 @@ def called() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(tags(crashed_flow_runs.tag()))
         stack.callback(ASKED_AT.reset, ASKED_AT.set(time.time()))
+        settings: dict[Any, Any] = {}
         if local_prefect.is_needed() and not PREFECT_API_URL.value():
             url = stack.enter_context(local_prefect.shared(local_prefect.home()))
             settings = {PREFECT_API_URL: url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
-            stack.enter_context(temporary_settings(settings))
+        stack.enter_context(temporary_settings(settings))  # also undoes what publish() sets
         for logger in map(logging.getLogger, (None, *logging.root.manager.loggerDict)):
             for handler in logger.handlers:
                 if isinstance(handler, PrefectConsoleHandler):
@@ -175,6 +187,8 @@ def _tell_lines() -> logging.Handler:
 
 
 def _play(asked: Namespace) -> int:
+    from httpx import TransportError
+
     from flows.train import train
     from tasks.flow_run import ASKED_AT
     from tasks.record import last_ended
@@ -185,10 +199,15 @@ def _play(asked: Namespace) -> int:
         train(asked.config, resume=asked.resume)
     except Exception as error:
         ended = last_ended()
-        if asked.debug or ended is None or ended.run["status"] != "FINISHED":
-            if not asked.debug:
-                _plan_retry(asked, error)
+        if isinstance(error, TransportError):
+            _prefect_away.set()
+        if asked.debug:
             raise
+        if ended is None or ended.run["status"] != "FINISHED":
+            _plan_retry(asked, error)
+            if ended is None or not _prefect_away.is_set():
+                raise
+            raise RuntimeError(ended.run["error"]) from error  # what Prefect's own error hides
         print(f"trained, but Prefect could not record its end: {error}", file=sys.stderr)
         show(ended.run)
     return 0
@@ -214,7 +233,10 @@ def _set_up_prefect(api_url: str | None, *, debug: bool) -> None:
     if api_url is not None:
         os.environ["PREFECT_API_URL"] = api_url
     os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "tasks")
+    for name, value in local_prefect.TRIES_AGAIN.items():
+        os.environ.setdefault(name, value)
     if not debug:
+        logging.raiseExceptions = False  # else Prefect prints each line that it can't send
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
         os.environ.setdefault("PREFECT_LOGGING_INTERNAL_LEVEL", "CRITICAL")
     _tell_lines()

@@ -132,6 +132,7 @@ def _environment(plan: Plan) -> dict[str, str]:
     return {
         **kept,
         "PREFECT_API_URL": plan.api,
+        **local_prefect.TRIES_AGAIN,
         "PREFECT_HOME": str(local_prefect.home().absolute()),
         "PREFECT_LOGGING_EXTRA_LOGGERS": "tasks",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

@@ -62,15 +62,12 @@ def send_the_unsent(client: MlflowClient, chosen: Where) -> None:
     for name in sorted(_folders(chosen)):
         folder = Path(chosen.runs) / name
         with _passed_over(name):
-            if (begin := _begin(folder)) is not None:
-                tags, state = begin["tags"], State("", "")
-            elif (said := _said(folder)) is not None and said.closed:
+            begin, said = _begin(folder), _said(folder)
+            if begin is None and said is not None and said.closed:
                 continue
-            else:
-                run = run_of(client, folder)
-                tags, state = run.data.tags, State(run.info.run_id, run.info.experiment_id)
+            tags = run_of(client, folder).data.tags if begin is None else begin["tags"]
             if _is_gone(tags):
-                resend(Sender(client, chosen, folder, state))
+                resend(Sender(client, chosen, folder, State("", "")))
 
 
 def _begin(folder: Path) -> dict[str, Any] | None:
@@ -87,7 +84,7 @@ def begun(
     """The run in MLflow, of a training that begins or goes on: the one that has this journal, else
     a new one. Raises TrackingError where it was deleted."""
     run = client.get_run(begin["run_id"]) if "run_id" in begin else None
-    if run is None and (folder / BEGIN).is_file():  # whoever made it may have died then
+    if run is None and folder.name in _folders(chosen):  # whoever made it may have died then
         with suppress(ValueError):
             run = run_of(client, folder)
     if run is None:
@@ -161,8 +158,8 @@ def _is_gone(tags: Mapping[str, str]) -> bool:
 
 
 def resend(sender: Sender) -> bool:
-    """Send what the folder holds, and end the run as its process ended it, or as KILLED. False
-    where another process is at it."""
+    """Send what the folder holds, and end the run as its process ended it, or as KILLED. The run
+    that its state names, or the one of its folder. False where another process is at it."""
     if sender.held is None and sender.folder.is_dir() and sender.folder != Path():
         sender.held = lock(sender.folder)
         if sender.held is None:
@@ -181,6 +178,9 @@ def _resend(sender: Sender) -> None:
         chosen = sender.where.model_copy(update={"experiment": begin["experiment"]})
         sender.client, experiment_id = open_experiment(chosen)
         sender.state = begun(sender.client, chosen, sender.folder, begin, experiment_id).state
+    elif not sender.state.run_id:
+        run_info = run_of(sender.client, sender.folder).info
+        sender.state = State(run_info.run_id, run_info.experiment_id)
     stored = sender.client.get_run(sender.state.run_id)
     if not sender.folder.is_dir() or sender.folder == Path():
         sender.client.set_tag(sender.state.run_id, "end.reason", DEAD)

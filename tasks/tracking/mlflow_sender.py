@@ -30,7 +30,6 @@ from tasks.engine.report import run_report  # noqa: E402
 from tasks.process.redaction import redact_output, redacted  # noqa: E402
 from tasks.serving import crashed_flow_runs
 from tasks.tracking import left_runs, mlflow_store  # noqa: E402
-from tasks.tracking.journal import BEGIN  # noqa: E402
 from tasks.tracking.mlflow_run import Sender, State, lock, lock_patiently, telemetry  # noqa: E402
 from tasks.tracking.query_past import recall  # noqa: E402
 from tasks.tracking.surroundings import code_version  # noqa: E402
@@ -197,11 +196,8 @@ def main() -> None:
 def send_folder(folder: Path) -> int:
     """Send one run's folder now."""
     try:
-        client, state = MlflowClient(where().tracking_uri), State("", "")
-        if not (folder / BEGIN).is_file():
-            run = left_runs.run_of(client, folder).info
-            state = State(run.run_id, run.experiment_id)
-        sender = Sender(client, where(), folder, state)
+        chosen = where()
+        sender = Sender(MlflowClient(chosen.tracking_uri), chosen, folder, State("", ""))
         if not left_runs.resend(sender):
             print(f"{folder}: not sent: another process is sending it", file=sys.stderr)
             return 1

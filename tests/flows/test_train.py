@@ -320,7 +320,7 @@ def test_a_run_whose_journal_cannot_be_kept_is_failed_with_that_reason(
     place: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """A full disk ended as bad input, and the run as KILLED, without what it had measured last."""
-    append = journal._append
+    append = journal.append
 
     def failing(file: FileIO, line: bytes) -> None:
         (folder,) = (place / ".headroom" / "runs").glob("*-*")
@@ -331,7 +331,7 @@ def test_a_run_whose_journal_cannot_be_kept_is_failed_with_that_reason(
         else:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(journal, "_append", failing)
+    monkeypatch.setattr(journal, "append", failing)
     words = "^runs: .* can't be written .No space left on device.; make room there$"
     with pytest.raises(JournalError, match=words):
         _train(**QUICK)

@@ -1,0 +1,75 @@
+"""Trainings whose Prefect server is away, or dies in mid-run."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+Desk = Callable[..., "subprocess.Popen[str]"]
+LONG = ("--data.source", "synthetic", "--train.epochs", "100000", "--train.log_every", "10")
+
+
+def _server(home: Path) -> int:
+    """The process id of the one that the desk has started."""
+    port = urlsplit((home / "headroom-server.lock").read_text()).port
+    found = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid]
+    return next(c.pid for c in found if c.laddr and c.laddr.port == port)
+
+
+def _is_training(process: "subprocess.Popen[str]", place: Path) -> None:
+    until = time.monotonic() + 120
+    while not any(f.stat().st_size for f in place.glob(".headroom/runs/*/metrics.jsonl")):
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--train.max_s", "5"), 0, "trained, but Prefect could not record its end: "),
+        ((), 130, "interrupted"),
+    ],
+)
+def test_a_training_whose_prefect_server_dies_comes_to_its_own_end_soon(
+    desk: Desk, place: Path, arguments: tuple[str, ...], code: int, said: str
+) -> None:
+    """Each task asked for a slot of a tag, a minute long, and FAILED the run without; the end
+    took two minutes and a half."""
+    home = place / "home"
+    process = desk(*LONG, *arguments, home=home, PREFECT_CLIENT_MAX_RETRIES="1")
+    _is_training(process, place)
+    os.kill(_server(home), signal.SIGKILL)
+    if code:
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == code, err
+    assert said in err and "Traceback" not in err and "Error logging" not in err
+    assert time.monotonic() - began < 60
+    with closing(sqlite3.connect(place / "mlflow.db")) as opened:
+        ((status,),) = opened.execute("SELECT status FROM runs").fetchall()
+    assert status == ("KILLED" if code else "FINISHED")
+    if not code:
+        assert "Release  OK" in out and "/runs/" in out
+
+
+def test_a_prefect_that_is_away_at_the_start_is_one_sentence_and_costs_nothing(
+    desk: Desk, place: Path
+) -> None:
+    api = "http://127.0.0.1:9/api"
+    process = desk("--train.epochs", "1", PREFECT_API_URL=api)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2 and out == ""
+    assert f"\nPREFECT_API_URL: {api} does not answer; start that server" in err
+    assert "Traceback" not in err and len(err.splitlines()) == 2
+    assert not list(place.glob(".headroom/runs/*/")) and not (place / "mlflow.db").exists()
