@@ -1,9 +1,11 @@
-"""Where a run is, as tags of it: the device, the host, the process and its user."""
+"""Where a run is, as tags and as a file of it: the device, the host, the process and its user."""
 
 from __future__ import annotations
 
 import getpass
+import json
 import socket
+from dataclasses import asdict
 
 import psutil
 
@@ -34,6 +36,13 @@ def device_tags(device: DeviceFacts) -> dict[str, str]:
         "mlflow.user": _user(),
     }
     return {k: v for k, v in found.items() if v is not None}
+
+
+def device_json(device: DeviceFacts) -> str:
+    """All that is known of it, and every check on the way to it."""
+    facts = asdict(device)
+    checks = facts.pop("checks")
+    return json.dumps({**facts, "checks": checks}, indent=1)
 
 
 def _user() -> str | None:

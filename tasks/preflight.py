@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tasks.engine.base.facts import DataFacts, DeviceFacts
-from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer, read_about, steps
-from tasks.engine.checkpoint.checkpoints import CHECKPOINTS
+from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer, read_about
 from tasks.engine.checkpoint.compatibility import identity, refuse_another
+from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
 from tasks.engine.data.preparation import check as check_data
 from tasks.engine.device.detection import DeviceError
 from tasks.engine.files.source_data import DataError

@@ -12,18 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from uuid import uuid4
 
 from tasks import resume as earlier
 from tasks import serve
-from tasks.device_tags import device_tags
+from tasks.device_tags import device_json, device_tags
 from tasks.engine.base.facts import DataFacts, DeviceFacts, ReleaseFacts, TrainFacts
 from tasks.engine.base.timing import Stopwatch
-from tasks.engine.device import leases
-from tasks.engine.device.leases import Leases
 from tasks.engine.settings import unused_settings
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.yaml_file import to_yaml
@@ -31,10 +29,12 @@ from tasks.engine.step.build import epochs_of, steps_of
 from tasks.engine.training.oom_files import OutOfMemory
 from tasks.engine.training.similar_runs import WANTED, Past, alike
 from tasks.failures import Failure, classify
+from tasks.live_runs import Announcement
 from tasks.process.redaction import redacted, without_secrets
 from tasks.progress import Progress, tell_in_silence
 from tasks.regression import COMPARED, regressed
 from tasks.release_memory import LeakError, release_metrics
+from tasks.run_folders import Start, start_of
 from tasks.tracking.journal import Journal, JournalError
 from tasks.tracking.where import TrackingError, where
 
@@ -74,12 +74,11 @@ class Record:
         left = earlier.asked_for(runs, resume) if resume else earlier.of_key(runs, self._key)
         self.resumes = left is not None
         self.folder = left or runs / f"{earlier.stamp()}-{uuid4().hex[:8]}"
-        self._start = earlier.start_of(self.folder) if left else None
+        self._start = start_of(self.folder) if left else None
         self._follows = self._start or earlier.retry_of(runs, self._key)
         self._name = self._start.name if self._start else name or earlier.default_name(config)
         self._watch = Stopwatch()
         self._stages = {"time/start_s": waited_s}
-        self._stage = "starting"
         self._series: dict[str, float] = {}  # last values
         self._summary: dict[str, float] = {}
         self._tags: dict[str, str] = {}
@@ -97,26 +96,26 @@ class Record:
         self._progress: Progress | None = None
         self._over = threading.Event()
         self._held = ExitStack()  # the folder's lock, and the lease of the device
-        holder = f"process {os.getpid()}, {self._name}"
-        self.leases = Leases(leases.folder(), wait_s=config.device.wait_s, holder=holder)
+        self._live = Announcement(self.folder, self._name)
+        self.leases = self._live.leases(config.device.wait_s)
 
     def __enter__(self) -> Record:
         self._held.callback(self.leases.close)
         if self.resumes:
             self._held.enter_context(earlier.held(self.folder))
-        tell_in_silence(self._over, lambda: self._progress, lambda: self._stage)
+        tell_in_silence(self._over, lambda: self._progress, lambda: self._live.live.stage)
         for line in unused_settings.told(self.config):
             log.warning("%s", line)
         self._journal.__enter__()
         self._journal.open(self.config.run.experiment)
+        self._held.enter_context(self._live)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         try:
             self._screen.close()
-            self._progress, self._stage = None, "sending it to MLflow"
+            self._progress = None
+            self._live.tell(stage="sending it to MLflow")
             if isinstance(error, LeakError):
                 self.released(error.facts)
             if self._journal.is_begun:
@@ -129,7 +128,7 @@ class Record:
     def timed(self, stage: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a task, and keep how long it took under its name."""
         name = getattr(stage, "name", stage.__class__.__name__)
-        self._stage = name.replace("_", " ")
+        self._live.tell(stage=name.replace("_", " "))
         began = time.perf_counter()
         try:
             return stage(*args, **kwargs)
@@ -168,18 +167,18 @@ class Record:
             self._held.enter_context(earlier.held(self.folder))
             ids = self._journal.run_id, self._journal.experiment_id
             pid, began_at = os.getpid(), time.time() - self._watch.total_s()
-            self._start = earlier.Start(*ids, self._name, self._key, pid=pid, began_at=began_at)
+            self._start = Start(*ids, self._name, self._key, pid=pid, began_at=began_at)
+        steps, epochs = steps_of(self.config, data), epochs_of(self.config, data)
+        self._start = replace(self._start, steps=steps, epochs=epochs)
         self._start = self._start.following(self._follows, on=device.kind)
         self._start.write(self.folder)
+        self._live.tell(run_id=self._start.run_id, device=device.name, steps=steps, epochs=epochs)
         if self.leases.waited_s > 1:
             self._stages["time/wait_device_s"] = self.leases.waited_s
         self._stages["time/open_run_s"] = time.perf_counter() - began
         self._write("config.yaml", redacted(to_yaml(self.config.model_dump())))
-        checks = [asdict(check) for check in device.checks]
-        facts = {k: v for k, v in asdict(device).items() if k != "checks"}
-        self._write("device.json", json.dumps({**facts, "checks": checks}, indent=1))
-        steps = steps_of(self.config, data)
-        self._progress = self._screen.enter_context(Progress(steps, epochs_of(self.config, data)))
+        self._write("device.json", device_json(device))
+        self._progress = self._screen.enter_context(Progress(steps, epochs))
         self._before = measured
         return Past(measured)
 

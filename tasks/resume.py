@@ -10,69 +10,25 @@ import logging
 import os
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 from tasks.engine.base.facts import DeviceFacts
-from tasks.engine.base.file_lock import FileLock
+from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.engine.base.units import printable, seconds
-from tasks.engine.checkpoint.checkpoint_files import steps
-from tasks.engine.checkpoint.checkpoints import CHECKPOINTS
+from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
 from tasks.engine.device.detection import NotNow
 from tasks.engine.settings.read_settings import ConfigError, resolve
 from tasks.engine.settings.run_config import RunConfig, RunSettings
 from tasks.engine.training.budget import ends_at
 from tasks.failures import Failure
 from tasks.process import restart
+from tasks.run_folders import LOCK, Start, folders, resume_command, start_of
 from tasks.tracking.where import where
 
 log = logging.getLogger(__name__)
-START, LOCK = "start.json", "training.lock"
 RETRY_WAIT_S = 600.0  # at most
-
-
-@dataclass(frozen=True)
-class Start:
-    """How a run began; kept in its folder as start.json."""
-
-    run_id: str
-    experiment_id: str
-    name: str
-    key: str = ""
-    resumed: int = 0  # times that it was gone on with
-    pid: int = 0  # that trains, or trained last
-    began_at: float = 0.0  # Unix time
-    spent_s: float = 0.0  # by the times before
-    device: str = ""  # its kind
-    retries: int = 0  # since there was a newer checkpoint; 0 again where no more is to come
-    retried_at: int = 0  # step of the checkpoint at the last of them
-    after: str = ""  # which class of failure it came
-
-    def write(self, folder: Path) -> None:
-        half = folder / f"{START}.new"
-        half.write_text(json.dumps(asdict(self)))
-        half.rename(folder / START)
-
-    def following(self, before: Start | None, *, on: str) -> Start:
-        """The same on a device of this kind, as a retry of that one where it is one."""
-        was = before or self
-        self = replace(self, retries=was.retries, retried_at=was.retried_at, after=was.after)
-        return replace(self, device=on)
-
-    def again(self, folder: Path) -> Start:
-        """The next time. The last one has told how long it took, or lasted, as far as is known,
-        until its newest metric."""
-        spent_s = self.spent_s
-        try:
-            told = json.loads((folder / "run.json").read_text())
-            spent_s = max(spent_s, float(told["metrics"]["time/total_s"]))
-        except (OSError, ValueError, LookupError, TypeError):
-            with suppress(OSError):
-                spent_s += max(0.0, (folder / "metrics.jsonl").stat().st_mtime - self.began_at)
-        return replace(
-            self, resumed=self.resumed + 1, pid=os.getpid(), began_at=time.time(), spent_s=spent_s
-        )
 
 
 def default_name(config: RunConfig) -> str:
@@ -85,17 +41,6 @@ def stamp() -> str:
     return datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
-def start_of(folder: Path) -> Start | None:
-    """None where the folder is none of a run. MLflow may have been told of it since."""
-    with suppress(OSError, ValueError, TypeError):
-        start = Start(**json.loads((folder / START).read_text()))
-        with suppress(OSError, ValueError, LookupError):
-            sent = json.loads((folder / "sent.json").read_text()) if not start.run_id else {}
-            start = replace(start, run_id=sent["run_id"], experiment_id=sent["experiment_id"])
-        return start
-    return None
-
-
 def asked_for(runs: Path, resume: str) -> Path:
     """The folder of the run that --resume names: latest, a run's id, or a folder.
 
@@ -103,13 +48,11 @@ def asked_for(runs: Path, resume: str) -> Path:
     """
     told = printable(resume, limit=80)
     if resume == "latest":
-        kept = [folder for folder in _folders(runs) if steps(folder / CHECKPOINTS)]
+        kept = [folder for folder in folders(runs) if steps(folder / CHECKPOINTS)]
         if not kept:
             raise ConfigError(f"--resume latest: no run in {runs} has a checkpoint")
         return kept[0]
-    folder = next(
-        (f for f in _folders(runs) if resume in (f.name, _id(f))), Path(resume).absolute()
-    )
+    folder = next((f for f in folders(runs) if resume in (f.name, _id(f))), Path(resume).absolute())
     if folder.name == CHECKPOINTS:
         folder = folder.parent
     if start_of(folder) is None:
@@ -132,11 +75,11 @@ def of_key(runs: Path, key: str) -> Path | None:
     newest = _newest(runs, key)
     if newest is None or _is_done(newest):
         return None
-    return newest if steps(newest / CHECKPOINTS) or _is_held(newest) else None
+    return newest if steps(newest / CHECKPOINTS) or is_held(newest / LOCK) else None
 
 
 def _newest(runs: Path, key: str) -> Path | None:
-    of_key = (f for f in _folders(runs) if (s := start_of(f)) is not None and s.key == key)
+    of_key = (f for f in folders(runs) if (s := start_of(f)) is not None and s.key == key)
     return next(of_key, None) if key else None
 
 
@@ -153,17 +96,6 @@ def held(folder: Path) -> FileLock:
         lock.close()
         raise ConfigError(f"--resume {folder}: that run is being trained by {by}")
     return lock
-
-
-def _is_held(folder: Path) -> bool:
-    with suppress(OSError), FileLock(folder / LOCK) as lock:
-        return not lock.take()
-    return False
-
-
-def _folders(runs: Path) -> list[Path]:
-    """Of runs, the newest first: their names begin with the time."""
-    return sorted((file.parent for file in runs.glob(f"*/{START}")), reverse=True)
 
 
 def _id(folder: Path) -> str:
@@ -261,5 +193,5 @@ def tell_resume(folder: Path, run_id: str) -> None:
     empty where MLflow knows nothing of it."""
     kept = steps(folder / CHECKPOINTS)
     if kept:
-        words = f"`python -m flows.train --resume {run_id or folder.name}`"
-        log.info("step %s is kept; go on with %s", f"{kept[0]:,}", words)
+        command = resume_command(run_id or folder.name)
+        log.info("step %s is kept; go on with `%s`", f"{kept[0]:,}", command)

@@ -168,6 +168,7 @@ def _plan(up: Mapping[str, Part]) -> service_up.Plan:
         folder=FOLDER,
         tracking_uri=chosen.tracking_uri,
         experiment=chosen.experiment,
+        runs=Path(chosen.runs),
         addresses=addresses,
     )
 

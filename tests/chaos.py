@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch._dynamo  # which torch.optim would import in each fork
 
-from tasks.engine.checkpoint import checkpoint_files
+from tasks.engine.checkpoint import checkpoint_files, kept_steps
 from tasks.engine.checkpoint.checkpoints import newest
 from tasks.engine.device.leases import Leases
 from tasks.engine.training.loop import Stop
@@ -185,7 +185,7 @@ class Chaos:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def _no_announced_one_is_lost(self, folder: Path) -> None:
-        kept = checkpoint_files.steps(folder / "checkpoints")
+        kept = kept_steps.steps(folder / "checkpoints")
         for step in kept:
             checkpoint_files.read(folder / "checkpoints", step)  # raises Damaged
 

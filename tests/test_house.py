@@ -179,6 +179,9 @@ def test_no_engine_module_brings_prefect_or_mlflow_along() -> None:
     [
         "flows.cli.train_command",
         "flows.cli.flags",
+        "flows.runs",
+        "flows.stop",
+        "flows.cli.tidy_command",
         "tasks.serving.local_prefect",
         "tasks.tracking.journal",
     ],

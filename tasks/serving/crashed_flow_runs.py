@@ -4,13 +4,22 @@ gone. Whoever comes next marks them as crashed, as left_runs.py ends them in MLf
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 import psutil
 
 from tasks.serving.prefect_http import LIVE, call, set_state
 
+STATES = {"FINISHED": "COMPLETED", "FAILED": "FAILED"}  # of Prefect, by those of MLflow
 TAG = "process"  # of a flow run: process:HOST:PID:START
 
 
@@ -19,13 +28,57 @@ def tag() -> str:
     return f"{TAG}:{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.2f}"
 
 
-def crash_the_dead(api: str) -> int:
-    """Mark those of this host whose process is gone. Returns how many; raises OSError."""
-    asked = {"flow_runs": {"state": {"type": {"any_": LIVE}}}}
-    dead = [run["id"] for run in call("POST", f"{api}/flow_runs/filter", asked) if _is_dead(run)]
-    for run in dead:
-        set_state(api, run, type="CRASHED", message="Its process was gone.")
-    return len(dead)
+@dataclass(frozen=True)
+class End:
+    """What a flow run came to that could not say so itself."""
+
+    type: str = "CRASHED"
+    message: str = "Its process was gone."
+    at_s: float = math.inf  # Unix time of its last sign of life
+
+
+def ends(runs: Path) -> dict[str, End]:
+    """Of flow runs whose process was one of this host and is gone, by their ids: how their runs
+    ended, as `runs` keeps it. Prefect may have been away then."""
+    found = {}
+    for file in runs.glob("*/run.json"):
+        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            run = json.loads(file.read_text())
+            tags, status = run["tags"], run["status"]
+            is_here = tags["host"] == socket.gethostname()
+            if is_here and not is_alive(tags["pid"], tags["process.started_at"]):
+                reason = run.get("error") or run.get("stopped") or "to its end"
+                at_s = (file.parent / "metrics.jsonl").stat().st_mtime
+                end = End(STATES.get(status, "CRASHED"), f"{status} in MLflow: {reason}", at_s)
+                found[tags["prefect.flow_run_id"]] = end
+    return found
+
+
+def crash_the_dead(api: str, known: Mapping[str, End], *, does: bool = True) -> dict[str, End]:
+    """Give those of this host whose process is gone the state that is known, or mark them as
+    crashed. Returns them by their names; raises OSError."""
+    live: dict[str, Any] = {"state": {"type": {"any_": LIVE}}}
+    asked = {run["id"]: run for run in _filtered(api, live)}
+    dead = {id: end for id, run in asked.items() if (end := _end_of(run, known)) is not None}
+    # What ended while we looked has said so by now.
+    still = _filtered(api, live | {"id": {"any_": list(dead)}}) if dead else []
+    if does:
+        for run in still:
+            set_state(api, run["id"], type=dead[run["id"]].type, message=dead[run["id"]].message)
+    return {run["name"]: dead[run["id"]] for run in still}
+
+
+def _filtered(api: str, flow_runs: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = call("POST", f"{api}/flow_runs/filter", {"flow_runs": flow_runs})
+    return found
+
+
+def _end_of(run: dict[str, Any], known: Mapping[str, End]) -> End | None:
+    """None of one that may live: where Prefect began it again, the end that is known is not its."""
+    end = known.get(run["id"])
+    if end and datetime.fromisoformat(run["state"]["timestamp"]).timestamp() <= end.at_s:
+        return end
+    return End() if _is_dead(run) else None
 
 
 def _is_dead(run: dict[str, list[str]]) -> bool:

@@ -25,6 +25,8 @@ from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, LOCK_UN, flock
 from pathlib import Path
 from typing import IO, Any
 
+from tasks.engine.base.file_lock import is_held
+
 LINGER_S = 20.0  # after the last run: events are written within seconds; a next run finds it ready
 # Of a request: for 30 s, in which a server that starts again is back. Prefect's own 5 are a minute.
 TRIES_AGAIN = {"PREFECT_CLIENT_MAX_RETRIES": "4"}
@@ -50,7 +52,14 @@ def is_needed() -> bool:
     allowed = os.environ.get("PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", allowed)
     if allowed.lower() not in ("1", "true", "yes", "on"):
         return False
-    return not any(_names_an_api(settings) for settings in _settings_files())
+    return not any(map(_named_api, _settings_files()))
+
+
+def known_api() -> str:
+    """The API that is named here, or that of the desk's server while it is up; else empty."""
+    named = (os.environ.get("PREFECT_API_URL"), *map(_named_api, _settings_files()))
+    lock = home() / "headroom-server.lock"
+    return next(filter(None, named), "") or (lock.read_text().strip() if is_held(lock) else "")
 
 
 def is_temporary(api_url: str) -> bool:
@@ -137,13 +146,13 @@ def _settings_files() -> Iterator[dict[str, Any]]:
         yield dict(line.split("=", 1) for line in lines if "=" in line)
 
 
-def _names_an_api(settings: dict[str, Any]) -> bool:
+def _named_api(settings: dict[str, Any]) -> str:
     if "profiles" in settings:
         active = os.environ.get("PREFECT_PROFILE") or settings.get("active")
         settings = settings["profiles"].get(active, {})
     settings = settings.get("tool", {}).get("prefect", settings)
     api = settings.get("api")
-    return bool(settings.get("PREFECT_API_URL") or (isinstance(api, dict) and api.get("url")))
+    return str(settings.get("PREFECT_API_URL") or (isinstance(api, dict) and api.get("url")) or "")
 
 
 def _serve(folder: Path, lock_fd: int, socket_fd: int) -> None:

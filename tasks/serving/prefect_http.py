@@ -104,16 +104,23 @@ def confirm_cancelled(api: str, run: str) -> None:
 def crash_the_dead(api: str) -> int:
     """Mark runs as crashed that say they run though their process is gone, e.g. after a power cut;
     Prefect itself would show them as running for ever. Returns how many."""
-    alive = set()
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            alive.add(process.environ().get(FLOW_RUN))
-    running = _runs(api, {"state": {"type": {"any_": LIVE}}})
-    dead = [run["id"] for run in running if run["id"] not in alive]
+    dead = dead_of_pool(api, LIVE)
     message = "Its process was gone when the service came up."
     for run in dead:
         set_state(api, run, type="CRASHED", message=message)
     return len(dead)
+
+
+def dead_of_pool(api: str, states: list[str]) -> dict[str, str]:
+    """Of the pool's runs in these states those without a process, their names by their ids."""
+    asked = {"state": {"type": {"any_": states}}}
+    begun = {run["id"] for run in _runs(api, asked)}  # before the processes are looked for
+    alive = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            alive.add(process.environ().get(FLOW_RUN))
+    dead = begun - alive
+    return {run["id"]: run["name"] for run in _runs(api, asked) if run["id"] in dead}
 
 
 def skip_the_missed(api: str) -> int:

@@ -14,7 +14,7 @@ from fcntl import LOCK_EX, flock
 from functools import partial
 from pathlib import Path
 
-from tasks.serving import local_prefect, prefect_http, service_down
+from tasks.serving import crashed_flow_runs, local_prefect, prefect_http, service_down
 from tasks.serving.processes import (
     MARK,
     Part,
@@ -40,6 +40,7 @@ class Plan:
     folder: Path  # of logs
     tracking_uri: str
     experiment: str
+    runs: Path  # of the runs' journals
     addresses: Mapping[str, str]  # by part; no mlflow where a tracking server has the runs
 
     @property
@@ -93,9 +94,12 @@ def _start(name: str, plan: Plan) -> Part:
 def _deploy(plan: Plan) -> None:
     """Put right what the last service left, and deploy, before there is a worker to act on it."""
     prefect_http.make_pool(plan.api)
-    dead, missed = prefect_http.crash_the_dead(plan.api), prefect_http.skip_the_missed(plan.api)
+    # First those whose end is known, which they could not tell a server that was away.
+    known = crashed_flow_runs.crash_the_dead(plan.api, crashed_flow_runs.ends(plan.runs))
+    dead = len(known) + prefect_http.crash_the_dead(plan.api)
+    missed = prefect_http.skip_the_missed(plan.api)
     if dead:
-        print(f"Marked {dead} run(s) as crashed: their processes are gone.")
+        print(f"Ended {dead} flow run(s) in Prefect: their processes are gone.")
     if missed:
         print(f"Skipped {missed} scheduled run(s) whose time passed; the latest takes their place.")
     if prefect_http.is_paused(plan.api):

@@ -1,5 +1,5 @@
 """All that knows MLflow: the journal of a run, the process that sends it, stores and logged models.
 Only that process imports mlflow, never one that trains.
 
-Front doors: disk_space, journal, mlflow_store, model_store, past_runs, where.
+Front doors: disk_space, journal, journal_lines, mlflow_store, model_store, past_runs, where.
 """

@@ -1,6 +1,8 @@
 """Runs that were left behind: those that say RUNNING though their process is gone, and those that
 MLflow could not be told of in time. Each is sent and ended by whoever comes next. Part of the
 sending process.
+
+`python -m tasks.tracking.left_runs` tells of them all at once, and ends them where it is asked to.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ from mlflow import MlflowClient
 from mlflow.entities import Run, ViewType
 from mlflow.exceptions import MlflowException
 
+from tasks.engine.base.file_lock import is_held
 from tasks.process.redaction import redacted
 from tasks.serving.crashed_flow_runs import is_alive
 from tasks.tracking.journal import BEGIN
 from tasks.tracking.journal_lines import metrics_before
-from tasks.tracking.mlflow_run import Sender, State, create, lock, reopen
-from tasks.tracking.mlflow_store import open_experiment
+from tasks.tracking.mlflow_run import LOCK, Sender, State, create, lock, reopen
+from tasks.tracking.mlflow_store import explained, open_experiment
 from tasks.tracking.where import TrackingError, Where
 
 DEAD = "its process was gone"
@@ -30,16 +33,21 @@ DEAD = "its process was gone"
 
 def close_the_dead(client: MlflowClient, chosen: Where, experiment_id: str) -> None:
     """End the runs of this host that say RUNNING though their process is gone."""
+    for sender in _dead(client, chosen, [experiment_id]):
+        with _passed_over(sender.state.run_id):
+            resend(sender)
+
+
+def _dead(client: MlflowClient, chosen: Where, experiments: list[str]) -> Iterator[Sender]:
     host = socket.gethostname().replace("'", "")
     query = f"attributes.status = 'RUNNING' and tags.host = '{host}'"
-    for run in client.search_runs([experiment_id], query, ViewType.ALL, max_results=100):
+    for run in client.search_runs(experiments, query, ViewType.ALL, max_results=100):
         tags = run.data.tags
         if is_alive(tags.get("pid", ""), tags.get("process.started_at", "")):
             continue
         name = tags.get("journal", "")  # anybody's text: only a folder of ours is opened
         folder = Path(chosen.runs) / name if name in _folders(chosen) else Path()
-        with _passed_over(run.info.run_id):
-            resend(Sender(client, chosen, folder, State(run.info.run_id, experiment_id)))
+        yield Sender(client, chosen, folder, State(run.info.run_id, run.info.experiment_id))
 
 
 @contextmanager
@@ -59,6 +67,12 @@ def _folders(chosen: Where) -> set[str]:
 
 def send_the_unsent(client: MlflowClient, chosen: Where) -> None:
     """Send what earlier runs could not, and whose processes are gone."""
+    for sender in _unsent(client, chosen):
+        with _passed_over(sender.folder.name):
+            resend(sender)
+
+
+def _unsent(client: MlflowClient, chosen: Where) -> Iterator[Sender]:
     for name in sorted(_folders(chosen)):
         folder = Path(chosen.runs) / name
         with _passed_over(name):
@@ -67,7 +81,7 @@ def send_the_unsent(client: MlflowClient, chosen: Where) -> None:
                 continue
             tags = run_of(client, folder).data.tags if begin is None else begin["tags"]
             if _is_gone(tags):
-                resend(Sender(client, chosen, folder, State("", "")))
+                yield Sender(client, chosen, folder, State("", ""))
 
 
 def _begin(folder: Path) -> dict[str, Any] | None:
@@ -189,6 +203,8 @@ def _resend(sender: Sender) -> None:
     sender.state = state_of(sender.client, stored, sender.folder)
     if sender.state.closed:
         return
+    last = [sender.folder / name for name in ("run.json", "metrics.jsonl")]
+    end_ms = next((int(f.stat().st_mtime * 1000) for f in last if f.is_file()), None)
     try:
         run = json.loads((sender.folder / "run.json").read_text())
         if run["status"] not in ("FINISHED", "FAILED", "KILLED"):
@@ -197,9 +213,51 @@ def _resend(sender: Sender) -> None:
         run = {"status": stored.info.status}  # all that is known of an end on a full disk
         if run["status"] == "RUNNING":
             run = {"status": "KILLED", "error": DEAD, "tags": {"end.reason": DEAD}}
+        run["tags"] = {**stored.data.tags, **run.get("tags", {})}
+        with suppress(OSError):  # who looks at the folder learns it too
+            (sender.folder / "run.json").write_text(json.dumps(run))
     run = {"params": stored.data.params, "metrics": stored.data.metrics, **run}
     run["tags"] = {**stored.data.tags, **run.get("tags", {})}
     run["tags"] = {k: v for k, v in run["tags"].items() if not k.startswith("mlflow.")}
-    last = [sender.folder / name for name in ("run.json", "metrics.jsonl")]
-    end_ms = next((int(f.stat().st_mtime * 1000) for f in last if f.is_file()), None)
     sender.close({"name": stored.info.run_name, **run}, end_ms=end_ms)
+
+
+def _called(sender: Sender) -> dict[str, str]:
+    """What a person and Prefect know the run by."""
+    begin = _begin(sender.folder)
+    if begin is not None:
+        name, run_id, tags = begin.get("name", sender.folder.name), "", begin["tags"]
+    else:
+        known = sender.state.run_id
+        run = sender.client.get_run(known) if known else run_of(sender.client, sender.folder)
+        name, run_id, tags = run.info.run_name, run.info.run_id, run.data.tags
+    flow_run = tags.get("prefect.flow_run_id", "")
+    return {"name": name, "run_id": run_id, "flow_run": flow_run, "problem": ""}
+
+
+def main() -> None:
+    """Tell of each that was left, as a line of JSON, and end it where `does` is asked for."""
+    order = json.load(sys.stdin)
+    chosen = Where(**order["where"])
+    try:
+        client = MlflowClient(chosen.tracking_uri)
+        ids = [experiment.experiment_id for experiment in client.search_experiments()]
+        dead = list(_dead(client, chosen, ids))
+        ending = {sender.folder for sender in dead}
+        unsent = [one for one in _unsent(client, chosen) if one.folder not in ending]
+        for verb, sender in [*(("end", one) for one in dead), *(("send", one) for one in unsent)]:
+            if is_held(sender.folder / LOCK):  # its own process is at it
+                continue
+            told = {"verb": verb, "folder": str(sender.folder), **_called(sender)}
+            try:
+                if order["does"] and not resend(sender):
+                    continue  # another came first
+            except Exception as error:  # of what lies in anybody's folder
+                told["problem"] = explained(error, chosen)
+            print(json.dumps(told), flush=True)
+    except Exception as error:  # whatever it is, who asked has to hear of it
+        print(json.dumps({"problem": explained(error, chosen)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -126,8 +126,9 @@ class Session:
     def crash_the_dead(self) -> None:
         """In Prefect too. Its server may be gone, or ask for a password: then the next run does."""
         with suppress(OSError, ValueError, KeyError, TypeError):
-            if self.prefect_api:
-                crashed_flow_runs.crash_the_dead(self.prefect_api)
+            if self.prefect_api and self.where is not None:
+                known = crashed_flow_runs.ends(Path(self.where.runs))
+                crashed_flow_runs.crash_the_dead(self.prefect_api, known)
 
     def close(self, run: dict[str, Any]) -> dict[str, float]:
         """End the run, trying again until `give_up_s` have passed."""

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from flows.train import train
-from tasks.engine.checkpoint.checkpoint_files import steps
+from tasks.engine.checkpoint.kept_steps import steps
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.resume import Start, asked_for, held, of_key
+from tasks.resume import asked_for, held, of_key
+from tasks.run_folders import Start
 
 Desk = Callable[..., subprocess.Popen[str]]
 

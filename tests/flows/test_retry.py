@@ -23,7 +23,8 @@ from tasks.engine.device.detection import NotNow
 from tasks.engine.settings.read_settings import ConfigError, resolve
 from tasks.engine.settings.run_config import RunConfig, RunSettings, TrainConfig
 from tasks.failures import Failure
-from tasks.resume import Start, plan_retry, retry_of, retry_tags, start_of
+from tasks.resume import plan_retry, retry_of, retry_tags
+from tasks.run_folders import Start, start_of
 
 Desk = Callable[..., subprocess.Popen[str]]
 LOST = Failure("device_lost", "CUDA error: unspecified launch failure", cure="always")

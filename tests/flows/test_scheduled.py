@@ -42,9 +42,13 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 def test_the_parameters_of_every_deployment_are_valid(deployment: dict[str, Any]) -> None:
     """Prefect itself takes invalid ones, and fails at 02:00."""
     from flows.predict import predict
+    from flows.tidy import tidy
     from flows.train import train
     from tasks.engine.settings.read_settings import override
 
+    if deployment["entrypoint"] == "flows/tidy.py:tidy":
+        tidy.validate_parameters(deployment["parameters"])
+        return
     if deployment["entrypoint"] == "flows/predict.py:predict":
         given = {"input": "rows.csv", "output": "predictions.csv"}  # with each run
         predict.validate_parameters({**given, **deployment["parameters"]})

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import weakref
 from contextlib import suppress
-from fcntl import LOCK_EX, LOCK_NB, flock
+from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from pathlib import Path
 from typing import Self
 
@@ -34,9 +34,15 @@ class FileLock:
         except BlockingIOError:
             return False
         _held.add(self)
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, text.encode(), 0)
+        self.write(text)
         return True
+
+    def write(self, text: str) -> None:
+        """The text from now on; who reads meanwhile finds it whole, perhaps with more behind it.
+        Raises OSError."""
+        body = text.encode()
+        os.pwrite(self._file, body, 0)
+        os.ftruncate(self._file, len(body))
 
     def text(self) -> str:
         """What its holder wrote there, or the last one."""
@@ -54,6 +60,19 @@ class FileLock:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds the lock of that file. Two who ask at once do not see each other."""
+    with suppress(OSError):
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # somebody may have put a pipe there
+        try:
+            flock(file, LOCK_SH | LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(file)
+    return False
 
 
 def _let_go() -> None:

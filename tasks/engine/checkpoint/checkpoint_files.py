@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,10 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tasks.engine.checkpoint.kept_steps import steps
 from tasks.engine.checkpoint.nested_state import put_together
 
 FORMAT = 1
-_NAME = re.compile(r"step-(\d{12})\.json")
 
 
 class Damaged(ValueError):
@@ -74,12 +73,6 @@ def write(
     finally:
         half.unlink(missing_ok=True)
     _drop_unnamed(folder, step, keep=named.name)
-
-
-def steps(folder: Path) -> list[int]:
-    """The steps of which there is a checkpoint, the newest first."""
-    found = (_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else ()))
-    return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
 def read_about(folder: Path, step: int) -> dict[str, Any]:

@@ -23,12 +23,12 @@ from tasks.engine.checkpoint import checkpoint_files
 from tasks.engine.checkpoint.checkpoint_files import Checkpoint, Damaged
 from tasks.engine.checkpoint.compatibility import refuse_another
 from tasks.engine.checkpoint.host_copies import HostCopies
+from tasks.engine.checkpoint.kept_steps import steps
 from tasks.engine.checkpoint.nested_state import Unkeepable, taken_apart
 from tasks.engine.checkpoint.training_state import Stateful
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import CheckpointConfig
 
-CHECKPOINTS = "checkpoints"  # their folder, in that of a run
 MIB = 1024**2
 # At a best epoch one is written where the last one cost at most this share of the time since.
 COST_SHARE = 0.01
@@ -187,7 +187,7 @@ class Checkpoints:
                 self._told(f"a checkpoint could not be written ({error.strerror or error})")
                 return
             self._best_step, self.written = best_step, self.written + 1
-            kept = set(checkpoint_files.steps(self.folder)[: self._chosen.keep])
+            kept = set(steps(self.folder)[: self._chosen.keep])
             checkpoint_files.keep_only(self.folder, kept | {position.step, best_step or 0})
             self._cost_s = self._now_s() - began_s
 
@@ -212,7 +212,7 @@ def newest(folder: Path) -> Checkpoint | None:
     Raises Damaged where all are damaged, and Newer.
     """
     problem = None
-    for step in checkpoint_files.steps(folder):
+    for step in steps(folder):
         try:
             return checkpoint_files.read(folder, step)
         except Damaged as error:

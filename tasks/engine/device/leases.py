@@ -41,11 +41,13 @@ class Leases:
         *,
         wait_s: float,
         holder: str,
+        told: Callable[[str], None] = lambda _: None,
         now_s: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """holder: what others are told of who has it."""
-        self._place, self._wait_s, self._holder = place, wait_s, holder
+        """holder: what others are told of who has it. told: hears what is waited for, whenever that
+        is another, and an empty text once nothing is."""
+        self._place, self._wait_s, self._holder, self._told = place, wait_s, holder, told
         self._now_s, self._sleep = now_s, sleep
         self._lease: FileLock | None = None
         self.waited_s = 0.0
@@ -54,25 +56,26 @@ class Leases:
         """The one of these devices, by their UUIDs in order of preference, that is held from now
         on. Raises Busy where none was free for so long, and OSError where no lease can be kept."""
         self.close()
-        _make(self._place)
-        began_s, told_s = self._now_s(), -TELL_EVERY_S
+        make(self._place)
+        began_s, logged_s, waits_for = self._now_s(), -TELL_EVERY_S, ""
         with _Ticket(self._place, devices) as ticket:
             while True:
                 found = next(
                     (d for d in devices if not ticket.is_behind(d) and self._took(d)), None
                 )
                 self.waited_s = self._now_s() - began_s
+                reason = "" if found is not None else self._reason(devices)
+                if reason != waits_for:
+                    waits_for = reason
+                    self._told(reason)
                 if found is not None:
                     return found
                 if self.waited_s >= self._wait_s:
-                    raise Busy(self._reason(devices))
-                if self.waited_s - told_s >= TELL_EVERY_S:
-                    told_s = self.waited_s
-                    log.warning(
-                        "waiting up to %s for a device: %s",
-                        seconds(self._wait_s),
-                        self._reason(devices),
-                    )
+                    self._told("")
+                    raise Busy(reason)
+                if self.waited_s - logged_s >= TELL_EVERY_S:
+                    logged_s, up_to = self.waited_s, seconds(self._wait_s)
+                    log.warning("waiting up to %s for a device: %s", up_to, reason)
                 self._sleep(ASK_EVERY_S)
 
     def close(self) -> None:
@@ -135,7 +138,8 @@ def _lock(place: Path, device: str) -> Path:
     return place / f"{re.sub(r'[^A-Za-z0-9-]', '_', device)}.lock"
 
 
-def _make(place: Path) -> None:
+def make(place: Path) -> None:
+    """The folder, in which every user of the host may keep files of their own. Raises OSError."""
     if not place.is_dir():
         place.mkdir(parents=True, exist_ok=True)
         with suppress(OSError):  # another user's by now

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.base.timing import Stopwatch, phase_clock, wait
 from tasks.engine.batches.batches import Batches
-from tasks.engine.checkpoint.checkpoints import CHECKPOINTS, Checkpoints, refuse_no_room
+from tasks.engine.checkpoint.checkpoints import Checkpoints, refuse_no_room
 from tasks.engine.checkpoint.compatibility import identity
 from tasks.engine.checkpoint.host_copies import HostCopies
+from tasks.engine.checkpoint.kept_steps import CHECKPOINTS
 from tasks.engine.checkpoint.training_state import RandomNumbers, Scaler, Stateful, Weights
 from tasks.engine.device.memory_limit import room_bytes
 from tasks.engine.memory.allocation_log import AllocationLog

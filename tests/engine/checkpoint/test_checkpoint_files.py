@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from tasks.engine.checkpoint import checkpoint_files
-from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer, read, steps, write
+from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer, read, write
 from tasks.engine.checkpoint.checkpoints import Checkpoints, Position, newest, refuse_no_room
 from tasks.engine.checkpoint.host_copies import HostCopies
+from tasks.engine.checkpoint.kept_steps import steps
 from tasks.engine.checkpoint.nested_state import Unkeepable, put_together, taken_apart
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import CheckpointConfig

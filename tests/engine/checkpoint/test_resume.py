@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tasks.engine.base.facts import TrainFacts
-from tasks.engine.checkpoint import checkpoint_files
+from tasks.engine.checkpoint.kept_steps import steps
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.settings.read_settings import ConfigError
@@ -209,7 +209,7 @@ def test_what_may_differ_is_told_and_more_epochs_are_trained(tmp_path: Path) -> 
     play(tmp_path / "run", {})
     facts = train(tmp_path / "run", {"train": {"epochs": 5, "log_every": 7}}, resumes=True)
     assert (facts.steps, facts.epochs) == (115, 5)
-    assert checkpoint_files.steps(tmp_path / "run" / "checkpoints") == [115], "the end is enough"
+    assert steps(tmp_path / "run" / "checkpoints") == [115], "the end is enough"
     assert facts.tags["resumed_from_step"] == "69"
     assert "train.epochs was 3 and is 5" in facts.tags["resumed.changed"]
 
@@ -223,7 +223,7 @@ def test_a_stop_leaves_a_checkpoint_of_that_very_step(tmp_path: Path) -> None:
     )
     assert (facts.steps, facts.stopped, facts.epochs) == (31, "somebody asked", 2)
     assert facts.metrics["val/accuracy"] > 0.3  # of the one epoch that was judged
-    assert checkpoint_files.steps(tmp_path / "run" / "checkpoints")[0] == 31
+    assert steps(tmp_path / "run" / "checkpoints")[0] == 31
 
 
 def test_where_all_checkpoints_are_damaged_it_does_not_begin_anew(tmp_path: Path) -> None:

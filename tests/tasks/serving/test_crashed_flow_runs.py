@@ -1,13 +1,42 @@
 """Which flow runs are marked as crashed: those of this host whose very process is gone."""
 
+import json
 import os
 import socket
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from tasks.serving import crashed_flow_runs
+from tasks.serving.crashed_flow_runs import crash_the_dead, ends
+
+MINE = f"{psutil.Process().create_time():.2f}"
+
+
+class Prefect:
+    """What a server answers. fast: those that end right after they were asked for."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, runs: dict[str, Any], fast: Sequence[str] = ()
+    ) -> None:
+        self.runs, self.fast = runs, fast
+        self.ended: dict[str, tuple[str, str]] = {}
+        patch.setattr("tasks.serving.crashed_flow_runs.call", self.call)
+        patch.setattr("tasks.serving.prefect_http.call", self.call)
+
+    def call(self, method: str, url: str, body: Any) -> Any:
+        if url.endswith("/filter"):
+            ids = body["flow_runs"].get("id", {"any_": self.runs})["any_"]
+            found = [{"id": n, "name": n, **run} for n, run in self.runs.items() if n in ids]
+            self.runs = {name: run for name, run in self.runs.items() if name not in self.fast}
+            return found
+        assert body["force"]
+        self.ended[url.split("/")[-2]] = body["state"]["type"], body["state"]["message"]
+        return None
 
 
 def test_a_flow_run_is_crashed_only_where_its_very_process_was_here_and_is_gone(
@@ -22,16 +51,52 @@ def test_a_flow_run_is_crashed_only_where_its_very_process_was_here_and_is_gone(
         "of a worker": [],
         "somebody's own": ["process", f"process:{host}:", f"process:{host}:1:2:3"],
     }
-    ended = []
+    prefect = Prefect(monkeypatch, {name: {"tags": words} for name, words in tags.items()})
+    dead = ["dead", "another with its pid"]
+    assert list(crash_the_dead("http://x/api", {}, does=False)) == dead and not prefect.ended
+    assert list(crash_the_dead("http://x/api", {})) == dead
+    assert prefect.ended == dict.fromkeys(dead, ("CRASHED", "Its process was gone."))
 
-    def call(method: str, url: str, body: Any) -> Any:
-        if url.endswith("/filter"):
-            return [{"id": name, "tags": words} for name, words in tags.items()]
-        assert body["state"]["type"] == "CRASHED" and body["force"]
-        ended.append(url.split("/")[-2])
-        return None
 
-    monkeypatch.setattr("tasks.serving.crashed_flow_runs.call", call)
-    monkeypatch.setattr("tasks.serving.prefect_http.call", call)
-    assert crashed_flow_runs.crash_the_dead("http://x/api") == 2
-    assert ended == ["dead", "another with its pid"]
+def test_a_flow_run_gets_the_end_that_its_run_had_while_prefect_was_away(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    me = {"host": socket.gethostname(), "pid": "4194305", "process.started_at": "1.0"}
+    for name, status, host in (
+        ("done", "FINISHED", {}),
+        ("failed", "FAILED", {}),
+        ("killed", "KILLED", {}),
+        ("elsewhere", "FINISHED", {"host": "elsewhere"}),
+        ("alive", "FINISHED", {"pid": str(os.getpid()), "process.started_at": MINE}),
+        ("begun again", "FAILED", {}),
+    ):
+        run = {
+            "status": status,
+            "error": "why",
+            "tags": {"prefect.flow_run_id": name, **me, **host},
+        }
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps(run))
+        (tmp_path / name / "metrics.jsonl").touch()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "run.json").write_text("[]")
+    now = datetime.now(UTC)
+    at = {name: now - timedelta(minutes=1) for name in ("done", "failed", "killed", "alive")}
+    at |= {"begun again": now + timedelta(minutes=1), "elsewhere": now - timedelta(minutes=1)}
+    runs = {n: {"tags": [], "state": {"timestamp": t.isoformat()}} for n, t in at.items()}
+    prefect = Prefect(monkeypatch, runs)
+    crash_the_dead("http://x/api", ends(tmp_path))
+    assert prefect.ended == {
+        "done": ("COMPLETED", "FINISHED in MLflow: why"),
+        "failed": ("FAILED", "FAILED in MLflow: why"),
+        "killed": ("CRASHED", "KILLED in MLflow: why"),
+    }
+
+
+def test_what_ends_while_the_dead_are_looked_for_keeps_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dead = [f"process:{socket.gethostname()}:{2**22 + 1}:1.00"]
+    prefect = Prefect(monkeypatch, {"one": {"tags": dead}, "two": {"tags": dead}}, fast=["one"])
+    crash_the_dead("http://x/api", {})
+    assert list(prefect.ended) == ["two"]

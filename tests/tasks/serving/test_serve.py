@@ -221,6 +221,7 @@ def test_a_part_that_dies_while_starting_shows_its_log_and_ends_the_others(
         folder=folder,
         tracking_uri="sqlite:////proc/none/mlflow.db",
         experiment="headroom",
+        runs=tmp_path,
         addresses=ADDRESSES,
     )
     with pytest.raises(
@@ -244,6 +245,7 @@ def test_the_service_talks_to_its_own_server_whatever_the_environment_names(
         folder=tmp_path,
         tracking_uri=where().tracking_uri,
         experiment=where().experiment,
+        runs=tmp_path,
         addresses={"prefect": "http://127.0.0.1:4242", "worker": "test"},
     )
     env = service_up._environment(plan)

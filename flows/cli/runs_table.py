@@ -1,0 +1,97 @@
+"""Trainings as a table for a terminal: as many columns as there is room for, and under a training
+what there is to say of it. Names and reasons may be anybody's: they are shown as one plain line.
+"""
+
+from __future__ import annotations
+
+import getpass
+from collections.abc import Sequence
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from tasks.engine.base.units import ELLIPSIS, clock, mebibytes, number, printable, seconds
+from tasks.known_runs import Run
+
+# The last ones go first where there is no room; those of a live training are told below it then.
+COLUMNS = ("run", "state", "step", "time", "loss", "id", "samples/s", "peak", "epoch", "device")
+ORDER = ("run", "id", "state", "device", "step", "epoch", "time", "loss", "samples/s", "peak")
+RIGHT = ("step", "epoch", "time", "loss", "samples/s", "peak")
+MISSING = {"device": "on {}", "samples/s": "{} samples/s"}
+LEAST_NAME = 26  # the letters of a default name
+BETWEEN = 2
+STYLES = {"training": "green", "waiting": "yellow", "FINISHED": "", "FAILED": "red", "gone": "red"}
+
+
+def table(runs: Sequence[Run], *, columns: int) -> RenderableType:
+    """The trainings in `columns` letters."""
+    rows = [_cells(run) for run in runs]
+    widths = {name: max(map(cell_len, (name, *(row[name] for row in rows)))) for name in COLUMNS}
+    shown = list(COLUMNS)
+    while _width(widths, shown) > columns and len(shown) > 1:
+        shown.pop()
+    widths["run"] += min(0, columns - BETWEEN * (len(shown) - 1) - sum(widths[n] for n in shown))
+    lines: list[RenderableType] = [_line({n: n for n in ORDER}, shown, widths, style="bold")]
+    for run, row in zip(runs, rows, strict=True):
+        lines.append(_line(row, shown, widths, style=STYLES.get(run.state, "")))
+        left_out = (n for n in ORDER if run.live and n not in shown and row[n])
+        missing = [MISSING.get(name, f"{name} {{}}").format(row[name]) for name in left_out]
+        for note in [", ".join(missing), *_notes(run, columns)]:
+            if note:
+                lines.append(Padding(Text(note, style="dim"), (0, 0, 0, BETWEEN), expand=False))
+    return Group(*lines)
+
+
+def _width(widths: dict[str, int], shown: Sequence[str]) -> int:
+    """The least that these columns take."""
+    others = sum(widths[name] for name in shown if name != "run")
+    return min(widths["run"], LEAST_NAME) + others + BETWEEN * (len(shown) - 1)
+
+
+def _line(row: dict[str, str], shown: Sequence[str], widths: dict[str, int], *, style: str) -> Text:
+    text = Text(no_wrap=True)
+    for name in (name for name in ORDER if name in shown):
+        width, told = max(1, widths[name]), row[name]
+        if cell_len(told) > width:  # the end of a name tells it from others: its time stands there
+            told = ELLIPSIS + told[len(ELLIPSIS) - width :]
+        told = set_cell_size(told, width) if name not in RIGHT else told.rjust(width)
+        text.append(told, style if name in ("state", "run") or style == "bold" else "")
+        text.append(" " * BETWEEN)
+    text.rstrip()
+    return text
+
+
+def _cells(run: Run) -> dict[str, str]:
+    def of(done: int | None, whole: int | None) -> str:
+        return "" if done is None else f"{done:,}" + (f"/{whole:,}" if whole else "")
+
+    time = "" if run.total_s is None else seconds(run.total_s)
+    if run.live:
+        so_far = "" if run.total_s is None else f"{clock(run.total_s)} so far"
+        time = so_far if run.eta_s is None else f"{clock(run.eta_s)} left"
+    return {
+        "run": printable(run.name, limit=60),
+        "id": printable(run.run_id, limit=60)[:8],
+        "state": printable(run.state, limit=20),
+        "device": printable(run.device, limit=12),
+        "step": of(run.step, run.steps),
+        "epoch": of(run.epoch, run.epochs),
+        "time": time,
+        "loss": "" if run.loss is None else number(run.loss),
+        "samples/s": "" if run.samples_per_s is None else f"{run.samples_per_s:,.0f}",
+        "peak": "" if run.peak_mib is None else mebibytes(run.peak_mib),
+    }
+
+
+def _notes(run: Run, columns: int) -> list[str]:
+    """What no column tells: each one line or two."""
+    whose = [f"of {run.user}"] if run.live and run.user not in ("", getpass.getuser()) else []
+    which = [f"process {run.pid}"] if run.live and (whose or not run.run_id) else []
+    reason = f"waits: {run.waits_for}" if run.waits_for else run.reason
+    return [
+        ", ".join([*whose, *which]),
+        printable(reason, limit=2 * columns - 3 * BETWEEN),
+        f"go on: {run.resume}" if run.resume else "",
+    ]

@@ -1,0 +1,76 @@
+"""What trainings left behind, put right at somebody's desk: told first, and done with --yes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+from tasks.engine.base.units import printable
+from tasks.engine.settings.read_settings import ConfigError
+from tasks.process.redaction import redact_output
+from tasks.tidy import Deed, put_right
+from tasks.tracking.where import TrackingError, where
+
+UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+PAST = {"end": "ended", "send": "sent", "set": "set", "remove": "removed"}
+_EXAMPLES = """\
+examples:
+  python -m flows.tidy                          # what there is to put right
+  python -m flows.tidy --yes                    # puts it right
+  python -m flows.tidy --older-than 30d --yes   # old journals and checkpoints too
+
+exit codes: 0 done or nothing to do, 1 something could not be done, 2 bad input
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Tidy as the command line says. Returns the exit code."""
+    redact_output()
+    asked = _parser().parse_args(list(argv))
+    deeds = []
+    try:
+        older_s = age_s(asked.older_than)
+        for deed in put_right(where(), older_s=older_s, does=asked.yes):
+            print(told(deed, does=asked.yes), file=sys.stderr if deed.problem else sys.stdout)
+            deeds.append(deed)
+    except (ConfigError, TrackingError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not deeds:
+        print("Nothing is left behind.")
+    elif not asked.yes and not all(deed.problem for deed in deeds):
+        print("Nothing was changed; with --yes it is.")
+    return int(any(deed.problem for deed in deeds))
+
+
+def told(deed: Deed, *, does: bool) -> str:
+    """The line about it."""
+    if deed.problem:
+        return f"can't {deed.verb} {deed.what}: {deed.problem}"
+    return f"{PAST[deed.verb] if does else f'would {deed.verb}'} {deed.what}"
+
+
+def age_s(text: str | None) -> float | None:
+    """The seconds of 30d, 12h, ... Raises ConfigError."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,6})([smhdw])", text)
+    if match is None or not int(match[1]):
+        got = printable(text, limit=40)
+        raise ConfigError(f"--older-than: must be a time such as 12h, 30d or 8w (got {got!r})")
+    return float(int(match[1]) * UNITS_S[match[2]])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.tidy",
+        description="Put right what trainings of this host left behind when they or a server died.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    words = "Also remove journals and checkpoints of runs that MLflow has, from that age on: 30d."
+    parser.add_argument("--older-than", metavar="AGE", help=words)
+    parser.add_argument("--yes", action="store_true", help="Do it; without, it is only told.")
+    return parser

@@ -1,0 +1,48 @@
+"""Puts right what trainings of this host left behind when they died. At a desk `python -m
+flows.tidy` does so, without a flow; Prefect deployments play it by the entrypoint
+`flows/tidy.py:tidy`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    from tasks.process import signals, streams
+
+    streams.keep()
+    signals.catch()
+    from flows.cli.tidy_command import main  # it needs no prefect
+    from flows.cli.train_command import leave
+
+    leave(main(sys.argv[1:]))
+
+import logging
+
+from prefect import flow
+
+from flows.cli.tidy_command import age_s, told
+from tasks.tidy import put_right
+from tasks.tracking.where import where
+
+log = logging.getLogger("tasks.tidy")  # Prefect shows what the tasks log
+
+
+@flow(name="tidy")
+def tidy(older_than: str | None = None, dry_run: bool = False) -> list[str]:
+    """End runs whose process is gone, in MLflow and in Prefect, and send what was not sent.
+
+    Args:
+        older_than: Also remove journals and checkpoints of runs that MLflow has, from that age on:
+            12h, 30d, 8w.
+        dry_run: Only tell of it.
+    """
+    log.setLevel(logging.INFO)
+    lines, problems = [], []
+    for deed in put_right(where(), older_s=age_s(older_than), does=not dry_run):
+        lines.append(told(deed, does=not dry_run))
+        problems += [lines[-1]] if deed.problem else []
+        log.info("%s", lines[-1])
+    if problems:
+        raise RuntimeError("; ".join(problems))
+    return lines

@@ -1,0 +1,159 @@
+"""Trainings that live on this host, whoever's they are: each tells of itself in a small file beside
+the leases, which it holds locked. The lock goes with its process, so that a file that nobody holds
+is of a training that is gone. It refuses to be a reason to fail: who can't tell trains silently.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pwd
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from tasks.engine.base.file_lock import FileLock, is_held
+from tasks.engine.device import leases
+from tasks.engine.device.leases import Leases
+from tasks.process.redaction import redacted
+
+NEW_S = 60.0
+MOST_BYTES = 2**16  # of a file that anybody may have written
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Live:
+    """What a training tells of itself; what it does not know yet is empty."""
+
+    name: str = ""
+    folder: str = ""
+    run_id: str = ""
+    stage: str = "starting"
+    waits_for: str = ""
+    device: str = ""
+    steps: int = 0
+    epochs: int = 0
+    pid: int = 0
+    started_at: float = 0.0  # the process, Unix time
+    uid: int = 0  # of the file's owner, whatever the file says
+
+
+class Announcement:
+    """That of this process. A context manager around a run: left, it is taken back."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        me = psutil.Process()
+        told = {"name": redacted(name), "folder": str(folder), "pid": me.pid}
+        self.live = Live(**told, started_at=me.create_time())  # type: ignore[arg-type]
+        self._place = leases.folder()
+        self._path = self._place / f"{time.time_ns():020d}-{me.pid}.run"
+        self._lock: FileLock | None = None
+
+    def leases(self, wait_s: float, told: Callable[[str], None] = lambda _: None) -> Leases:
+        """Those that tell what they wait for here, and whom else it is `told`."""
+        holder = f"process {self.live.pid}, {self.live.name}"
+
+        def waits(reason: str) -> None:
+            self.tell(waits_for=reason)
+            told(reason)
+
+        return Leases(self._place, wait_s=wait_s, holder=holder, told=waits)
+
+    def tell(self, **known: str | int) -> None:
+        """What is known from now on, by the names of `Live`."""
+        self.live = replace(self.live, **known)  # type: ignore[arg-type]
+        with suppress(OSError):
+            if self._lock is not None:
+                self._lock.write(json.dumps(asdict(self.live)))
+
+    def __enter__(self) -> Announcement:
+        half = self._path.with_suffix(".new")
+        try:
+            leases.make(self._place)
+            self._lock = FileLock(half, mode=0o644)
+            self._lock.take(json.dumps(asdict(self.live)))
+            half.rename(self._path)  # only now: others see it locked, or not at all
+        except OSError as error:
+            log.info("%s: %s, so flows.runs does not show this", self._place, error.strerror)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._path.unlink()
+        if self._lock is not None:
+            self._lock.close()
+
+
+def live_runs() -> list[Live]:
+    """The trainings that live, in the order in which they began. What others left is removed."""
+    found = []
+    for path in sorted(leases.folder().glob("*.run")):
+        if not is_held(path):
+            with suppress(OSError):
+                path.unlink()
+        elif (live := _read(path)) is not None:
+            found.append(live)
+    return found
+
+
+def left_files() -> list[Path]:
+    """Announcements and places in a queue that are this user's and whose processes are gone."""
+    found = []
+    for path in sorted(leases.folder().glob("*.*")):
+        with suppress(OSError):
+            about = path.stat()
+            # Between its making and its locking a new one is nobody's.
+            is_left = path.suffix in (".run", ".ticket") or (
+                path.suffix == ".new" and time.time() - about.st_mtime > NEW_S
+            )
+            if is_left and about.st_uid == os.getuid() and not is_held(path):
+                found.append(path)
+    return found
+
+
+def lives(live: Live) -> bool:
+    """Whether that training still does, whatever else its process does."""
+    of = (live.folder, live.pid, live.started_at)
+    return any((one.folder, one.pid, one.started_at) == of for one in live_runs())
+
+
+def process_of(live: Live) -> psutil.Process | None:
+    """That very process; None where it can't be seen, or is not its file's owner's."""
+    with suppress(psutil.Error):
+        process = psutil.Process(live.pid)
+        is_same = abs(process.create_time() - live.started_at) < 1
+        if is_same and process.uids().effective == live.uid:
+            return process
+    return None
+
+
+def owner(live: Live) -> str:
+    """Its user's name."""
+    try:
+        return pwd.getpwuid(live.uid).pw_name
+    except KeyError:  # of a container, without a name
+        return str(live.uid)
+
+
+def _read(path: Path) -> Live | None:
+    """None where it is not what a training writes."""
+    with suppress(OSError, ValueError, TypeError, AttributeError, OverflowError):
+        with open(path, "rb", opener=_no_pipe) as file:
+            text, uid = (
+                file.read(MOST_BYTES).decode(errors="replace"),
+                os.fstat(file.fileno()).st_uid,
+            )
+        told = json.JSONDecoder().raw_decode(text)[0]
+        known = {k: type(v)(told.get(k, v)) for k, v in asdict(Live()).items()}
+        return Live(**{**known, "uid": uid})
+    return None
+
+
+def _no_pipe(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)

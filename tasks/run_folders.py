@@ -1,0 +1,78 @@
+"""The folders of runs, by what each says of its run's beginning. Who asks imports no PyTorch."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+START, LOCK = "start.json", "training.lock"
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run began; kept in its folder as start.json."""
+
+    run_id: str
+    experiment_id: str
+    name: str
+    key: str = ""
+    resumed: int = 0  # times that it was gone on with
+    pid: int = 0  # that trains, or trained last
+    began_at: float = 0.0  # Unix time
+    spent_s: float = 0.0  # by the times before
+    device: str = ""  # its kind
+    retries: int = 0  # since there was a newer checkpoint; 0 again where no more is to come
+    retried_at: int = 0  # step of the checkpoint at the last of them
+    after: str = ""  # which class of failure it came
+    steps: int = 0  # that it is to take
+    epochs: int = 0
+
+    def write(self, folder: Path) -> None:
+        half = folder / f"{START}.new"
+        half.write_text(json.dumps(asdict(self)))
+        half.rename(folder / START)
+
+    def following(self, before: Start | None, *, on: str) -> Start:
+        """The same on a device of this kind, as a retry of that one where it is one."""
+        was = before or self
+        self = replace(self, retries=was.retries, retried_at=was.retried_at, after=was.after)
+        return replace(self, device=on)
+
+    def again(self, folder: Path) -> Start:
+        """The next time. The last one has told how long it took, or lasted, as far as is known,
+        until its newest metric."""
+        spent_s = self.spent_s
+        try:
+            told = json.loads((folder / "run.json").read_text())
+            spent_s = max(spent_s, float(told["metrics"]["time/total_s"]))
+        except (OSError, ValueError, LookupError, TypeError):
+            with suppress(OSError):
+                spent_s += max(0.0, (folder / "metrics.jsonl").stat().st_mtime - self.began_at)
+        return replace(
+            self, resumed=self.resumed + 1, pid=os.getpid(), began_at=time.time(), spent_s=spent_s
+        )
+
+
+def start_of(folder: Path) -> Start | None:
+    """None where the folder is none of a run. MLflow may have been told of it since."""
+    with suppress(OSError, ValueError, TypeError):
+        start = Start(**json.loads((folder / START).read_text()))
+        with suppress(OSError, ValueError, LookupError):
+            sent = json.loads((folder / "sent.json").read_text()) if not start.run_id else {}
+            start = replace(start, run_id=sent["run_id"], experiment_id=sent["experiment_id"])
+        return start
+    return None
+
+
+def folders(runs: Path) -> list[Path]:
+    """Of runs, the newest first: their names begin with the time."""
+    return sorted((file.parent for file in runs.glob(f"*/{START}")), reverse=True)
+
+
+def resume_command(run_id: str) -> str:
+    """How a person goes on with that run."""
+    return f"python -m flows.train --resume {run_id}"
