@@ -37,10 +37,9 @@ from tasks.engine.step.optimizer_step import Step, Watched
 # Each thread has a handle of its own, and matrices are multiplied in two: forwards and backwards.
 HOPPER = 9
 WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES = int(8.125 * MIB), 32 * MIB
-THREADS = 2
+# cuBLASLt's, which multiplies where a bias is added: forwards. It shares since pytorch#175879.
+LT_WORKSPACE_BYTES, LT_SHARES_SINCE = 1 * MIB, "2.12"
 SETUP, EVALUATION = "setup", "eval"
-# Where a thread multiplies its first matrices: after the set-up, and after the first forward pass.
-WORKSPACES_AFTER = {SETUP: -1, "forward": -2}
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Peaks:
 
     ledger: AllocationLog
     events: list[Event]
-    workspace_bytes: int
+    workspaces: dict[str, list[int]]  # bytes, by the phase after which they are taken
     training: int = 0  # of the events, those before the last evaluation
     phases: dict[str, int] = field(default_factory=dict)
     owners: dict[str, int] = field(default_factory=dict)
@@ -68,8 +67,8 @@ class Peaks:
     def mark(self, phase: str) -> None:
         """`phase` ends here."""
         self.ledger.end_phase(phase)
-        if self.workspace_bytes and phase not in self.phases and phase in WORKSPACES_AFTER:
-            self.events.append(Take(WORKSPACES_AFTER[phase], self.workspace_bytes))
+        for size in self.workspaces.pop(phase, ()):  # below 0: no name of the ledger's
+            self.events.append(Take(-1 - len(self.events), size))
         self.phases[phase] = max(self.phases.get(phase, 0), self.ledger.peak_bytes)
         self.ledger.reset_peak()
 
@@ -102,7 +101,7 @@ def dry_run(
         scratch=scratch_of(torch.device(facts.name)),
         told=events.append,
     )
-    peaks = Peaks(ledger, events, workspace_bytes_of(facts))
+    peaks = Peaks(ledger, events, workspaces_of(facts))
     with ledger:
         model = _model(config, data, device) if own is None else _faked(own, device)
         ledger.own("parameters", model.parameters())
@@ -132,9 +131,8 @@ def dry_run(
             micro=Fixed(micro_batch),
             mark=peaks.mark,
         )
-        steps = partial(
-            _train, model, step, train, min(config.train.batch_size, data.train_rows), peaks
-        )
+        whole = min(config.train.batch_size, data.train_rows)
+        steps = partial(_train, model, step, train, (whole, whole, data.train_rows % whole), peaks)
         steps()
         eval_batch = eval_rows(
             data, config.train.batch_size, room_bytes=room_bytes(config, facts.free_bytes or 0)
@@ -213,16 +211,17 @@ def _faked(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _train(
-    model: nn.Module, step: Step, rows: Rows | Loader, batch_size: int, peaks: Peaks
+    model: nn.Module, step: Step, rows: Rows | Loader, sizes: tuple[int, ...], peaks: Peaks
 ) -> None:
-    """Two steps: the second has the first one's gradients and optimizer state."""
+    """Steps on so many rows each. The second has the first one's gradients and optimizer state;
+    the last of an epoch may have fewer rows, whose tensors lie among the small ones."""
     model.train()
-    for _ in range(2):
-        batch = rows.gathered(batch_size)
+    for size in filter(None, sizes):
+        batch = rows.gathered(size)
         peaks.ledger.own("batch", nested.tensors(batch))
         peaks.mark("data_wait")
         # The second micro-batch finds gradients there; those after it find nothing new.
-        x, y = nested.head(batch, min(2 * step.micro.rows, batch_size))
+        x, y = nested.head(batch, min(2 * step.micro.rows, size))
         step(x, y, norm=True, watched=Watched.NOT)
         gradients = (p.grad for p in step.optimizer.params if p.grad is not None)
         peaks.ledger.own("gradients", gradients)
@@ -262,11 +261,14 @@ def _evaluate(
     peaks.settle()
 
 
-def workspace_bytes_of(device: DeviceFacts) -> int:
-    """What cuBLAS is known to keep for a thread; 0 on devices of which nothing is known."""
+def workspaces_of(device: DeviceFacts) -> dict[str, list[int]]:
+    """What libraries are known to keep, by the phase after which a thread multiplies its first
+    matrices; nothing on devices of which nothing is known."""
     if device.kind != "cuda":
-        return 0
+        return {}
     is_here = torch.cuda.is_available()
     newer = is_here and torch.cuda.get_device_capability(device.index)[0] >= HOPPER
     usual_bytes = HOPPER_WORKSPACE_BYTES if newer else WORKSPACE_BYTES
-    return chosen_cublas_workspace_bytes() or usual_bytes
+    cublas_bytes = chosen_cublas_workspace_bytes() or usual_bytes
+    lt = [] if torch.__version__ >= LT_SHARES_SINCE else [min(LT_WORKSPACE_BYTES, cublas_bytes)]
+    return {"data_wait": [cublas_bytes, *lt], "forward": [cublas_bytes]}

@@ -13,14 +13,7 @@ from dataclasses import dataclass, replace
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.base.field_types import is_import
 from tasks.engine.base.import_paths import told_of
-from tasks.engine.forecast.dry_run import (
-    EVALUATION,
-    SETUP,
-    THREADS,
-    Peaks,
-    dry_run,
-    workspace_bytes_of,
-)
+from tasks.engine.forecast.dry_run import EVALUATION, SETUP, Peaks, dry_run, workspaces_of
 from tasks.engine.memory.allocation_log import LIBRARIES
 from tasks.engine.memory.caching_allocator import SMALL_SEGMENT_BYTES, Pool, least_room
 from tasks.engine.settings.run_config import FUSED, RunConfig
@@ -102,7 +95,7 @@ def forecast(
 
 
 def _told(peaks: Peaks, parameter_bytes: int, device: DeviceFacts, rows: int) -> Forecast:
-    libraries_bytes = THREADS * workspace_bytes_of(device)
+    libraries_bytes = sum(map(sum, workspaces_of(device).values()))
     phases = {
         phase: most + (0 if phase == SETUP else libraries_bytes)
         for phase, most in peaks.phases.items()

@@ -110,10 +110,28 @@ def record_on_cuda(run: Callable[[], Outcome]) -> tuple[Callable[[], None], Outc
         clear_frames(error)
         failure = str(error)
     if failure is not None:
-        # A recording that failed keeps its pool for ever. A private name; see torch/cuda/graphs.py.
-        torch._C._cuda_releasePool(stream.device_index, pool)
+        _end_failed(graph, pool, stream.device_index)
         raise GraphError(f"the step cannot be recorded as a graph: {failure}")
     return graph.replay, outcome
+
+
+def _end_failed(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], device_index: int) -> None:
+    """What CUDA ended keeps its pool for ever. Private names; see torch/cuda/graphs.py."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        pass
+    else:
+        return  # it came to its end, as one that ran out of memory does: the graph has the pool
+    try:
+        torch._C._cuda_endAllocateToPool(device_index, pool)
+    except RuntimeError:
+        pass  # newer than 2.11: not recording any more
+    else:
+        # Nor would it draw random numbers again, nor give back what it caches.
+        generator = torch.cuda.default_generators[device_index]
+        generator.graphsafe_set_state(generator.clone_state())
+    torch._C._cuda_releasePool(device_index, pool)
 
 
 @contextmanager
