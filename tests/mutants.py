@@ -249,8 +249,11 @@ def judged(file: str, named: list[str]) -> bool:
     for name, mutated in found.items():
         first = tuple(test for test, _ in kills.most_common())
         told = _run(file, mutated, first=first, without=without, limit_s=limit_s)
-        if told is None or told.code != 0:
-            kills.update(told.failed if told else ())
+        if told is None:
+            print(f"    killed without an answer: {name}", flush=True)  # by time, or by a signal
+            continue
+        if told.code != 0:
+            kills.update(told.failed)
             continue
         reasons = {n for n in named if name == n or n.endswith("...") and name.startswith(n[:-3])}
         used |= reasons

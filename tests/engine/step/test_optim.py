@@ -308,3 +308,34 @@ def test_a_warm_up_of_all_steps_ends_at_the_rate() -> None:
     assert [at(step) for step in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
     at = optim.schedule("cosine", lr=1.0, total_steps=4, warmup_fraction=0.75, min_fraction=0.1)
     assert [at(3), at(4)] == pytest.approx([1.0, 0.1])
+
+
+@pytest.mark.parametrize("parameters", [1, 2, 3])
+@pytest.mark.parametrize("present", ["all", "some", "none yet"])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_restored_optimizer_takes_the_same_next_step(name, present, parameters) -> None:
+    """What is counted once for all parameters is kept, and counted, once again."""
+    torch.manual_seed(0)
+    how = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "beta2": 0.99}
+    first = [nn.Parameter(torch.randn(3)) for _ in range(parameters)]
+    old = optim.make(name, first, **how)
+    for step in range(0 if present == "none yet" else 3):
+        for p in first:
+            p.grad = torch.randn(3)
+        if present == "some" and step == 1 < parameters:
+            first[-1].grad = None
+        old.step()
+    then = [nn.Parameter(p.detach().clone()) for p in first]
+    new = optim.make(name, then, **how)
+    new.restore(copy.deepcopy(old.state()))
+    assert len(new.state_tensors()) == len(old.state_tensors())
+    assert not any(tensor.requires_grad for tensor in new.state_tensors())
+    for p, other in zip(first, then, strict=True):
+        p.grad = torch.randn(3)
+        other.grad = p.grad.clone()
+    old.step()
+    new.step()
+    assert all(torch.equal(p, other) for p, other in zip(first, then, strict=True))
+    counts = {"all": 1, "none yet": 1, "some": parameters}[present]
+    if name == "adamw":
+        assert len(old.state()["steps"]) == len(new.state()["steps"]) == counts

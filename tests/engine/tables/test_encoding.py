@@ -172,6 +172,16 @@ def test_moments_are_exact_beside_a_mean_that_no_float_holds(holes: bool, offset
         assert found.squares[i] == pytest.approx(float(squares), rel=1e-12, abs=1e-30)
 
 
+@pytest.mark.parametrize(("rows", "value"), [(421411, 0.023237291963930387),
+                                             (482299, 0.007374101339780593)])  # fmt: skip
+def test_the_rounding_of_a_long_constant_column_has_no_root_to_take(
+    rows: int, value: float
+) -> None:
+    """What the mean is wrong by gave a sum of squares below 0."""
+    moments = encoding.moments_of(np.full((1, rows), value), np.ones(rows), holes=False)
+    assert encoding.standard(moments, rows)[1] == 1
+
+
 def test_moments_of_blocks_together_are_those_of_all_rows() -> None:
     values = np.array([[1e9 + k for k in (0, 1, 1, 4, 5, 7, 9, 2)], [3.0] * 8])
     blocks = [encoding.moments_of(v, np.ones(v.shape[1]), holes=False) for v in
