@@ -38,7 +38,7 @@ SUBJECTS = {
     "tasks/engine/step/evaluation.py": ["step/test_evaluation.py", "training/test_loop.py"],
     "tasks/engine/step/micro_batches.py": ["step/test_micro_batches.py", "training/test_loop.py"],
     "tasks/engine/step/optimizer_step.py": ["training/test_loop.py", "step/test_micro_batches.py"],
-    "tasks/engine/training/loop.py": ["training/test_loop.py"],
+    "tasks/engine/training/loop.py": ["training/test_loop.py", "training/test_loop_stops.py"],
     "tasks/engine/forecast/admission.py": ["forecast/test_admission.py"],
     "tasks/engine/forecast/forecast.py": ["forecast"],
     "tasks/engine/memory/leaks.py": ["memory/test_leaks.py"],

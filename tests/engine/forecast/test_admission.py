@@ -214,6 +214,14 @@ def test_a_cpu_without_a_limit_is_not_asked(data, cpu):
     assert machine.asked == 0
 
 
+@pytest.mark.parametrize("free", [None, 0, 7])
+def test_what_is_free_is_what_the_device_tells(free, gpu, monkeypatch):
+    """Of a device that nobody has used yet nothing is told at all."""
+    space = None if free is None else SimpleNamespace(free_bytes=free, total_bytes=9)
+    monkeypatch.setattr(admission, "allocator", lambda _: SimpleNamespace(space=lambda: space))
+    assert admission.free_bytes(gpu) == free
+
+
 def test_holders_are_those_of_the_gpu_that_was_asked_about():
     assert [h.pid for h in holders("GPU-1", NVML)] == [7, 42]
     assert holders("GPU-9", NVML) == holders(None, Nvml(error="no driver")) == ()

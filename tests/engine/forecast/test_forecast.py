@@ -176,6 +176,7 @@ def test_a_gpu_that_is_not_here_is_forecast_with_its_blocks_and_libraries(
     assert sum(there.owners.values()) == there.peak_bytes
     assert all(size % 512 == 0 for size in there.owners.values())
     assert here.peak_bytes < there.peak_bytes - libraries < 1.5 * here.peak_bytes
+    assert there.phases["setup"] < libraries < there.phases["data_wait"]  # not yet, and from then
 
 
 def test_a_last_batch_of_fewer_rows_is_part_of_what_has_to_fit(prepared, cpu: DeviceFacts) -> None:
@@ -210,6 +211,7 @@ def test_the_largest_micro_batch_is_the_first_half_that_fits(
     need = {n: forecast(config, data, device, micro_batch=n).needed_bytes for n in (48, 12, 1)}
     assert largest_micro_batch(config, data, device, need[48]) == 48
     assert largest_micro_batch(config, data, device, need[12] - 1) == 6
+    assert largest_micro_batch(config, data, device, need[1]) == 1
     assert largest_micro_batch(config, data, device, need[1] - 1) is None
 
 
@@ -228,6 +230,27 @@ def test_a_loss_that_needs_values_is_named_by_its_setting(prepared, own) -> None
     own("peeking", "def loss(outputs, y):\n    return outputs.sum() * outputs.max().item()\n")
     with pytest.raises(Unforeseeable, match="^train.loss: what peeking:loss will take cannot be"):
         forecast(config_of("linear", loss="peeking:loss"), prepared["linear"], detect("cpu"))
+
+
+def test_a_model_that_needs_values_is_named_by_its_setting(prepared, own) -> None:
+    """And not by that of its loss, which is ours; one that needs none is foretold."""
+    source = (
+        "from torch import nn\n"
+        "class Net(nn.Linear):\n"
+        "    def __init__(self, input_shape, outputs, peeks):\n"
+        "        super().__init__(input_shape[0], outputs)\n"
+        "        self.peeks = peeks\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x) * (x.max().item() if self.peeks else 1)\n"
+    )
+    own("peeking", source)
+    for peeks in (True, False):
+        asked = RunConfig(model=ModelConfig(name="peeking:Net", args={"peeks": peeks}))
+        if peeks:
+            with pytest.raises(Unforeseeable, match="^model.name: what peeking:Net will take"):
+                forecast(asked, prepared["linear"], detect("cpu"))
+        else:
+            assert forecast(asked, prepared["linear"], detect("cpu")).parameter_bytes == 4 * 510
 
 
 def test_room_is_spared_for_what_no_dry_run_sees(prepared, monkeypatch) -> None:

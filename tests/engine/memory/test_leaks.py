@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tasks.engine.memory import leaks
 from tasks.engine.memory.leaks import NO_HOLDER, baseline, release
-from tasks.engine.memory.live_tensors import live_tensors, storages_of
+from tasks.engine.memory.live_tensors import GRADIENT, Live, live_tensors, storages_of
 from tasks.engine.memory.memory_meter import allocated_bytes, clear_frames
 
 CPU = torch.device("cpu")
@@ -265,6 +265,17 @@ def test_a_tensor_of_another_thread_is_a_leak_though_nothing_names_it(before):
     go.set()
     thread.join()
     assert found == NO_HOLDER or "local 'mine' of function" in found
+
+
+def test_what_nobody_holds_is_described_by_the_most_direct_way_to_it(monkeypatch):
+    kept, x = torch.ones(2, 2), torch.ones(4, requires_grad=True)
+    storage = kept.untyped_storage()
+    ways = [Live(kept.view(4), storage, GRADIENT, x), Live(kept, storage)]
+    monkeypatch.setattr(leaks, "live_tensors", lambda device: list(ways))
+    monkeypatch.setattr(leaks, "_baselines", {})
+    monkeypatch.setattr(leaks.Holders, "of", lambda holders, of: None)
+    (owner,) = release(CPU, baseline_bytes=0).owners
+    assert (owner.shape, owner.bytes, owner.held_by) == ((2, 2), 16, NO_HOLDER)
 
 
 def test_the_largest_owners_are_named_first_and_at_most_ten():
