@@ -96,7 +96,7 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
     with told_in("training", step=lambda: step):
         for epoch in range(at.epoch, 0 if is_done else plan.epochs):
             model.train()
-            batch = at.batch if epoch == at.epoch and not train.begins_again else 0
+            batch = 0 if train.begins_again else at.batch
             order = train.order(seed=plan.seed, epoch=epoch)[batch * plan.batch_size :]
             t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
             step_metrics.begin(epoch)
