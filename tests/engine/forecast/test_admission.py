@@ -211,7 +211,22 @@ def test_a_cpu_without_a_limit_is_not_asked(data, cpu):
     machine = Machine(0)
     found = asked(config_of(), data, cpu, machine, past_micro_batch=32)
     assert (found.predicted_bytes, found.source, found.micro_batch) == (None, "", 32)
-    assert machine.asked == 0
+    assert machine.asked == 0 and found.fits_graph
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"optim": {"name": "NAdam"}}, "optim.name: what NAdam will take cannot be told"),
+        ({"train": {"loss": "peeking:loss"}}, "train.loss: what peeking:loss will take cannot"),
+    ],
+)
+def test_what_cannot_be_foretold_is_let_in_and_told(data, gpu, own, sections, told):
+    own("peeking", "def loss(outputs, y):\n    return outputs.sum() * outputs.max().item()\n")
+    machine = Machine(0)
+    found = asked(RunConfig.model_validate(sections), data, gpu, machine)
+    assert (found.predicted_bytes, found.source, machine.asked) == (None, "", 0)
+    assert found.reason.startswith(told)
 
 
 @pytest.mark.parametrize("free", [None, 0, 7])
