@@ -1,5 +1,6 @@
 """Who gets the memory: history before forecast, smaller before waiting, waiting before refusing."""
 
+import itertools
 import logging
 import math
 from dataclasses import replace
@@ -357,6 +358,20 @@ def test_it_asks_for_the_last_time_when_the_time_is_over(data, gpu, written):
     machine = Machine(*[MIB] * 3, 2**33)
     assert asked(small(wait_s=2.5), data, gpu, machine).micro_batch == 11
     assert machine.slept == [1.0, 1.0, 0.5]
+
+
+def test_where_asking_takes_longer_than_is_left_it_asks_again_at_once(data, gpu, written):
+    clock, machine = itertools.count(0, 0.75), Machine(MIB)
+    with pytest.raises(DeviceError):
+        admit(
+            small(wait_s=1),
+            data,
+            gpu,
+            past_peak_bytes=None,
+            past_micro_batch=None,
+            **{**machine.seams(), "now": lambda: next(clock)},
+        )
+    assert machine.slept == [0.0] and machine.asked == 2
 
 
 @pytest.mark.parametrize("many", [0, 1, 4, 5, 7])
