@@ -33,20 +33,24 @@ def show_waiting(reason: str) -> None:
 @contextmanager
 def shown(device: str) -> Iterator[None]:
     """Inside, the limit named after the device's UUID has its slot taken."""
-    with ExitStack() as stack:
+    stack = ExitStack()
+    try:
         if flow_run.id:
-            try:
-                with get_client(sync_client=True) as client:
-                    client.upsert_global_concurrency_limit_by_name(device, limit=1)
-                holder = ConcurrencyLeaseHolder(type="flow_run", id=UUID(flow_run.id))
-                slot = concurrency(
-                    device,
-                    timeout_seconds=PATIENCE_S,
-                    lease_duration=FREE_AFTER_S,
-                    holder=holder,
-                    raise_on_lease_renewal_failure=False,
-                )
-                stack.enter_context(slot)
-            except Exception as error:  # of any kind: it is only shown
-                log.debug("%s: not shown in Prefect: %s", device, error)
+            with get_client(sync_client=True) as client:
+                client.upsert_global_concurrency_limit_by_name(device, limit=1)
+            holder = ConcurrencyLeaseHolder(type="flow_run", id=UUID(flow_run.id))
+            slot = concurrency(
+                device,
+                timeout_seconds=PATIENCE_S,
+                lease_duration=FREE_AFTER_S,
+                holder=holder,
+                raise_on_lease_renewal_failure=False,
+            )
+            stack.enter_context(slot)
+    except Exception as error:  # of any kind: it is only shown
+        log.debug("%s: not shown in Prefect: %s", device, error)
+    try:
         yield
+    finally:
+        with suppress(Exception):  # the server may have gone since
+            stack.close()

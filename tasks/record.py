@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from uuid import uuid4
 
+from tasks import device_slots, serve
 from tasks import resume as earlier
-from tasks import serve
 from tasks.device_tags import device_json, device_tags
 from tasks.engine.base.facts import DataFacts, DeviceFacts, ReleaseFacts, TrainFacts
 from tasks.engine.base.timing import Stopwatch
@@ -97,7 +97,7 @@ class Record:
         self._over = threading.Event()
         self._held = ExitStack()  # the folder's lock, and the lease of the device
         self._live = Announcement(self.folder, self._name)
-        self.leases = self._live.leases(config.device.wait_s)
+        self.leases = self._live.leases(config.device.wait_s, told=device_slots.show_waiting)
 
     def __enter__(self) -> Record:
         self._held.callback(self.leases.close)
@@ -173,6 +173,8 @@ class Record:
         self._start = self._start.following(self._follows, on=device.kind)
         self._start.write(self.folder)
         self._live.tell(run_id=self._start.run_id, device=device.name, steps=steps, epochs=epochs)
+        if self.leases.is_held:
+            self._held.enter_context(device_slots.shown(device.uuid or device.name))
         if self.leases.waited_s > 1:
             self._stages["time/wait_device_s"] = self.leases.waited_s
         self._stages["time/open_run_s"] = time.perf_counter() - began

@@ -52,6 +52,11 @@ class Leases:
         self._lease: FileLock | None = None
         self.waited_s = 0.0
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this has one."""
+        return self._lease is not None
+
     def take(self, devices: Sequence[str]) -> str:
         """The one of these devices, by their UUIDs in order of preference, that is held from now
         on. Raises Busy where none was free for so long, and OSError where no lease can be kept."""
