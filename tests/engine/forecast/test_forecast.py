@@ -177,6 +177,7 @@ def test_a_gpu_that_is_not_here_is_forecast_with_its_blocks_and_libraries(
     assert all(size % 512 == 0 for size in there.owners.values())
     assert here.peak_bytes < there.peak_bytes - libraries < 1.5 * here.peak_bytes
     assert there.phases["setup"] < libraries < there.phases["data_wait"]  # not yet, and from then
+    assert there.phases["setup"] % 512 == 0
 
 
 def test_a_last_batch_of_fewer_rows_is_part_of_what_has_to_fit(prepared, cpu: DeviceFacts) -> None:
