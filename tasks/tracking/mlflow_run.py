@@ -243,9 +243,13 @@ def reopen(
     return sender
 
 
-def telemetry(tags: Mapping[str, str]) -> Telemetry:
-    """Of the device that the run's tags name, where it is one that tells."""
-    return Telemetry(tags.get("device.uuid") if tags.get("device.kind") == "cuda" else None)
+def telemetry(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> Telemetry:
+    """Of the device that the run's tags name, where it is one that tells; its energy adds to what
+    the run has used before."""
+    if tags.get("device.kind") != "cuda":
+        return Telemetry(None)
+    used_j = client.get_run(run_id).data.metrics.get("gpu/energy_j", 0.0)
+    return Telemetry(tags.get("device.uuid"), energy_j=used_j)
 
 
 def lock_patiently(folder: Path) -> TextIO:

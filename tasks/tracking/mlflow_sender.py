@@ -87,7 +87,8 @@ class Session:
         if not order.get("late"):
             past = recall(self.client, self.experiment_id, tags["alike"], order["wanted"])
         sender = left_runs.begun(self.client, self.where, folder, order, self.experiment_id)
-        sender.held, sender.telemetry = self.held, telemetry(tags)
+        sender.held = self.held
+        sender.telemetry = telemetry(self.client, sender.state.run_id, tags)
         self.sender, self.opened_at = sender, time.monotonic()
         ids = {"run_id": sender.state.run_id, "experiment_id": sender.state.experiment_id}
         return {**ids, "past": past}

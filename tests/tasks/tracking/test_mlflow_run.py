@@ -52,6 +52,24 @@ def test_a_training_that_needs_all_cores_is_sent_in_pieces_and_whole_at_its_end(
     assert sent() == 3000
 
 
+def test_the_energy_of_a_run_that_goes_on_adds_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = Where(
+        tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", artifacts=str(tmp_path / "artifacts")
+    )
+    client, experiment_id = open_experiment(where)
+    run_id = client.create_run(experiment_id).info.run_id
+    client.log_metric(run_id, "gpu/energy_j", 42.0)
+    begun: list[tuple[str | None, float]] = []
+    monkeypatch.setattr(
+        mlflow_run, "Telemetry", lambda uuid, energy_j=0.0: begun.append((uuid, energy_j))
+    )
+    mlflow_run.telemetry(client, run_id, {"device.kind": "cuda", "device.uuid": "GPU-1"})
+    mlflow_run.telemetry(client, run_id, {"device.kind": "cpu"})
+    assert begun == [("GPU-1", 42.0), (None, 0.0)]
+
+
 def test_whoever_waits_for_a_long_end_hears_that_it_goes_on(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(journal_lines, "BATCH", 10)
     where = Where(
