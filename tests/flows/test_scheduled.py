@@ -298,13 +298,17 @@ SICK = """
 from pathlib import Path
 import torch
 
+def checkpoints():
+    return set(Path(".headroom/runs").glob("*/checkpoints/*.json"))
+
+BEFORE = checkpoints()  # of other runs
+
 class Net(torch.nn.Sequential):
     def __init__(self, input_shape, outputs):
         super().__init__(torch.nn.Flatten(), torch.nn.Linear(64, outputs))
 
     def forward(self, x):
-        kept = any(Path(".headroom/runs").glob("*/checkpoints/*.json"))
-        if self.training and kept and not Path("failed").exists():
+        if self.training and checkpoints() - BEFORE and not Path("failed").exists():
             Path("failed").touch()
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
         return super().forward(x)
