@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m flows.stop",
         description="End a training of this host. It leaves a checkpoint to go on from.",
     )
-    words = "Its id in MLflow or the first 6 letters of it, its name, folder or process number."
+    words = "Its id in MLflow or 6 letters of that, its name, key, folder or process number."
     parser.add_argument("run", metavar="RUN", help=f"{words} `python -m flows.runs` shows them.")
     words = "Do not wait for the step to end, and kill it after 10 s."
     parser.add_argument("--now", action="store_true", help=words)

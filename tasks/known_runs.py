@@ -45,6 +45,7 @@ class Run:
     state: str  # of STATES, waiting, or FINISHED, FAILED, KILLED, ended, gone
     live: bool = False
     run_id: str = ""
+    key: str = ""
     folder: str = ""
     user: str = ""
     pid: int | None = None
@@ -75,13 +76,13 @@ def known_runs(runs: Path, *, last: int | None = None) -> list[Run]:
 
 
 def called(word: str, runs: Sequence[Run]) -> list[Run]:
-    """Those that a person means: by an id or the first letters of it, a name, a folder, or the
-    number of a process that trains."""
+    """Those that a person means: by an id or the first letters of it, a name, a key, a folder, or
+    the number of a process that trains."""
     folder = str(Path(word).absolute())
     exact = [
         run
         for run in runs
-        if word in filter(None, (run.run_id, run.name, Path(run.folder).name))
+        if word in filter(None, (run.run_id, run.name, run.key, Path(run.folder).name))
         or (run.live and word == str(run.pid))
         or folder == run.folder
     ]
@@ -99,6 +100,7 @@ def _of_live(live: Live) -> Run:
         state=state,
         live=True,
         run_id=live.run_id,
+        key=start.key if start is not None else "",
         folder=live.folder,
         user=owner(live),
         pid=live.pid,
@@ -134,6 +136,7 @@ def of_folder(folder: Path) -> Run | None:
         state=str(status),
         live=is_alive,
         run_id=start.run_id,
+        key=start.key,
         folder=str(folder),
         pid=start.pid or None,
         device=str(tags.get("device") or _json(folder / "device.json").get("name") or ""),
