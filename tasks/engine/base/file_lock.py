@@ -5,9 +5,11 @@ Forked children, such as the workers of a DataLoader, do not hold it.
 from __future__ import annotations
 
 import os
+import random
+import time
 import weakref
 from contextlib import suppress
-from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
+from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, LOCK_UN, flock
 from pathlib import Path
 from typing import Self
 
@@ -29,12 +31,20 @@ class FileLock:
 
     def take(self, text: str = "") -> bool:
         """Whether it is held now, by this; then the file holds the text."""
-        try:
-            flock(self._file, LOCK_EX | LOCK_NB)
-        except BlockingIOError:
-            return False
+        while not self._took(LOCK_EX):
+            if not self._took(LOCK_SH):
+                return False
+            flock(self._file, LOCK_UN)  # nobody has it: somebody asked `is_held`, for an instant
+            time.sleep(0.001 * random.random())
         _held.add(self)
         self.write(text)
+        return True
+
+    def _took(self, kind: int) -> bool:
+        try:
+            flock(self._file, kind | LOCK_NB)
+        except BlockingIOError:
+            return False
         return True
 
     def write(self, text: str) -> None:
@@ -63,7 +73,8 @@ class FileLock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the lock of that file. Two who ask at once do not see each other."""
+    """Whether a process holds the lock of that file. Those who ask at once do not see each other,
+    and `take` passes them over."""
     with suppress(OSError):
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # somebody may have put a pipe there
         try:
