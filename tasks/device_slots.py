@@ -12,7 +12,6 @@ from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import ConcurrencyLeaseHolder, State
-from prefect.concurrency.sync import concurrency
 from prefect.runtime import flow_run
 from prefect.states import Running
 
@@ -33,6 +32,8 @@ def show_waiting(reason: str) -> None:
 @contextmanager
 def shown(device: str) -> Iterator[None]:
     """Inside, the limit named after the device's UUID has its slot taken."""
+    from prefect.concurrency.sync import concurrency  # some ms that a start-up can do without
+
     stack = ExitStack()
     try:
         if flow_run.id:

@@ -5,26 +5,23 @@ and asks no server.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from tasks.engine.base.file_lock import is_held
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
 from tasks.live_runs import Live, live_runs, owner
-from tasks.run_folders import LOCK, Start, folders, resume_command, start_of
+from tasks.run_folders import LOCK, Start, folders, json_of, resume_command, start_of
+from tasks.tracking.journal_lines import LOCK as SENDING_LOCK
 from tasks.tracking.journal_lines import Line, ends
 
 PEAK, RUN_PEAK = "memory/peak_allocated_mib", "memory/run_peak_allocated_mib"  # of a window; of all
 LEAST_LETTERS = 6  # of an id
-SENDING_LOCK = "sending.lock"
 STATES = {  # of a training that lives, by its stage
     "starting": "starting",
     "detect device": "starting",
@@ -119,7 +116,7 @@ def of_folder(folder: Path) -> Run | None:
     start = start_of(folder)
     if start is None:
         return None
-    end = _json(folder / "run.json")
+    end = json_of(folder / "run.json")
     tags = end.get("tags") or {}
     status, reason = end.get("status"), end.get("error") or end.get("stopped") or ""
     is_alive = is_held(folder / LOCK)  # of a process that could not tell of itself
@@ -128,7 +125,7 @@ def of_folder(folder: Path) -> Run | None:
     elif status is None and is_held(folder / SENDING_LOCK):
         status = "sending"
     elif status is None:
-        is_closed = _json(folder / "sent.json").get("closed")
+        is_closed = json_of(folder / "sent.json").get("closed")
         status, reason = ("ended", UNTOLD) if is_closed else ("gone", GONE)
     is_done = is_alive or (status == "FINISHED" and not reason)
     run = Run(
@@ -139,7 +136,7 @@ def of_folder(folder: Path) -> Run | None:
         key=start.key,
         folder=str(folder),
         pid=start.pid or None,
-        device=str(tags.get("device") or _json(folder / "device.json").get("name") or ""),
+        device=str(tags.get("device") or json_of(folder / "device.json").get("name") or ""),
         reason=" ".join(str(reason).split()),
         steps=start.steps or None,
         epochs=start.epochs or None,
@@ -191,12 +188,3 @@ def _left_s(run: Run, lines: list[Line], began_at: float, now_s: float) -> float
     (first_s, first), (last_s, last) = points[0], points[-1]
     pace_s = (last_s - first_s) / (last - first)
     return max(0.0, (run.steps - last) * pace_s - (now_s - last_s))
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """Empty where it holds none."""
-    with suppress(OSError, ValueError):
-        found = json.loads(file.read_text())
-        if isinstance(found, dict):
-            return found
-    return {}

@@ -150,19 +150,17 @@ class Record:
             **earlier.retry_tags(self._follows, device, self.config.run, is_new=not self.resumes),
         }
         self._warn(data.warnings)
-        began = time.perf_counter()
+        began, wanted = time.perf_counter(), (*WANTED, *COMPARED)
         if self._start is not None:
             self._start = self._start.again(self.folder)
             self._tags["resumed"] = str(self._start.resumed)
-            run = {"run_id": self._start.run_id, "experiment_id": self._start.experiment_id}
             tags = without_secrets(self._tags)
-            measured = self._journal.reopen(run, tags=tags, wanted=(*WANTED, *COMPARED))
+            run = {"run_id": self._start.run_id, "experiment_id": self._start.experiment_id}
+            measured = self._journal.reopen(run, tags=tags, wanted=wanted)
         else:
+            tags, params = without_secrets(self._tags), unused_settings.params(self.config)
             measured = self._journal.create(
-                name=self._name,
-                params=without_secrets(unused_settings.params(self.config)),
-                tags=without_secrets(self._tags),
-                wanted=(*WANTED, *COMPARED),
+                name=self._name, params=without_secrets(params), tags=tags, wanted=wanted
             )
             self._held.enter_context(earlier.held(self.folder))
             ids = self._journal.run_id, self._journal.experiment_id

@@ -5,7 +5,6 @@ with the process. It refuses a run that still trains, and one of which nothing w
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -24,7 +23,7 @@ from tasks.engine.settings.run_config import RunConfig, RunSettings
 from tasks.engine.training.budget import ends_at
 from tasks.failures import Failure
 from tasks.process import restart
-from tasks.run_folders import LOCK, Start, folders, resume_command, start_of
+from tasks.run_folders import LOCK, Start, folders, json_of, resume_command, start_of
 from tasks.tracking.where import where
 
 log = logging.getLogger(__name__)
@@ -104,10 +103,8 @@ def _id(folder: Path) -> str:
 
 
 def _is_done(folder: Path) -> bool:
-    with suppress(OSError, ValueError):
-        run = json.loads((folder / "run.json").read_text())
-        return bool(run["status"] == "FINISHED" and not run.get("stopped"))
-    return False
+    run = json_of(folder / "run.json")
+    return run.get("status") == "FINISHED" and not run.get("stopped")
 
 
 @dataclass(frozen=True)

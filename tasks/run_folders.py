@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 START, LOCK = "start.json", "training.lock"
 
@@ -47,9 +48,9 @@ class Start:
         until its newest metric."""
         spent_s = self.spent_s
         try:
-            told = json.loads((folder / "run.json").read_text())
-            spent_s = max(spent_s, float(told["metrics"]["time/total_s"]))
-        except (OSError, ValueError, LookupError, TypeError):
+            told = json_of(folder / "run.json")["metrics"]["time/total_s"]
+            spent_s = max(spent_s, float(told))
+        except (ValueError, LookupError, TypeError):
             with suppress(OSError):
                 spent_s += max(0.0, (folder / "metrics.jsonl").stat().st_mtime - self.began_at)
         return replace(
@@ -59,13 +60,22 @@ class Start:
 
 def start_of(folder: Path) -> Start | None:
     """None where the folder is none of a run. MLflow may have been told of it since."""
-    with suppress(OSError, ValueError, TypeError):
-        start = Start(**json.loads((folder / START).read_text()))
-        with suppress(OSError, ValueError, LookupError):
-            sent = json.loads((folder / "sent.json").read_text()) if not start.run_id else {}
+    with suppress(TypeError):
+        start = Start(**json_of(folder / START))
+        with suppress(LookupError):
+            sent = json_of(folder / "sent.json") if not start.run_id else {}
             start = replace(start, run_id=sent["run_id"], experiment_id=sent["experiment_id"])
         return start
     return None
+
+
+def json_of(file: Path) -> dict[str, Any]:
+    """What a file of a run's folder says; empty where it is not there, or is damaged."""
+    with suppress(OSError, ValueError):
+        found = json.loads(file.read_text())
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 def folders(runs: Path) -> list[Path]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -21,13 +19,14 @@ from tasks import serve
 from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.engine.base.units import mebibytes, printable, seconds
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
-from tasks.known_runs import SENDING_LOCK
 from tasks.live_runs import left_files, live_runs
+from tasks.process import children
 from tasks.process.redaction import redacted
 from tasks.run_folders import LOCK, START, folders, start_of
-from tasks.serving import crashed_flow_runs, local_prefect, prefect_http
+from tasks.serving import crashed_flow_runs, local_prefect
 from tasks.serving.crashed_flow_runs import End
 from tasks.serving.processes import parts
+from tasks.tracking.journal_lines import LOCK as SENDING_LOCK
 from tasks.tracking.where import Where
 
 MIB = 1024**2
@@ -67,15 +66,7 @@ def put_right(chosen: Where, *, older_s: float | None = None, does: bool) -> Ite
 def _in_mlflow(chosen: Where, known: dict[str, End], *, does: bool) -> Iterator[Deed]:
     """In a process of its own, which imports mlflow. known: gets the flow runs that are to end."""
     asked = json.dumps({"where": chosen.model_dump(), "does": does})
-    with subprocess.Popen(
-        [sys.executable, "-m", "tasks.tracking.left_runs"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=Path(__file__).parent.parent,
-        env={**PATIENCE, **os.environ},
-    ) as asking:
+    with children.start("tasks.tracking.left_runs", env={**PATIENCE, **os.environ}) as asking:
         assert asking.stdin is not None and asking.stdout is not None
         asking.stdin.write(asked)
         asking.stdin.close()
@@ -108,16 +99,10 @@ def _servers() -> dict[str, bool]:
 
 
 def _in_prefect(api: str, known: dict[str, End], *, is_ours: bool, does: bool) -> Iterator[Deed]:
-    dead = crashed_flow_runs.crash_the_dead(api, known, does=does)
+    of_worker = BEGUN if is_ours else ()
+    dead = crashed_flow_runs.crash_the_dead(api, known, of_worker=of_worker, does=does)
     for name, end in dead.items():
         yield Deed("set", f"flow run {printable(name, limit=60)} to {end.type}: {end.message}")
-    for run, name in prefect_http.dead_of_pool(api, BEGUN).items() if is_ours else ():
-        if name not in dead:
-            if does:
-                prefect_http.set_state(api, run, type=End().type, message=End().message)
-            yield Deed(
-                "set", f"flow run {printable(name, limit=60)} to {End().type}: {End().message}"
-            )
 
 
 def _old(runs: Path, older_s: float, *, does: bool) -> Iterator[Deed]:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from tasks.serving.prefect_http import LIVE, call, set_state
+from tasks.serving.prefect_http import LIVE, call, dead_of_pool, set_state
 
 STATES = {"FINISHED": "COMPLETED", "FAILED": "FAILED"}  # of Prefect, by those of MLflow
 TAG = "process"  # of a flow run: process:HOST:PID:START
@@ -54,18 +54,23 @@ def ends(runs: Path) -> dict[str, End]:
     return found
 
 
-def crash_the_dead(api: str, known: Mapping[str, End], *, does: bool = True) -> dict[str, End]:
+def crash_the_dead(
+    api: str, known: Mapping[str, End], *, of_worker: Sequence[str] = (), does: bool = True
+) -> dict[str, End]:
     """Give those of this host whose process is gone the state that is known, or mark them as
-    crashed. Returns them by their names; raises OSError."""
+    crashed. of_worker: the states of the work pool's runs that are looked at too, where its worker
+    is this host's. Returns them by their names; raises OSError."""
     live: dict[str, Any] = {"state": {"type": {"any_": LIVE}}}
     asked = {run["id"]: run for run in _filtered(api, live)}
     dead = {id: end for id, run in asked.items() if (end := _end_of(run, known)) is not None}
     # What ended while we looked has said so by now.
     still = _filtered(api, live | {"id": {"any_": list(dead)}}) if dead else []
-    if does:
-        for run in still:
-            set_state(api, run["id"], type=dead[run["id"]].type, message=dead[run["id"]].message)
-    return {run["name"]: dead[run["id"]] for run in still}
+    names = {run["id"]: run["name"] for run in still}
+    names |= dead_of_pool(api, of_worker) if of_worker else {}
+    for id in names if does else ():
+        end = dead.get(id, End())
+        set_state(api, id, type=end.type, message=end.message)
+    return {name: dead.get(id, End()) for id, name in names.items()}
 
 
 def _filtered(api: str, flow_runs: dict[str, Any]) -> list[dict[str, Any]]:

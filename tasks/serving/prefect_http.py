@@ -8,6 +8,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -101,19 +102,10 @@ def confirm_cancelled(api: str, run: str) -> None:
         set_state(api, run, type="CANCELLED", message="Its process ended with the service.")
 
 
-def crash_the_dead(api: str) -> int:
-    """Mark runs as crashed that say they run though their process is gone, e.g. after a power cut;
-    Prefect itself would show them as running for ever. Returns how many."""
-    dead = dead_of_pool(api, LIVE)
-    message = "Its process was gone when the service came up."
-    for run in dead:
-        set_state(api, run, type="CRASHED", message=message)
-    return len(dead)
-
-
-def dead_of_pool(api: str, states: list[str]) -> dict[str, str]:
-    """Of the pool's runs in these states those without a process, their names by their ids."""
-    asked = {"state": {"type": {"any_": states}}}
+def dead_of_pool(api: str, states: Sequence[str]) -> dict[str, str]:
+    """Of the pool's runs in these states those without a process, e.g. after a power cut, their
+    names by their ids. Prefect itself would show them as running for ever."""
+    asked = {"state": {"type": {"any_": list(states)}}}
     begun = {run["id"] for run in _runs(api, asked)}  # before the processes are looked for
     alive = set()
     for process in psutil.process_iter():

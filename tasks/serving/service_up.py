@@ -94,12 +94,11 @@ def _start(name: str, plan: Plan) -> Part:
 def _deploy(plan: Plan) -> None:
     """Put right what the last service left, and deploy, before there is a worker to act on it."""
     prefect_http.make_pool(plan.api)
-    # First those whose end is known, which they could not tell a server that was away.
-    known = crashed_flow_runs.crash_the_dead(plan.api, crashed_flow_runs.ends(plan.runs))
-    dead = len(known) + prefect_http.crash_the_dead(plan.api)
+    known = crashed_flow_runs.ends(plan.runs)  # what they could not tell a server that was away
+    dead = crashed_flow_runs.crash_the_dead(plan.api, known, of_worker=prefect_http.LIVE)
     missed = prefect_http.skip_the_missed(plan.api)
     if dead:
-        print(f"Ended {dead} flow run(s) in Prefect: their processes are gone.")
+        print(f"Ended {len(dead)} flow run(s) in Prefect: their processes are gone.")
     if missed:
         print(f"Skipped {missed} scheduled run(s) whose time passed; the latest takes their place.")
     if prefect_http.is_paused(plan.api):

@@ -23,8 +23,8 @@ from tasks.engine.base.file_lock import is_held
 from tasks.process.redaction import redacted
 from tasks.serving.crashed_flow_runs import is_alive
 from tasks.tracking.journal import BEGIN
-from tasks.tracking.journal_lines import metrics_before
-from tasks.tracking.mlflow_run import LOCK, Sender, State, create, lock, reopen
+from tasks.tracking.journal_lines import LOCK, metrics_before
+from tasks.tracking.mlflow_run import Sender, State, create, lock, reopen
 from tasks.tracking.mlflow_store import explained, open_experiment
 from tasks.tracking.where import TrackingError, Where
 

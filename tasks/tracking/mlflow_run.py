@@ -12,19 +12,19 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Param, RunTag
 
+from tasks.engine.base.file_lock import FileLock
 from tasks.engine.device.telemetry import Telemetry
 from tasks.engine.report import run_report
 from tasks.process.redaction import redacted
 from tasks.tracking import logged_model, metrics
 from tasks.tracking.journal import BEGIN, RESERVE
-from tasks.tracking.journal_lines import Sample, batches, series
+from tasks.tracking.journal_lines import LOCK, Sample, batches, series
 from tasks.tracking.pace import Pace
 from tasks.tracking.surroundings import environment
 from tasks.tracking.where import Where
@@ -32,7 +32,6 @@ from tasks.tracking.where import Where
 PIECE_BYTES = 2**15  # of the journal, where the training needs all cores: some 5 ms of one
 PARAMS = 100
 TAG_LIMIT = 7900  # characters; over 8,000 MLflow cuts, or refuses
-LOCK = "sending.lock"
 REOPEN_S = 60.0  # for another process to send the end that the run has come to
 REPORT = "report.html"
 OURS = (
@@ -69,7 +68,7 @@ class Sender:
     wait_s: float = 1.0
     pace: Pace = field(default_factory=Pace)
     told_progress: Callable[[], None] = lambda: None  # who waits for the end hears of each batch
-    held: TextIO | None = None  # the lock of the folder, while this process sends it
+    held: FileLock | None = None  # the lock of the folder, while this process sends it
 
     def tell_params(self, params: Mapping[str, str]) -> None:
         """As often as one likes, while they are the same."""
@@ -252,7 +251,7 @@ def telemetry(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> Tel
     return Telemetry(tags.get("device.uuid"), energy_j=used_j)
 
 
-def lock_patiently(folder: Path) -> TextIO:
+def lock_patiently(folder: Path) -> FileLock:
     """The folder's lock. Raises TimeoutError where the process that sends the run's end does not
     come to one."""
     until = time.monotonic() + REOPEN_S
@@ -263,12 +262,10 @@ def lock_patiently(folder: Path) -> TextIO:
     return mine
 
 
-def lock(folder: Path) -> TextIO | None:
-    """The folder's lock, kept until the file or the process ends; None where another has it."""
-    file = open(folder / LOCK, "a")  # noqa: SIM115
-    try:
-        flock(file, LOCK_EX | LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
+def lock(folder: Path) -> FileLock | None:
+    """The folder's lock, until it is closed or the process ends; None where another has it."""
+    mine = FileLock(folder / LOCK)
+    if mine.take():
+        return mine
+    mine.close()
+    return None

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 # MLflow's defaults wait four minutes for a server that is away; the journal waits better.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -26,6 +26,7 @@ from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it 
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  # noqa: E402
 
+from tasks.engine.base.file_lock import FileLock  # noqa: E402
 from tasks.engine.report import run_report  # noqa: E402
 from tasks.process.redaction import redact_output, redacted  # noqa: E402
 from tasks.serving import crashed_flow_runs
@@ -49,7 +50,7 @@ class Session:
         self.experiment_id = ""
         self.sender: Sender | None = None
         self.begin_order: dict[str, Any] | None = None  # until MLflow has been told of the run
-        self.held: TextIO | None = None  # the folder's lock, until then
+        self.held: FileLock | None = None  # the folder's lock, until then
         self.retry_at, self.wait_s = 0.0, 1.0
         self.is_swept = False
         self.opened_at = math.inf
