@@ -41,6 +41,7 @@ from tasks.serving.crashed_flow_runs import TAG
 from tasks.serving.local_prefect import is_temporary
 
 log = logging.getLogger(__name__)
+PARENT = "HEADROOM_PARENT_RUN"  # in the environment: the run in MLflow that this one is part of
 EXIT_S = 10.0  # for a process that is to be started again to end
 # Unix time at which somebody asked for this run.
 ASKED_AT: ContextVar[float | None] = ContextVar("ASKED_AT", default=None)
@@ -72,9 +73,11 @@ def describe() -> dict[str, str]:
     logging.getLogger("tasks").setLevel(logging.INFO)
     if os.environ.get("PREFECT__FLOW_RUN_ID"):  # a worker has started it, and reads what it prints
         outlive_the_worker()
+    parent = os.environ.get(PARENT)
+    part_of = {"mlflow.parentRunId": parent} if parent else {}
     if not flow_run.id:
-        return {}
-    found = {"prefect.flow_run_id": flow_run.id, "prefect.deployment": deployment.name}
+        return part_of
+    found = {**part_of, "prefect.flow_run_id": flow_run.id, "prefect.deployment": deployment.name}
     if not is_temporary(PREFECT_API_URL.value() or ""):
         found["prefect.flow_run_url"] = link(flow_run.ui_url or "")
     return {k: str(v) for k, v in found.items() if v}
@@ -168,9 +171,13 @@ def ended_as(run: dict[str, Any]) -> Any:
 def publish(run: Mapping[str, Any]) -> None:
     """Put the report where Prefect's UI shows it."""
     text = run_report.markdown(run, open_command=run["open_command"] if run["run_id"] else "")
-    key = f"run-{run['run_id'] or flow_run.id}"  # MLflow may not know it yet
+    show(text, f"run-{run['run_id'] or flow_run.id}", run["name"])  # MLflow may not know it yet
+
+
+def show(text: str, key: str, title: str) -> None:
+    """Markdown, as an artifact of this flow run."""
     try:
-        create_markdown_artifact(text, key=key, description=run["name"])
+        create_markdown_artifact(text, key=key, description=title)
     except TransportError:  # its server is away: the run's end does not wait for it once more
         here = get_settings_context()
         once = here.settings.copy_with_update({PREFECT_CLIENT_MAX_RETRIES: 0})

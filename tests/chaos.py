@@ -78,6 +78,7 @@ class Chaos:
     seed: int
     device: str = "cpu"
     done: dict[str, int] = field(default_factory=dict)
+    tried: int = 0  # deaths in a writing
 
     def __post_init__(self) -> None:
         self.drawn = random.Random(self.seed)
@@ -137,8 +138,9 @@ class Chaos:
             at = self.drawn.randint(1, 40)
             return self._play(way, folder, resumes=resumes, dies_after=at) != 0
         if kind == "death in a writing":
-            nth = self.done.get(kind, 0)  # each call of each, one after the other
-            name, at = WRITES[nth % len(WRITES)], nth // len(WRITES) % 6
+            # Each call of each, one after the other; a short training has no sixth.
+            name, at = WRITES[self.tried % len(WRITES)], self.tried // len(WRITES) % 6
+            self.tried += 1
             code = self._play(way, folder, resumes=resumes, first=lambda: _die_in(name, at))
             return code != 0
         after_s = self.drawn.uniform(0, 1.05 * self.wholes[way])

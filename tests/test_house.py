@@ -48,6 +48,7 @@ ROOMS = (
     *(f"tasks.engine.{room}" for room in ENGINE_ROOMS),
     *(f"tasks.{room}" for room in TASKS_ROOMS),
     "tasks",
+    "tasks.comparison",
     "flows.cli",
     "flows",
 )
@@ -144,7 +145,11 @@ def test_only_the_sending_process_imports_mlflow(module: str) -> None:
     if "mlflow" not in _names(MODULES[module]):
         return
     assert _room(module) == "tasks.tracking"
-    importers = {m for m in MODULES if module in _needs(m)} - {"tasks.serve", "tasks.first_use"}
+    importers = {m for m in MODULES if module in _needs(m)} - {
+        "tasks.serve",
+        "tasks.first_use",
+        "flows.compare",
+    }
     assert all(_room(m) == "tasks.tracking" for m in importers)
 
 
@@ -195,7 +200,7 @@ def test_what_answers_first_imports_nothing_slow(module: str) -> None:
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["mlflow_sender", "logged_models", "query_past"])
+@pytest.mark.parametrize("name", ["mlflow_sender", "logged_models", "query_runs"])
 def test_no_process_that_asks_mlflow_imports_torch(name: str) -> None:
     """The sending process did: 2 s of a core and 150 MiB beside each run."""
     code = (

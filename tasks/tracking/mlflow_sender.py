@@ -32,7 +32,7 @@ from tasks.process.redaction import redact_output, redacted  # noqa: E402
 from tasks.serving import crashed_flow_runs
 from tasks.tracking import left_runs, mlflow_store  # noqa: E402
 from tasks.tracking.mlflow_run import Sender, State, lock, lock_patiently, telemetry  # noqa: E402
-from tasks.tracking.query_past import recall  # noqa: E402
+from tasks.tracking.query_runs import recall  # noqa: E402
 from tasks.tracking.surroundings import code_version  # noqa: E402
 from tasks.tracking.where import Where, where  # noqa: E402
 

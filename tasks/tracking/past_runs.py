@@ -24,7 +24,7 @@ def measured(where: Where, alike: str, wanted: Sequence[str]) -> dict[str, float
     order = {"where": where.model_dump(), "alike": alike, "wanted": list(wanted)}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "tasks.tracking.query_past"],
+            [sys.executable, "-m", "tasks.tracking.query_runs"],
             input=json.dumps(order),
             capture_output=True,
             text=True,

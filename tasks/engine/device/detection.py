@@ -55,6 +55,11 @@ def detect(
     return replace(found, free_bytes=free, total_bytes=total)
 
 
+def names() -> list[str]:
+    """The devices of this machine: every GPU, working or not, then the CPU."""
+    return [*(gpu.name for gpu in look(os.environ, touch=True).gpus), "cpu"]
+
+
 def explain(name: str = "auto") -> tuple[Check, ...]:
     """Every check of `detect` and, last, the choice; a choice that is refused is a failed check.
 

@@ -1,0 +1,144 @@
+"""The command line of a comparison: what to train, or which runs to read, and what is shown. Every
+flag that it does not know itself is one of `python -m flows.train`, for all trainings alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from flows.cli import flags
+from tasks.comparison import grid
+from tasks.comparison.grid import Asked
+from tasks.engine.settings.read_settings import ConfigError
+from tasks.process import signals
+from tasks.process.redaction import redact_output
+from tasks.tracking.where import TrackingError, where
+
+_EXAMPLES = """\
+examples:
+  python -m flows.compare --devices all
+  python -m flows.compare --vary train.batch_size=64,256,1024 --repeats 3
+  python -m flows.compare --vary optim.lr=1e-2,1e-3 --vary optim.name=sgd,adamw --train.epochs 5
+  python -m flows.compare --config config.yaml --devices cpu,cuda:0 --train.max_s 60
+  python -m flows.compare --runs ID,ID
+  python -m flows.compare --last 20
+  python -m flows.compare --filter "params.`model.name` = 'mlp' and metrics.`val/loss` < 1"
+
+Interrupted, the same command goes on where it was.
+
+exit codes: 0 compared, 1 no training came to its end, 2 bad input,
+130 interrupted, 143 terminated
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare what the command line says. Returns the exit code."""
+    redact_output()
+    try:
+        asked = parse(argv)
+        where()
+        if asked.dry_run:
+            for cell in asked.cells:
+                print(
+                    f"{cell.number}. {cell.label}" + f", repeat {cell.repeat}" * (cell.repeat > 1)
+                )
+            return 0
+    except (ConfigError, TrackingError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    from flows.cli.train_command import at_server
+
+    if asked.cells:
+        told = f"{len(asked.cells)} trainings: looking at data, devices and models ..."
+        print(told, file=sys.stderr, flush=True)
+    return at_server(partial(_play, list(argv), asked), debug=asked.debug)
+
+
+def _play(argv: list[str], asked: Asked) -> int:
+    from flows.compare import compare
+
+    signals.begin()
+    return int(compare(argv, plan=asked))
+
+
+def parse(argv: Sequence[str]) -> Asked:
+    """Raises ConfigError with every problem. --help prints and exits with 0."""
+    known, rest = _parser().parse_known_args(_tied(argv))
+    problems = []
+    reads = [f"--{name}" for name in ("runs", "last", "filter") if getattr(known, name) is not None]
+    trains = [n for n, v in (("--vary", known.vary), ("--devices", known.devices)) if v]
+    if reads and trains:
+        problems.append(f"{trains[0]}: trains anew, and {reads[0]} reads runs that exist; keep one")
+    if "--runs" in reads and len(reads) > 1:
+        problems.append(f"--runs: names the runs already; drop {reads[1]}")
+    if not reads and not trains and known.repeats == 1:
+        problems.append("--vary: nothing varies; see --help for --vary, --devices and --runs")
+    for word in (word.partition("=")[0] for word in rest):
+        if word in ("--resume", "--forecast", "--explain-device"):
+            problems.append(f"{word}: is of `python -m flows.train`")
+        elif reads and word not in ("--debug", "--run.experiment"):
+            problems.append(f"{word}: trains nothing beside {reads[0]}")
+    if problems:
+        raise ConfigError(*problems)
+    axes = {} if reads else grid.axes(known.vary, known.devices)
+    if axes.get(grid.DEVICE) == [grid.ALL]:
+        axes[grid.DEVICE] = grid.devices_here()
+
+    def resolved(settings: Mapping[str, str]) -> argparse.Namespace:
+        return flags.parse([*rest, *(f"--{n}={v}" for n, v in settings.items())])
+
+    made = [] if reads else grid.cells(axes, resolve=resolved, repeats=known.repeats)
+    base = resolved(made[0].settings if made else {})
+    ids = [] if known.runs is None else list(dict.fromkeys(known.runs.split(",")))
+    return Asked(
+        words=list(argv),
+        base=base.config,
+        cells=made,
+        varied=list(axes),
+        runs=ids,
+        last=known.last,
+        filter=known.filter or "",
+        dry_run=base.dry_run,
+        debug=base.debug,
+    )
+
+
+def _tied(argv: Sequence[str]) -> list[str]:
+    """The words with those of our own flags tied to their values, so that -1 is a value."""
+    own = ("--vary", "--devices", "--repeats", "--runs", "--last", "--filter")
+    words: list[str] = []
+    for word in argv:
+        if words and words[-1] in own and not word.startswith("--"):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= grid.MOST:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 1,000 (got {text!r})")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.compare",
+        usage="python -m flows.compare [--vary NAME=A,B ...] [--devices A,B] [--NAME VALUE ...]",
+        description="Train the same model in several ways, or read runs that exist, and tell what\n"
+        "makes one faster, larger or better than another.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--vary", metavar="NAME=A,B", action="append", default=[], help="A setting's values.")
+    add("--devices", metavar="A,B", help="Devices to train on: names, or all.")
+    add("--repeats", metavar="N", type=_count, default=1, help="Of each, in turns. Default: 1.")
+    add("--runs", metavar="ID,ID", help="Runs to read, by their ids; trains nothing.")
+    add("--last", metavar="N", type=_count, help="Read so many of the newest runs.")
+    add("--filter", metavar="QUERY", help="Read the runs that MLflow's search finds.")
+    return parser

@@ -1,0 +1,146 @@
+"""Compares trainings: the same one on several devices or over settings, each in a process of its
+own and a child of one run in MLflow; or runs that exist. `python -m flows.compare` plays it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    from tasks.process import signals, streams
+
+    streams.keep()
+    signals.catch()
+    # It answers --help and bad settings before prefect is imported.
+    from flows.cli.compare_command import main
+    from flows.cli.train_command import leave
+
+    leave(main(sys.argv[1:]))
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prefect import flow
+from rich.console import Console
+
+from flows.cli.compare_command import parse
+from tasks.comparison import cells, page
+from tasks.comparison.cells import Ended
+from tasks.comparison.grid import Asked, Cell, Check
+from tasks.comparison.measured import Measured, Points, grouped
+from tasks.comparison.pictures import MOST
+from tasks.flow_run import show
+from tasks.process.redaction import redacted_errors
+from tasks.resume import stamp
+from tasks.tracking.where import TrackingError, where
+
+if TYPE_CHECKING:
+    from tasks.tracking.query_runs import Comparisons
+
+CURVE_POINTS = 1_000  # of a line in a picture
+
+
+@flow(name="compare", validate_parameters=False)
+def compare(words: list[str], plan: Asked | None = None) -> int:
+    """Train what the words of the command line ask for, or read the runs that they name.
+
+    Args:
+        words: As behind `python -m flows.compare`, e.g. ["--vary", "train.batch_size=64,256"].
+        plan: What they mean, where that is known already.
+    """
+    with redacted_errors():
+        asked = plan or parse(words)
+        return _trained(asked) if asked.cells else _read(asked)
+
+
+def _trained(asked: Asked) -> int:
+    check = Check(asked.cells)
+    from tasks.tracking.query_runs import Comparisons  # imports mlflow, while that looks
+
+    check.answer()
+    chosen = where()
+    store = Comparisons(chosen, asked.base.run.experiment)
+    place = Path(chosen.runs).parent / "comparisons"
+    comparison = cells.opened(place, " ".join([str(Path.cwd()), *asked.words]))
+    title = ", ".join(asked.varied) or asked.base.model.name
+    if comparison.ended:
+        print(
+            f"going on: {len(comparison.ended)} of {len(asked.cells)} have ended", file=sys.stderr
+        )
+    name = asked.base.run.name or f"compare-{title}-{stamp()}"
+    comparison.run_id = store.begin(comparison.run_id, name=name, count=len(asked.cells))
+    comparison.keep()
+    status = "KILLED"
+    text, files = "", list[Path]()
+    try:
+        cells.play(comparison, asked.cells, runs=Path(chosen.runs), tell=_tell(len(asked.cells)))
+        runs = _measured(store, asked, comparison)
+        text, files = _told(store, runs, asked.varied, f"{title} of {name}", comparison.folder)
+        status = "FINISHED" if any(run.is_done for run in runs) else "FAILED"
+        comparison.is_over = True
+        comparison.keep()
+    finally:
+        store.end(comparison.run_id, status=status, text=text, files=files)
+    show(text, f"comparison-{comparison.run_id}", name)
+    return 0 if status == "FINISHED" else 1
+
+
+def _read(asked: Asked) -> int:
+    from tasks.tracking.query_runs import Comparisons
+
+    chosen = where()
+    if chosen.database is not None and not chosen.database.is_file():
+        raise TrackingError(f"tracking_uri: {chosen.database} is not there; nothing has run yet")
+    store = Comparisons(chosen, asked.base.run.experiment)
+    query = asked.filter
+    found = store.runs(asked.runs) if asked.runs else store.newest(last=asked.last, query=query)
+    if not found:
+        raise TrackingError(f"--filter: no training of {store.where.experiment!r} is found")
+    runs = [Measured(**run) for run in found]
+    folder = Path(chosen.runs).parent / "comparisons" / stamp()
+    folder.mkdir(parents=True, exist_ok=True)
+    title = f"{len(runs):,} runs of {store.where.experiment}"
+    text, _ = _told(store, runs, (), title, folder)
+    show(text, f"comparison-{folder.name}", title)
+    return 0
+
+
+def _tell(count: int) -> Callable[[Cell, Ended | None], None]:
+    def tell(cell: Cell, ended: Ended | None) -> None:
+        said = "begins" if ended is None else ended.status
+        error = f": {ended.error}" if ended is not None and ended.error else ""
+        print(f"{cell.number}/{count} {cell.label}: {said}{error}", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _measured(store: Comparisons, asked: Asked, comparison: cells.Comparison) -> list[Measured]:
+    """The trainings as MLflow has them, and those that never had a run as they ended."""
+    ends = [comparison.ended[cell.number] for cell in asked.cells]
+    found = {run["run_id"]: run for run in store.runs([end.run_id for end in ends if end.run_id])}
+    runs = []
+    for cell, end in zip(asked.cells, ends, strict=True):
+        run = found.get(end.run_id, {"run_id": "", "name": cell.label, "status": end.status})
+        params = {**run.get("params", {}), **cell.settings}  # as they were written
+        runs.append(Measured(**{**run, "params": params, "error": end.error}))
+    return runs
+
+
+def _told(
+    store: Comparisons, runs: Sequence[Measured], varied: Sequence[str], title: str, folder: Path
+) -> tuple[str, list[Path]]:
+    """Print the table and write the page; the report in Markdown, and the files."""
+    groups = grouped(runs, varied)
+    comparison = page.compared(groups, title=title)
+    shown = [group.done[0].run_id for group in groups if group.done][:MOST]
+    series: dict[str, Points] = {
+        run_id: store.series(run_id, "train/loss", most=CURVE_POINTS) for run_id in shown
+    }
+    files = page.write(comparison, folder, series=series)
+    console = Console(highlight=False)
+    console.print(page.terminal(comparison, width=console.width))
+    for line in (*comparison.words, *comparison.notes):
+        console.print(f"- {line}", markup=False)
+    console.print(f"Page     {files[0]}", markup=False, soft_wrap=True)
+    return page.markdown(comparison), files

@@ -1,0 +1,176 @@
+"""The trainings of a grid, each in a process of its own: one after another on a device, side by
+side on different ones. What has ended is kept in the comparison's folder, so that a comparison that
+was interrupted goes on where it was. It ends what it started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from tasks.comparison.grid import Cell
+from tasks.engine.base.file_lock import FileLock
+from tasks.engine.base.units import printable
+from tasks.engine.settings.yaml_file import to_yaml
+from tasks.flow_run import PARENT
+from tasks.process.redaction import redacted
+from tasks.resume import stamp
+from tasks.run_folders import folders, json_of, start_of
+from tasks.serving.prefect_http import FLOW_RUN
+
+STATE = "comparison.json"
+LOCK = "comparison.lock"
+POLL_S = 0.1
+END_S = 60.0  # for a training that is told to end, to do so in order
+NAME_LETTERS = 200
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a training ended, by its number."""
+
+    number: int
+    status: str
+    run_id: str = ""
+    error: str = ""
+
+
+@dataclass
+class Comparison:
+    """The folder of a comparison, and how far it has come."""
+
+    folder: Path
+    asked: str  # what it is of: the same words go on with it
+    run_id: str = ""
+    is_over: bool = False
+    ended: dict[int, Ended] = field(default_factory=dict)
+    lock: FileLock | None = None
+
+    def keep(self) -> None:
+        told = {
+            "asked": self.asked,
+            "run_id": self.run_id,
+            "is_over": self.is_over,
+            "ended": [asdict(one) for one in self.ended.values()],
+        }
+        half = self.folder / f"{STATE}.new"
+        half.write_text(json.dumps(told, indent=1))
+        half.rename(self.folder / STATE)
+
+
+def opened(place: Path, asked: str) -> Comparison:
+    """The newest comparison of the same words that did not come to its end, or a new one; it is
+    held by this process."""
+    for file in sorted(place.glob(f"*/{STATE}"), reverse=True):
+        told = json_of(file)
+        if told.get("asked") == asked and not told.get("is_over"):
+            lock = FileLock(file.parent / LOCK)
+            if lock.take():
+                ended = {one["number"]: Ended(**one) for one in told.get("ended", ())}
+                return Comparison(file.parent, asked, told.get("run_id", ""), False, ended, lock)
+            lock.close()
+    folder = place / f"{stamp()}-{uuid4().hex[:6]}"
+    folder.mkdir(mode=0o700, parents=True)
+    lock = FileLock(folder / LOCK)
+    lock.take()
+    return Comparison(folder, asked, lock=lock)
+
+
+def play(
+    comparison: Comparison,
+    grid: Sequence[Cell],
+    *,
+    runs: Path,
+    tell: Callable[[Cell, Ended | None], None],
+) -> None:
+    """Train all that has not ended yet. tell: is told of each that begins, and how it ended. A
+    training that was stopped in its middle goes on from its checkpoint."""
+    queues: dict[str, list[Cell]] = {}
+    for cell in grid:
+        if cell.number not in comparison.ended:
+            queues.setdefault(cell.device, []).append(cell)
+    live: dict[str, tuple[Cell, subprocess.Popen[bytes]]] = {}
+    try:
+        while any(queues.values()) or live:
+            for device, queue in queues.items():
+                if queue and device not in live:
+                    cell = queue.pop(0)
+                    tell(cell, None)
+                    live[device] = cell, _start(comparison, cell)
+            for device, (cell, process) in list(live.items()):
+                if process.poll() is not None:
+                    del live[device]
+                    ended = _end_of(comparison, cell, process.returncode, runs)
+                    comparison.ended[cell.number] = ended
+                    comparison.keep()
+                    tell(cell, ended)
+            time.sleep(POLL_S)
+    finally:
+        _stop([process for _, process in live.values()])
+
+
+def _start(comparison: Comparison, cell: Cell) -> subprocess.Popen[bytes]:
+    file = comparison.folder / f"{cell.number:04d}.yaml"
+    settings: dict[str, Any] = cell.config.model_dump()
+    name = cell.label + (f", repeat {cell.repeat}" if cell.repeat > 1 else "")
+    settings["run"]["name"] = settings["run"]["name"] or printable(name, limit=NAME_LETTERS)
+    settings["run"]["key"] = _key(comparison, cell)
+    file.write_text(to_yaml(settings))
+    environment = {k: v for k, v in os.environ.items() if k != FLOW_RUN}
+    with file.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "flows.train", "--config", str(file)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**environment, PARENT: comparison.run_id},
+        )
+
+
+def _key(comparison: Comparison, cell: Cell) -> str:
+    return f"{comparison.folder.name}/{cell.number:04d}"
+
+
+def _end_of(comparison: Comparison, cell: Cell, code: int, runs: Path) -> Ended:
+    """By what its run has told; one that never had a run is told by its last line."""
+    key = _key(comparison, cell)
+    of_key = (f for f in folders(runs) if (s := start_of(f)) is not None and s.key == key)
+    folder = next(of_key, None)
+    start = start_of(folder) if folder is not None else None
+    told: Mapping[str, Any] = json_of(folder / "run.json") if folder is not None else {}
+    status = told.get("status") or ("KILLED" if code < 0 else "FAILED")
+    error = str(told.get("error") or "")
+    if code and not error:
+        error = _last_line(comparison.folder / f"{cell.number:04d}.log") or f"exit code {code}"
+    ended = Ended(cell.number, status, start.run_id if start is not None else "")
+    return replace(ended, error=printable(redacted(error), limit=300))
+
+
+def _last_line(log: Path) -> str:
+    with suppress(OSError):
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1] if lines else ""
+    return ""
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask them to end, as a terminal's Ctrl-C has done already, and wait until they have."""
+    for process in processes:
+        with suppress(OSError):
+            process.terminate()
+    until = time.monotonic() + END_S
+    for process in processes:
+        try:
+            process.wait(max(0.1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,178 @@
+"""Which trainings a comparison is of: every combination of the values that were asked for, checked
+before the first begins. It refuses what a training would, all of it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from tasks.engine.base.units import printable
+from tasks.engine.settings.import_path_checks import check as check_imports
+from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import RunConfig
+from tasks.process.redaction import redacted
+
+MOST = 1_000  # trainings
+DEVICE = "device.name"
+ALL = "all"
+_OPENING, _CLOSING, _QUOTES = "[{(", "]})", "\"'"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training of the grid."""
+
+    number: int  # from 1 on
+    settings: dict[str, str]  # those that vary, as they were written
+    config: RunConfig
+    repeat: int = 1
+
+    @property
+    def device(self) -> str:
+        return self.config.device.name
+
+    @property
+    def label(self) -> str:
+        told = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        return printable(told or self.config.model.name, limit=200)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command line asks for."""
+
+    words: list[str]
+    base: RunConfig
+    cells: list[Cell]  # none where runs that exist are compared
+    varied: list[str]
+    runs: list[str]
+    last: int | None
+    filter: str
+    dry_run: bool
+    debug: bool
+
+
+def axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]:
+    """The values of each setting that varies, from `NAME=A,B` and from a list of devices.
+
+    Raises ConfigError.
+    """
+    found: dict[str, list[str]] = {DEVICE: split(devices)} if devices is not None else {}
+    problems = []
+    for text in vary:
+        name, equals, given = text.removeprefix("--").partition("=")
+        told = printable(text, limit=80)
+        if not equals:
+            problems.append(f"--vary {told}: must be NAME=VALUE,VALUE")
+            continue
+        if name in found:
+            problems.append(f"--vary {told}: {name} is varied already; give all its values at once")
+        elif name.startswith("run."):
+            problems.append(f"--vary {told}: {name} is a name, and makes no other training")
+        found.setdefault(name, split(given))
+    for name, values in found.items():
+        if not all(values) or len(set(values)) < len(values):
+            wrong = "one that is empty" if not all(values) else "one twice"
+            problems.append(f"{name}: {wrong} among its values ({', '.join(map(repr, values))})")
+    count = 1
+    for values in found.values():
+        count *= len(values)
+    if count > MOST:
+        problems.append(f"--vary: makes {count:,} trainings; at most {MOST:,} are compared")
+    if problems:
+        raise ConfigError(*problems)
+    return found
+
+
+def split(text: str) -> list[str]:
+    """The values between commas that stand in no brackets and no quotes."""
+    values, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote or letter in _QUOTES:
+            quote = "" if letter == quote else quote or letter
+        depth += (letter in _OPENING) - (letter in _CLOSING) if not quote else 0
+        if letter == "," and depth <= 0 and not quote:
+            values.append("")
+        else:
+            values[-1] += letter
+    return [value.strip() for value in values]
+
+
+def cells(
+    found: Mapping[str, Sequence[str]],
+    *,
+    resolve: Callable[[Mapping[str, str]], argparse.Namespace],
+    repeats: int,
+) -> list[Cell]:
+    """The trainings in the order in which they run: repeats in turns. resolve: what the
+    command line says with one combination. Raises ConfigError with every problem of all of them."""
+    problems: list[str] = []
+    made: list[tuple[dict[str, str], RunConfig]] = []
+    for values in product(*found.values()):
+        settings = dict(zip(found, values, strict=True))
+        try:
+            config = resolve(settings).config
+            check_imports(config)
+            made.append((settings, config))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
+    turns = [(turn, settings, config) for turn in range(repeats) for settings, config in made]
+    return [
+        Cell(number, settings, config, turn + 1)
+        for number, (turn, settings, config) in enumerate(turns, 1)
+    ]
+
+
+class Check:
+    """Looks at data, devices and models of these trainings, in a process of its own: this one takes
+    no memory of a device. What it prepares, the trainings find prepared."""
+
+    def __init__(self, grid: Sequence[Cell]) -> None:
+        self.grid = [cell for cell in grid if cell.repeat == 1]
+        order = [{"label": c.label, "config": c.config.model_dump()} for c in self.grid]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tasks.comparison.check"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._order = json.dumps(order)
+
+    def answer(self) -> None:
+        """Waits. Raises ConfigError with every problem."""
+        try:
+            out, err = self._process.communicate(self._order)
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+        try:
+            told: dict[str, Any] = json.loads(out.splitlines()[-1])
+        except (ValueError, IndexError):
+            last = (err.splitlines() or ["it said nothing"])[-1]
+            raise ConfigError(f"--vary: could not be checked: {redacted(last)}") from None
+        if told["problems"]:
+            raise ConfigError(*told["problems"])
+
+
+def devices_here() -> list[str]:
+    """What --devices all means: every GPU here, then the CPU. Asked of a process of its own.
+
+    Raises ConfigError.
+    """
+    command = [sys.executable, "-m", "tasks.comparison.check", "--devices"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode or not done.stdout:
+        raise ConfigError(f"--devices all: {redacted((done.stderr.splitlines() or [''])[-1])}")
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found

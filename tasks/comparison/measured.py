@@ -1,0 +1,175 @@
+"""What runs have measured, put side by side: runs with the same settings on the same device are one
+group, told by its medians and how far its runs lie apart. What a group did not measure is None.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tasks.engine.base.units import number, printable
+from tasks.engine.settings.run_config import RunConfig
+
+# What may differ and makes no other training: names, and the draws of repeats.
+UNTOLD = ("run.name", "run.key", "run.experiment")
+SEED = "train.seed"
+FOUND = ("device", "device.model", "data.fingerprint", "torch.version", "host")  # tags
+SCORES = ("val/accuracy", "val/r2", "val/perplexity", "val/loss")  # the first one there is told
+LOWER_IS_BETTER = ("val/perplexity", "val/loss")
+SPEED, STEPS = "speed/samples_per_s", "speed/steps_per_s"
+PEAKS = ("memory/run_peak_allocated_mib", "memory/host_rss_peak_mib")
+LETTERS = 40  # of a value
+LABEL_LETTERS = 40  # of a label that is read within a sentence
+_LASTS = Counter(name.rpartition(".")[2] for name in RunConfig().flat())  # model.name, optim.name
+
+Points = list[tuple[int, int, float]]  # step, Unix ms, value
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run, as MLflow has it; the run_id is empty where it ended before it had any."""
+
+    run_id: str
+    name: str
+    status: str
+    params: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        return self.status == "FINISHED"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one setting."""
+
+    settings: dict[str, str]  # those that differ between the groups
+    runs: list[Measured]
+    number: int = 1
+
+    @property
+    def called(self) -> str:
+        """What it is called in a sentence."""
+        return self.label if len(self.label) <= LABEL_LETTERS else f"#{self.number}"
+
+    @property
+    def label(self) -> str:
+        named = zip(short(list(self.settings)), self.settings.values(), strict=True)
+        return ", ".join(f"{name}={value}" for name, value in named) or "all"
+
+    @property
+    def done(self) -> list[Measured]:
+        return [run for run in self.runs if run.is_done]
+
+    @property
+    def state(self) -> str:
+        """FINISHED where all of its runs have; else how the others ended."""
+        states = [run.status for run in self.runs if not run.is_done]
+        return ", ".join(dict.fromkeys(states)) or "FINISHED"
+
+    def values(self, of: str | Callable[[Measured], float | None]) -> list[float]:
+        """Of its finished runs, of a metric or of what is made of them."""
+        ask = (lambda run: run.metrics.get(of)) if isinstance(of, str) else of
+        return [value for run in self.done if (value := ask(run)) is not None]
+
+    def median(self, of: str | Callable[[Measured], float | None]) -> float | None:
+        values = self.values(of)
+        return statistics.median(values) if values else None
+
+    def spread(self, of: str | Callable[[Measured], float | None]) -> float | None:
+        """Half of the way from the least to the largest; None of a single run."""
+        values = self.values(of)
+        return (max(values) - min(values)) / 2 if len(values) > 1 else None
+
+    def tag(self, name: str) -> str:
+        return next((run.tags[name] for run in self.done or self.runs if name in run.tags), "")
+
+
+def grouped(runs: Sequence[Measured], varied: Sequence[str] = ()) -> list[Group]:
+    """The runs by what differs between them, in the order in which it came up. varied: the names
+    of settings that differ, where it is known; else all params and the tags of FOUND are compared,
+    and runs that differ by their seed alone are repeats."""
+    names = [name for name in varied if _values(runs, name) > 1] or differing(runs)
+    groups: dict[tuple[str, ...], Group] = {}
+    for run in runs:
+        settings = {name: _value(run, name) for name in names}
+        new = Group(settings, [], len(groups) + 1)
+        groups.setdefault(tuple(settings.values()), new).runs.append(run)
+    return list(groups.values())
+
+
+def short(names: Sequence[str]) -> list[str]:
+    """Dotted names by their last part, where no other one, of these or of all, ends in it."""
+    lasts = [name.rpartition(".")[2] for name in names]
+    count = Counter(lasts)
+    return [
+        last if count[last] == 1 and _LASTS[last] <= 1 else name
+        for name, last in zip(names, lasts, strict=True)
+    ]
+
+
+def differing(runs: Sequence[Measured]) -> list[str]:
+    """The names of the params, and then of tags of FOUND, that have several values here."""
+    known = [run for run in runs if run.params]
+    params = sorted({name for run in known for name in run.params if name not in UNTOLD})
+    asked = [name for name in params if _values(known, name) > 1]
+    asked = [name for name in asked if name != SEED] or asked
+    if asked == [SEED]:
+        asked = []
+    done = [run for run in runs if run.is_done]
+    found = [name for name in FOUND if _values(done, name) > 1]
+    if all("device" in run.tags for run in done):  # says what it came to
+        asked = [name for name in asked if name != "device.name"]
+    return asked + found
+
+
+def _values(runs: Iterable[Measured], name: str) -> int:
+    return len({_value(run, name) for run in runs})
+
+
+def _value(run: Measured, name: str) -> str:
+    held = run.tags if name in FOUND else run.params
+    return printable(held.get(name, "-"), limit=LETTERS)
+
+
+def score_of(groups: Sequence[Group]) -> str:
+    """The metric by which these are judged; empty where they share none."""
+    shared = [s for s in SCORES if any(s in run.metrics for g in groups for run in g.done)]
+    return shared[0] if shared else ""
+
+
+def peak_of(groups: Sequence[Group]) -> str:
+    """The metric of the peak that all of them have: of tensors, or of the process."""
+    done = [run for group in groups for run in group.done]
+    return next((peak for peak in PEAKS if done and all(peak in r.metrics for r in done)), PEAKS[0])
+
+
+def step_ms(run: Measured) -> float | None:
+    """Milliseconds of one optimizer step, all in all."""
+    steps = run.metrics.get(STEPS)
+    return 1000 / steps if steps else None
+
+
+def epoch_s(run: Measured) -> float | None:
+    """Seconds of an epoch, with its evaluation and its checkpoints."""
+    seconds, epochs = (run.metrics.get(n) for n in ("time/train_model_s", "train/epoch"))
+    return seconds / epochs if seconds and epochs else None
+
+
+def epoch_j(run: Measured) -> float | None:
+    """Joules of an epoch, where the driver tells."""
+    joules, epochs = (run.metrics.get(name) for name in ("gpu/energy_j", "train/epoch"))
+    return joules / epochs if joules and epochs else None
+
+
+def with_spread(group: Group, of: str | Callable[[Measured], float | None]) -> str:
+    """The median in words, and half the range of its runs behind it."""
+    median, spread = group.median(of), group.spread(of)
+    if median is None:
+        return ""
+    return number(median) + (f" \u00b1 {number(spread)}" if spread else "")

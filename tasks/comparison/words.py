@@ -1,0 +1,171 @@
+"""What makes one group slower, larger or better than another, computed from what was logged: the
+shares of a difference sum to the whole. It is silent where a difference lies within the spread of
+the runs, and where there is one run of each, below what runs on a busy machine differ by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tasks.comparison.measured import (
+    LOWER_IS_BETTER,
+    PEAKS,
+    SPEED,
+    STEPS,
+    Group,
+    score_of,
+)
+from tasks.engine.base.units import mebibytes, number, percent
+from tasks.engine.memory import memory_by_owner
+
+PHASES = {  # of a step; what no phase holds is "other"
+    "time/data_wait_ms": "data wait",
+    "time/h2d_ms": "copy to the device",
+    "time/forward_ms": "forward",
+    "time/backward_ms": "backward",
+    "time/optimizer_ms": "optimizer",
+}
+OWNERS = {
+    f"memory/{owner}_mib": owner.replace("_", " ")
+    for owner in memory_by_owner.OWNERS
+    if owner != "rest"  # is other too
+}
+OTHER = "other"
+ALONE = 0.10  # of a single run, by which two alike may differ on a machine that others use
+LEAST = 0.02  # of several runs, whatever they say
+TOLD = 0.10  # of a difference, from which on a share is told
+WHY = {  # the tags that may say why a phase takes longer
+    "data wait": ("data.residency",),
+    "copy to the device": ("data.residency",),
+    "forward": ("device.model", "precision", "compiled", "micro_batch", "threads"),
+    "backward": ("device.model", "precision", "compiled", "micro_batch", "threads"),
+    "optimizer": ("device.model", "compiled"),
+}
+
+
+def time_parts(group: Group) -> dict[str, float]:
+    """Milliseconds that 1,000 samples take, by phase; they sum to what the speed says. Empty where
+    the speed is not known.
+
+    A step whose phases are timed waits for the device after each of them: where the phases take
+    longer than a step does in all, each is told by its share of it.
+    """
+    speed, steps = group.median(SPEED), group.median(STEPS)
+    if not speed or not steps:
+        return {}
+    whole, step_ms = 1e6 / speed, 1000 / steps
+    known = {name: ms for key, name in PHASES.items() if (ms := group.median(key)) is not None}
+    scale = whole / max(step_ms, sum(known.values()))
+    parts = {name: milliseconds * scale for name, milliseconds in known.items()}
+    return {**parts, OTHER: whole - sum(parts.values())}
+
+
+def memory_parts(group: Group) -> dict[str, float]:
+    """MiB of the peak of tensors, by owner; they sum to it. Empty where it is not known."""
+    peak = group.median(PEAKS[0])
+    if peak is None:
+        return {}
+    parts = {n: mib for key, n in OWNERS.items() if (mib := group.median(key)) is not None}
+    return {**parts, OTHER: peak - sum(parts.values())}
+
+
+def shares(of: Mapping[str, float], than: Mapping[str, float]) -> dict[str, float]:
+    """By which part of the whole difference each part differs, the largest first; they sum to 1."""
+    whole = sum(of.values()) - sum(than.values())
+    names = [*of, *(name for name in than if name not in of)]
+    parts = {name: (of.get(name, 0.0) - than.get(name, 0.0)) / whole for name in names}
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))
+
+
+def told(groups: Sequence[Group]) -> list[str]:
+    """A sentence for each group that differs from the fastest, and one for the best of them."""
+    timed = [group for group in groups if time_parts(group)]
+    if len(timed) < 2:
+        return []
+    base = max(timed, key=lambda group: group.median(SPEED) or 0.0)
+    lines = [_best(groups)]
+    for group in sorted(timed, key=lambda group: -(group.median(SPEED) or 0.0)):
+        if group is not base:
+            said = [_slower(group, base), _larger(group, base)]
+            if any(said):
+                lines.append(f"{group.called} {'; '.join(filter(None, said))}")
+    if all(len(group.done) == 1 for group in timed):
+        lines.append(
+            f"There is one run of each: what differs by less than {percent(ALONE)} is not told."
+        )
+    return [line for line in lines if line]
+
+
+def differs(one: Group, other: Group, metric: str) -> bool:
+    """Whether the medians lie further apart than the runs of both do."""
+    a, b = one.median(metric), other.median(metric)
+    if a is None or b is None:
+        return False
+    spreads = [group.spread(metric) for group in (one, other)]
+    known = [spread for spread in spreads if spread is not None]
+    least = (LEAST if len(known) == 2 else ALONE) * max(abs(a), abs(b))
+    return abs(a - b) > max(sum(known), least)
+
+
+def _slower(group: Group, base: Group) -> str:
+    if not differs(group, base, SPEED):
+        return ""
+    mine, its = time_parts(group), time_parts(base)
+    times = sum(mine.values()) / sum(its.values())
+    parts = [
+        f"{percent(share)} {name}{_why(name, group, base)}"
+        for name, share in shares(mine, its).items()
+        if share >= TOLD
+    ]
+    parts += [f"{percent(s)} {n}" for n, s in shares(mine, its).items() if s <= -TOLD]
+    return f"is {times:.3g}x slower than {base.called}: of the difference {', '.join(parts)}"
+
+
+def _why(phase: str, group: Group, base: Group) -> str:
+    told = []
+    asked = {name.rpartition(".")[2] for name in group.settings}  # which says it already
+    for name in WHY.get(phase, ()):
+        mine, its = group.tag(name), base.tag(name)
+        if name in asked or (name == "micro_batch" and "batch_size" in asked):
+            continue
+        if mine and its and mine != its:
+            reason = group.tag(f"{name}.reason")
+            told.append(f"{name} {mine} against {its}" + (f": {reason}" if reason else ""))
+    return f" ({'; '.join(told)})" if told else ""
+
+
+def _larger(group: Group, base: Group) -> str:
+    """Tensors take the same each time: what differs by more than rounding is no chance."""
+    mine, its = memory_parts(group), memory_parts(base)
+    difference = sum(mine.values()) - sum(its.values())
+    if not mine or not its or abs(difference) <= LEAST * sum(mine.values()):
+        return ""
+    name, size = max(
+        ((name, mine.get(name, 0.0) - its.get(name, 0.0)) for name in {**mine, **its}),
+        key=lambda part: part[1] * difference,
+    )
+    more = "more" if difference > 0 else "less"
+    most = f"{mebibytes(abs(size))} {more} {name}"
+    return (
+        f"takes {mebibytes(abs(difference))} {more} memory at its peak than {base.called} ({most})"
+    )
+
+
+def _best(groups: Sequence[Group]) -> str:
+    """The group that learned best, where that is more than chance."""
+    score = score_of(groups)
+    judged = [group for group in groups if group.median(score) is not None] if score else []
+    sign = 1 if score in LOWER_IS_BETTER else -1
+    judged.sort(key=lambda group: sign * (group.median(score) or 0.0))
+    if len(judged) < 2 or not differs(judged[0], judged[1], score):
+        return ""
+    return f"{judged[0].called} has the best {score}: {number(judged[0].median(score) or 0.0)}"
+
+
+def speed_up(group: Group, slowest: Group) -> tuple[float, float] | None:
+    """How often as fast as the slowest, and how far that may be off by the spreads of both."""
+    mine, its = group.median(SPEED), slowest.median(SPEED)
+    if not mine or not its:
+        return None
+    off = [(g.spread(SPEED) or 0.0) / (g.median(SPEED) or 1.0) for g in (group, slowest)]
+    return mine / its, mine / its * sum(off)

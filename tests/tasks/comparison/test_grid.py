@@ -1,0 +1,63 @@
+"""Which trainings a command line makes, and what it refuses before the first."""
+
+import pytest
+
+from flows.cli.compare_command import parse
+from tasks.comparison.grid import split
+from tasks.engine.settings.read_settings import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("64,256", ["64", "256"]),
+        (" a , b ", ["a", "b"]),
+        ("[64],[64,32]", ["[64]", "[64,32]"]),
+        ("{hidden: [1,2]},{}", ["{hidden: [1,2]}", "{}"]),
+        ("'a,b',c", ["'a,b'", "c"]),
+        ("", [""]),
+    ],
+)
+def test_values_are_split_outside_of_brackets(text: str, values: list[str]) -> None:
+    assert split(text) == values
+
+
+def test_every_combination_is_a_training_and_repeats_go_in_turns() -> None:
+    asked = parse(
+        ["--vary", "optim.lr=1e-2,0.1", "--devices", "cpu,auto", "--repeats", "2"]
+        + ["--train.epochs=3", "--vary=train.precision=fp32"]
+    )
+    assert len(asked.cells) == 8 and asked.varied == ["device.name", "optim.lr", "train.precision"]
+    assert [cell.number for cell in asked.cells] == list(range(1, 9))
+    assert [cell.repeat for cell in asked.cells] == [1] * 4 + [2] * 4
+    first = asked.cells[0]
+    assert first.label == "device.name=cpu, optim.lr=1e-2, train.precision=fp32"
+    assert (first.config.optim.lr, first.config.device.name) == (0.01, "cpu")
+    assert {cell.config.train.epochs for cell in asked.cells} == {3}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--vary train.batchsize=1,2", "train.batchsize: unknown setting; did you mean"),
+        ("--vary train.batch_size=0,8 --vary optim.lr=x,1", "optim.lr: must be a number"),
+        ("--vary train.batch_size=0,8 --vary optim.lr=x,1", "train.batch_size: must be at least 1"),
+        ("--vary train.batch_size", "--vary train.batch_size: must be NAME=VALUE,VALUE"),
+        ("--vary optim.lr=1,,2", "optim.lr: one that is empty among its values"),
+        ("--vary optim.lr=1,1", "optim.lr: one twice among its values"),
+        ("--vary optim.lr=1 --vary optim.lr=2", "optim.lr is varied already"),
+        ("--vary run.name=a,b", "run.name is a name, and makes no other training"),
+        ("--vary optim.lr=1,2 --optim.lr 3", "optim.lr: is given 2 times"),
+        ("--vary model.name=no.such:Net,mlp", "model.name"),
+        ("--vary optim.lr=1 --last 3", "--vary: trains anew, and --last reads runs that exist"),
+        ("--last 3 --train.epochs 4", "--train.epochs: trains nothing beside --last"),
+        ("--runs a --last 3", "--runs: names the runs already"),
+        ("--vary optim.lr=1,2 --resume latest", "--resume: is of `python -m flows.train`"),
+        ("", "--vary: nothing varies"),
+        (f"--vary train.seed={','.join(map(str, range(1001)))}", "makes 1,001 trainings"),
+    ],
+)
+def test_bad_words_are_refused_all_at_once(words: str, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(words.split())
+    assert told in str(refused.value)

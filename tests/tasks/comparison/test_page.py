@@ -1,0 +1,66 @@
+"""The table, the page, the CSV and the pictures of a comparison, read back."""
+
+import csv
+from io import StringIO
+from pathlib import Path
+
+from PIL import Image
+from rich.console import Console
+
+from tasks.comparison.measured import Points, grouped
+from tasks.comparison.page import MOST_ROWS, compared, markdown, terminal, write
+from tests.tasks.comparison.runs import run
+
+PHASES = {"data_wait": 5.0, "forward": 20.0, "backward": 40.0, "optimizer": 10.0}
+
+
+def test_it_is_all_there_and_nothing_acts_as_markup(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>[bold]|"
+    runs = [
+        run("a" * 32, speed=1000, phases=PHASES, memory={"parameters": 1.0}, data__path=evil),
+        run("b" * 32, speed=400, phases=PHASES, memory={"parameters": 2.0}, data__path="plain"),
+        run("c" * 32, status="FAILED", data__path="gone"),
+    ]
+    comparison = compared(grouped(runs), title=f"comparison of {evil}")
+    series: dict[str, Points] = {"a" * 32: [(at, at * 10, 1.0 / at) for at in range(1, 50)]}
+    files = write(comparison, tmp_path, series=series)
+    assert [file.name for file in files] == [
+        "comparison.html",
+        "comparison.csv",
+        *("speed.png", "loss.png", "time.png", "memory.png"),
+    ]
+    page = files[0].read_text()
+    assert "<script" not in page and "http" not in page.replace("http-equiv", "")
+    assert page.count("data:image/png;base64") == 4
+    assert "FAILED: memory ran out" in page and "2.50x" in page and "is 2.5x slower" in page
+    for file in files[2:]:
+        with Image.open(file) as picture:
+            colours = picture.convert("RGB").getcolors(2**24) or []
+            assert picture.width == 1200 and len(colours) > 20, "an empty picture"
+    rows = list(csv.DictReader(files[1].read_text().splitlines()))
+    assert [row["status"] for row in rows] == ["FINISHED", "FINISHED", "FAILED"]
+    assert rows[1]["speed/samples_per_s"] == "400" and rows[2]["speed/samples_per_s"] == ""
+    assert rows[0]["data.path"].startswith("<script>")
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(terminal(comparison, width=200))
+    assert "[bold]" in console.export_text(clear=False)
+    assert len(markdown(comparison).splitlines()) > 5
+
+
+def test_a_narrow_terminal_loses_columns_and_no_row() -> None:
+    groups = grouped([run(f"{n:032}", speed=100 + n, phases=PHASES, optim__lr=n) for n in range(3)])
+    comparison = compared(groups, title="x")
+    for width in (30, 60, 100):
+        console = Console(width=width, record=True, file=StringIO())
+        console.print(terminal(comparison, width=width))
+        assert len(console.export_text().splitlines()) == 4
+    assert list(comparison.columns)[:3] == ["lr", "run", "samples/s"]
+
+
+def test_of_many_the_terminal_shows_the_first(tmp_path: Path) -> None:
+    groups = grouped([run(f"{n:032}", optim__lr=n) for n in range(MOST_ROWS + 5)])
+    comparison = compared(groups, title="many")
+    table = terminal(comparison, width=120)
+    assert table.row_count == MOST_ROWS and table.caption == "and 5 more, on the page"
+    page = write(comparison, tmp_path, series={})[0].read_text()
+    assert page.count("<tr") >= MOST_ROWS + 5

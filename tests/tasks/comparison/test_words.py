@@ -1,0 +1,114 @@
+"""What is said of a difference: shares that sum to the whole, and nothing that may be chance."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.comparison.measured import grouped
+from tasks.comparison.words import memory_parts, shares, speed_up, time_parts, told
+from tests.tasks.comparison.runs import run
+
+MILLISECONDS = st.floats(0.001, 500)
+
+
+@given(
+    phases=st.dictionaries(
+        st.sampled_from(["data_wait", "h2d", "forward", "backward", "optimizer"]), MILLISECONDS
+    ),
+    speed=st.floats(1, 1e6),
+    batch=st.integers(1, 4096),
+)
+def test_the_parts_of_a_time_sum_to_what_the_speed_says(
+    phases: dict[str, float], speed: float, batch: int
+) -> None:
+    """Also where the phases, timed one by one, take longer than a whole step does."""
+    (group,) = grouped([run("a", speed=speed, batch=batch, phases=phases)])
+    parts = time_parts(group)
+    assert sum(parts.values()) == pytest.approx(1e6 / speed)
+    assert min(parts.values()) >= -1e-6 * 1e6 / speed
+
+
+def test_the_shares_of_a_difference_sum_to_one_and_say_where_it_is() -> None:
+    """By hand: at 1,000 and 500 samples/s a batch of 100 takes 100 and 200 ms; 80 ms of the 100
+    are data wait, 20 forward."""
+    slow, fast = grouped(
+        [
+            run("slow", speed=500, phases={"data_wait": 90, "forward": 100}, train__workers=0),
+            run("fast", speed=1000, phases={"data_wait": 10, "forward": 80}, train__workers=4),
+        ]
+    )
+    assert shares(time_parts(slow), time_parts(fast)) == pytest.approx(
+        {"data wait": 0.8, "forward": 0.2, "other": 0.0}
+    )
+    assert told([slow, fast])[0] == (
+        "workers=0 is 2x slower than workers=4: of the difference 80 % data wait, 20 % forward"
+    )
+
+
+def test_it_says_why_where_a_tag_does() -> None:
+    why = "3.1 GiB of rows do not fit in 2.0 GiB"
+    tags = {"data.residency": "host", "data.residency.reason": why}
+    slow, fast = grouped(
+        [
+            run("a", speed=500, phases={"data_wait": 150}, tags=tags, data__path="big.csv"),
+            run("b", phases={"data_wait": 50}, tags={"data.residency": "device"}, data__path="s"),
+        ]
+    )
+    (line, _) = told([slow, fast])
+    assert f"100 % data wait (data.residency host against device: {why})" in line
+
+
+@pytest.mark.parametrize(
+    ("speeds", "is_told"),
+    [
+        (([1000], [920]), False),  # one run of each: 10 %
+        (([1000], [880]), True),
+        (([1000, 1004], [970, 976]), True),  # 2 % and what they spread
+        (([1000, 1004], [985, 990]), False),
+        (([900, 1100], [800, 1010]), False),  # within the spread
+    ],
+)
+def test_it_is_silent_where_a_difference_may_be_chance(
+    speeds: tuple[list[float], list[float]], is_told: bool
+) -> None:
+    runs = [
+        run(f"{at}-{speed}", speed=speed, phases={"forward": 1}, optim__lr=at)
+        for at, group in enumerate(speeds)
+        for speed in group
+    ]
+    assert any("slower" in line for line in told(grouped(runs))) is is_told
+
+
+def test_memory_is_told_by_its_owner() -> None:
+    small, large = grouped(
+        [
+            run("a", memory={"parameters": 10, "activations": 100, "rest": 5}, train__batch_size=8),
+            run("b", memory={"parameters": 10, "activations": 400, "rest": 9}, train__batch_size=9),
+        ]
+    )
+    assert sum(memory_parts(large).values()) == 419 and memory_parts(large)["other"] == 9
+    assert told([small, large])[0] == (
+        "batch_size=9 takes 304 MiB more memory at its peak than batch_size=8 "
+        "(300 MiB more activations)"
+    )
+
+
+def test_the_best_is_named_where_it_is_more_than_chance() -> None:
+    def runs(best: float) -> list[str]:
+        scores = {0.1: [0.80, 0.81], 0.2: [best, best + 0.01]}
+        found = [
+            run(f"{lr}{score}", metrics={"val/accuracy": score}, optim__lr=lr)
+            for lr, values in scores.items()
+            for score in values
+        ]
+        return told(grouped(found))
+
+    assert runs(0.9) == ["lr=0.2 has the best val/accuracy: 0.905"]
+    assert runs(0.815) == []
+
+
+def test_a_speed_up_has_the_spread_of_both() -> None:
+    slow, fast = grouped(
+        [run(f"{lr}{s}", speed=s, optim__lr=lr) for lr, s in ((1, 90), (1, 110), (2, 200))]
+    )
+    assert speed_up(fast, slow) == pytest.approx((2.0, 0.2))
