@@ -32,6 +32,7 @@ LEFT_OUT = {
     ".venv/bin/activate": "done for every block",
     "flows.runs --watch": "it watches until Ctrl-C: tests/flows/test_runs.py",
     "flows.stop night": "needs a training that lives: tests/flows/test_runs.py",
+    "--devices all": "one training after another: tests/tasks/comparison/test_grid.py",
     "book.txt": "trains a large model",
     "models:/churn@champion": "needs a registered model: tests/flows/test_predict.py",
 }

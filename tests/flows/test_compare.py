@@ -1,5 +1,5 @@
-"""A comparison as its user sees it: a grid that fails in one place, is ended in its middle, and goes
-on; then runs that exist."""
+"""A comparison as its user sees it: a grid that fails in one place, is ended in its middle, and
+goes on; then runs that exist."""
 
 import json
 import signal

@@ -4,6 +4,7 @@ import pytest
 
 from flows.cli.compare_command import parse
 from tasks.comparison.grid import split
+from tasks.engine.device.detection import names
 from tasks.engine.settings.read_settings import ConfigError
 
 
@@ -34,6 +35,12 @@ def test_every_combination_is_a_training_and_repeats_go_in_turns() -> None:
     assert first.label == "device.name=cpu, optim.lr=1e-2, train.precision=fp32"
     assert (first.config.optim.lr, first.config.device.name) == (0.01, "cpu")
     assert {cell.config.train.epochs for cell in asked.cells} == {3}
+
+
+def test_all_devices_are_those_that_detection_finds() -> None:
+    """Asked of a process of its own: this one would keep a context on each GPU."""
+    asked = parse(["--devices", "all", "--repeats", "2"])
+    assert [cell.device for cell in asked.cells] == names() * 2
 
 
 @pytest.mark.parametrize(
