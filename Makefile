@@ -67,6 +67,7 @@ bench: .venv/.bench
 	$(BIN)/python -m benchmarks.prepare
 	$(BIN)/python -m benchmarks.quality
 	$(BIN)/python -m benchmarks.forecast
+	$(BIN)/python -m benchmarks.compare
 
 # What the benchmarks compare with; nothing else needs it.
 .venv/.bench: .venv/.ready

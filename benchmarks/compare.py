@@ -1,0 +1,76 @@
+"""How long it takes to read 1,000 runs out of MLflow and to tell of them: `python -m
+benchmarks.compare`. The runs are made up; the store is a real one, on SQLite.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from mlflow.entities import Metric, Param, RunTag
+
+from benchmarks.conditions import publish
+from tasks.comparison import page
+from tasks.comparison.measured import Measured, grouped
+from tasks.comparison.pictures import MOST
+from tasks.engine.settings.run_config import RunConfig
+from tasks.tracking.query_runs import Comparisons
+from tasks.tracking.where import Where
+
+RUNS, SERIES = 1_000, 100  # runs, and points of each one's loss
+SUMMARIES = 50  # further metrics of a run
+
+
+def fill(store: Comparisons, count: int) -> None:
+    """Runs with all params, tags and metrics that a training leaves, and a loss."""
+    drawn = random.Random(0)
+    for number in range(count):
+        run = store.client.create_run(store.experiment_id, run_name=f"run-{number}")
+        params = {**RunConfig().flat(), "optim.lr": 10 ** drawn.uniform(-4, -1)}
+        speed = drawn.uniform(900, 1100)
+        metrics = {
+            "speed/samples_per_s": speed,
+            "speed/steps_per_s": speed / 64,
+            "time/forward_ms": 20.0,
+            "time/backward_ms": 35.0,
+            "val/loss": drawn.uniform(0.1, 0.9),
+            **{f"memory/part_{n}_mib": drawn.uniform(1, 2) for n in range(SUMMARIES)},
+        }
+        points = [Metric("train/loss", 1 / (n + 1), n * 100, n) for n in range(SERIES)]
+        points += [Metric(name, value, 0, SERIES) for name, value in metrics.items()]
+        told = [Param(name, str(value)) for name, value in params.items()]
+        store.client.log_batch(
+            run.info.run_id, metrics=points, params=told, tags=[RunTag("device", "cpu")]
+        )
+        store.client.set_terminated(run.info.run_id)
+
+
+def main(count: int = RUNS) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        uri, files = f"sqlite:///{place}/mlflow.db", str(place / "files")
+        told = {"tracking_uri": uri, "artifacts": files, "runs": str(place / "runs")}
+        store = Comparisons(Where.model_validate(told))
+        fill(store, count)
+        began = time.perf_counter()
+        runs = [Measured(**run) for run in store.newest(last=count)]
+        read_s = time.perf_counter() - began
+        groups = grouped(runs)
+        comparison = page.compared(groups, title="benchmark")
+        ids = [group.done[0].run_id for group in groups[:MOST]]
+        series = {run_id: store.series(run_id, "train/loss", most=1_000) for run_id in ids}
+        page.write(comparison, place, series=series)
+        all_s = time.perf_counter() - began
+        lines = [
+            "| runs | reading them, s | table, words, page, pictures, s | all, s |",
+            "|--:|--:|--:|--:|",
+            f"| {len(runs):,} | {read_s:.2f} | {all_s - read_s:.2f} | {all_s:.2f} |",
+        ]
+        publish("compare", "Runs that exist, compared", lines)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
