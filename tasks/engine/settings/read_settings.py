@@ -97,8 +97,8 @@ def _meant(name: str, value: Any) -> Any:
 def _put(sections: dict[str, Any], settings: Mapping[str, Any], section: str = "") -> None:
     """Sets the `settings`, nested or by dotted names: model.args before model.args.hidden."""
     for name, value in sorted(settings.items(), key=lambda pair: str(pair[0]).count(".")):
-        known = name in RunConfig.model_fields
-        if isinstance(value, Mapping) and not section and "." not in name and (value or known):
+        is_section = isinstance(value, Mapping) and not section and "." not in name
+        if is_section and (value or name in RunConfig.model_fields):  # of others {} is told
             _put(sections, value, f"{name}.")
             continue
         *path, last = _path(f"{section}{name}")
