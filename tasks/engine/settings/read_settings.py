@@ -78,7 +78,7 @@ def _over(config: RunConfig, name: str, settings: Mapping[str, Any]) -> RunConfi
         raise ConfigError(f"{name}: {rule} (got {shown(settings)})")
     sections = config.model_dump()
     _put(sections, settings)
-    return _validated(sections)
+    return _validated(sections, Document(), None)
 
 
 def _meant(name: str, value: Any) -> Any:
@@ -94,14 +94,18 @@ def _meant(name: str, value: Any) -> Any:
     return value if kind.startswith(("string", "one of")) or not value else scalar(value.strip())
 
 
-def _put(sections: dict[str, Any], settings: Mapping[str, Any], section: str = "") -> None:
-    """Sets the `settings`, nested or by dotted names: model.args before model.args.hidden."""
-    for name, value in sorted(settings.items(), key=lambda pair: str(pair[0]).count(".")):
-        is_section = isinstance(value, Mapping) and not section and "." not in name
+def _put(sections: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Sets the `settings`, which are nested or have dotted names, in the sections."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        is_section = isinstance(value, Mapping) and "." not in name
         if is_section and (value or name in RunConfig.model_fields):  # of others {} is told
-            _put(sections, value, f"{name}.")
-            continue
-        *path, last = _path(f"{section}{name}")
+            flat |= {f"{name}.{key}": each for key, each in value.items()}
+        else:
+            flat[name] = value
+    # A mapping comes before what is set in it: model.args before model.args.hidden.
+    for name, value in sorted(flat.items(), key=lambda pair: pair[0].count(".")):
+        *path, last = _path(name)
         place: Any = sections
         for part in path:
             place = place.setdefault(part, {}) if isinstance(place, dict) else place
@@ -116,18 +120,15 @@ def _path(name: str) -> list[str]:
     return name.split(".", 2 if name.startswith(tuple(f"{m}." for m in MAPPINGS)) else 1)
 
 
-def _validated(
-    sections: dict[str, Any], document: Document | None = None, file: str | None = None
-) -> RunConfig:
-    """The config of the sections. What contradicts itself is not told beside the document's own
-    problems: it may be a consequence of them."""
-    document = document or Document()
-    told = list(document.problems)
+def _validated(sections: dict[str, Any], document: Document, file: str | None) -> RunConfig:
+    """The config of the sections. What contradicts itself is not told where the file could not be
+    read: it may be a consequence of that."""
+    told, unread = document.problems, file is not None and not isinstance(document.value, dict)
     try:
         config = RunConfig.model_validate(sections)
     except ValidationError as error:
         for each in error.errors(include_url=False):
-            if not document.problems or len(each["loc"]) > 1 or each["type"] != "value_error":
+            if not unread or len(each["loc"]) > 1 or each["type"] != "value_error":
                 told.append(_problem(each, document.lines))
     if told:
         told.sort(key=lambda problem: problem.line or inf)

@@ -1,6 +1,6 @@
 """A settings file, read as YAML 1.2: plain values, the line of each name, what is written twice. It
-refuses what could harm the reader or has no use among settings: files that are not regular, large
-or deep ones, anchors and tags.
+refuses what a settings file has no use for and what would harm the reader: files that are not
+regular, large or deep ones, aliases, tags and second documents.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
-from math import inf, nan
 from typing import Any
 
 from ruamel.yaml import YAML, events
@@ -30,7 +29,8 @@ _WORDS: dict[str, Any] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL")),
     **dict.fromkeys(("true", "True", "TRUE"), True),
     **dict.fromkeys(("false", "False", "FALSE"), False),
-    **{".inf": inf, "-.inf": -inf, ".nan": nan},
+    **{s + w: float(s + "inf") for s in ("", "+", "-") for w in (".inf", ".Inf", ".INF")},
+    **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
 }
 
 
@@ -74,8 +74,8 @@ def read_text(file: str) -> str:
 
 
 def scalar(text: str) -> Any:
-    """What an unquoted word means in YAML 1.2: 1e-3 is a number, yes is text, and so is 2024-01-01,
-    which ruamel takes for a date. Of .5e3, text as well, ruamel's writer thinks the same."""
+    """What an unquoted word means in YAML 1.2: 1e-3 is a number, yes and 2024-01-01 are text. So is
+    .5e3, against the rules: ruamel reads it so and writes it without quotes."""
     if text in _WORDS:
         return _WORDS[text]
     if not _NUMBER.fullmatch(text):

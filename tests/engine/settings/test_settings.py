@@ -366,6 +366,20 @@ def test_every_word_of_another_tool_leads_to_a_setting_that_is_there() -> None:
         assert {unknown(w) for w in words.split()} == {f"unknown setting; did you mean {name}?"}
 
 
+def test_a_mapping_and_what_is_set_in_it_go_together_in_any_order_and_form() -> None:
+    args = {"hidden": [4], "dropout": 0.5}
+    whole, inner = {"hidden": [4], "dropout": 0.1}, 0.5
+    for asked in (
+        {"model.args.dropout": inner, "model.args": whole},
+        {"model": {"args.dropout": inner}, "model.args": whole},
+        {"model.args.dropout": inner, "model": {"args": whole}},
+        {"model": {"args.dropout": inner, "args": whole}},
+    ):
+        assert from_mapping(asked).model.args == args
+        assert override(RunConfig(), asked).model.args == args
+    assert whole["dropout"] == 0.1  # the caller's own dict stays as it was
+
+
 def test_overrides_change_only_what_they_name() -> None:
     config = resolve(None, {"optim.lr": 0.5, "model.args": {"hidden": [4], "dropout": 0.1}})
     changed = override(config, {"train.epochs": 3, "model.args.hidden": [8]})
