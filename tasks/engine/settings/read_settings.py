@@ -40,7 +40,7 @@ def resolve(file: str | None, flags: Mapping[str, Any]) -> RunConfig:
             document = parse(read_text(file))
             if not isinstance(document.value, dict):
                 rule = "must hold sections, such as 'optim: {lr: 0.01}'"
-                raise Refused(f"{rule} (got {shown(document.value)})", 1)
+                raise Refused(f"{rule} (got {shown(document.value)})", document.line)
             _put(sections, document.value)
     except Refused as refused:
         place = "" if refused.line else f"{file or '--config'}: "

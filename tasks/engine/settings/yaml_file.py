@@ -44,10 +44,11 @@ class Refused(Exception):
 
 @dataclass
 class Document:
-    """The plain value of a text, the lines of all names in it by their dotted paths, and what is
-    wrong: names that stand there twice, of which the first has the value."""
+    """The plain value of a text, the line it begins on, the lines of all names in it by their
+    dotted paths, and what is wrong: names that stand there twice, of which the first counts."""
 
     value: Any = None
+    line: int = 1
     lines: dict[str, int] = field(default_factory=dict)
     problems: list[Refused] = field(default_factory=list)
 
@@ -91,6 +92,7 @@ def parse(text: str) -> Document:
     document = Document()
     nodes = _nodes(text)
     for node in nodes:
+        document.line = node.start_mark.line + 1
         document.value = _value(node, nodes, "", document)
     return document
 
