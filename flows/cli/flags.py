@@ -22,7 +22,13 @@ _SWITCHES = {
 }
 _ALONE = (*_SWITCHES, "-h", "--help")  # take no value
 _OPTIONS = (*_SWITCHES, "--help", "--config", "--resume")
-_METAVARS = {"whole": "N", "number": "NUMBER", "one": "WORD", "mapping": "YAML", "true": "BOOL"}
+_METAVARS = {
+    "integer": "N",
+    "number": "NUMBER",
+    "one": "WORD",
+    "dictionary": "YAML",
+    "boolean": "BOOL",
+}
 TITLES = {
     "device": "where to train",
     "data": "what to learn from",
@@ -145,7 +151,7 @@ def _example(flag: str) -> str | None:
     if row is None:
         inner = flag.startswith(tuple(f"--{mapping}." for mapping in MAPPINGS))
         return {"--config": "FILE", "--resume": "latest"}.get(flag, "YAML" if inner else None)
-    if row.kind == "true or false":
+    if row.kind == "boolean":
         return "true"
     return _metavar(row) if row.default in ("null", "{}") else row.default
 

@@ -250,9 +250,13 @@ def test_prefect_is_told_the_class_of_what_is_not_tried_again(
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("run.retries", "-1", "run.retries: must be at least 0 (got -1)"),
-        ("run.retries", "often", "run.retries: must be a whole number (got 'often')"),
-        ("run.retry_wait_s", "601", "run.retry_wait_s: must be at most 600 (got 601)"),
+        ("run.retries", "-1", "run.retries: must be greater than or equal to 0 (got -1)"),
+        ("run.retries", "often", "run.retries: must be a valid integer (got 'often')"),
+        (
+            "run.retry_wait_s",
+            "601",
+            "run.retry_wait_s: must be less than or equal to 600 (got 601)",
+        ),
     ],
 )
 def test_bad_settings_of_retries_are_refused(name: str, value: str, said: str) -> None:

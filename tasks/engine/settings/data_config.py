@@ -113,13 +113,7 @@ class DataConfig(Section):
         path = values.get("path")
         if not isinstance(path, str) or not path:
             return values
-        ending = PurePath(path).suffix.lower()
-        if ending not in ENDINGS:
-            raise ValueError(
-                f"source: the ending of {path[:200]!r} does not tell; set data.source to one of "
-                f"{', '.join((*FILE_SOURCES, *TOKEN_SOURCES))}"
-            )
-        return {**values, "source": ENDINGS[ending]}
+        return {**values, "source": ENDINGS.get(PurePath(path).suffix.lower(), "digits")}
 
     @field_validator("source")
     @classmethod
@@ -132,6 +126,11 @@ class DataConfig(Section):
         has_default = self.source == "text" and self.path is None
         if self.source in takes and not self.path and not has_default:
             raise ValueError(f"path: is needed for source {self.source}; name the file to read")
+        if self.source == "digits" and self.path:
+            raise ValueError(
+                f"source: the ending of {self.path[:200]!r} does not tell; set data.source to one "
+                f"of {', '.join(takes)}"
+            )
         if self.source not in takes and self.path is not None:
             raise ValueError(
                 f"path: has no meaning for source {self.source} (got {self.path!r}); "

@@ -42,22 +42,17 @@ def problems(model: str, args: Mapping[str, Any]) -> list[str]:
 
 
 def _wrong(name: str, value: Any) -> str | None:
-    got = f"(got {value!r})"
+    most = DEEPEST if name == "layers" else WIDEST
+    rule, fits = f"a whole number from 1 to {most:,}", _is_count(value, most)
     if name == "dropout":
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        fits = is_number and 0 <= value < 1
-        return None if fits else f"dropout must be from 0 to below 1 {got}"
-    if name == "positions":
-        fits = isinstance(value, str) and value in POSITIONS
-        return None if fits else f"positions must be {' or '.join(POSITIONS)} {got}"
-    if name == "hidden":
-        fits = isinstance(value, list | tuple) and all(_is_count(v, WIDEST) for v in value)
-        like = [value] if _is_count(value, WIDEST) else [256]
-        rule = f"a list of whole numbers from 1 to {WIDEST:,}, such as {like}"
-        return None if fits else f"hidden must be {rule} {got}"
-    most = DEEPEST if name == "layers" else WIDEST
-    fits = _is_count(value, most)
-    return None if fits else f"{name} must be a whole number from 1 to {most:,} {got}"
+        rule, fits = "from 0 to below 1", is_number and 0 <= value < 1
+    elif name == "positions":
+        rule, fits = " or ".join(POSITIONS), isinstance(value, str) and value in POSITIONS
+    elif name == "hidden":
+        rule = f"a list of whole numbers from 1 to {most:,}, such as {[value] if fits else [256]}"
+        fits = isinstance(value, list | tuple) and all(_is_count(v, most) for v in value)
+    return None if fits else f"{name} must be {rule} (got {value!r})"
 
 
 def _is_count(value: Any, most: int) -> bool:

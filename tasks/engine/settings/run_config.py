@@ -48,7 +48,7 @@ class DeviceConfig(Section):
     @model_validator(mode="after")
     def _not_contradicting(self) -> DeviceConfig:
         if self.require == "gpu" and self.name == "cpu":
-            raise ValueError("name is cpu but require is gpu; drop one of them")
+            raise ValueError("name: is cpu but require is gpu; drop one of them")
         return self
 
 

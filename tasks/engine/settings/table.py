@@ -11,18 +11,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.settings.sentences import number, shown
 
 MAPPINGS = ("model.args", "data.args", "train.metrics")  # inner names are the user's
-_USUAL_TEXT_LENGTH = 4096
-_KINDS = {
-    "array": "list",
-    "boolean": "true or false",
-    "integer": "whole number",
-    "number": "number",
-    "object": "mapping",
-    "string": "text",
-}
+_AS_PYDANTIC_SAYS = {"array": "list", "object": "dictionary"}
 _LIMITS = {
     "exclusiveMinimum": "above",
     "minimum": "at least",
@@ -51,7 +42,7 @@ class Setting(NamedTuple):
     """A row of the table of settings; all of it text."""
 
     name: str
-    kind: str  # "number", "whole number or null", "one of"
+    kind: str  # "number", "integer or null", "one of"
     default: str
     limits: str  # "above 0, at most 1,000"; for "one of" the choices
     text: str
@@ -96,6 +87,17 @@ def unknown(name: str) -> str:
     return f"unknown setting; the sections are {', '.join(RunConfig.model_fields)}"
 
 
+def shown(value: Any) -> str:
+    """The value as it would stand in the file, short enough for a line."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print whole numbers of over 4,300 digits
+        return "a value too long to print"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
+
+
 def _meant_name(name: str) -> str | None:
     """The setting that a wrong name stands for: another tool's word for it, else the same last part
     elsewhere, else a similar name or last part, else a last part with more words or fewer."""
@@ -103,22 +105,19 @@ def _meant_name(name: str) -> str | None:
     leaves = [n.partition(".")[2] for n in names]
     own = {leaf: n for leaf, n in zip(leaves, names, strict=True) if leaves.count(leaf) == 1}
     others = {word: n for n, words in _OTHER_WORDS.items() for word in words.split()}
-    known = {**others, **own, **dict(zip(names, names, strict=True))}
+    known = {**others, **own, **{n: n for n in names}}
     leaf = name.rpartition(".")[2]
-    for part, likeness in ((name, 1), (leaf, 1), (name, 0.75), (leaf, 0.75)):
-        if near := get_close_matches(part, known, 1, likeness):
-            return known[near[0]]
+    asked = ((name, 1), (leaf, 1), (name, 0.75), (leaf, 0.75))
+    meant = [known[n] for part, like in asked for n in get_close_matches(part, known, 1, like)]
     parts = set(leaf.split("_"))  # batch, random_seed
-    similar = [n for n in own if parts <= set(n.split("_")) or set(n.split("_")) <= parts]
-    return own[similar[0]] if similar else None
+    meant += [own[n] for n in own if parts <= set(n.split("_")) or set(n.split("_")) <= parts]
+    return meant[0] if meant else None
 
 
 def _row(name: str, about: Mapping[str, Any]) -> Setting:
     core = {**about, **about.get("anyOf", [{}])[0]}
-    kind = "one of" if "enum" in core else _KINDS[core["type"]]
-    limits = [f"{words} {number(core[key])}" for key, words in _LIMITS.items() if key in core]
-    if core.get("maxLength", _USUAL_TEXT_LENGTH) != _USUAL_TEXT_LENGTH:
-        limits.append(f"{core.get('minLength', 0)} to {core['maxLength']} characters")
+    kind = "one of" if "enum" in core else _AS_PYDANTIC_SAYS.get(core["type"], core["type"])
+    limits = [f"{words} {core[key]:,}" for key, words in _LIMITS.items() if key in core]
     default = about.get("default", [] if kind == "list" else {})
     return Setting(
         name=name,

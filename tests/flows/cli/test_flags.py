@@ -77,7 +77,7 @@ def test_arguments_of_the_model_are_yaml_json_or_one_by_one() -> None:
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--optim.lr", "-0.1"], "optim.lr: must be above 0 (got -0.1)"),
+        (["--optim.lr", "-0.1"], "optim.lr: must be greater than 0 (got -0.1)"),
         (["--optim.lr", "-.inf"], "optim.lr: must be a finite number (got -inf)"),
         (["--optim.lr"], "optim.lr: needs a value, as in --optim.lr 0.002"),
         (["--optim.lr", "--dry-run"], "optim.lr: needs a value, as in --optim.lr 0.002"),
@@ -117,9 +117,9 @@ def test_all_wrong_words_are_told_at_once(tmp_path: Path) -> None:
     assert _said("x", "--config", str(file), "--seed", "1", "--train.epochs", "0", "--dbug") == (
         "x: unknown word; settings are given as --section.name VALUE",
         "--dbug: unknown option; did you mean --debug?",
-        f"{file}:1 optim.lr: must be above 0 (got 0)",
+        f"{file}:1 optim.lr: must be greater than 0 (got 0)",
+        "train.epochs: must be greater than or equal to 1 (got 0)",
         "seed: unknown setting; did you mean train.seed?",
-        "train.epochs: must be at least 1 (got 0)",
     )
 
 

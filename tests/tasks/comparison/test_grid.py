@@ -47,8 +47,11 @@ def test_all_devices_are_those_that_detection_finds() -> None:
     ("words", "told"),
     [
         ("--vary train.batchsize=1,2", "train.batchsize: unknown setting; did you mean"),
-        ("--vary train.batch_size=0,8 --vary optim.lr=x,1", "optim.lr: must be a number"),
-        ("--vary train.batch_size=0,8 --vary optim.lr=x,1", "train.batch_size: must be at least 1"),
+        ("--vary train.batch_size=0,8 --vary optim.lr=x,1", "optim.lr: must be a valid number"),
+        (
+            "--vary train.batch_size=0,8 --vary optim.lr=x,1",
+            "train.batch_size: must be greater than or equal to 1",
+        ),
         ("--vary train.batch_size", "--vary train.batch_size: must be NAME=VALUE,VALUE"),
         ("--vary optim.lr=1,,2", "optim.lr: one that is empty among its values"),
         ("--vary optim.lr=1,1", "optim.lr: one twice among its values"),
