@@ -21,7 +21,7 @@ _SWITCHES = {
     "--debug": "Show tracebacks and Prefect's own log.",
 }
 _ALONE = (*_SWITCHES, "-h", "--help")  # take no value
-_OPTIONS = (*_SWITCHES, "--help", "--config", "--resume")
+_OPTIONS = (*_SWITCHES, "--help", "--config", "--resume", "--for")
 _METAVARS = {
     "integer": "N",
     "number": "NUMBER",
@@ -62,8 +62,8 @@ exit codes: 0 trained, 1 failed, 2 bad input, 130 interrupted, 143 terminated;
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """What the words ask for: config (a RunConfig), config_file, dry_run, forecast, explain_device,
-    debug; and the words themselves.
+    """What the words ask for: config (a RunConfig), config_file, dry_run, forecast, elsewhere (the
+    GPUs of --for, or None), explain_device, debug; and the words themselves.
 
     Raises ConfigError with every problem of the words, the file and the flags. --help prints and
     exits with 0.
@@ -84,6 +84,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             problems.append(f"{name}: is given {len(values)} times ({told}); keep one")
     flags = {name: values[-1] for name, values in given.items()}
     file, resume = flags.pop("--config", None), flags.pop("--resume", None)
+    elsewhere = flags.pop("--for", None)
+    if elsewhere is not None and not known.forecast:
+        problems.append("--for: goes with --forecast")
     if resume is not None:
         from tasks.resume import asked_for  # imports PyTorch
         from tasks.tracking.where import where
@@ -104,6 +107,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         resume=resume,
         dry_run=known.dry_run,
         forecast=known.forecast,
+        elsewhere=elsewhere,
         explain_device=known.explain_device,
         debug=known.debug,
     )
@@ -150,7 +154,9 @@ def _example(flag: str) -> str | None:
     row = next((row for row in table() if f"--{row.name}" == flag), None)
     if row is None:
         inner = flag.startswith(tuple(f"--{mapping}." for mapping in MAPPINGS))
-        return {"--config": "FILE", "--resume": "latest"}.get(flag, "YAML" if inner else None)
+        return {"--config": "FILE", "--resume": "latest", "--for": "t4,24GiB"}.get(
+            flag, "YAML" if inner else None
+        )
     if row.kind == "boolean":
         return "true"
     return _metavar(row) if row.default in ("null", "{}") else row.default
@@ -179,6 +185,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RUN",
         action="append",
         help="Go on with a run from its newest checkpoint: its id, its folder, or latest.",
+    )
+    parser.add_argument(
+        "--for",
+        dest="--for",
+        metavar="GPU,GPU",
+        action="append",
+        help="With --forecast: on GPUs that are not here, such as t4, a100-40 or 24GiB.",
     )
     for switch, text in _SWITCHES.items():
         parser.add_argument(switch, action="store_true", help=text)

@@ -261,10 +261,16 @@ def _dry_run(asked: Namespace) -> int:
 def _forecast(asked: Namespace) -> int:
     from rich.console import Console
 
+    from tasks import foretell_elsewhere
     from tasks.foretell import foretell
     from tasks.preflight import BAD_INPUT
 
     try:
+        if asked.elsewhere is not None:
+            sizes = foretell_elsewhere.sizes(asked.elsewhere)
+            found = foretell_elsewhere.foretell_elsewhere(asked.config, sizes)
+            Console().print(foretell_elsewhere.table(found, asked.config))
+            return 0 if any(one.fits for one in found) else 2
         foreseen = foretell(asked.config)
     except BAD_INPUT as error:
         print(error, file=sys.stderr)

@@ -141,6 +141,7 @@ def test_help_shows_every_setting_within_80_columns(
         "--config FILE",
         "--dry-run",
         "--forecast",
+        "--for GPU,GPU",
         "--explain-device",
         "--debug",
         "examples:",
