@@ -104,13 +104,13 @@ CASES: dict[str, tuple[nn.Module, Any, Any, list[str]]] = {
         nn.Sequential(nn.Linear(3, 2)),
         X.cuda().double(),
         Y.cuda(),
-        ["data.source: PyTorch refused input (the batch's inputs) float64", "is float32: convert"],
+        ["data.source: PyTorch refused x (the batch's inputs) float64", "is float32: make"],
     ),
     "half convolution": (
         nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3).half()),
         torch.zeros(2, 1, 8, 8).cuda(),
         Y.cuda(),
-        ["model.name: PyTorch refused input float32", "convert parameter 2.weight with"],
+        ["model.name: PyTorch refused the input float32", "make parameter 2.weight so"],
     ),
     "float labels": (
         nn.Linear(3, 2),

@@ -37,7 +37,8 @@ _MOVES = {  # the kind of what stays on another device than the model -> what to
     "hold them in nn.ModuleList or nn.ModuleDict",
     ENTRY: "give every entry of the batch as a tensor on the host, alone or in tuples, lists and "
     "dicts, so that all are moved alike",
-    "": "make it where the others are, with device=x.device of one of them, or .to(x.device)",
+    "": "make it where the others are, with device=x.device or .to(x.device), and layers in "
+    "__init__",
 }
 _CURES = {  # what PyTorch's words leave open
     r"to numpy": "compute with PyTorch: numpy leaves the device and the gradients",
@@ -73,7 +74,8 @@ def explained(
     failure = failure_of(error, model, batch, again)
     if failure is None:
         return None
-    is_apart = len({one.device for one in failure.met}) > 1 and _DEVICES.search(failure.text)
+    devices = {one.device for one in (*failure.given, *failure.weights)}
+    is_apart = len(devices) > 1 and _DEVICES.search(failure.text)
     told = _across_devices(failure) if is_apart else _unfit(failure)
     return f"{told} (PyTorch: {failure.text})"
 
@@ -81,16 +83,15 @@ def explained(
 def _across_devices(failure: Failure) -> str:
     """Who is where, and what else does not move with the model."""
     names, usual = failure.names, failure.names.usual("device")
-    odd = [one for one in failure.met if one.device != usual]
+    met = [*failure.given, *failure.weights]
+    odd = [one for one in met if one.device != usual]
     setting, cures = failure.setting, list(dict.fromkeys(_MOVES[one.kind] for one in odd))
-    if failure.is_made_in_forward:
-        cures = ["make the layer in __init__: in forward it is neither moved nor trained"]
-    elif all(one.kind == ENTRY for one in odd):
+    if all(one.kind == ENTRY for one in odd):
         setting = "data.source"
         if all(one.device != usual for one in names.entries):
             setting = failure.setting
             cures = [f"the model is on {usual} and the whole batch is not: {_MADE}"]
-    who = [*odd, *(one for one in failure.met if one.device == usual)]
+    who = [*odd, *(one for one in met if one.device == usual)]
     told = _listed([f"{one} is on {one.device}" for one in who])
     known = {one.known for one in odd}
     stay = [one for one in names.held if one.device != usual and one.kind in (PLAIN, LOOSE)]
@@ -103,7 +104,7 @@ def _across_devices(failure: Failure) -> str:
 def _unfit(failure: Failure) -> str:
     """What PyTorch was given, and what would fit."""
     setting, cure = _cure(failure)
-    given = _shapes(failure.given.values()) or "what it was given"
+    given = _shapes(failure.given) or "what it was given"
     batch = _shapes(failure.names.entries) or "no tensors"
     told = f"{setting}: PyTorch refused {given} in {failure.place}"
     return "; ".join(filter(None, (told, cure, f"the batch: {batch}")))
@@ -112,22 +113,20 @@ def _unfit(failure: Failure) -> str:
 def _cure(failure: Failure) -> tuple[str, str]:
     """The setting at fault, and what to do; "" where PyTorch's words have to do."""
     setting, given, is_dtype = failure.setting, failure.given, _DTYPES.search(failure.text)
-    if failure.function and {"input", "target"} <= given.keys():
-        target = given["target"]
-        if cure := _target_cure(failure, given["input"], target):
-            return "data.source" if target.kind == ENTRY else setting, cure
-    first = next(iter(given.values()), None)
-    if first is not None and first.shape and (cure := _layer_cure(first, failure.sizes)):
+    if len(given) > 1 and (cure := _target_cure(failure, given[0], given[1])):
+        return "data.source" if given[1].kind == ENTRY else setting, cure
+    if given and given[0].shape and (cure := _layer_cure(given[0], failure.sizes)):
         return setting, cure
     for words, cure in _CURES.items():
         if re.search(words, failure.text):
             return setting, cure
     usual = failure.names.usual("dtype")
-    odd = [one for one in failure.met if "float" in one.dtype and one.dtype != usual]
-    if not usual or not odd or not is_dtype:
+    floats = [one for one in (*given, *failure.weights) if "float" in one.dtype]
+    odd = next((one for one in floats if one.dtype != usual), None)
+    if odd is None or not usual or not is_dtype:
         return setting, ""
-    cure = f"the model is {usual}: convert {odd[0]} with .to(torch.{usual})"
-    return "data.source" if odd[0].kind == ENTRY else setting, cure
+    cure = f"the model is {usual}: make {odd} so, or convert it with .to(torch.{usual})"
+    return "data.source" if odd.kind == ENTRY else setting, cure
 
 
 def _layer_cure(given: Seen, sizes: dict[str, Any]) -> str:
@@ -162,7 +161,7 @@ def _layer_cure(given: Seen, sizes: dict[str, Any]) -> str:
 
 def _target_cure(failure: Failure, outputs: Seen, target: Seen) -> str:
     """Where a loss does not take these targets."""
-    is_labels = failure.function in ("cross_entropy", "nll_loss")
+    is_whole, is_labels = "int" in target.dtype, failure.function in ("cross_entropy", "nll_loss")
     if is_labels and "out of bounds" in failure.text:
         classes = (outputs.shape[1:2] or outputs.shape)[0]
         held = f" from {target.span[0]} to {target.span[1]}" if target.span else ""
@@ -170,13 +169,14 @@ def _target_cure(failure: Failure, outputs: Seen, target: Seen) -> str:
             f"these are labels{held}, and the model gives {classes} outputs, for 0 to "
             f"{classes - 1}: number the labels from 0, or give its last layer more outputs"
         )
-    if is_labels and "int" not in target.dtype:
+    if is_labels and not is_whole:
         return (
             "class labels are int64: give them so, or set data.task and train.loss to what these "
             "targets are (regression, multilabel)"
         )
-    is_int = not is_labels and "int" in target.dtype and _DTYPES.search(failure.text)
-    return "give targets as float32" if is_int else ""
+    is_other = not is_labels and re.search("loss|entropy", failure.function)
+    is_unfit = is_other and is_whole and _DTYPES.search(failure.text)
+    return "give targets as float32" if is_unfit else ""
 
 
 def _shapes(tensors: Iterable[Seen]) -> str:

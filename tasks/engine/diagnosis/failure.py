@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -37,9 +38,8 @@ class Failure:
     setting: str  # that names the code which failed
     function: str  # of PyTorch, "" where none was seen
     sizes: dict[str, Any]  # of the layer, where it is one of PyTorch's own: in_features and so on
-    is_made_in_forward: bool  # that layer
-    given: dict[str, Seen]  # by the names of the parameters
-    met: list[Seen]  # the same, and the weights of that layer
+    given: list[Seen]
+    weights: list[Seen]  # of that layer
     names: Names
 
 
@@ -103,52 +103,47 @@ class _Witness(TorchFunctionMode):
 def _told(error: BaseException, names: Names, *, is_second: bool) -> Failure | None:
     """What one traceback tells; None where it was not PyTorch that raised, as far as is known."""
     frames = traceback_frames.ended(error)
-    called = [frame for frame in frames if traceback_frames.is_layers(frame)]
-    layer, given = traceback_frames.layer_call(called[-1]) if called else (None, {})
+    called = [one for one in frames if one.f_code is nn.Module._call_impl.__code__]
+    watched = [one for one in frames if one.f_code is _Witness.__torch_function__.__code__]
+    layer = called[-1].f_locals["self"] if called else None
     is_torchs = type(layer).__module__.startswith("torch.nn.") and not isinstance(layer, CONTAINERS)
-    watched = [frame for frame in frames if frame.f_code is _Witness.__torch_function__.__code__]
-    function, variables = "", {}
-    if watched:
-        func, args, kwargs = (watched[0].f_locals[name] for name in ("func", "args", "kwargs"))
-        function = getattr(func, "__name__", "")
-        if not is_torchs:
-            given = traceback_frames.bound(func, args, kwargs or {})
-            variables = _variables(frames[: frames.index(watched[0])])
-    elif is_torchs or (called and frames[-1] is called[-1]):
+    met, function = [], ""
+    if watched or is_torchs or (called and frames[-1] is called[-1]):
         # Beside its functions, it checks what its own layers are given, and how any is called.
-        if traceback_frames.is_foreign(frames[-1].f_code.co_filename):
+        if not watched and traceback_frames.is_foreign(frames[-1].f_code.co_filename):
             return None
+        call = watched[0] if watched and not is_torchs else called[-1]
+        function = getattr(watched[0].f_locals["func"], "__name__", "") if watched else ""
+        variables = _variables(frames[: frames.index(call)])
+        args, kwargs = call.f_locals["args"], call.f_locals["kwargs"] or {}
+        given = nested.tensors([*args, *kwargs.values()])
+        unnamed = "the input" if is_torchs else ""
+        met = [names.seen(variables.get(id(one), unnamed), one) for one in given]
     elif is_second or not called or type(error) is not RuntimeError:
-        return None
-    else:
-        given = {}  # which tensors met, only a second run would tell
-    seen = {
-        path: names.seen(variables.get(id(one), "" if path.startswith("[") else path), one)
-        for name, value in given.items()
-        for path, one in nested.named(value, name)
-    }
+        return None  # else PyTorch raised too, but only a second run would tell for what
     line, path = traceback_frames.own_line(error), names.layers.get(id(layer))
     is_models = not line or any(id(one.f_locals["self"]) in names.layers for one in called)
-    words, own = type(layer).__name__, []
-    if is_torchs and layer is not None:
-        own = [(at, one) for at, one in reached([(words, layer)], set()) if isinstance(one, Tensor)]
+    words, weights = type(layer).__name__, []
+    if is_torchs and isinstance(layer, nn.Module):
+        for at, one in reached([(words, layer)], set()):
+            if isinstance(one, Tensor):
+                weights.append(names.seen(at if path is None else "", one))
         words += f"({layer.extra_repr()})"
     if path is not None:
         words = f"layer {path} ({words})" if path else f"the model ({words})"
     elif is_models:
         words = f"a layer made in forward ({words})"
-    what = [function] if function and not is_torchs else []
-    what += [words] if called else []
+    parts = [function if not is_torchs else "", words if called else ""]
+    place = " in ".join(filter(None, parts))
     text = " ".join(str(error).split())
     return Failure(
         text=text if len(text) <= LONGEST else text[: LONGEST - 3] + "...",
-        place=", ".join(filter(None, (" in ".join(what), line))) or "the step",
+        place=", ".join(filter(None, (place, line))) or "the step",
         setting="model.name" if is_models else "train.loss",
         function=function,
         sizes=vars(layer) if is_torchs else {},
-        is_made_in_forward=is_torchs and is_models and path is None,
-        given=seen,
-        met=[*seen.values(), *(names.seen(at if path is None else "", one) for at, one in own)],
+        given=met,
+        weights=weights,
         names=names,
     )
 
@@ -156,7 +151,7 @@ def _told(error: BaseException, names: Names, *, is_second: bool) -> Failure | N
 def _variables(frames: list[FrameType]) -> dict[int, str]:
     """The names of tensors, by their ids, in the innermost function that is not PyTorch's."""
     for frame in reversed(frames):
-        if traceback_frames.is_foreign(frame.f_code.co_filename):
+        if traceback_frames.TORCH not in Path(frame.f_code.co_filename).parents:
             shared = {id(v): n for n, v in frame.f_globals.items() if isinstance(v, Tensor)}
             return shared | {id(v): path for path, v in reached(frame.f_locals.items(), set())}
     return {}

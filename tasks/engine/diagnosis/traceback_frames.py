@@ -1,18 +1,16 @@
-"""What the traceback of an error tells: the line of the user's code, and what was called and did
-not return. It only looks: no property of a foreign object is read, and the variables of functions
-that still run are left alone, since looking at them would keep them.
+"""What the traceback of an error tells: the line of the user's code, whose code it was, and the
+functions that did not return. It only looks, and leaves those alone that still run: looking at
+their variables would keep them.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 import sysconfig
 import traceback
 from pathlib import Path
 from traceback import FrameSummary
-from types import FrameType, FunctionType
-from typing import Any
+from types import FrameType
 
 import torch
 
@@ -58,27 +56,6 @@ def ended(error: BaseException) -> list[FrameType]:
         running.add(id(frame))  # no frame may hold itself
         frame = frame.f_back  # type: ignore[assignment]
     return [one for one, _ in traceback.walk_tb(error.__traceback__) if id(one) not in running]
-
-
-def is_layers(frame: FrameType) -> bool:
-    """Whether PyTorch calls a layer there."""
-    code = frame.f_code
-    return code.co_name == "_call_impl" and Path(code.co_filename).is_relative_to(TORCH)
-
-
-def layer_call(frame: FrameType) -> tuple[Any, dict[str, Any]]:
-    """The layer that is called there, and what it is given. It holds tensors: never keep it."""
-    layer, args, kwargs = (frame.f_locals[name] for name in ("self", "args", "kwargs"))
-    given = bound(inspect.getattr_static(type(layer), "forward", None), (layer, *args), kwargs)
-    return layer, {name: one for name, one in given.items() if one is not layer}
-
-
-def bound(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a function was given, by the names of its parameters or in brackets by number."""
-    code = function.__code__ if isinstance(function, FunctionType) else None
-    takes = code.co_varnames[: code.co_argcount] if code is not None else ()
-    names = [*takes, *(f"[{at}]" for at in range(len(takes), len(args)))]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _words(place: FrameSummary) -> str:

@@ -215,7 +215,7 @@ DEVICES = {
         (X, Y),
         [
             "layer 2 (Linear(in_features=3, out_features=2",
-            "parameter 2.weight is on meta, parameter 2.bias is on meta, input is on cpu",
+            "parameter 2.weight is on meta, parameter 2.bias is on meta, the input is on cpu",
             "without device=",
         ],
     ),
@@ -228,7 +228,7 @@ DEVICES = {
     "lstm": _Case(
         lambda: nn.Sequential(nn.LSTM(3, 4)),
         (XM, Y),
-        ["data.source: ", "layer 0 (LSTM(3, 4))", "input (the batch's inputs) is on meta"],
+        ["data.source: ", "layer 0 (LSTM(3, 4))", "x (the batch's inputs) is on meta"],
     ),
     "joined": _Case(
         lambda: _Does(_on_several_lines, extra=torch.ones(2, 4), fc=nn.Linear(1, 1)).to(META),
@@ -253,7 +253,7 @@ DEVICES |= {
         (X, Y),
         [
             "model.name: ",
-            "input (the batch's inputs) is on cpu, parameter 0.weight is on meta",
+            "x (the batch's inputs) is on cpu, parameter 0.weight is on meta",
             "the model is on meta and the whole batch is not",
             "since the run moves the model",
         ],
@@ -287,8 +287,8 @@ DTYPES = {
         lambda: nn.Sequential(nn.Linear(3, 2)),
         (X.double(), Y),
         [
-            "data.source: PyTorch refused input (the batch's inputs) float64 (2, 3) in layer 0 (",
-            "the model is float32: convert input (the batch's inputs) with .to(torch.float32)",
+            "data.source: PyTorch refused x (the batch's inputs) float64 (2, 3) in layer 0 (",
+            "the model is float32: make x (the batch's inputs) so, or convert it with .to(",
         ],
     ),
     "float64 entry, computed with": _Case(
@@ -298,7 +298,7 @@ DTYPES = {
             "model.name: ",
             "layer fc (Linear(in_features=3, out_features=2",
             "`return self.fc(x * 2)`",
-            "convert input with .to(torch.float32); the batch: inputs float64",
+            "make the input so, or convert it with .to(torch.float32); the batch: inputs float64",
         ],
     ),
     "whole numbers": _Case(
@@ -310,7 +310,7 @@ DTYPES = {
     "one half layer": _Case(
         lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2).half()),
         (X, Y),
-        ["model.name: ", "layer 2 (Linear", "the model is float32: convert parameter 2.weight"],
+        ["model.name: ", "layer 2 (Linear", "the model is float32: make parameter 2.weight"],
     ),
     "convolution": _Case(
         lambda: nn.Sequential(nn.Conv2d(1, 4, 3)),
@@ -362,7 +362,7 @@ DTYPES = {
         (X.double(), Y),
         [
             "x (the batch's inputs) float64 (2, 3), self.w (parameter w) float32 (3, 3) in matmul",
-            "convert x (the batch's inputs) with .to(torch.float32)",
+            "make x (the batch's inputs) so, or convert it with .to(",
         ],
     ),
     "float index": _Case(
@@ -387,7 +387,7 @@ SHAPES = {
         lambda: _Does(lambda self, x: self.encoder(x), encoder=nn.Sequential(nn.Linear(4, 2))),
         (X, Y),
         [
-            "model.name: PyTorch refused input (the batch's inputs) float32 (2, 3) in layer "
+            "model.name: PyTorch refused x (the batch's inputs) float32 (2, 3) in layer "
             "encoder.0 (Linear(in_features=4, out_features=2, bias=True)), ",
             "self.encoder(x)",
             "make it for 3 instead of 4",
@@ -441,7 +441,7 @@ SHAPES = {
     "attention": _Case(
         lambda: nn.TransformerEncoderLayer(4, 2),
         (X[None], Y),
-        ["query (the batch's inputs) float32 (1, 2, 3)", "layer self_attn (MultiheadAttention())"],
+        ["x (the batch's inputs) float32 (1, 2, 3)", "layer self_attn (MultiheadAttention())"],
     ),
     "ids beyond an embedding": _Case(
         lambda: nn.Sequential(nn.Embedding(10, 4)),
@@ -460,7 +460,7 @@ SHAPES = {
     "labels in a column": _Case(
         lambda: nn.Linear(3, 2),
         (X, Y[:, None]),
-        ["input float32 (2, 2), target (the batch's targets) int64 (2, 1)", "targets.squeeze(1)"],
+        ["out float32 (2, 2), y (the batch's targets) int64 (2, 1)", "targets.squeeze(1)"],
         loss=nn.CrossEntropyLoss(),
     ),
     "rows lost by the model": _Case(
@@ -484,7 +484,7 @@ SHAPES = {
     "regression": _Case(
         lambda: nn.Linear(3, 2),
         (X, torch.zeros(2, 4)),
-        ["input float32 (2, 2), target (the batch's targets) float32 (2, 4) in MSELoss()", "equal"],
+        ["out float32 (2, 2), y (the batch's targets) float32 (2, 4) in MSELoss()", "equal"],
         loss=nn.MSELoss(),
     ),
     "sum": _Case(
@@ -505,7 +505,7 @@ SHAPES = {
     "pooled away": _Case(
         lambda: _Does(lambda self, x: self.pool(x), pool=nn.MaxPool2d(9)),
         (IMAGES, Y),
-        ["input (the batch's inputs) float32 (2, 1, 8, 8) in layer pool (MaxPool2d(", "too small"],
+        ["x (the batch's inputs) float32 (2, 1, 8, 8) in layer pool (MaxPool2d(", "too small"],
     ),
     "no such dimension": _Case(
         lambda: _Does(lambda self, x: x.sum(dim=2)),
@@ -520,7 +520,7 @@ CALLS = {
         lambda: _Does(lambda self, x: self.pair(x), pair=nn.Bilinear(3, 3, 2)),
         (X, Y),
         [
-            "model.name: PyTorch refused input1 (the batch's inputs) float32 (2, 3) in layer pair ",
+            "model.name: PyTorch refused x (the batch's inputs) float32 (2, 3) in layer pair ",
             "give forward one parameter for each entry",
             "missing 1 required positional argument: 'input2'",
         ],
@@ -528,13 +528,13 @@ CALLS = {
     "an argument is unknown": _Case(
         lambda: _Does(lambda self, x: self.fc(**x), fc=nn.Linear(3, 2)),
         ({"input": X, "mask": X}, Y),
-        ["mask (the batch's inputs['mask']) float32 (2, 3) in layer fc", "unexpected keyword"],
+        ["(the batch's inputs['mask']) float32 (2, 3) in layer fc", "unexpected keyword"],
     ),
     "a dict for a tensor": _Case(
         lambda: _Does(lambda self, x: self.fc(x), fc=nn.Linear(3, 2)),
         ({"a": X, "b": X + 1}, Y),
         [
-            "model.name: PyTorch refused input['a'] (the batch's inputs['a']) float32 (2, 3), ",
+            "model.name: PyTorch refused x['a'] (the batch's inputs['a']) float32 (2, 3), ",
             "x['name']",
         ],
     ),
@@ -634,7 +634,7 @@ def test_half_against_float_weights_on_a_gpu_is_a_mistake_with_dtypes() -> None:
         model(X)
     told = explained(caught.value, model, (X, Y), lambda: model(X)) or ""
     assert told.startswith("model.name: PyTorch refused self.scale (plain tensor scale) float16")
-    assert "the model is float32: convert self.scale (plain tensor scale) with .to(" in told
+    assert "the model is float32: make self.scale (plain tensor scale) so, or convert" in told
 
 
 def test_a_device_that_failed_for_good_is_not_asked_and_names_the_way_to_the_line() -> None:
@@ -723,7 +723,7 @@ def test_the_own_line_is_silent_where_no_code_of_the_user_ran() -> None:
     caught.value.__traceback__ = caught.tb.tb_next  # what called the project is not at fault
     assert own_line(caught.value) is None
     told = explained(caught.value, model, (X, Y), partial(model, X)) or ""
-    assert "buffer scale float32 (4,) in div in the model (Standardize); sizes must be" in told
+    assert "(buffer scale) float32 (4,) in div in the model (Standardize); sizes must be" in told
 
 
 def test_the_place_is_told_of_an_error_that_stands_for_another() -> None:
@@ -774,7 +774,7 @@ def test_the_variables_of_a_function_that_still_runs_are_not_kept_by_looking_at_
     except RuntimeError as raised:
         error = raised
     assert error is not None
-    assert "(the batch's targets) float32 (2,) in cross_entropy" in (
+    assert "the batch's targets float32 (2,) in cross_entropy" in (
         explained(error, model, (X, y), partial(functional.cross_entropy, out, y)) or ""
     )
     clear_frames(error)
@@ -828,8 +828,8 @@ def test_a_scripted_model_and_a_batch_of_no_tensors_are_told_without_a_traceback
     with pytest.raises(RuntimeError) as caught:
         scripted(X)
     told = explained(caught.value, scripted, (None, None), lambda: scripted(X)) or ""
-    assert told.startswith("model.name: PyTorch refused a tensor made there float32 (2, 3) in the ")
-    assert "model (RecursiveScriptModule), " in told
+    assert told.startswith("model.name: PyTorch refused X float32 (2, 3) in the model ")
+    assert " in the model (RecursiveScriptModule), " in told
     assert "the batch: no tensors" in told
 
 
@@ -841,4 +841,4 @@ def test_a_batch_beside_fake_tensors_is_not_read() -> None:
         with pytest.raises(RuntimeError) as caught:
             model(ids)
         told = explained(caught.value, model, (ids, Y), lambda: model(ids)) or ""
-    assert "input float32 (2, 3, 2) in layer 1 (Linear(in_features=4, out_features=2" in told
+    assert "the input float32 (2, 3, 2) in layer 1 (Linear(in_features=4, out_features=2" in told
