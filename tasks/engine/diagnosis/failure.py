@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from tasks.engine.base import nested
 from tasks.engine.base.import_paths import ends_told
-from tasks.engine.diagnosis import traceback_frames
 from tasks.engine.diagnosis.tensor_names import Names, Seen, reached
+from tasks.engine.diagnosis.traceback_frames import TORCH, ended, is_foreign, is_plain, own_line
 from tasks.engine.memory.memory_meter import chain, clear_frames
 
 LONGEST = 240  # characters of PyTorch's message
@@ -57,11 +57,7 @@ def failure_of(
     first.
     """
     names, errors = Names(model, batch), chain(error)
-    mistakes = [
-        one
-        for one in errors
-        if isinstance(one, RAISED) and not traceback_frames.is_raised_by_user(one)
-    ]
+    mistakes = [one for one in errors if isinstance(one, RAISED) and not is_plain(one)]
     told = {str(one): _told(one, names, is_second=False) for one in mistakes}
     if not told:
         return None
@@ -102,7 +98,7 @@ class _Witness(TorchFunctionMode):
 
 def _told(error: BaseException, names: Names, *, is_second: bool) -> Failure | None:
     """What one traceback tells; None where it was not PyTorch that raised, as far as is known."""
-    frames = traceback_frames.ended(error)
+    frames = ended(error)
     called = [one for one in frames if one.f_code is nn.Module._call_impl.__code__]
     watched = [one for one in frames if one.f_code is _Witness.__torch_function__.__code__]
     layer = called[-1].f_locals["self"] if called else None
@@ -110,7 +106,7 @@ def _told(error: BaseException, names: Names, *, is_second: bool) -> Failure | N
     met, function = [], ""
     if watched or is_torchs or (called and frames[-1] is called[-1]):
         # Beside its functions, it checks what its own layers are given, and how any is called.
-        if not watched and traceback_frames.is_foreign(frames[-1].f_code.co_filename):
+        if not watched and is_foreign(frames[-1].f_code.co_filename):
             return None
         call = watched[0] if watched and not is_torchs else called[-1]
         function = getattr(watched[0].f_locals["func"], "__name__", "") if watched else ""
@@ -121,37 +117,39 @@ def _told(error: BaseException, names: Names, *, is_second: bool) -> Failure | N
         met = [names.seen(variables.get(id(one), unnamed), one) for one in given]
     elif is_second or not called or type(error) is not RuntimeError:
         return None  # else PyTorch raised too, but only a second run would tell for what
-    line, path = traceback_frames.own_line(error), names.layers.get(id(layer))
+    line, path = own_line(error), names.layers.get(id(layer))
     is_models = not line or any(id(one.f_locals["self"]) in names.layers for one in called)
-    words, weights = type(layer).__name__, []
-    if is_torchs and isinstance(layer, nn.Module):
-        for at, one in reached([(words, layer)], set()):
-            if isinstance(one, Tensor):
-                weights.append(names.seen(at if path is None else "", one))
-        words += f"({layer.extra_repr()})"
-    if path is not None:
-        words = f"layer {path} ({words})" if path else f"the model ({words})"
-    elif is_models:
-        words = f"a layer made in forward ({words})"
-    parts = [function if not is_torchs else "", words if called else ""]
-    place = " in ".join(filter(None, parts))
+    held = reached([(type(layer).__name__, layer)] if is_torchs else [], set())
     text = " ".join(str(error).split())
+    where = _words(layer, path, is_torchs, is_models) if called else ""
+    where = " in ".join(filter(None, ("" if is_torchs else function, where)))
     return Failure(
         text=text if len(text) <= LONGEST else text[: LONGEST - 3] + "...",
-        place=", ".join(filter(None, (place, line))) or "the step",
+        place=", ".join(filter(None, (where, line))) or "the step",
         setting="model.name" if is_models else "train.loss",
         function=function,
         sizes=vars(layer) if is_torchs else {},
         given=met,
-        weights=weights,
+        weights=[
+            names.seen("" if path is not None else at, one)
+            for at, one in held
+            if isinstance(one, Tensor)
+        ],
         names=names,
     )
+
+
+def _words(layer: Any, path: str | None, is_torchs: bool, is_models: bool) -> str:
+    what = type(layer).__name__ + (f"({layer.extra_repr()})" if is_torchs else "")
+    if path is None:
+        return f"a layer made in forward ({what})" if is_models else what
+    return f"layer {path} ({what})" if path else f"the model ({what})"
 
 
 def _variables(frames: list[FrameType]) -> dict[int, str]:
     """The names of tensors, by their ids, in the innermost function that is not PyTorch's."""
     for frame in reversed(frames):
-        if traceback_frames.TORCH not in Path(frame.f_code.co_filename).parents:
+        if TORCH not in Path(frame.f_code.co_filename).parents:
             shared = {id(v): n for n, v in frame.f_globals.items() if isinstance(v, Tensor)}
             return shared | {id(v): path for path, v in reached(frame.f_locals.items(), set())}
     return {}

@@ -33,12 +33,15 @@ def own_line(error: BaseException) -> str | None:
     return _words(own[-1]) + beyond
 
 
-def is_raised_by_user(error: BaseException) -> bool:
-    """Whether the user's own code raised it in so many words, which need no explanation."""
-    for last in list(traceback.extract_tb(error.__traceback__))[-1:]:
-        is_own = is_foreign(last.filename) and not is_installed(last.filename)
-        return is_own and (last.line or "").startswith(("raise ", "assert "))
-    return False
+def is_plain(error: BaseException) -> bool:
+    """Whether it needs no explanation: the user's own code or this project's raised it in so many
+    words, or a data loader did, and no step."""
+    places = traceback.extract_tb(error.__traceback__)
+    if any(TORCH / "utils" / "data" in Path(one.filename).parents for one in places):
+        return True
+    if not places or is_installed(places[-1].filename):
+        return False
+    return (places[-1].line or "").startswith(("raise ", "assert "))
 
 
 def is_foreign(file: str) -> bool:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
+from tasks.engine.base.import_paths import ends_told
 from tasks.engine.diagnosis.explain import explained
 
 META = torch.device("meta")
@@ -118,6 +120,29 @@ def test_where_the_second_run_does_not_fail_alike_the_first_error_is_told(
     assert "`return x @ self.weight if" in told
     assert "; the batch: inputs float32 (2, 3), targets int64 (2,) (PyTorch: " in told
     assert "cannot be multiplied (2x3 and 4x4)" in told
+
+
+class _Rows(Dataset[Tensor]):
+    def __getitem__(self, at: int) -> Tensor:
+        return X @ X  # which does not fit
+
+    def __len__(self) -> int:
+        return 2
+
+
+@ends_told
+def _left() -> None:
+    raise SystemExit(3)
+
+
+def test_nothing_runs_again_for_what_a_data_loader_or_this_project_raises() -> None:
+    """Whose batch is the one before, which has nothing to do with it."""
+    calls: list[int] = []
+    for fails in (lambda: next(iter(DataLoader(_Rows()))), _left):
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            fails()
+        assert explained(caught.value, nn.Linear(3, 2), (X, Y), lambda: calls.append(1)) is None
+    assert calls == []
 
 
 def test_a_signal_ends_the_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
