@@ -44,8 +44,8 @@ _CURES = {  # what PyTorch's words leave open
     r"to numpy": "compute with PyTorch: numpy leaves the device and the gradients",
     r"not implemented for '(Long|Int|Bool)'|desired output": "convert with x.float()",
     r"must be Tensor, not": "take the tensor out of it in forward, as x['name'] or x[0]",
-    r"forward\(\) (missing|got|takes)": "give forward one parameter for each entry of the inputs, "
-    "of the same name where they are a dict",
+    r"forward\(\) (missing|got|takes)": "call it with what its forward takes; the model's takes "
+    "the entries of the inputs, by the same names where they are a dict",
     r"more than 1 value per channel": "choose a train.batch_size that does not leave a single row "
     "over, or leave the norm out",
     r"size of tensor a": "sizes must be equal, or 1 to be spread",

@@ -521,7 +521,7 @@ CALLS = {
         (X, Y),
         [
             "model.name: PyTorch refused x (the batch's inputs) float32 (2, 3) in layer pair ",
-            "give forward one parameter for each entry",
+            "call it with what its forward takes",
             "missing 1 required positional argument: 'input2'",
         ],
     ),
