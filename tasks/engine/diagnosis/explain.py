@@ -1,104 +1,55 @@
 """A user's mistake with devices, dtypes, shapes and arguments, explained: which parameter, buffer
-or entry of the batch is at fault, by name, in which layer and line, and what to do about it. The
-step is run once more to see it, never where memory ran out or a device failed for good; it refuses
-to guess: an error of another kind is not explained.
+or entry of the batch met what, by name, in which layer and line, PyTorch's own words, and what to
+do about it where that is known. The step is run once more to see it, never where memory ran out or
+a device failed for good; it refuses to guess: what PyTorch did not raise is not explained.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
-from tasks.engine.diagnosis.devices import device_mistakes
 from tasks.engine.diagnosis.failure import Failure, failure_of
-from tasks.engine.diagnosis.fitting import call_mistakes, dtype_mistakes, shape_mistakes
-from tasks.engine.diagnosis.traceback_frames import is_raised_by_user
+from tasks.engine.diagnosis.tensor_names import BUFFER, ENTRY, LOOSE, PARAMETER, PLAIN, Seen
 from tasks.engine.memory.memory_meter import chain, is_oom
 
-RAISED = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 # The line that Python stopped at is a later one: the device tells of its mistakes late.
 _ASSERTED = (
     "model.name: an index or a label is out of range on the GPU, which cannot tell which one "
     "(device-side assert); labels go from 0 to the model's outputs - 1, and what is looked up "
     "in an embedding below its rows; train once with device.name: cpu, which names it"
 )
-_DEVICES = re.compile(
-    r"on the same device|at the same device|same device type"
-    r"|on the expected device|on the current device|not on the expected device"
-    r"|is on (CPU|GPU)\b|expected (it|them) to be on (CPU|GPU)"
-    r"|found two different devices|found at least two devices"
-    r"|object of (device|backend) type|device type for generator but found"
-    r"|must be on the same|CPU tensor to MPS op|Placeholder (tensor|storage)"
-    r"|Input type \((MPS|torch\.cuda)\S+\) and weight type \(torch\.(?!cuda)"
-    r"|Input type \(torch\.(?!cuda)\S+\) and weight type \((MPS|torch\.cuda)"
-    r"|Cannot copy out of meta tensor|device type tensor to numpy|cannot be called on meta tensors"
-)
-_DTYPES = re.compile(
-    r"(have|has|share) (the )?same (d?type|datatype|scalar type)|same data ?type"
-    r"|expected scalar type|of scalar type|following scalar types|scalar type \w+ but"
-    r"|Found dtype|target dtype|(Expected|mixed) dtype|with dtype|dtype must|could not infer output"
-    r"|can't be cast to the desired output type|not implemented for '"
-    r"|Input type \(.*\) and (weight|bias) type \(.*\) should be the same"
-    r"|floating point (type|or complex|dtype)|does not match weight dtype|attn_mask dtype"
-    r"|tensors used as indices must be|index tensor of type|only supports boolean masks"
-    r"|operator, (with|on) (a|two) bool tensor|both vectors to have same dtype"
-    r"|must have the type torch\."
-)
-_SHAPES = re.compile(
-    r"shapes cannot be multiplied|size mismatch, got|inconsistent tensor size"
-    r"|The size of tensor a|must match the existing size|expanded size of the tensor"
-    r"|to have \d+ channels|input to conv|greater than actual input size"
-    r"|Output size is too small|attn_mask is torch"
-    r"|should contain \d+ elements not|expected \d+D( or \d+D)? input|more than 1 value per channel"
-    r"|normalized_shape=|must be equal to input_size|[Ee]xpected input to be \d"
-    r"|embedding dimension of \d|index out of range in self|Target \S+ is out of bounds"
-    r"|[Ee]xpected target size|batch_size \(\d+\) to match target batch_size|multi-target not"
-    r"|Target size \(|[Uu]sing a target size|is invalid for input of size|view size is not"
-    r"|Sizes of tensors must match|each tensor to be equal size|batch2 tensor to be"
-    r"|must be a \dD tensor|einsum\(\)|Dimension out of range|number of dimensions"
-    r"|split_sizes to sum|out of bounds for dimension|too many indices for tensor"
-    r"|shape of the mask|index k out of range|don't multiply up|divisible by"
-    r"|number of channels in input|input channel size|out of DATA bounds|exceeds dimension size"
-    r"|out of range for tensor of size|smaller than num_classes|doesn't match the broadcast shape"
-    r"|does not match weight size|values to unpack|same number of dimensions|[Ss]hape mismatch"
-    r"|Number of dimensions of|Attempting to broadcast|same reduction dim"
-)
-_CALLS = re.compile(
-    r"forward\(\) (missing|got an unexpected|takes|got multiple)|must be Tensor, not \w+"
-)
-_CURES = {  # what PyTorch's words alone tell to do
-    _DEVICES: ((r"to numpy", "compute with PyTorch: numpy leaves the device and the gradients"),),
-    _DTYPES: (
-        (r"indices|index tensor|dtype int32/int64 for index", "an index is int64: x.long()"),
-        (r"boolean mask|condition to be a boolean", "a mask is bool: mask.bool(), or mask > 0"),
-        (r"two bool tensor", "turn a mask round with ~mask, and count with mask.long()"),
-        (r"on a bool tensor|with a bool tensor", "turn a mask round with ~mask, not with a minus"),
-        (
-            r"not implemented for '(Long|Int|Short|Char|Byte|Bool)'|could not infer|cast to the "
-            r"desired|Expected a floating point|can require gradients",
-            "this works on floating point only: convert with x.float()",
-        ),
-    ),
-    _SHAPES: (
-        (r"tensor a|expand|broadcast|existing size", "sizes must be equal, or 1 to be spread"),
-        (r"multiplied|size mismatch|inconsistent|batch2|reduction", "inner sizes must be equal"),
-        (r"Sizes of tensors must match|equal size", "joined tensors differ in one dimension only"),
-        (r"is invalid for input of size", "the new shape must hold as many numbers as the old one"),
-        (r"view size is not", "use .reshape in place of .view"),
-        (r"Dimension out|number of dimensions|many indices|unpack", "it has fewer dimensions"),
-        (r"out of bounds|out of range|exceeds|smaller than num", "an index lies outside"),
-        (r"split_sizes|multiply up|divisible", "the parts must add up to the whole"),
-    ),
-    _CALLS: (),
+_BROKEN = re.compile(r"(?i)(cuda|hip|cudnn|miopen|nccl|triton)( \w+)? error|_(status|error)_")
+# Tensors may differ in these and fit: a mask is bool, an index may stay on the host.
+_DEVICES = re.compile(r"device|cuda|\b(CPU|GPU|MPS)\b")
+_DTYPES = re.compile(r"d?type|scalar|\b(Half|BFloat16|Float|Double|Long|Int|Bool)\b")
+_MADE = "make it without device=, and move nothing in forward, since the run moves the model"
+_MOVES = {  # the kind of what stays on another device than the model -> what to do
+    PARAMETER: _MADE,
+    BUFFER: _MADE,
+    PLAIN: "a plain tensor does not move with the model: register it with self.register_buffer("
+    "'name', tensor), or as nn.Parameter if it is learnt",
+    LOOSE: "layers in a plain list, dict or object neither move with the model nor are trained: "
+    "hold them in nn.ModuleList or nn.ModuleDict",
+    ENTRY: "give every entry of the batch as a tensor on the host, alone or in tuples, lists and "
+    "dicts, so that all are moved alike",
+    "": "make it where the others are, with device=x.device or .to(x.device), and layers in "
+    "__init__",
 }
-_TOLD: dict[re.Pattern[str], Callable[[Failure, str], list[str]]] = {
-    _DEVICES: device_mistakes,
-    _DTYPES: dtype_mistakes,
-    _SHAPES: shape_mistakes,
-    _CALLS: call_mistakes,
+_CURES = {  # what PyTorch's words leave open
+    r"to numpy": "compute with PyTorch: numpy leaves the device and the gradients",
+    r"not implemented for '(Long|Int|Bool)'|desired output": "convert with x.float()",
+    r"must be Tensor, not": "take the tensor out of it in forward, as x['name'] or x[0]",
+    r"forward\(\) (missing|got|takes)": "call it with what its forward takes; the model's takes "
+    "the entries of the inputs, by the same names where they are a dict",
+    r"more than 1 value per channel": "choose a train.batch_size that does not leave a single row "
+    "over, or leave the norm out",
+    r"size of tensor a": "sizes must be equal, or 1 to be spread",
+    r"multi-target not": "class labels are one number a row: targets.squeeze(1)",
 }
 
 
@@ -108,25 +59,130 @@ def explained(
     batch: tuple[Any, Any],
     again: Callable[[], object],
 ) -> str | None:
-    """One line for each problem, starting with the setting at fault; None for another error.
+    """One sentence, starting with the setting at fault; None for another error.
 
     batch: the inputs and targets of the step, each a tensor or tuples, lists and mappings of them.
     again: goes forward once more, and through the loss where that was reached. Call it while the
     error is at hand, since it reads the variables that the traceback keeps, and lets go of them; it
     keeps none (whoever keeps the error clears the frames of its chain: see clear_frames).
     """
-    if is_oom(error):
+    words = [str(one) for one in chain(error)]
+    if any("device-side assert triggered" in text for text in words):
+        return _ASSERTED
+    if is_oom(error) or any(map(_BROKEN.search, words)):
         return None
-    for one in chain(error):
-        if not isinstance(one, RAISED) or is_raised_by_user(one):
-            continue
-        text = str(one)
-        if "device-side assert triggered" in text:
-            return _ASSERTED
-        kind = next((kind for kind in _TOLD if kind.search(text)), None)
-        if kind is None:
-            continue
-        cure = next((words for pattern, words in _CURES[kind] if re.search(pattern, text)), "")
-        if lines := _TOLD[kind](failure_of(one, model, batch, again, kind), cure):
-            return "\n".join(lines)
-    return None
+    failure = failure_of(error, model, batch, again)
+    if failure is None:
+        return None
+    devices = {one.device for one in (*failure.given, *failure.weights)}
+    is_apart = len(devices) > 1 and _DEVICES.search(failure.text)
+    told = _across_devices(failure) if is_apart else _unfit(failure)
+    return f"{told} (PyTorch: {failure.text})"
+
+
+def _across_devices(failure: Failure) -> str:
+    """Who is where, and what else does not move with the model."""
+    names, usual = failure.names, failure.names.usual("device")
+    met = [*failure.given, *failure.weights]
+    odd = [one for one in met if one.device != usual]
+    setting, cures = failure.setting, list(dict.fromkeys(_MOVES[one.kind] for one in odd))
+    if all(one.kind == ENTRY for one in odd):
+        setting = "data.source"
+        if all(one.device != usual for one in names.entries):
+            setting = failure.setting
+            cures = [f"the model is on {usual} and the whole batch is not: {_MADE}"]
+    who = [*odd, *(one for one in met if one.device == usual)]
+    told = _listed([f"{one} is on {one.device}" for one in who])
+    known = {one.known for one in odd}
+    stay = [one for one in names.held if one.device != usual and one.kind in (PLAIN, LOOSE)]
+    if others := [one.known for one in stay if one.known not in known]:
+        cures.append(f"nor does this move with the model: {_listed(others)}")
+    place = failure.place
+    return f"{setting}: tensors on different devices met in {place}: {told}; {'; '.join(cures)}"
+
+
+def _unfit(failure: Failure) -> str:
+    """What PyTorch was given, and what would fit."""
+    setting, cure = _cure(failure)
+    given = _shapes(failure.given) or "what it was given"
+    batch = _shapes(failure.names.entries) or "no tensors"
+    told = f"{setting}: PyTorch refused {given} in {failure.place}"
+    return "; ".join(filter(None, (told, cure, f"the batch: {batch}")))
+
+
+def _cure(failure: Failure) -> tuple[str, str]:
+    """The setting at fault, and what to do; "" where PyTorch's words have to do."""
+    setting, given, is_dtype = failure.setting, failure.given, _DTYPES.search(failure.text)
+    if len(given) > 1 and (cure := _target_cure(failure, given[0], given[1])):
+        return "data.source" if given[1].kind == ENTRY else setting, cure
+    if given and given[0].shape and (cure := _layer_cure(given[0], failure.sizes)):
+        return setting, cure
+    for words, cure in _CURES.items():
+        if re.search(words, failure.text):
+            return setting, cure
+    usual = failure.names.usual("dtype")
+    floats = [one for one in (*given, *failure.weights) if "float" in one.dtype]
+    odd = next((one for one in floats if one.dtype != usual), None)
+    if odd is None or not usual or not is_dtype:
+        return setting, ""
+    cure = f"the model is {usual}: make {odd} so, or convert it with .to(torch.{usual})"
+    return "data.source" if odd.kind == ENTRY else setting, cure
+
+
+def _layer_cure(given: Seen, sizes: dict[str, Any]) -> str:
+    """Where a layer of PyTorch does not take this shape or these values."""
+    shape, last = given.shape, given.shape[-1]
+    if rows := sizes.get("num_embeddings"):
+        if "int" not in given.dtype:
+            return "it looks up whole numbers: give int64, or convert with x.long()"
+        low, high = given.span or (0, 0)
+        if low < 0 or high >= rows:
+            return (
+                f"it takes 0 to {rows - 1}, and was given {low} to {high}: give it more rows, or "
+                "number from 0"
+            )
+    wanted = sizes.get("in_features", sizes.get("input_size", last))
+    if wanted != last:
+        if math.prod(shape[1:]) == wanted:
+            return "put nn.Flatten() before it"
+        return f"make it for {last} instead of {wanted}, or give it rows of {wanted}"
+    if (channels := sizes.get("in_channels")) is not None:
+        dimensions = len(sizes["kernel_size"]) + 2
+        if len(shape) == dimensions - 1 and channels == 1 != shape[0]:
+            return "the channel is missing: x.unsqueeze(1) before it"
+        if len(shape) == dimensions and channels == last != shape[1]:
+            return "channels stand last: x.movedim(-1, 1) before it"
+        if len(shape) == dimensions and channels != shape[1]:
+            return f"make its in_channels {shape[1]}, or give it {channels} channels"
+    is_float = "in_features" in sizes or "in_channels" in sizes
+    is_unfit = is_float and "int" in given.dtype
+    return "convert with x.float(), or look whole numbers up in nn.Embedding" if is_unfit else ""
+
+
+def _target_cure(failure: Failure, outputs: Seen, target: Seen) -> str:
+    """Where a loss does not take these targets."""
+    is_whole, is_labels = "int" in target.dtype, failure.function in ("cross_entropy", "nll_loss")
+    if is_labels and "out of bounds" in failure.text:
+        classes = (outputs.shape[1:2] or outputs.shape)[0]
+        held = f" from {target.span[0]} to {target.span[1]}" if target.span else ""
+        return (
+            f"these are labels{held}, and the model gives {classes} outputs, for 0 to "
+            f"{classes - 1}: number the labels from 0, or give its last layer more outputs"
+        )
+    if is_labels and not is_whole:
+        return (
+            "class labels are int64: give them so, or set data.task and train.loss to what these "
+            "targets are (regression, multilabel)"
+        )
+    is_other = not is_labels and re.search("loss|entropy", failure.function)
+    is_unfit = is_other and is_whole and _DTYPES.search(failure.text)
+    return "give targets as float32" if is_unfit else ""
+
+
+def _shapes(tensors: Iterable[Seen]) -> str:
+    return _listed([f"{one} {one.dtype} {one.shape}" for one in tensors])
+
+
+def _listed(words: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more

@@ -14,23 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tasks.engine.base import nested
 
 DEEPEST = 4  # containers and objects within one another
 MOST = 1_000  # entries of a container that are looked at
 VISITED = 20_000  # things that are looked at in all: some 0.1 s
-_SKIPPED = (type, str, int, float, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
-_REGISTERED = ("_parameters", "_buffers", "_modules")
 SPANNED = 2**20  # values whose least and largest are looked up
-WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-PARAMETER, BUFFER, PLAIN, LOOSE, ENTRY = (
-    "parameter",
-    "buffer",
-    "plain tensor",
-    "unregistered",
-    "entry",
-)
+PARAMETER, BUFFER, PLAIN = "parameter", "buffer", "plain tensor"
+LOOSE, ENTRY = "unregistered", "the batch's"
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_SKIPPED = (type, str, int, float, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 @dataclass(frozen=True)
@@ -40,6 +35,7 @@ class Seen:
     name: str  # as at the place where it was seen, "" where it has none there
     kind: str  # "" where it is none of the model's and the batch's
     known: str  # its path in the model or in the batch, where it has one
+    is_made: bool  # of the one that is known
     dtype: str
     shape: tuple[int, ...]
     device: str
@@ -49,8 +45,8 @@ class Seen:
         """By the name it has in the line, and by that of the batch or the model."""
         if self.known in ("", self.name):
             return self.name or "a tensor made there"
-        whose = "the batch's" if self.kind == ENTRY else self.kind
-        return f"{self.name} ({whose} {self.known})"
+        known = "made of " * self.is_made + f"{self.kind} {self.known}"
+        return f"{self.name} ({known})" if self.name else known
 
 
 class Names:
@@ -58,27 +54,36 @@ class Names:
 
     def __init__(self, model: nn.Module, batch: tuple[Any, Any]) -> None:
         self.layers: dict[int, str] = {}  # id of a module -> its path, "" for the model itself
+        self._made: Any = WeakTensorKeyDictionary()
         held = list(_held(model, self.layers))
         entries = [*nested.named(batch[0], "inputs"), *nested.named(batch[1], "targets")]
-        self._paths = {id(tensor): (kind, path) for kind, path, tensor in held}
-        self._paths |= {id(tensor): (ENTRY, path) for path, tensor in entries}
-        self._storages = {_storage(tensor): (ENTRY, path) for path, tensor in reversed(entries)}
+        self._known = {_storage(tensor): (ENTRY, path) for path, tensor in reversed(entries)}
+        self._known |= {id(tensor): (kind, path) for kind, path, tensor in held}
+        self._known |= {id(tensor): (ENTRY, path) for path, tensor in entries}
         self.held = [self.seen(path, tensor) for _, path, tensor in held]
         self.entries = [self.seen(path, tensor) for path, tensor in entries]
 
     def seen(self, name: str, tensor: Tensor) -> Seen:
         """A tensor found under `name`, and who it is; a view of an entry counts as that entry."""
-        kind, path = self._paths.get(id(tensor)) or self._storages.get(_storage(tensor), ("", ""))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return Seen(name, kind, path, dtype, _shape(tensor), str(tensor.device), _span(tensor))
+        known = self._known.get(id(tensor)) or self._known.get(_storage(tensor))
+        kind, path = known or self._made.get(tensor) or ("", "")
+        try:
+            shape = tuple(int(size) for size in tensor.shape)
+        except RuntimeError:  # lazy parameters and nested tensors have none yet, or none at all
+            shape = ()
+        dtype, device = str(tensor.dtype).removeprefix("torch."), str(tensor.device)
+        return Seen(name, kind, path, known is None, dtype, shape, device, _span(tensor))
+
+    def made(self, tensor: Tensor, given: Iterable[Tensor]) -> None:
+        """Know a tensor as made of the first with a name that was given on its device."""
+        seen = (self.seen("", one) for one in given if one.device == tensor.device)
+        self._made[tensor] = next(((one.kind, one.known) for one in seen if one.kind), None)
 
     def usual(self, of: str) -> str:
         """The device or dtype that most parameters have, or else the entries of the batch."""
         registered = [one for one in self.held if one.kind in (PARAMETER, BUFFER)]
-        for group in (registered, self.entries):
-            if values := [value for one in group if (value := getattr(one, of))]:
-                return Counter(values).most_common(1)[0][0]
-        return ""
+        values = [getattr(one, of) for one in registered or self.entries]
+        return Counter(values).most_common(1)[0][0] if values else ""
 
 
 def unsaved(model: nn.Module) -> dict[str, Tensor]:
@@ -98,37 +103,25 @@ def reached(
         if not queue:
             return
         path, value, depth = queue.popleft()
-        if id(value) in passed or isinstance(value, _SKIPPED):
+        if value is None or id(value) in passed or isinstance(value, _SKIPPED):
             continue
         passed.add(id(value))
         if isinstance(value, Tensor | nn.Module):
             yield path, value
         if depth and not isinstance(value, Tensor):
-            inside = islice(_inside(path, value), MOST)
-            queue += [(at, one, depth - 1) for at, one in inside if not _is_empty(one)]
+            queue += [(at, one, depth - 1) for at, one in islice(_inside(path, value), MOST)]
 
 
 def _held(model: nn.Module, layers: dict[int, str]) -> Iterator[tuple[str, str, Tensor]]:
     """Kind, path and tensor: first what is registered, then what is not. Adds to `layers`."""
     modules = list(model.named_modules())
-    # A compiled model wraps the one that its user knows.
-    layers |= {
-        id(module): path.replace("_orig_mod.", "").removesuffix("_orig_mod").rstrip(".")
-        for path, module in modules
-    }
-    passed = set(layers)
-    for _, module in modules:
-        for kind, name, tensor in weights(module):
-            if id(tensor) not in passed:
-                passed.add(id(tensor))
-                yield kind, _joined(layers[id(module)], name), tensor
-    roots = [
-        (_joined(layers[id(module)], name), value)
-        for _, module in modules
-        for name, value in vars(module).items()
-        if name not in _REGISTERED and not _is_empty(value)
-    ]
-    loose = set()
+    layers |= {id(module): _users(path) for path, module in modules}
+    passed, loose = set(layers), set()
+    for kind, table in ((PARAMETER, model.named_parameters()), (BUFFER, model.named_buffers())):
+        for path, tensor in table:
+            passed.add(id(tensor))
+            yield kind, _users(path), tensor
+    roots = [one for path, module in modules for one in _inside(_users(path), module, _REGISTERED)]
     for path, value in reached(roots, passed):
         if isinstance(value, nn.Module):
             layers[id(value)] = path
@@ -137,56 +130,40 @@ def _held(model: nn.Module, layers: dict[int, str]) -> Iterator[tuple[str, str, 
             yield LOOSE if path.rpartition(".")[0] in loose else PLAIN, path, value
 
 
-def weights(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Kind, name and tensor of the layer's own, without those of the layers in it."""
-    for table, kind in (("_parameters", PARAMETER), ("_buffers", BUFFER)):
-        for name, tensor in vars(layer).get(table, {}).items():
-            if isinstance(tensor, Tensor):
-                yield kind, name, tensor
+def _users(path: str) -> str:
+    """A compiled model wraps the one that its user knows."""
+    return path.replace("_orig_mod.", "").removesuffix("_orig_mod").rstrip(".")
 
 
-def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _inside(path: str, value: Any, without: Iterable[str] = ()) -> Iterator[tuple[str, Any]]:
+    """What a container or an object holds, and how it is reached, without asking its class."""
     if isinstance(value, dict):
-        yield from ((f"{path}[{key!r}]", inner) for key, inner in dict.items(value))
+        yield from ((f"{path}[{key!r}]", one) for key, one in dict.items(value))
     elif isinstance(value, list | tuple):
-        yield from ((f"{path}[{at}]", inner) for at, inner in enumerate(value))
+        yield from ((f"{path}[{at}]", one) for at, one in enumerate(value))
     else:
-        try:  # an object's own attributes, without asking its class
+        try:
             held = object.__getattribute__(value, "__dict__")
         except AttributeError:
             return
-        tables = (
-            [held.get(name, {}) for name in _REGISTERED] if isinstance(value, nn.Module) else []
-        )
+        tables = [held[name] for name in _REGISTERED if name in held and name not in without]
         for table in (*tables, held):
-            yield from ((_joined(path, n), v) for n, v in table.items() if n not in _REGISTERED)
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, dict | list | tuple | set) and len(value) == 0)
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    try:
-        return tuple(int(size) for size in tensor.shape)
-    except RuntimeError:  # lazy parameters and nested tensors have none yet, or none at all
-        return ()
+            for name, one in table.items():
+                is_empty = one is None or (isinstance(one, dict | list | tuple | set) and not one)
+                if name not in _REGISTERED and not is_empty:
+                    yield f"{path}.{name}".lstrip("."), one
 
 
 def _span(tensor: Tensor) -> tuple[int, int] | None:
     """Only on the host: a device that failed is not asked."""
-    is_here = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.dtype in WHOLE
-    if not is_here or not 0 < tensor.numel() <= SPANNED:
+    if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.is_floating_point():
         return None
     try:
         values = tensor.numpy()
-    except (RuntimeError, AssertionError):  # a mode of fake tensors, or of functorch, refuses
+    except (RuntimeError, TypeError, AssertionError):  # a mode of fake tensors, or of functorch
         return None
-    return int(values.min()), int(values.max())
+    is_whole = values.dtype.kind in "iu" and 0 < values.size <= SPANNED
+    return (int(values.min()), int(values.max())) if is_whole else None
 
 
 def _storage(tensor: Tensor) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.overrides import wrap_torch_function
 
 from tasks.engine.diagnosis.explain import explained
 from tasks.engine.diagnosis.traceback_frames import own_line
@@ -120,16 +121,6 @@ class _Helper:
         return x * self.table
 
 
-class _Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient @ torch.zeros(7, 7)
-
-
 def _on_several_lines(self: Any, x: Tensor) -> Tensor:
     return torch.cat(
         [x, self.extra],
@@ -168,26 +159,25 @@ DEVICES = {
         lambda: _Encoder().to(META),
         (XM, YM),
         [
-            "model.name: tensors on different devices met in layer encoder.norm (_Norm), ",
+            "model.name: tensors on different devices met in mul in layer encoder.norm (_Norm), ",
             "`return self.weight * x * self.scale`",
             "self.scale (plain tensor encoder.norm.scale) is on cpu",
-            "self.scale of layer encoder.norm is a plain tensor on cpu",
-            "self.register_buffer('scale', ...)",
-            "on meta: parameter encoder.norm.weight, inputs, targets",
-            "\nmodel.name: self.tables['shift'] of layer encoder.norm is a plain tensor on cpu",
+            "a tensor made there is on meta",
+            "; a plain tensor does not move with the model",
+            "self.register_buffer(",
+            "; nor does this move with the model: encoder.norm.tables['shift'] (PyTorch: ",
         ],
     ),
     "layers in a list": _Case(
         lambda: _Listed().to(META),
         (XM, YM),
         [
-            "layer blocks[0] (Linear 3 -> 3)",
+            "layer blocks[0] (Linear(in_features=3, out_features=3",
             "`x = block(x)`",
-            "its weight and bias on cpu",
-            "self.blocks",
+            "unregistered blocks[0].weight is on cpu, unregistered blocks[0].bias is on cpu, ",
             "nn.ModuleList",
+            "nor does this move with the model: blocks[1].weight, blocks[1].bias",
         ],
-        not_said="\n",
     ),
     "made in forward": _Case(
         _fc(_make_a_mask),
@@ -203,7 +193,11 @@ DEVICES = {
     "layer made in forward": _Case(
         _fc(_make_a_layer),
         (XM, YM),
-        ["a layer made in forward (Linear 3 -> 2)", "its weight and bias on cpu", "in __init__"],
+        [
+            "a layer made in forward (Linear(in_features=3, out_features=2",
+            "Linear.weight is on cpu",
+            "in __init__",
+        ],
     ),
     "global": _Case(_fc(_use_a_global), (XM, YM), ["* GLOBAL`", "GLOBAL is on cpu"]),
     "entry of the batch": _Case(
@@ -211,46 +205,45 @@ DEVICES = {
         ({"ids": XM, "mask": X}, YM),
         [
             "data.source: ",
-            "x['ids'] (the batch's inputs['ids']) is on meta",
             "x['mask'] (the batch's inputs['mask']) is on cpu",
-            "inputs['mask'] of the batch is on cpu",
-            "on cpu: inputs['mask']",
+            "x['ids'] (the batch's inputs['ids']) is on meta",
+            "give every entry of the batch",
         ],
     ),
     "one layer elsewhere": _Case(
         lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2, device=META)),
         (X, Y),
         [
-            "layer 2 (Linear 3 -> 2)",
-            "its weight and bias on meta",
-            "the parameter 2.weight was put on meta and the others are on cpu",
+            "layer 2 (Linear(in_features=3, out_features=2",
+            "parameter 2.weight is on meta, parameter 2.bias is on meta, the input is on cpu",
             "without device=",
         ],
-        not_said="2.bias was put",
     ),
     "targets": _Case(
         lambda: nn.Linear(3, 2),
         (X, (Y, YM)),
-        ["data.source: ", "cross_entropy", "target (the batch's targets[1]) is on meta"],
+        ["data.source: ", "cross_entropy", "y[1] (the batch's targets[1]) is on meta"],
         loss=lambda out, y: functional.cross_entropy(out, y[1]),
     ),
     "lstm": _Case(
         lambda: nn.Sequential(nn.LSTM(3, 4)),
         (XM, Y),
-        ["data.source: ", "layer 0 (LSTM 3 -> 4)", "input (the batch's inputs) is on meta"],
+        ["data.source: ", "layer 0 (LSTM(3, 4))", "x (the batch's inputs) is on meta"],
     ),
     "joined": _Case(
         lambda: _Does(_on_several_lines, extra=torch.ones(2, 4), fc=nn.Linear(1, 1)).to(META),
         (XM, YM),
-        ["self.extra (plain tensor extra) is on cpu", "self.register_buffer('extra', ...)"],
+        ["self.extra (plain tensor extra) is on cpu", "self.register_buffer("],
     ),
     "norm": _Case(
         lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(META).append(nn.LayerNorm(3)),
         (XM, YM),
-        ["layer 2 (LayerNorm of (3,))", "its weight and bias on cpu"],
+        ["layer 2 (LayerNorm((3,)", "parameter 2.weight is on cpu"],
     ),
     "copied to numpy": _Case(
-        lambda: _Does(lambda self, x: x.numpy()), (XM, YM), ["inputs) is on meta", "numpy leaves"]
+        lambda: _Does(lambda self, x: x.numpy()),
+        (XM, YM),
+        ["inputs) float32", "in numpy in", "numpy leaves"],
     ),
 }
 
@@ -260,9 +253,9 @@ DEVICES |= {
         (X, Y),
         [
             "model.name: ",
-            "input (the batch's inputs) is on cpu, its weight and bias on meta",
+            "x (the batch's inputs) is on cpu, parameter 0.weight is on meta",
             "the model is on meta and the whole batch is not",
-            "since the run moves it",
+            "since the run moves the model",
         ],
     ),
     "part of an operand": _Case(
@@ -271,9 +264,9 @@ DEVICES |= {
         ).to(META),
         (XM, YM),
         [
-            "scores is on meta, what is made of self.mask (plain tensor mask) is on cpu",
-            "; self.mask is a plain tensor on cpu",
-            "\nmodel.name: self.other is a plain tensor on cpu",
+            "in masked_fill in ",
+            "made of plain tensor mask is on cpu, scores is on meta; a plain tensor does not move",
+            "nor does this move with the model: other",
         ],
     ),
     "an object's tensor": _Case(
@@ -284,8 +277,7 @@ DEVICES |= {
         [
             "`return x * self.table`",
             "self.table (plain tensor helper.table) is on cpu",
-            "self.helper.table is a plain tensor on cpu",
-            "of a layer, under a name of its own",
+            "; a plain tensor does not move with the model",
         ],
     ),
 }
@@ -295,9 +287,8 @@ DTYPES = {
         lambda: nn.Sequential(nn.Linear(3, 2)),
         (X.double(), Y),
         [
-            "data.source: dtypes do not fit in layer 0 (Linear 3 -> 2)",
-            "input (the batch's inputs) is float64 (2, 3), its weights are float32",
-            "give inputs as float32",
+            "data.source: PyTorch refused x (the batch's inputs) float64 (2, 3) in layer 0 (",
+            "the model is float32: make x (the batch's inputs) so, or convert it with .to(",
         ],
     ),
     "float64 entry, computed with": _Case(
@@ -305,82 +296,89 @@ DTYPES = {
         (X.double(), Y),
         [
             "model.name: ",
-            "layer fc (Linear 3 -> 2)",
+            "layer fc (Linear(in_features=3, out_features=2",
             "`return self.fc(x * 2)`",
-            "convert input with .to(torch.float32); of the batch inputs is float64",
+            "make the input so, or convert it with .to(torch.float32); the batch: inputs float64",
         ],
     ),
     "whole numbers": _Case(
         lambda: nn.Sequential(nn.Linear(3, 2)),
         ([X.long()], Y),
-        ["model.name: ", "(the batch's inputs[0]) is int64 (2, 3)", "x.float()", "nn.Embedding"],
+        ["model.name: ", "(the batch's inputs[0]) int64 (2, 3)", "x.float()", "nn.Embedding"],
         loss=None,
     ),
     "one half layer": _Case(
         lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2).half()),
         (X, Y),
-        ["model.name: ", "layer 2 (Linear 4 -> 2)", "float16", "without a dtype of its own"],
+        ["model.name: ", "layer 2 (Linear", "the model is float32: make parameter 2.weight"],
     ),
     "convolution": _Case(
         lambda: nn.Sequential(nn.Conv2d(1, 4, 3)),
         (IMAGES.double(), Y),
-        ["data.source: ", "layer 0 (Conv2d 1 -> 4)", "is float64 (2, 1, 8, 8)"],
+        ["data.source: ", "float64 (2, 1, 8, 8) in layer 0 (Conv2d(1, 4"],
     ),
     "embedding": _Case(
         lambda: nn.Sequential(nn.Embedding(10, 4)),
         (X, Y),
-        ["layer 0 (Embedding of 10 rows)", "inputs) is float32", "give int64"],
+        ["inputs) float32", "layer 0 (Embedding(10, 4))", "give int64"],
     ),
     "lstm": _Case(
-        lambda: nn.Sequential(nn.LSTM(3, 4)), (X.double(), Y), ["layer 0 (LSTM 3 -> 4)", "float64"]
+        lambda: nn.Sequential(nn.LSTM(3, 4)),
+        (X.double(), Y),
+        ["inputs) float64", "layer 0 (LSTM(3, 4))"],
     ),
     "norm": _Case(
-        lambda: nn.Sequential(nn.LayerNorm(3)), (X.double(), Y), ["layer 0 (LayerNorm", "float64"]
+        lambda: nn.Sequential(nn.LayerNorm(3)), (X.double(), Y), ["float64", "layer 0 (LayerNorm"]
     ),
     "float labels": _Case(
         lambda: nn.Linear(3, 2),
         (X, Y.float()),
-        ["data.source: targets is float32 (2,), and cross_entropy takes class labels as int64"],
+        [
+            "data.source: ",
+            "y (the batch's targets) float32 (2,) in cross_entropy",
+            "are int64: give",
+        ],
         loss=functional.cross_entropy,
     ),
     "labels as probabilities": _Case(
         lambda: nn.Linear(3, 2),
         (X, torch.zeros(2, 2, dtype=torch.int64)),
-        ["data.source: targets is int64 (2, 2)", "the outputs (2, 2)", "float32"],
+        ["out float32 (2, 2), y (the batch's targets) int64 (2, 2) in", "class probabilities"],
         loss=functional.cross_entropy,
     ),
     "labels for a binary loss": _Case(
         lambda: nn.Linear(3, 2),
         (X, {"a": torch.zeros(2, 2, dtype=torch.int64)}),
-        ["data.source: targets['a'] is int64 (2, 2)", "takes floats"],
+        ["data.source: ", "(the batch's targets['a']) int64 (2, 2)", "give targets as float32"],
         loss=lambda out, y: functional.binary_cross_entropy_with_logits(out, y["a"]),
     ),
     "softmax of labels": _Case(
         lambda: _Does(lambda self, x: x.softmax(1)),
         (X.long(), Y),
-        ["x (the batch's inputs) is int64 (2, 3)", "x.float()"],
+        ["x (the batch's inputs) int64 (2, 3) in softmax", "x.float()"],
     ),
     "product": _Case(
         lambda: _Does(lambda self, x: x @ self.w, w=_held(3, 3)),
         (X.double(), Y),
         [
-            "x (the batch's inputs) is float64",
-            "self.w (parameter w) is float32 (3, 3)",
-            "convert x with .to(torch.float32)",
+            "x (the batch's inputs) float64 (2, 3), self.w (parameter w) float32 (3, 3) in matmul",
+            "make x (the batch's inputs) so, or convert it with .to(",
         ],
     ),
     "float index": _Case(
-        lambda: _Does(lambda self, x: self.w[x], w=_held(3, 3)), (X, Y), ["an index is int64"]
+        lambda: _Does(lambda self, x: self.w[x], w=_held(3, 3)),
+        (X, Y),
+        ["self.w (parameter w) float32 (3, 3), x", "indices must be long"],
     ),
     "float mask": _Case(
         lambda: _Does(lambda self, x: x.masked_fill(self.m, 0.0), m=_held(3).detach()),
         (X, Y),
-        ["self.m (plain tensor m) is float32 (3,)", "mask.bool()"],
+        ["self.m (plain tensor m) float32 (3,) in masked_fill", "only supports boolean masks"],
     ),
     "in place": _Case(
         lambda: _Does(_in_place, extra=torch.ones(3)),
         (X.long(), Y),
-        ["x (the batch's inputs) is int64", "self.extra (plain tensor extra) is float32"],
+        ["x (the batch's inputs) int64 (2, 3), self.extra (plain tensor extra) float32"],
     ),
 }
 
@@ -389,20 +387,22 @@ SHAPES = {
         lambda: _Does(lambda self, x: self.encoder(x), encoder=nn.Sequential(nn.Linear(4, 2))),
         (X, Y),
         [
-            "model.name: layer encoder.0 (Linear 4 -> 2) takes (..., 4)",
-            "was given input (the batch's inputs) (2, 3), in ",
+            "model.name: PyTorch refused x (the batch's inputs) float32 (2, 3) in layer "
+            "encoder.0 (Linear(in_features=4, out_features=2, bias=True)), ",
             "self.encoder(x)",
             "make it for 3 instead of 4",
-            "the batch: inputs (2, 3), targets (2,)",
+            "the batch: inputs float32 (2, 3), targets int64 (2,) (PyTorch: mat1",
         ],
     ),
     "images into a linear layer": _Case(
-        _Images, (IMAGES, Y), ["layer encoder.0 (Linear 64 -> 10)", "put nn.Flatten() before it"]
+        _Images,
+        (IMAGES, Y),
+        ["layer encoder.0 (Linear(in_features=64, out_features=10", "put nn.Flatten() before it"],
     ),
     "channels last": _Case(
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3)),
         (torch.zeros(2, 8, 8, 3), Y),
-        ["layer 0 (Conv2d 3 -> 4) takes (rows, 3, height, width)", "x.permute(0, 3, 1, 2)"],
+        ["layer 0 (Conv2d(3, 4", "x.movedim(-1, 1)"],
     ),
     "wrong channels": _Case(
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3)), (IMAGES, Y), ["make its in_channels 1"]
@@ -411,103 +411,106 @@ SHAPES = {
         lambda: nn.Sequential(nn.Conv2d(1, 4, 3)), (IMAGES[:, 0], Y), ["x.unsqueeze(1) before it"]
     ),
     "rows into a convolution": _Case(
-        lambda: nn.Sequential(nn.Conv2d(1, 4, 3)), (X, Y), ["x.reshape(-1, 1, height, width)"]
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3)),
+        (X, Y),
+        ["inputs) float32 (2, 3) in layer 0", "Expected 3D"],
     ),
     "small images": _Case(
-        lambda: nn.Sequential(nn.Conv2d(1, 4, 9)), (IMAGES, Y), ["smaller than the kernel"]
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 9)),
+        (IMAGES, Y),
+        ["in layer 0 (Conv2d(1, 4, kernel_size=(9, 9)", "Kernel size"],
     ),
     "one row": _Case(
         lambda: nn.Sequential(nn.BatchNorm1d(3)), (X[:1], Y[:1]), ["train.batch_size"]
     ),
     "batch norm": _Case(
-        lambda: nn.Sequential(nn.BatchNorm1d(4)), (X, Y), ["BatchNorm1d of 4", "inputs) (2, 3)"]
+        lambda: nn.Sequential(nn.BatchNorm1d(4)),
+        (X, Y),
+        ["inputs) float32 (2, 3)", "BatchNorm1d(4"],
     ),
     "layer norm": _Case(
-        lambda: nn.Sequential(nn.LayerNorm(4)), (X, Y), ["layer 0", "make it nn.LayerNorm(3)"]
+        lambda: nn.Sequential(nn.LayerNorm(4)),
+        (X, Y),
+        ["inputs) float32 (2, 3) in layer 0 (LayerNorm((4,)"],
     ),
     "lstm": _Case(
-        lambda: nn.Sequential(nn.LSTM(4, 4)), (X, Y), ["layer 0 (LSTM 4 -> 4) takes (..., 4)"]
+        lambda: nn.Sequential(nn.LSTM(4, 4)),
+        (X, Y),
+        ["layer 0 (LSTM(4, 4))", "make it for 3 instead of 4"],
     ),
     "attention": _Case(
         lambda: nn.TransformerEncoderLayer(4, 2),
         (X[None], Y),
-        ["layer self_attn (MultiheadAttention of 4)", "inputs) (1, 2, 3)"],
+        ["x (the batch's inputs) float32 (1, 2, 3)", "layer self_attn (MultiheadAttention())"],
     ),
     "ids beyond an embedding": _Case(
         lambda: nn.Sequential(nn.Embedding(10, 4)),
         (torch.tensor([[3, 12]]), Y),
-        ["layer 0 (Embedding of 10 rows) takes whole numbers from 0 to 9", "(from 3 to 12)"],
+        ["layer 0 (Embedding(10, 4))", "it takes 0 to 9, and was given 3 to 12"],
     ),
     "labels beyond the outputs": _Case(
         lambda: nn.Linear(3, 2),
         (X, torch.tensor([1, 7])),
         [
-            "data.source: targets holds labels from 1 to 7, among them 7",
-            "the model gives 2 outputs, for the labels 0 to 1",
+            "data.source: ",
+            "these are labels from 1 to 7, and the model gives 2 outputs, for 0 to 1",
         ],
         loss=functional.cross_entropy,
     ),
     "labels in a column": _Case(
         lambda: nn.Linear(3, 2),
         (X, Y[:, None]),
-        ["data.source: ", "the model gives (2, 2) and targets is (2, 1)", "of shape (2,)"],
+        ["out float32 (2, 2), y (the batch's targets) int64 (2, 1)", "targets.squeeze(1)"],
         loss=nn.CrossEntropyLoss(),
     ),
     "rows lost by the model": _Case(
         lambda: _Does(lambda self, x: x.reshape(-1, 2)),
         (X, Y),
-        ["the model gives (3, 2) and targets is (2,)", "one row of outputs for each row"],
+        ["float32 (3, 2), y (the batch's targets) int64 (2,)", "batch_size (3) to match"],
         loss=functional.cross_entropy,
     ),
     "targets of a language model": _Case(
         lambda: _Does(lambda self, x: torch.zeros(2, 4, 3)),
         (X, Y),
-        ["the model gives (2, 4, 3)", "for these the targets are of shape (2, 3)"],
+        ["out float32 (2, 4, 3), y (the batch's targets) int64 (2,)", "target size [2, 3]"],
         loss=functional.cross_entropy,
     ),
     "one output too deep": _Case(
         lambda: nn.Linear(3, 1),
         (X, torch.zeros(2)),
-        ["the model gives (2, 1) and targets is (2,)", ".squeeze(-1)"],
+        ["out float32 (2, 1), y (the batch's targets) float32 (2,)", "must be the same as"],
         loss=functional.binary_cross_entropy_with_logits,
     ),
     "regression": _Case(
         lambda: nn.Linear(3, 2),
         (X, torch.zeros(2, 4)),
-        ["mse_loss: the model gives (2, 2) and targets is (2, 4)", "the same shape"],
+        ["out float32 (2, 2), y (the batch's targets) float32 (2, 4) in MSELoss()", "equal"],
         loss=nn.MSELoss(),
     ),
     "sum": _Case(
         lambda: _Does(lambda self, x: x + self.w, w=_held(4)),
         (X, Y),
-        ["x (the batch's inputs) (2, 3), self.w (parameter w) (4,)", "or 1 to be spread"],
+        ["inputs) float32 (2, 3), self.w (parameter w) float32 (4,) in add", "or 1 to be spread"],
     ),
     "view": _Case(
-        lambda: _Does(lambda self, x: x.view(2, 9)), (X, Y), ["x (the batch's inputs) (2, 3)"]
+        lambda: _Does(lambda self, x: x.view(2, 9)),
+        (X, Y),
+        ["x (the batch's inputs) float32 (2, 3)"],
     ),
     "joined over several lines": _Case(
         lambda: _Does(_on_several_lines, extra=torch.ones(5, 4)),
         (X, Y),
-        ["x (the batch's inputs) (2, 3), self.extra (plain tensor extra) (5, 4)", "joined"],
-    ),
-    "unpacked": _Case(
-        lambda: _Does(lambda self, x: [0 for _, _, _ in [x.shape]]),
-        (X, Y),
-        ["x (the batch's inputs) (2, 3)", "fewer dimensions", "expected 3, got 2"],
+        ["inputs) float32 (2, 3), self.extra (plain tensor extra) float32 (5, 4) in cat"],
     ),
     "pooled away": _Case(
         lambda: _Does(lambda self, x: self.pool(x), pool=nn.MaxPool2d(9)),
         (IMAGES, Y),
-        ["layer pool (MaxPool2d) was given input (the batch's inputs) (2, 1, 8, 8)"],
-    ),
-    "gradients of the user's own": _Case(
-        lambda: _Does(lambda self, x: _Doubled.apply(self.fc(x)), fc=nn.Linear(3, 3)),
-        (X, Y),
-        ["model.name: ", "`return gradient @ torch.zeros(7, 7)`", "gradient (2, 3)"],
-        loss=lambda out, y: out.sum().backward(),
+        ["x (the batch's inputs) float32 (2, 1, 8, 8) in layer pool (MaxPool2d(", "too small"],
     ),
     "no such dimension": _Case(
-        lambda: _Does(lambda self, x: x.sum(dim=2)), (X, Y), ["x (the batch's inputs) (2, 3)"]
+        lambda: _Does(lambda self, x: x.sum(dim=2)),
+        (X, Y),
+        ["x (the batch's inputs) float32 (2, 3)"],
     ),
 }
 
@@ -517,22 +520,21 @@ CALLS = {
         lambda: _Does(lambda self, x: self.pair(x), pair=nn.Bilinear(3, 3, 2)),
         (X, Y),
         [
-            "model.name: forward of layer pair (Bilinear) takes (input1, input2) and was given "
-            "input1 (the batch's inputs) (2, 3), in ",
-            "the batch: inputs (2, 3)",
+            "model.name: PyTorch refused x (the batch's inputs) float32 (2, 3) in layer pair ",
+            "call it with what its forward takes",
+            "missing 1 required positional argument: 'input2'",
         ],
     ),
     "an argument is unknown": _Case(
         lambda: _Does(lambda self, x: self.fc(**x), fc=nn.Linear(3, 2)),
         ({"input": X, "mask": X}, Y),
-        ["forward of layer fc (Linear 3 -> 2) takes (input) and was given ", "inputs['mask'])"],
+        ["(the batch's inputs['mask']) float32 (2, 3) in layer fc", "unexpected keyword"],
     ),
     "a dict for a tensor": _Case(
         lambda: _Does(lambda self, x: self.fc(x), fc=nn.Linear(3, 2)),
         ({"a": X, "b": X + 1}, Y),
         [
-            "model.name: a tensor is needed in layer fc (Linear 3 -> 2), ",
-            "a dict (input['a'] (the batch's inputs['a']) (2, 3), ",
+            "model.name: PyTorch refused x['a'] (the batch's inputs['a']) float32 (2, 3), ",
             "x['name']",
         ],
     ),
@@ -577,8 +579,8 @@ def test_a_mistake_is_told_by_the_names_of_its_tensors(case: _Case) -> None:
         assert words in told[at:], told
         at = told.index(words, at) + len(words)
     assert case.not_said not in told
-    setting = re.compile(r"(model\.name|data\.source|train\.loss): ")
-    assert all(setting.match(line) for line in told.splitlines())
+    assert re.match(r"(model\.name|data\.source|train\.loss): ", told)
+    assert "\n" not in told
     assert " ".join(str(error).split())[:60] in told
 
 
@@ -605,10 +607,13 @@ RECORDED = {
 
 
 def _saying(text: str) -> Forward:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return (_ for _ in ()).throw(RuntimeError(text)) + self.scale + x
+    """Calls a function of PyTorch's that raises it, given the scale and the rows."""
 
-    return forward
+    @wrap_torch_function(lambda *tensors: tensors)
+    def refuse(*tensors: Tensor) -> Tensor:
+        return (_ for _ in ()).throw(RuntimeError(text))
+
+    return lambda self, x: refuse(self.scale, x)
 
 
 @pytest.mark.parametrize("text", RECORDED.values(), ids=RECORDED.keys())
@@ -617,19 +622,19 @@ def test_what_only_gpus_say_is_known_as_a_mistake_with_devices(text: str) -> Non
     with pytest.raises(RuntimeError) as caught:
         model(XM)
     told = explained(caught.value, model, (XM, YM), lambda: model(XM)) or ""
-    assert told.startswith("model.name: tensors on different devices met in the model (_Does)")
-    assert "self.scale is a plain tensor on cpu" in told
-    assert "on meta: parameter fc.weight, fc.bias, inputs, targets" in told
+    assert told.startswith("model.name: tensors on different devices met in refuse in the model")
+    assert ": self.scale (plain tensor scale) is on cpu, x (the batch's inputs) is on meta" in told
     assert text[:60] in told
 
 
 def test_half_against_float_weights_on_a_gpu_is_a_mistake_with_dtypes() -> None:
     text = "Input type (torch.cuda.FloatTensor) and weight type (torch.cuda.HalfTensor) should be "
-    model = _Does(_saying(text + "the same"), scale=torch.ones(3))
+    model = _Does(_saying(text + "the same"), scale=torch.ones(3).half(), fc=nn.Linear(3, 3))
     with pytest.raises(RuntimeError) as caught:
         model(X)
     told = explained(caught.value, model, (X, Y), lambda: model(X)) or ""
-    assert told.startswith("model.name: dtypes do not fit in the model (_Does)")
+    assert told.startswith("model.name: PyTorch refused self.scale (plain tensor scale) float16")
+    assert "the model is float32: make self.scale (plain tensor scale) so, or convert" in told
 
 
 def test_a_device_that_failed_for_good_is_not_asked_and_names_the_way_to_the_line() -> None:
@@ -670,7 +675,6 @@ OTHERS: dict[str, Forward] = {
     "a function's signature": lambda self, x: _make_inline(self),  # type: ignore[call-arg]
     "unpacking something else": lambda self, x: [0 for _, _ in [(1, 2, 3)]],
     "loading weights": lambda self, x: self.inner.load_state_dict(nn.Linear(4, 2).state_dict()),
-    "gradients": lambda self, x: x.sum().backward(),
     "the user's arithmetic": lambda self, x: x / math.sqrt(-1),
 }
 
@@ -702,26 +706,24 @@ def test_the_own_line_is_the_users_line_and_not_that_of_pytorch_or_a_package(
     try:
         with pytest.raises(RuntimeError) as caught:
             model(X)
-        assert own_line(caught.value) == "a_net.py:7 `return a_library.multiply(x, w=x[:])`"
         told = explained(caught.value, model, (X, Y), lambda: model(X)) or ""
     finally:
         del sys.modules["a_net"], sys.modules["a_library"]
     both = "a_net.py:7 `return a_library.multiply(x, w=x[:])` (in it site-packages/a_library.py:2 "
     assert both + "`return x @ w`)" in told
-    assert "x (the batch's inputs) (2, 3), w (the batch's inputs) (2, 3)" in told
+    assert "x (the batch's inputs) float32 (2, 3), w (the batch's inputs) float32 (2, 3)" in told
 
 
 def test_the_own_line_is_silent_where_no_code_of_the_user_ran() -> None:
     from tasks.engine.models.builtin import Standardize
 
-    # Called by this file, which called the project: what called it is not at fault.
+    model = Standardize([0.0], [1.0] * 4)
     with pytest.raises(RuntimeError) as caught:
-        Standardize([0.0], [1.0] * 4)(X)
+        model(X)
+    caught.value.__traceback__ = caught.tb.tb_next  # what called the project is not at fault
     assert own_line(caught.value) is None
-    assert "Standardize" in (
-        explained(caught.value, nn.Linear(3, 2), (X, Y), lambda: Standardize([0.0], [1.0] * 4)(X))
-        or ""
-    )
+    told = explained(caught.value, model, (X, Y), partial(model, X)) or ""
+    assert "(buffer scale) float32 (4,) in div in the model (Standardize); sizes must be" in told
 
 
 def test_the_place_is_told_of_an_error_that_stands_for_another() -> None:
@@ -734,19 +736,7 @@ def test_the_place_is_told_of_an_error_that_stands_for_another() -> None:
     caught.value.__traceback__ = None
     model = _Does(lambda self, x: x @ x)
     told = explained(caught.value, model, (X, Y), lambda: model(X)) or ""
-    assert "`_Does(lambda self, x: x @ x)(X)`" in told
-
-
-def test_the_own_line_reads_the_line_that_a_compiler_tells() -> None:
-    here = Path(__file__)
-    number = next(
-        n for n, line in enumerate(here.read_text().splitlines(), 1) if "x = block(x)" in line
-    )
-    error = RuntimeError(
-        "Dynamo failed to run FX node with fake tensors\n\nfrom user code:\n"
-        f'   File "/a/b.py", line 3, in forward\n    y = f(x)\n  File "{here}", line {number}, in f'
-    )
-    assert (own_line(error) or "").endswith(f"test_explain.py:{number} `x = block(x)`")
+    assert "`model = _Does(lambda self, x: x @ x)`" in told
 
 
 def test_a_part_of_a_batch_is_known_as_its_entry() -> None:
@@ -754,7 +744,7 @@ def test_a_part_of_a_batch_is_known_as_its_entry() -> None:
     rows = torch.zeros(8, 3)
     with pytest.raises(RuntimeError) as caught:
         model(rows.split(4)[1])
-    assert "input (the batch's inputs) (4, 3)" in (
+    assert "input (the batch's inputs) float32 (4, 3)" in (
         explained(caught.value, model, (rows, Y), lambda: model(rows.split(4)[1])) or ""
     )
 
@@ -784,7 +774,7 @@ def test_the_variables_of_a_function_that_still_runs_are_not_kept_by_looking_at_
     except RuntimeError as raised:
         error = raised
     assert error is not None
-    assert "targets is float32" in (
+    assert "the batch's targets float32 (2,) in cross_entropy" in (
         explained(error, model, (X, y), partial(functional.cross_entropy, out, y)) or ""
     )
     clear_frames(error)
@@ -817,7 +807,7 @@ def test_explaining_runs_no_code_of_the_user() -> None:
     model = Guarded()
     with pytest.raises(RuntimeError) as caught:
         model(X)
-    assert "layer fc (Linear 4 -> 2)" in (
+    assert "layer fc (Linear(in_features=4, out_features=2" in (
         explained(caught.value, model, (X, Y), lambda: model(X)) or ""
     )
 
@@ -827,9 +817,8 @@ def test_many_tensors_that_stay_behind_are_counted() -> None:
     model = _Does(lambda self, x: self.fc(x) + self.table0, fc=nn.Linear(3, 3), **held).to(META)
     with pytest.raises(RuntimeError) as caught:
         model(XM)
-    lines = (explained(caught.value, model, (XM, YM), lambda: model(XM)) or "").splitlines()
-    assert len(lines) == 6
-    assert lines[-1] == "model.name: and 4 more that stay on another device"
+    told = explained(caught.value, model, (XM, YM), lambda: model(XM)) or ""
+    assert "model: table1, table2, table3, table4, table5 and 3 more (PyTorch" in told
 
 
 def test_a_scripted_model_and_a_batch_of_no_tensors_are_told_without_a_traceback() -> None:
@@ -839,7 +828,8 @@ def test_a_scripted_model_and_a_batch_of_no_tensors_are_told_without_a_traceback
     with pytest.raises(RuntimeError) as caught:
         scripted(X)
     told = explained(caught.value, scripted, (None, None), lambda: scripted(X)) or ""
-    assert told.startswith("model.name: shapes do not fit in the model (RecursiveScriptModule), ")
+    assert told.startswith("model.name: PyTorch refused X float32 (2, 3) in the model ")
+    assert " in the model (RecursiveScriptModule), " in told
     assert "the batch: no tensors" in told
 
 
@@ -851,4 +841,4 @@ def test_a_batch_beside_fake_tensors_is_not_read() -> None:
         with pytest.raises(RuntimeError) as caught:
             model(ids)
         told = explained(caught.value, model, (ids, Y), lambda: model(ids)) or ""
-    assert "layer 1 (Linear 4 -> 2) takes (..., 4) and was given input (2, 3, 2)" in told
+    assert "the input float32 (2, 3, 2) in layer 1 (Linear(in_features=4, out_features=2" in told
