@@ -1,17 +1,20 @@
 """A process that has imported the large libraries and forks for each command that is asked of it:
-`python forks.py KIND ADDRESS PID`. Of this project it imports nothing: each command reads its own
-code, with the environment and the settings that it was started with. It ends with the tests, whose
-process is PID.
+`python forks.py KIND ADDRESS PID ROOT`. Of the project in ROOT, where that is not empty, it imports
+what reads no environment: the engine, and what sends to MLflow. Everything else each command reads
+itself, with the environment and the settings that it was started with. It ends with the tests,
+whose process is PID.
 """
 
 from __future__ import annotations
 
 import ast
+import fcntl
 import gc
 import importlib
 import importlib.abc
 import importlib.machinery
 import os
+import pkgutil
 import runpy
 import select
 import signal
@@ -23,14 +26,25 @@ from types import ModuleType
 
 # What the commands of a kind import beside this project. None of `torch` brings mlflow along.
 LIBRARIES = {
-    "torch": "torch prefect prefect.runtime prefect.artifacts prefect.client.orchestration pydantic"
-    " rich.console rich.progress psutil ruamel.yaml orjson pyarrow.csv pyarrow.parquet",
+    "torch": "torch torch._dynamo prefect prefect.main prefect.runtime prefect.artifacts fastapi"
+    " prefect.client.orchestration prefect.flow_engine prefect.task_engine graphviz pydantic"
+    " rich.console rich.progress psutil ruamel.yaml orjson pyarrow.csv pyarrow.parquet numpy.random"
+    " safetensors.torch torch.utils.serialization.config torch._subclasses.schema_check_mode",
     "mlflow": "mlflow mlflow.pyfunc mlflow.store.tracking.sqlalchemy_store pandas matplotlib.pyplot"
     " mlflow.system_metrics.system_metrics_monitor orjson psutil",
+    "prefect": "prefect prefect.main prefect.server.api.server uvicorn aiosqlite",
 }
+# What of this project: packages, whole.
+OURS = {
+    "torch": "tasks.engine",
+    "mlflow": "tasks.engine.report tasks.tracking",
+    "prefect": "tasks.engine.base",
+}
+NOTHING = str(Path(__file__).parent / "nothing")  # replaced by each command's own path
+NOT_OURS = ("tasks.tracking.mlflow_sender", "tasks.tracking.logged_models")  # commands themselves
 
 
-def serve(kind: str, address: str, tests: int) -> None:
+def serve(kind: str, address: str, tests: int, root: str) -> None:
     """Fork for whoever connects, until the tests are over."""
     os.environ |= {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
     listening = socket.socket(socket.AF_UNIX)
@@ -38,6 +52,8 @@ def serve(kind: str, address: str, tests: int) -> None:
     listening.listen(100)
     for name in LIBRARIES[kind].split():
         importlib.import_module(name)
+    if root:
+        import_ours(kind, root)
     gc.collect()
     gc.freeze()
     woken, waker = os.pipe()
@@ -68,6 +84,20 @@ def serve(kind: str, address: str, tests: int) -> None:
         reap(children)
 
 
+def import_ours(kind: str, root: str) -> None:
+    sys.path.insert(0, root)
+    for package in OURS[kind].split():
+        found = importlib.import_module(package)
+        for module in pkgutil.walk_packages(found.__path__, f"{package}."):
+            if module.name not in NOT_OURS:
+                importlib.import_module(module.name)
+    if kind == "mlflow":
+        from tasks.engine.report import run_report
+
+        run_report.load_plotting()
+    sys.path[0] = NOTHING
+
+
 def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -96,13 +126,16 @@ def reap(children: dict[int, socket.socket]) -> None:
 
 def play(line: socket.socket) -> None:
     """Become the command."""
-    head, fds, _, _ = socket.recv_fds(line, 8, 3)
+    head, fds, _, _ = socket.recv_fds(line, 8, 100)
     size, told = int.from_bytes(head, "big"), b""
     while len(told) < size:
         told += line.recv(1 << 20)
     line.close()
     order = ast.literal_eval(told.decode())
-    for to, given in enumerate(fds):
+    above = [fcntl.fcntl(fd, fcntl.F_DUPFD, 500) for fd in fds]  # of any that is asked for
+    for fd in fds:
+        os.close(fd)
+    for to, given in zip(order["fds"], above, strict=True):
         os.dup2(given, to)
         os.close(given)
     if order["leads"]:
@@ -161,5 +194,5 @@ class Imported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parent / "nothing")  # replaced by each command's own
-    serve(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    sys.path[0] = NOTHING
+    serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])

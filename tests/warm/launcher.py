@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from contextlib import suppress
 from fcntl import LOCK_EX, flock
 
@@ -22,10 +23,12 @@ def main(words):
     is_asked = "TESTS_COLD" not in os.environ and all(is_open(fd) for fd in range(3))
     if kind is None or not is_asked or sys.platform != "linux":  # elsewhere PyTorch must not fork
         os.execv(PYTHON, [PYTHON, *words])
-    line = asked(kind)
+    line = asked(kind, root_of(words))
     is_leader = os.getsid(0) == os.getpid()
+    inherited = inherited_fds()
     order = {
         "words": words,
+        "fds": [0, 1, 2, *inherited],
         "cwd": os.getcwd(),
         "env": dict(os.environ),
         "leads": is_leader,
@@ -33,11 +36,13 @@ def main(words):
         "python": sys.argv[0],
     }
     told = repr(order).encode()
-    socket.send_fds(line, [len(told).to_bytes(8, "big")], [0, 1, 2])
+    socket.send_fds(line, [len(told).to_bytes(8, "big")], order["fds"])
     line.sendall(told)
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):  # whoever waits for the end of a pipe waits for the other process alone
         os.dup2(nothing, fd)
+    for fd in inherited:
+        os.close(fd)
     answer = line.makefile("r")
     pid = int(answer.readline() or 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -62,7 +67,22 @@ def kind_of(words):
         return os.environ.get("TESTS_WARM_KIND") if words[:1] == ["-c"] else None
     if words[1].startswith("tasks.tracking."):
         return "mlflow"
+    if words[1] == "tasks.serving.local_prefect":
+        return "prefect"
     return "torch" if words[1] in ("flows.train", "flows.predict") else None
+
+
+def root_of(words):
+    """The folder that this project will be imported from; empty where it is none that is known."""
+    folders = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    found = [f for f in folders if f and os.path.isdir(f"{f}/tasks/engine")]
+    return os.path.realpath(found[0]) if found else ""
+
+
+def inherited_fds():
+    """What was given to this process beside the standard streams."""
+    found = sorted(int(name) for name in os.listdir("/dev/fd"))
+    return [fd for fd in found if fd > 2 and is_open(fd) and os.get_inheritable(fd)]
 
 
 def is_open(fd):
@@ -79,9 +99,9 @@ def umask():
     return found
 
 
-def asked(kind):
+def asked(kind, root):
     """A line to the process that waits. The first who asks starts it."""
-    address = f"{FOLDER}/warm-{kind}"
+    address = f"{FOLDER}/warm-{kind}-{zlib.crc32(root.encode()):08x}"
     with open(f"{address}.lock", "w") as lock:
         flock(lock, LOCK_EX)
         line = socket.socket(socket.AF_UNIX)
@@ -94,7 +114,7 @@ def asked(kind):
         clean |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         with open(f"{address}.log", "w") as log:
             started = subprocess.Popen(
-                [PYTHON, SERVER, kind, address, SESSION],
+                [PYTHON, SERVER, kind, address, SESSION, root],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
