@@ -16,20 +16,32 @@ ROOT = Path(__file__).parent.parent
 WARM = Path(__file__).parent / "warm"
 APART = tempfile.mkdtemp(prefix="headroom-tests-")
 PYTHON = sys.executable  # itself: what it is given imports everything anew
+# What the tests import, but for this project.
+LIBRARIES = (
+    *("torch", "torch._dynamo", "prefect.main", "prefect.flow_engine", "pandas", "hypothesis"),
+    *("mlflow.pyfunc", "mlflow.store.tracking.sqlalchemy_store", "mlflow.system_metrics"),
+    *("sklearn.datasets", "sklearn.linear_model", "sklearn.metrics"),
+)
 LONGEST = (
+    "test_scheduled",
     "test_readme",
     "test_train_command",
-    "test_scheduled",
-    "test_train",
-    "test_mlflow_sender",
-    "test_own",
-    "test_predict",
-    "test_read_tables",
     "test_fuzz_readers",
-    "test_secrets",
-    "test_left_runs",
-    "test_logged_model",
+    "test_train",
+    "test_chaos",
+    "test_runs",
+    "test_retry",
+    "test_mlflow_away",
+    "test_read_tables",
+    "test_own",
     "test_trainer",
+    "test_predict",
+    "test_prefect_away",
+    "test_resume",
+    "test_secrets",
+    "test_mlflow_sender",
+    "test_logged_model",
+    "test_left_runs",
 )
 
 
@@ -54,6 +66,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before anything imports prefect, which reads them once.
     for name in [n for n in os.environ if n.startswith(("PREFECT_", "MLFLOW_", "HEADROOM_"))]:
         del os.environ[name]
+    # Else each process compiles all of this project, and pytest its tests.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     os.environ["HEADROOM_LEASES"] = f"{APART}/leases"
     os.environ["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "false"
     os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
@@ -66,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PREFECT_HOME"] = f"{os.environ['TESTS_SHARED']}/prefect"
     sys.executable = warm_python(Path(APART) / "bin", PYTHON)
     if hasattr(config, "workerinput"):  # it runs some of everything
-        for name in ("torch", "prefect", "mlflow.pyfunc", "pandas", "sklearn", "hypothesis"):
+        for name in LIBRARIES:
             importlib.import_module(name)
         gc.collect()
         gc.freeze()  # else each search for leaks goes through two million objects of libraries
@@ -137,26 +152,29 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def desk_environment(home: Path | None = None) -> dict[str, str]:
     """What a person's shell holds: nothing of Prefect but its home, by default that of the server
-    of all tests."""
+    of all tests. What a process of its own starts is forked too (tests/warm/site)."""
     home = home or Path(os.environ["PREFECT_HOME"])
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    known = [str(ROOT), str(WARM / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
-    return {**kept, "PREFECT_HOME": str(home), "PYTHONPATH": path}
+    given = {"PREFECT_HOME": str(home), "PYTHONPATH": os.pathsep.join(known)}
+    return {**kept, **given, "TESTS_PYTHON": sys.executable}
 
 
 @pytest.fixture
 def desk(place: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts `python -m flows.train` with the given arguments in `place`; none outlives its test,
-    which would slow all that follow. cold: with all that it imports; more: of its environment."""
+    which would slow all that follow. cold: a process of its own, which imports everything; what it
+    starts itself is forked all the same. more: of its environment."""
     started: list[subprocess.Popen[str]] = []
 
     def start(
         *arguments: str, home: Path | None = None, cold: bool = False, **more: str
     ) -> subprocess.Popen[str]:
+        as_asked = {"TESTS_COLD": "flows.train"} if cold else {}
         process = subprocess.Popen(
             [PYTHON if cold else sys.executable, "-m", "flows.train", *arguments],
             cwd=place,
-            env={**desk_environment(home), **more},
+            env={**desk_environment(home), **as_asked, **more},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

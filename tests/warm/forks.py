@@ -27,11 +27,12 @@ from types import ModuleType
 # What the commands of a kind import beside this project. None of `torch` brings mlflow along.
 LIBRARIES = {
     "torch": "torch torch._dynamo prefect prefect.main prefect.runtime prefect.artifacts fastapi"
-    " prefect.client.orchestration prefect.flow_engine prefect.task_engine graphviz pydantic"
-    " rich.console rich.progress psutil ruamel.yaml orjson pyarrow.csv pyarrow.parquet numpy.random"
+    " prefect.client.orchestration prefect.flow_engine prefect.task_engine graphviz pydantic psutil"
+    " rich.console rich.progress ruamel.yaml orjson pyarrow.csv pyarrow.parquet numpy.random"
     " safetensors.torch torch.utils.serialization.config torch._subclasses.schema_check_mode",
     "mlflow": "mlflow mlflow.pyfunc mlflow.store.tracking.sqlalchemy_store pandas matplotlib.pyplot"
     " mlflow.system_metrics.system_metrics_monitor orjson psutil",
+    "models": "mlflow.pyfunc torch pandas",
     "prefect": "prefect prefect.main prefect.server.api.server uvicorn aiosqlite",
 }
 # What of this project: packages, whole.
@@ -80,7 +81,7 @@ def serve(kind: str, address: str, tests: int, root: str) -> None:
             elif found is woken:
                 os.read(woken, 1000)
             elif found in lines and lines[found] in children and is_closed(found):
-                os.kill(lines[found], signal.SIGKILL)  # who asked was killed
+                kill(lines[found])  # who asked was killed
         reap(children)
 
 
@@ -104,6 +105,14 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def kill(pid: int) -> None:
+    """With its group, where it leads one, as whoever kills a group does."""
+    if os.getpgid(pid) == pid:
+        os.killpg(pid, signal.SIGKILL)
+    else:
+        os.kill(pid, signal.SIGKILL)
 
 
 def is_closed(line: socket.socket) -> bool:
@@ -138,8 +147,10 @@ def play(line: socket.socket) -> None:
     for to, given in zip(order["fds"], above, strict=True):
         os.dup2(given, to)
         os.close(given)
-    if order["leads"]:
+    if "session" in order["leads"]:
         os.setsid()
+    elif "group" in order["leads"]:
+        os.setpgid(0, 0)
     os.umask(order["umask"])
     os.chdir(order["cwd"])
     os.environ.clear()
@@ -152,8 +163,9 @@ def play(line: socket.socket) -> None:
     sys.stderr.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
     paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    option, what, *rest = order["words"]
-    sys.path[:1] = [order["cwd"] if option == "-m" else "", *paths]
+    is_safe = order["words"][0] == "-P"
+    option, what, *rest = order["words"][is_safe:]
+    sys.path[:1] = [*([] if is_safe else [order["cwd"] if option == "-m" else ""]), *paths]
     sys.executable, sys.argv = order["python"], [option, *rest]
     if "prefect" in sys.modules:
         sys.meta_path.insert(0, Imported())

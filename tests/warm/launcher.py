@@ -20,18 +20,19 @@ PYTHON, FOLDER, SERVER, SESSION = "@PYTHON@", "@FOLDER@", "@SERVER@", "@SESSION@
 
 def main(words):
     kind = kind_of(words)
-    is_asked = "TESTS_COLD" not in os.environ and all(is_open(fd) for fd in range(3))
+    cold = os.environ.get("TESTS_COLD")  # 1, or the module that imports everything itself
+    is_asked = cold not in ("1", *words[1:2]) and all(is_open(fd) for fd in range(3))
     if kind is None or not is_asked or sys.platform != "linux":  # elsewhere PyTorch must not fork
         os.execv(PYTHON, [PYTHON, *words])
-    line = asked(kind, root_of(words))
-    is_leader = os.getsid(0) == os.getpid()
+    line = asked(kind, "" if kind == "models" else root_of())
+    leads = {"session": os.getsid(0) == os.getpid(), "group": os.getpgrp() == os.getpid()}
     inherited = inherited_fds()
     order = {
         "words": words,
         "fds": [0, 1, 2, *inherited],
         "cwd": os.getcwd(),
         "env": dict(os.environ),
-        "leads": is_leader,
+        "leads": [what for what, it_does in leads.items() if it_does],
         "umask": umask(),
         "python": sys.argv[0],
     }
@@ -64,15 +65,17 @@ def kind_of(words):
     """Which of the processes that wait has imported what these words need; for `-c` a test says
     so, in TESTS_WARM_KIND."""
     if len(words) < 2 or words[0] != "-m":
-        return os.environ.get("TESTS_WARM_KIND") if words[:1] == ["-c"] else None
-    if words[1].startswith("tasks.tracking."):
+        is_code = words[:1] == ["-c"] or words[:2] == ["-P", "-c"]
+        return os.environ.get("TESTS_WARM_KIND") if is_code else None
+    if words[1] in ("mlflow", "uvicorn") or words[1].startswith("tasks.tracking."):
         return "mlflow"
     if words[1] == "tasks.serving.local_prefect":
         return "prefect"
-    return "torch" if words[1] in ("flows.train", "flows.predict") else None
+    known = ("flows.train", "flows.predict", "prefect.engine")
+    return "torch" if words[1] in known else None
 
 
-def root_of(words):
+def root_of():
     """The folder that this project will be imported from; empty where it is none that is known."""
     folders = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     found = [f for f in folders if f and os.path.isdir(f"{f}/tasks/engine")]
@@ -110,7 +113,10 @@ def asked(kind, root):
             return line
         except OSError:
             pass
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "MLFLOW"))}
+        with suppress(FileNotFoundError):
+            os.unlink(address)  # of one that was killed
+        theirs = ("PREFECT", "MLFLOW", "HEADROOM")  # a mark of theirs would have it ended with them
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(theirs)}
         clean |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         with open(f"{address}.log", "w") as log:
             started = subprocess.Popen(

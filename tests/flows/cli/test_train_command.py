@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from flows.cli.train_command import main
+from tasks.engine.base.file_lock import is_held
 from tasks.engine.base.units import seconds
 from tests.conftest import desk_environment
 
@@ -187,7 +188,10 @@ def test_the_next_run_marks_a_killed_one_as_crashed_in_prefect(desk: Desk, place
         for p in psutil.Process(killed.pid).children()
         if "tasks.tracking.mlflow_sender" in p.cmdline()
     )
+    (lock,) = (place / ".headroom" / "runs").glob("*/sending.lock")
+    killed.send_signal(signal.SIGSTOP)
     sender.kill()  # with the whole machine: else it says so itself, at once
+    _until(lambda: not is_held(lock))
     killed.kill()
     killed.communicate()
     process = desk("--data.source", "synthetic", "--train.epochs", "1", home=home)
