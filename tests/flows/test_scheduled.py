@@ -94,6 +94,15 @@ class Service:
         """Prefect's answer."""
         return call(method, f"{self.url}/api/{path}", body)
 
+    def flow_run(self, deployment: str, overrides: dict[str, Any], *, warm: bool = False) -> str:
+        """The id of one that was asked for. warm: the worker's process for it is forked from one
+        that has imported the libraries."""
+        given = self.ask("GET", f"deployments/name/train/{deployment}")["id"]
+        asked: dict[str, Any] = {"parameters": {"config": {}, "overrides": overrides}}
+        if warm:
+            asked["job_variables"] = {"command": f"{sys.executable} -m prefect.engine"}
+        return str(self.ask("POST", f"deployments/{given}/create_flow_run", asked)["id"])
+
     def mlflow_run(self, flow_run: str) -> Run | None:
         """The MLflow run that belongs to a flow run, if it has been opened."""
         database = self.project / "mlflow.db"
@@ -274,13 +283,12 @@ def test_a_webhook_hears_of_a_failure_of_a_worse_run_and_of_a_lost_worker(
     subprocess.run(
         [sys.executable, "notify.py", hook.url], cwd=service.project, env=env, check=True
     )
-    deployment = service.ask("GET", "deployments/name/train/train-on-demand")["id"]
 
     def played(overrides: dict[str, Any]) -> str:
-        asked = {"parameters": {"config": {}, "overrides": {"train.epochs": 1, **overrides}}}
-        run = service.ask("POST", f"deployments/{deployment}/create_flow_run", asked)
-        wait_for(lambda: ended(service, run["id"]), service)
-        return str(service.ask("GET", f"flow_runs/{run['id']}")["state"]["name"])
+        asked = {"train.epochs": 1, **overrides}
+        run = service.flow_run("train-on-demand", asked, warm=True)
+        wait_for(lambda: ended(service, run), service)
+        return str(service.ask("GET", f"flow_runs/{run}")["state"]["name"])
 
     assert played({}) in ("Completed", "Regressed")
     assert played({"optim.lr": 1e-9}) == "Regressed"
@@ -321,10 +329,9 @@ def test_a_worker_starts_again_what_a_new_process_cures_and_it_goes_on_by_itself
 ) -> None:
     """The flow run has no key. A worker with a limit dies of one that is scheduled too soon."""
     (service.project / "sick.py").write_text(SICK)
-    deployment = service.ask("GET", "deployments/name/train/train-on-demand")
     overrides = {"model.name": "sick:Net", "run.retry_wait_s": 1, "checkpoint.every_steps": 20}
-    asked = {"parameters": {"config": {}, "overrides": {**overrides, "train.epochs": 60}}}
-    flow_run = service.ask("POST", f"deployments/{deployment['id']}/create_flow_run", asked)["id"]
+    asked = {**overrides, "train.epochs": 60}
+    flow_run = service.flow_run("train-on-demand", asked, warm=True)
     wait_for(lambda: ended(service, flow_run), service, timeout_s=400)
 
     states = service.ask("GET", f"flow_run_states/?flow_run_id={flow_run}")
@@ -341,11 +348,9 @@ def test_a_worker_starts_again_what_a_new_process_cures_and_it_goes_on_by_itself
 
 def test_down_cancels_what_runs_closes_its_record_and_leaves_no_process(service: Service) -> None:
     """Ended by a signal to the worker alone, a run would say Running for ever in Prefect."""
-    deployment = service.ask("GET", "deployments/name/train/train-on-demand")
-    forever = {"parameters": {"config": {}, "overrides": {"train.epochs": 10**6}}}
     runs = service.project / ".headroom" / "runs"
     before = set(runs.glob(JOURNAL))
-    flow_run = service.ask("POST", f"deployments/{deployment['id']}/create_flow_run", forever)["id"]
+    flow_run = service.flow_run("train-on-demand", {"train.epochs": 10**6})
     # What the run itself keeps: MLflow hears of it slowly where every core is busy.
     wait_for(
         lambda: any('"train/loss"' in f.read_text() for f in {*runs.glob(JOURNAL)} - before),
