@@ -1,7 +1,6 @@
 """Trainings as a person at another shell sees them: listed, stopped, and put right when dead."""
 
 import json
-import os
 import signal
 import sqlite3
 import subprocess
@@ -16,8 +15,8 @@ import psutil
 import pytest
 
 from flows import stop
-from tasks.engine.base.file_lock import FileLock
-from tasks.known_runs import called, known_runs
+from tasks.engine.base.file_lock import FileLock, is_held
+from tasks.known_runs import Run, called, known_runs
 from tasks.live_runs import live_runs
 from tests.conftest import PYTHON, ROOT, desk_environment
 
@@ -43,12 +42,14 @@ def _runs(place: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _until(place: Path, is_so: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+def _until(place: Path, is_so: Callable[[Run], object]) -> dict[str, Any]:
+    """What the command says once it is so."""
     until = time.monotonic() + 120
-    while not is_so(found := _runs(place)):
+    while not any(map(is_so, found := known_runs(place / ".headroom" / "runs"))):
         assert time.monotonic() < until, found
-        time.sleep(0.2)
-    return found
+        time.sleep(0.1)
+    (run,) = _runs(place)
+    return run
 
 
 def test_a_training_is_listed_as_it_trains_and_stopped_with_a_checkpoint(
@@ -56,7 +57,7 @@ def test_a_training_is_listed_as_it_trains_and_stopped_with_a_checkpoint(
 ) -> None:
     assert "holds none" in _command(place, "flows.runs").stdout
     process = desk(*LONG, "--run.name", "night")
-    (run,) = _until(place, lambda found: any(run["eta_s"] for run in found))
+    run = _until(place, lambda run: run.eta_s)
     assert (run["name"], run["state"], run["device"], run["live"]) == (
         *("night", "training"),
         *("cpu", True),
@@ -144,11 +145,15 @@ def test_a_run_of_which_all_processes_were_killed_is_put_right_once(
     desk: Desk, place: Path
 ) -> None:
     process = desk(*LONG, "--run.name", "lost", cold=True)
-    _until(place, lambda found: any(run["step"] for run in found))
+    _until(place, lambda run: run.step)
     children = psutil.Process(process.pid).children()  # among them the server of all tests
     (sender,) = (child for child in children if "tasks.tracking.mlflow_sender" in child.cmdline())
-    for pid in (process.pid, sender.pid):
-        os.kill(pid, signal.SIGKILL)
+    (lock,) = (place / ".headroom" / "runs").glob("*/sending.lock")
+    process.send_signal(signal.SIGSTOP)
+    sender.kill()
+    while is_held(lock):
+        time.sleep(0.05)
+    process.kill()
     process.communicate()
     (run,) = _runs(place)
     assert run["state"] == "gone" and "flows.tidy --yes" in run["reason"]
