@@ -139,6 +139,7 @@ def test_models_of_transformers_train_and_predict_anywhere(theirs: Own, tmp_path
     away = tmp_path / "away"
     away.mkdir()
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    kept["TESTS_WARM_KIND"] = "models"
     done = subprocess.run(
         [sys.executable, "-P", "-c", LOADS, json.dumps(folders)],
         cwd=away,

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,7 @@ def test_every_kind_of_model_loads_and_predicts_from_its_folder_alone(tmp_path: 
         folders[name] = str(tmp_path / name / "logged")
     done = subprocess.run(
         [sys.executable, "-P", "-c", LOADS, *folders.values()],
+        env={**os.environ, "TESTS_WARM_KIND": "models"},
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -226,7 +228,8 @@ def test_a_logged_model_predicts_on_the_raw_rows_of_a_table(tmp_path: Path) -> N
     """Story: MLflow refuses int64, which pandas reads whole numbers as, for a double."""
     own = _written(tmp_path, "table")
     command = [sys.executable, "-P", "-c", RAW, str(tmp_path / "logged")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    warm = {**os.environ, "TESTS_WARM_KIND": "models"}
+    done = subprocess.run(command, env=warm, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     inputs = [
         [[31, 1.5, 0, 1, 0], [40, 2.5, 0, 0, 1], [50, 2, 0, 0, 0]],
