@@ -16,9 +16,10 @@ HOLDS = """
 import sys, time
 from pathlib import Path
 from tasks.engine.device.leases import Leases
+def sleep(s): time.sleep(s / 10)
 place, turns, devices = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 for turn in range(turns):
-    leases = Leases(place / "leases", wait_s=100, holder="a test")
+    leases = Leases(place / "leases", wait_s=100, holder="a test", sleep=sleep)
     device = leases.take(devices)
     inside = place / f"inside-{device}"
     inside.touch(exist_ok=False)  # fails where another is inside
@@ -69,6 +70,7 @@ from tasks.engine.device.leases import Leases
 leases = Leases(Path(sys.argv[1]) / "leases", wait_s=100, holder="it")
 leases.take(["GPU-1"])
 if os.fork() == 0:  # such as the worker of a DataLoader: it outlives its parent a while
+    os.close(1)  # whoever reads it need not wait
     time.sleep(5)
     os._exit(0)
 print("held", flush=True)
