@@ -78,6 +78,7 @@ class Clone(NamedTuple):
         environment = {
             "HOME": str(self.folder / "home"),  # a fresh one: also of Prefect
             "PATH": f"{self.folder / '.venv' / 'bin'}:{os.environ['PATH']}",
+            "PYTHONPATH": str(self.folder),  # as where it is installed: also from another folder
             "MPLCONFIGDIR": os.environ["MPLCONFIGDIR"],
             "CUDA_VISIBLE_DEVICES": "",
             "TESTS_WARM_KIND": "torch",  # of `python -c`
