@@ -19,6 +19,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import IntegrityError, OperationalError
 
+from tasks.engine.base.file_lock import is_held
 from tasks.tracking import mlflow_store
 from tasks.tracking.journal import Journal
 from tasks.tracking.journal_lines import append
@@ -174,6 +175,7 @@ def test_what_could_not_be_sent_is_kept_and_sent_later(tmp_path: Path) -> None:
     environment = {**os.environ, "MLFLOW_TRACKING_URI": where.tracking_uri}
     client = MlflowClient(where.tracking_uri)
     _until(lambda: client.get_run(journal.run_id).info.status == "FINISHED")
+    _until(lambda: not is_held(folder / "sending.lock"))
     # It was sent when the training process let go; sending it once more does no harm.
     command = [sys.executable, "-m", "tasks.tracking.mlflow_sender", str(folder)]
     sent = subprocess.run(command, env=environment, capture_output=True, text=True)
