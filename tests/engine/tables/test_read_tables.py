@@ -156,12 +156,11 @@ def test_a_thousand_values_and_text_with_few_numerals_are_categories(tmp_path):
 
 def test_a_column_that_becomes_text_in_a_later_block_is_judged_as_a_whole(tmp_path, monkeypatch):
     """Story: numbers of the first block must keep their spelling once the column is a category."""
-    monkeypatch.setattr(read_tables, "SMALLEST_BYTES", 64)
-    monkeypatch.setattr(read_tables, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 64)
     cells = ["007"] * 8 + ["x"] * 20
     text = "a,b,y\n" + "".join(f"{c},{i}.5,{i % 2}\n" for i, c in enumerate(cells))
     config = _config(tmp_path, text)
-    table = csv_blocks.TextTable(Path(config.path), ",", 6, 3, 64, 1, Spelling())
+    table = csv_blocks.opened(Path(config.path), "csv", Spelling())
     assert len(list(csv_blocks._lines(table))) > 3
     facts = preparation.prepare(config)
     assert facts.feature_names == ("a=007", "a=x", "b")
@@ -171,11 +170,7 @@ def test_a_column_that_becomes_text_in_a_later_block_is_judged_as_a_whole(tmp_pa
         preparation.prepare(_config(tmp_path, broken))
 
 
-@pytest.mark.parametrize("length", [4, 5, 1 << 18])
-def test_a_code_is_seen_wherever_in_a_block_it_stands(
-    monkeypatch: pytest.MonkeyPatch, length: int
-) -> None:
-    monkeypatch.setattr(csv_blocks, "CACHED_BYTES", length)
+def test_a_code_is_seen_wherever_in_a_block_it_stands() -> None:
     for before in range(20):
         for cell, is_code in (("007", True), ("0.7", False), ("700", False)):
             lines = ("1.5,10,-2\n" * 3)[:before].rpartition(",")[0]
@@ -185,8 +180,7 @@ def test_a_code_is_seen_wherever_in_a_block_it_stands(
 
 def test_words_for_missing_are_known_among_numbers_that_had_none_so_far(tmp_path, monkeypatch):
     """Story: where the first block holds only numbers, cells are no longer compared with them."""
-    monkeypatch.setattr(read_tables, "SMALLEST_BYTES", 64)
-    monkeypatch.setattr(read_tables, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 64)
     lines = [f"{i}.5,{i % 7},{i % 2}\n" for i in range(60)]
     words = csv.ConvertOptions().null_values
     assert {"", "NA", "NaN", "-1.#IND"} <= set(words)
@@ -203,8 +197,7 @@ def test_words_for_missing_are_known_among_numbers_that_had_none_so_far(tmp_path
 
 
 def test_a_target_that_becomes_text_in_a_later_block_keeps_its_spelling(tmp_path, monkeypatch):
-    monkeypatch.setattr(read_tables, "SMALLEST_BYTES", 64)
-    monkeypatch.setattr(read_tables, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 64)
     text = "a,y\n" + "".join(f"{i}.5,{'01' if i < 20 else 'no'}\n" for i in range(40))
     facts = preparation.prepare(_config(tmp_path, text))
     assert facts.class_names == ("01", "no") and facts.class_rows == (16, 16)
@@ -212,8 +205,7 @@ def test_a_target_that_becomes_text_in_a_later_block_keeps_its_spelling(tmp_path
 
 @pytest.mark.parametrize("block_bytes", [64, 1 << 20])
 def test_rows_are_the_same_however_they_are_cut_into_blocks(tmp_path, monkeypatch, block_bytes):
-    monkeypatch.setattr(read_tables, "SMALLEST_BYTES", block_bytes)
-    monkeypatch.setattr(read_tables, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", block_bytes)
     lines = "".join(f'{i},"two\nlines, ""{i % 3}""",{i % 2}\r\n' for i in range(50))
     facts = preparation.prepare(_config(tmp_path, "a,b,y\r\n" + lines))
     assert facts.feature_names == ("a", *(f'b=two\nlines, "{i}"' for i in range(3)))
@@ -401,7 +393,8 @@ def test_several_columns_of_0_and_1_in_an_npz_are_prepared_as_labels(tmp_path):
 
 
 def _tight(monkeypatch, block_bytes: int = 512, kept_bytes: int = 1000) -> None:
-    tight = read_tables.Budget(kept_bytes, block_bytes, block_rows=16, together=1, threads=2)
+    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", block_bytes)
+    tight = read_tables.Budget(kept_bytes, block_rows=16, together=1)
     monkeypatch.setattr(read_tables, "budget", lambda *_, **more: tight)
 
 
