@@ -69,8 +69,8 @@ def check_text(data: DataConfig) -> None:
 
 def _text(data: DataConfig) -> TextTable:
     spelling = Spelling(data.decimal, tuple(NOTHING if data.na is None else data.na))
-    threads = 2 if allowed_bytes(data) <= 1024 * MIB else None
-    table = opened(source_file(data), data.source, spelling, threads=threads)
+    allowed = allowed_bytes(data)
+    table = opened(source_file(data), data.source, spelling, allowed_bytes=allowed)
     refuse_no_header(table.names, table.mark, table.path.name)
     return table
 

@@ -357,9 +357,18 @@ def test_a_folder_of_parquet_is_read_as_one_table_in_the_order_of_names(tmp_path
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"y": [0]}, "part-1.parquet has no column 'a', which part-0.parquet has"),
-        ({"a": [1.0], "b": [1], "y": [0]}, "part-1.parquet has a column 'b', which part-0.parquet"),
-        ({"a": ["x"], "y": [0]}, "part-1.parquet column 'a' is of type string, but in part-0.par"),
+        (
+            {"y": [0]},
+            "part-1.parquet column 'a' is missing, but in part-0.parquet it is of type double",
+        ),
+        (
+            {"a": [1.0], "b": [1], "y": [0]},
+            "part-1.parquet column 'b' is of type int64, but in part-0.parquet it is missing",
+        ),
+        (
+            {"a": ["x"], "y": [0]},
+            "part-1.parquet column 'a' is of type string, but in part-0.parquet it is of",
+        ),
     ],
 )
 def test_parts_of_different_columns_are_refused_by_name_and_file(tmp_path, other, words):
