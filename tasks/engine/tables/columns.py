@@ -93,30 +93,23 @@ class ColumnSummary:
         return MIXED if len(kinds) > 1 else next(iter(kinds))
 
     def problem(self) -> str | None:
-        """Why this feature can't be learnt from."""
-        where, kind = f"data.path: {self.origin.label} column {shorten(self.name)}", self.kind()
+        """Why this target can't be learnt, or this feature be learnt from."""
+        is_target, kind = self.name == self.origin.target, self.kind()
+        setting = "data.target" if is_target else "data.path"
+        where = f"{setting}: {self.origin.label} column {shorten(self.name)}"
         if kind not in OF_USE:
             return refused_type(self.name, kind, target=self.origin.target, label=self.origin.label)
         if self.holes == self.rows:
-            return f"{where}: holds no value in any row; {LEAVE_OUT}"
-        found = self._far_problem()
-        if kind == CATEGORY:
+            mend = "choose another target" if is_target else LEAVE_OUT
+            return f"{where}: holds no value in any row; {mend}"
+        found = None
+        if not is_target and kind == CATEGORY:
             found = self._text_problem() or self._words_problem(where)
-        if found is None and self.holes and self.origin.missing == "fail":
-            return self._missing("data.path", FILL)
+        elif not is_target:
+            found = self._far_problem()
+        if found is None and self.holes and (is_target or self.origin.missing == "fail"):
+            found = self._missing(setting, "fill it in or drop the rows" if is_target else FILL)
         return found
-
-    def target_problem(self) -> str | None:
-        """Why this target can't be learnt."""
-        label, kind = self.origin.label, self.kind()
-        if kind not in OF_USE:
-            return refused_type(self.name, kind, target=self.name, label=label)
-        if self.holes == self.rows:
-            return (
-                f"data.target: {label} column {shorten(self.name)}: holds no value in any row; "
-                "choose another target"
-            )
-        return self._missing("data.target", "fill it in or drop the rows") if self.holes else None
 
     def _cell(self, row: int, setting: str = "data.path") -> str:
         place = f"{self.origin.label} row {row + 1}{self.origin.note}"

@@ -167,8 +167,7 @@ class TableBuilder:
         label, (*features, target) = self._origin.label, self._columns
         if not self.spool.rows:
             raise DataError(f"data.path: {label} has no rows{self._origin.note}; write some")
-        found = (target.target_problem(), *(column.problem() for column in features))
-        problems = [problem for problem in found if problem]
+        problems = [said for column in (target, *features) if (said := column.problem())]
         if problems:
             more = len(problems) - MOST_SHOWN
             rest = [f"data.path: and {more} more columns like these"] if more > 0 else []
@@ -181,14 +180,11 @@ class TableBuilder:
             spool=self.spool,
             missing=self._data.missing,
         )
-        notes = [
-            *self._notes,
-            *(
-                f"{listed(sorted(c.na))} was read as missing in {shorten(c.name)} (data.na)"
-                for c in features
-                if c.na
-            ),
-        ]
+        notes = list(self._notes)
+        for column in features:
+            if column.na:
+                name, words = shorten(column.name), listed(sorted(column.na))
+                notes.append(f"{words} was read as missing in {name} (data.na)")
         values, kept = self._target(), None
         if self._data.missing == "drop" and any(table.holes):
             kept = table.whole_rows()

@@ -11,9 +11,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 from pyarrow import csv, parquet
+from sklearn.impute import SimpleImputer
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 from tasks.engine.base.facts import Column
 from tasks.engine.data import preparation
@@ -231,6 +235,54 @@ def test_parquet_dictionaries_are_categories_even_of_numerals(tmp_path):
     facts = preparation.prepare(config)
     assert facts.feature_names == ("zip=3000", "zip=8001", "zip=missing")
     assert facts.columns[0].fill == "missing"
+
+
+@pytest.mark.parametrize("source", ["csv", "tsv", "parquet"])
+@pytest.mark.parametrize("block_bytes", [256, 1 << 21])
+def test_a_table_becomes_what_pandas_and_scikit_learn_make_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, block_bytes: int
+) -> None:
+    """Types that later blocks widen, words for missing, quotes and booleans among them."""
+    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(columns_table, "BLOCK_VALUES", block_bytes)
+    random, rows = np.random.default_rng(5), 300
+    frame = pd.DataFrame(
+        {
+            "row": range(rows),
+            "late": [1.0] * 250 + random.normal(size=50).round(3).tolist(),
+            "holes": np.where(random.random(rows) < 0.2, np.nan, random.normal(9, 1e-3, rows)),
+            "flag": random.random(rows) < 0.5,
+            "text": random.choice(["Z\u00fcrich", 'a "quoted", one', "two\nlines"], rows),
+            "some": np.where(random.random(rows) < 0.2, None, random.choice(["u", "v"], rows)),
+            "code": ["7"] * 200 + ["007"] * 100,
+            "y": random.normal(size=rows),
+        }
+    )
+    path = tmp_path / f"given.{source}"
+    if source == "parquet":
+        frame.to_parquet(path, row_group_size=70)
+    else:
+        frame.to_csv(path, index=False, sep=csv_blocks.MARKS[source])
+    facts = preparation.prepare(
+        DataConfig(path=str(path), cache=str(tmp_path / "cache"), missing="mean")
+    )
+    arrays = preparation.load(facts)
+    x = np.concatenate([arrays.train_x, arrays.val_x])
+    order = np.rint(x[:, 0] * facts.scale[0] + facts.offset[0]).astype(int)
+    assert sorted(order) == list(range(rows))
+
+    train, frame = order[: len(arrays.train_x)], frame.fillna({"some": "missing"})
+    numbers = frame[["row", "late", "holes", "flag"]].astype(float)
+    scaling = make_pipeline(SimpleImputer(), StandardScaler()).fit(numbers.iloc[train])
+    words = frame[["text", "some", "code"]]
+    texts = OneHotEncoder(sparse_output=False).fit(words)
+    expected = np.hstack([scaling.transform(numbers), texts.transform(words)])
+    named = [f"{n}={v}" for n, vs in zip(words, texts.categories_, strict=True) for v in vs]
+    assert facts.feature_names == (*numbers, *named)
+    np.testing.assert_allclose(x, expected[order], rtol=1e-5, atol=1e-5)
+    y = np.concatenate([arrays.train_y, arrays.val_y])[:, 0]
+    y = y * facts.target_scale[0] + facts.target_offset[0]
+    np.testing.assert_allclose(y, frame["y"].to_numpy()[order], rtol=1e-5, atol=1e-5)
 
 
 # Missing values
