@@ -244,7 +244,6 @@ def test_a_table_becomes_what_pandas_and_scikit_learn_make_of_it(
 ) -> None:
     """Types that later blocks widen, words for missing, quotes and booleans among them."""
     monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(columns_table, "BLOCK_VALUES", block_bytes)
     random, rows = np.random.default_rng(5), 300
     frame = pd.DataFrame(
         {
