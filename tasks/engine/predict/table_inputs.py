@@ -12,17 +12,14 @@ from pathlib import Path
 import pyarrow as pa
 from pyarrow import compute
 
-from tasks.engine.base.ordered_threads import usable_threads
 from tasks.engine.files.number_formats import Spelling
 from tasks.engine.files.source_data import DataError, has_no, listed, shorten
 from tasks.engine.predict.input_batches import Batch, Needs
 from tasks.engine.predict.request import Order, parts, told_as_input
 from tasks.engine.tables import parquet
 from tasks.engine.tables.columns import CATEGORY, EMPTY, NUMBER, TEXT, kind_of
-from tasks.engine.tables.csv_blocks import BELOW, TextTable, Way, as_text, batches
-from tasks.engine.tables.table_header import MARKS, first_line
+from tasks.engine.tables.csv_blocks import BELOW, TextTable, Way, as_text, batches, opened
 
-BLOCK_BYTES = 2 * 1024**2
 PARQUET_ROWS = 65_536
 Chosen = list[tuple[str, str]]  # names and kinds of the model's columns, in its order
 
@@ -38,15 +35,15 @@ def check_table(order: Order, needs: Needs) -> None:
 
 def read_csv(order: Order, needs: Needs) -> Iterator[Batch]:
     """The rows of comma- or tab-separated UTF-8 text whose first line names the columns."""
-    table, names, chosen = _text(order, needs)
-    kinds, path, first = dict(chosen), table.path, 0
+    table, chosen = _text(order, needs)
+    names, kinds, path, first = table.names, dict(chosen), table.path, 0
     used = [name for name in names if name in kinds or name in order.keep]
     numbers = [name for name in used if kinds.get(name) == "number"]
     places = [names.index(name) for name in used]
     # What is only kept stays as it is written: 007 is no 7.
     types = [pa.float64() if name in numbers else pa.string() for name in used]
     with told_as_input(path):
-        ways = [Way(dict(zip(places, types, strict=True))), *as_text(places)]
+        ways = [Way(dict(zip(places, types, strict=True))), as_text(places)]
         for cells, end in batches(table, places, ways):
             rows = cells.rename_columns(used)
             for name in numbers:
@@ -99,26 +96,18 @@ def _batch(
     return Batch(rows, kept, label, first, done, note=note)
 
 
-def _text(order: Order, needs: Needs) -> tuple[TextTable, list[str], Chosen]:
-    """The table as it is to be read, the names of all its columns, and the model's columns."""
-    path, mark = Path(order.input), MARKS[order.reads][0]
+def _text(order: Order, needs: Needs) -> tuple[TextTable, Chosen]:
+    """The table as it is to be read, and the model's columns."""
+    path = Path(order.input)
     with told_as_input(path):
-        names, start = first_line(path, order.reads)
+        table = opened(path, order.reads, Spelling(needs.decimal, needs.na))
+    names = table.names
     if len(names) == 1 and any(other in names[0] for other in ",;\t|"):
         raise DataError(
             f"input: {path.name} has one column only, {shorten(names[0])}; its ending says that "
-            f"cells are separated by {mark!r}: rename the file, or write it anew"
+            f"cells are separated by {table.mark!r}: rename the file, or write it anew"
         )
-    table = TextTable(
-        path=path,
-        mark=mark,
-        start=start,
-        width=len(names),
-        block_bytes=BLOCK_BYTES,
-        threads=usable_threads(),
-        spelling=Spelling(needs.decimal, needs.na),
-    )
-    return table, names, _chosen(names, path.name, order, needs)
+    return table, _chosen(names, path.name, order, needs)
 
 
 def _numbers(cells: pa.Array, rows: str, first: int, name: str, needs: Needs) -> pa.Array:

@@ -93,30 +93,23 @@ class ColumnSummary:
         return MIXED if len(kinds) > 1 else next(iter(kinds))
 
     def problem(self) -> str | None:
-        """Why this feature can't be learnt from."""
-        where, kind = f"data.path: {self.origin.label} column {shorten(self.name)}", self.kind()
+        """Why this target can't be learnt, or this feature be learnt from."""
+        is_target, kind = self.name == self.origin.target, self.kind()
+        setting = "data.target" if is_target else "data.path"
+        where = f"{setting}: {self.origin.label} column {shorten(self.name)}"
         if kind not in OF_USE:
             return refused_type(self.name, kind, target=self.origin.target, label=self.origin.label)
         if self.holes == self.rows:
-            return f"{where}: holds no value in any row; {LEAVE_OUT}"
-        found = self._far_problem()
-        if kind == CATEGORY:
+            mend = "choose another target" if is_target else LEAVE_OUT
+            return f"{where}: holds no value in any row; {mend}"
+        found = None
+        if not is_target and kind == CATEGORY:
             found = self._text_problem() or self._words_problem(where)
-        if found is None and self.holes and self.origin.missing == "fail":
-            return self._missing("data.path", FILL)
+        elif not is_target:
+            found = self._far_problem()
+        if found is None and self.holes and (is_target or self.origin.missing == "fail"):
+            found = self._missing(setting, "fill it in or drop the rows" if is_target else FILL)
         return found
-
-    def target_problem(self) -> str | None:
-        """Why this target can't be learnt."""
-        label, kind = self.origin.label, self.kind()
-        if kind not in OF_USE:
-            return refused_type(self.name, kind, target=self.name, label=label)
-        if self.holes == self.rows:
-            return (
-                f"data.target: {label} column {shorten(self.name)}: holds no value in any row; "
-                "choose another target"
-            )
-        return self._missing("data.target", "fill it in or drop the rows") if self.holes else None
 
     def _cell(self, row: int, setting: str = "data.path") -> str:
         place = f"{self.origin.label} row {row + 1}{self.origin.note}"
@@ -222,7 +215,7 @@ class ColumnSummary:
         nothing = self.origin.spelling.missing_words.intersection(given)
         self.na |= nothing
         empty = [not w or g in nothing for w, g in zip(words, given, strict=True)]
-        places = _filled(array.indices.cast(pa.int64()), -1)
+        places = _filled(array.indices.cast(pa.int64()), np.array([-1]))
         places = np.where(np.array([*empty, True])[places], -1, places)  # -1 is the last: missing
         self._count_holes(places < 0)
         counts = np.bincount(places[places >= 0], minlength=len(words))
@@ -241,8 +234,8 @@ class ColumnSummary:
         """What each of the texts looks like, see number_formats.py."""
         forms = np.zeros(len(texts), dtype=np.int64)
         for form, pattern in reversed(patterns(self.origin.spelling.decimal).items()):
-            found = compute.match_substring_regex(texts, pattern)
-            fits = _filled(found.cast(pa.uint8()), 0).astype(bool)
+            found = compute.match_substring_regex(texts, pattern).cast(pa.uint8())
+            fits = _filled(found, np.zeros(1, np.uint8)).astype(bool)
             if not fits.any():
                 break
             forms[fits] = form
@@ -279,16 +272,13 @@ def _plain_numbers(array: pa.Array) -> np.ndarray:
     is_boolean = pa.types.is_boolean(array.type)
     array = array.cast(pa.uint8()) if is_boolean else array
     if array.null_count:
-        return _filled(array.cast(pa.float64(), safe=False), np.nan)
-    values = np.from_dlpack(array)  # Arrow's own to_numpy imports pandas
+        return _filled(array.cast(pa.float64(), safe=False), np.array([np.nan]))
+    values = np.from_dlpack(array)
     return values.astype(bool) if is_boolean else values
 
 
-def _filled(array: pa.Array, missing: float) -> np.ndarray:
-    """Arrow's own fill_null imports pandas."""
-    if not array.null_count:
-        return np.from_dlpack(array)
-    buffers = [None, array.buffers()[1]]
-    whole = pa.Array.from_buffers(array.type, len(array), buffers, offset=array.offset)
-    empty = np.from_dlpack(array.is_null().cast(pa.uint8())).astype(bool)
-    return np.where(empty, missing, np.from_dlpack(whole))
+def _filled(array: pa.Array, missing: np.ndarray) -> np.ndarray:
+    """With one value of its own type for what is missing. Arrow's fill_null and to_numpy would
+    import pandas."""
+    value = pa.Array.from_buffers(array.type, 1, [None, pa.py_buffer(missing)])[0]
+    return np.from_dlpack(compute.coalesce(array, value))

@@ -59,15 +59,8 @@ class Encoding:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the inputs: the column's, or `column=value`."""
-        return tuple(
-            name
-            for column in self.columns
-            for name in (
-                [f"{column.name}={value}" for value in column.values]
-                if column.kind == "category"
-                else [column.name]
-            )
-        )
+        named = ([f"{c.name}={value}" for value in c.values] or [c.name] for c in self.columns)
+        return tuple(name for names in named for name in names)
 
     def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
         """The inputs in blocks of rows, (rows, inputs) float32, scaled.

@@ -6,6 +6,7 @@ types of no use, by name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,19 +55,14 @@ def batches(path: Path, names: list[str], count: int, rows: int) -> Iterator[pa.
     Errors: DataError for a file that is damaged.
     """
     seen = 0
-    try:
-        with open_file(path) as file:
-            for batch in file.iter_batches(batch_size=rows, columns=names):
-                batch.validate(full=True)
-                seen += batch.num_rows
-                if seen <= count:
-                    yield batch.select(names)
+    with open_file(path) as file, _whole(path):
+        for batch in file.iter_batches(batch_size=rows, columns=names):
+            batch.validate(full=True)
+            seen += batch.num_rows
+            if seen <= count:
+                yield batch.select(names)
         if seen != count:
             raise ValueError(f"it claims {count:,} rows and holds {seen:,}")
-    except BROKEN as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(_damaged(path.name, error)) from None
 
 
 def opened(files: Sequence[Path], data: DataConfig) -> Parts:
@@ -74,26 +70,20 @@ def opened(files: Sequence[Path], data: DataConfig) -> Parts:
 
     Errors: DataError where they differ, hold no rows, or have columns of no use.
     """
-    first, counts = None, []
+    first: list[pa.Field] = []
+    counts = []
     label = files[0].name if len(files) == 1 else files[0].parent.name
     for path in files:
-        with open_file(path) as file:
-            try:
-                fields = fields_of(file.schema_arrow)
-                counts.append(file.metadata.num_rows)
-            except BROKEN as error:
-                raise DataError(_damaged(path.name, error)) from None
-        if first is None:
-            first = fields
+        with open_file(path) as file, _whole(path):
+            fields = fields_of(file.schema_arrow)
+            counts.append(file.metadata.num_rows)
+        first = first or fields
         _refuse_other(first, fields, files[0].name, path.name)
-    assert first is not None
     chosen = choose([field.name for field in first], data, label)
     judged = [first[i] for i in (*chosen.features, chosen.target)]
-    problems = (
-        [f"data.path: {label} has no rows; write some"]
-        if sum(counts) <= 0 or min(counts) < 0
-        else []
-    )
+    problems = []
+    if sum(counts) <= 0 or min(counts) < 0:
+        problems.append(f"data.path: {label} has no rows; write some")
     problems += [
         refused_type(field.name, str(field.type), target=chosen.target_name, label=label)
         for field in judged
@@ -114,34 +104,37 @@ def _refuse_other(
 ) -> None:
     mine, theirs = ({field.name: _told(field.type) for field in of} for of in (first, fields))
     for column in {**mine, **theirs}:
-        here, there = theirs.get(column), mine.get(column)
-        if here == there:
-            continue
-        said = f"column {shorten(column)} is of type {here}, but in {name} of type {there}"
-        if here is None:
-            said = f"has no column {shorten(column)}, which {name} has"
-        elif there is None:
-            said = f"has a column {shorten(column)}, which {name} lacks"
-        raise DataError(f"data.path: {other} {said}; write all parts alike, or move it elsewhere")
+        here, there = theirs.get(column, "missing"), mine.get(column, "missing")
+        if here != there:
+            raise DataError(
+                f"data.path: {other} column {shorten(column)} is {here}, but in {name} it is "
+                f"{there}; write all parts alike, or move it elsewhere"
+            )
 
 
 def _told(kind: pa.DataType) -> str:
     # How wide the indices of a dictionary are depends on how many values a part happens to have.
-    return f"dictionary of {kind.value_type}" if pa.types.is_dictionary(kind) else str(kind)
+    plain = f"dictionary of {kind.value_type}" if pa.types.is_dictionary(kind) else str(kind)
+    return f"of type {plain}"
 
 
 def open_file(path: Path) -> parquet.ParquetFile:
     """The file, of which nothing but its schema was read. Errors: DataError."""
-    try:
+    with _whole(path):
         return parquet.ParquetFile(
             path, page_checksum_verification=True, buffer_size=BUFFER_BYTES, pre_buffer=False
         )
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """What Arrow says of a file is that it is damaged."""
+    try:
+        yield
     except BROKEN as error:
-        raise DataError(_damaged(path.name, error)) from None
-
-
-def _damaged(label: str, error: BaseException) -> str:
-    return (
-        f"data.path: {label} is damaged or no Parquet file "
-        f"({shorten(str(error), 160)}); copy or write it anew"
-    )
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"data.path: {path.name} is damaged or no Parquet file "
+            f"({shorten(str(error), 160)}); copy or write it anew"
+        ) from None

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from tasks.engine.base.ordered_threads import usable_threads
 from tasks.engine.files.number_formats import Spelling
 from tasks.engine.files.source_data import (
     MOST_SHOWN,
@@ -32,14 +31,13 @@ from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.tables import parquet
 from tasks.engine.tables.columns import CATEGORY, MIXED, NUMBER, ColumnSummary, Origin
 from tasks.engine.tables.columns_table import Spool, Table
-from tasks.engine.tables.csv_blocks import BELOW, TextTable, as_text, batches, written
-from tasks.engine.tables.table_header import MARKS, Chosen, choose, header
+from tasks.engine.tables.csv_blocks import BELOW, TextTable, as_text, batches, opened, written
+from tasks.engine.tables.table_header import Chosen, choose, refuse_no_header
 
 MIB = 1024**2
 SMALLEST_ROW_BYTES = 6  # a target of one byte, its label, three masks
 WORK_BYTES = 24 * MIB  # blocks under way
-BLOCK_BYTES = 2 * MIB  # of text; larger ones leave the processor's cache
-SMALLEST_BYTES = 1 * MIB
+BLOCK_BYTES = 1 * MIB  # of numbers; larger ones leave the processor's cache
 PAGE_BYTES = 4 * MIB  # of each Parquet column that is being read: pages of 1 MiB, packed and not
 
 
@@ -48,30 +46,33 @@ class Budget:
     """How a table is read within its memory."""
 
     kept_bytes: int  # of columns, before they go to a file
-    block_bytes: int  # of text that is parsed at once, in each thread
     block_rows: int  # of a block whose size is chosen
     together: int  # Parquet columns that are read at once
-    threads: int
 
 
 def budget(data: DataConfig, *, columns: int) -> Budget:
     """Within the bytes of host memory that there are for all that preparing takes."""
     allowed = allowed_bytes(data)
-    block = max(SMALLEST_BYTES, min(BLOCK_BYTES, allowed // 64))
     return Budget(
         kept_bytes=allowed // 4,
-        block_bytes=block,
-        block_rows=max(1024, block // (8 * columns)),
+        block_rows=max(1024, BLOCK_BYTES // (8 * columns)),
         together=max(1, allowed // 4 // PAGE_BYTES),
-        threads=usable_threads() if allowed > 1024 * MIB else 2,
     )
 
 
 def check_text(data: DataConfig) -> None:
     """Raises DataError for a CSV or TSV whose first line cannot be that of a table with this
     target."""
-    path = source_file(data)
-    choose(header(path, data.source)[0], data, path.name)
+    table = _text(data)
+    choose(table.names, data, table.path.name)
+
+
+def _text(data: DataConfig) -> TextTable:
+    spelling = Spelling(data.decimal, tuple(NOTHING if data.na is None else data.na))
+    allowed = allowed_bytes(data)
+    table = opened(source_file(data), data.source, spelling, allowed_bytes=allowed)
+    refuse_no_header(table.names, table.mark, table.path.name)
+    return table
 
 
 def read_text(data: DataConfig) -> Raw:
@@ -80,25 +81,15 @@ def read_text(data: DataConfig) -> Raw:
 
     Errors: DataError. Rows are counted from 1 below the header, blank lines left out.
     """
-    path = source_file(data)
-    names, start = header(path, data.source)
-    chosen = choose(names, data, path.name)
+    table = _text(data)
+    label = table.path.name
+    chosen = choose(table.names, data, label)
     allowed = budget(data, columns=len(chosen.features))
-    spelling = Spelling(data.decimal, tuple(NOTHING if data.na is None else data.na))
-    table = TextTable(
-        path=path,
-        mark=MARKS[data.source][0],
-        start=start,
-        width=len(names),
-        block_bytes=allowed.block_bytes,
-        threads=allowed.threads,
-        spelling=spelling,
-    )
 
     def cell(name: str, row: int) -> str:
-        return written(table, names.index(name), row)
+        return written(table, table.names.index(name), row)
 
-    origin = Origin(path.name, BELOW, chosen.target_name, data.missing, spelling, cell)
+    origin = Origin(label, BELOW, chosen.target_name, data.missing, table.spelling, cell)
     builder = TableBuilder(chosen, origin, data, allowed)
     places = [*chosen.features, chosen.target]
     for batch, _ in batches(table, places):
@@ -107,7 +98,7 @@ def read_text(data: DataConfig) -> Raw:
     mixed = builder.forget_mixed()
     if mixed:  # looked like numbers in some blocks: read as text in all of them
         again = [places[i] for i in mixed]
-        for batch, _ in batches(table, again, as_text(again)):
+        for batch, _ in batches(table, again, [as_text(again)]):
             builder.add(mixed, batch)
     return builder.raw()
 
@@ -176,8 +167,7 @@ class TableBuilder:
         label, (*features, target) = self._origin.label, self._columns
         if not self.spool.rows:
             raise DataError(f"data.path: {label} has no rows{self._origin.note}; write some")
-        found = (target.target_problem(), *(column.problem() for column in features))
-        problems = [problem for problem in found if problem]
+        problems = [said for column in (target, *features) if (said := column.problem())]
         if problems:
             more = len(problems) - MOST_SHOWN
             rest = [f"data.path: and {more} more columns like these"] if more > 0 else []
@@ -190,14 +180,11 @@ class TableBuilder:
             spool=self.spool,
             missing=self._data.missing,
         )
-        notes = [
-            *self._notes,
-            *(
-                f"{listed(sorted(c.na))} was read as missing in {shorten(c.name)} (data.na)"
-                for c in features
-                if c.na
-            ),
-        ]
+        notes = list(self._notes)
+        for column in features:
+            if column.na:
+                name, words = shorten(column.name), listed(sorted(column.na))
+                notes.append(f"{words} was read as missing in {name} (data.na)")
         values, kept = self._target(), None
         if self._data.missing == "drop" and any(table.holes):
             kept = table.whole_rows()

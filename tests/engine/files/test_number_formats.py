@@ -18,7 +18,7 @@ from tasks.engine.predict.input_files import batches
 from tasks.engine.predict.request import Order
 from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.settings.read_settings import resolve
-from tasks.engine.tables import read_tables
+from tasks.engine.tables import csv_blocks
 
 NUMBERS_AS_TEXT = {
     "0,1234": "set data.decimal to ','",
@@ -268,8 +268,7 @@ def test_whole_numbers_are_text_where_one_begins_with_a_zero(
     tmp_path, monkeypatch, code, block_bytes
 ):
     """Story: the zip code 02139 became the number 2139, and 007 became 7."""
-    monkeypatch.setattr(read_tables, "SMALLEST_BYTES", block_bytes)
-    monkeypatch.setattr(read_tables, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", block_bytes)
     codes = ["10001", "94103"] * 20 + [code, "10001"] * 2
     lines = [f"{c},{i % 9},{i}.0{i % 7},{i % 2}\n" for i, c in enumerate(codes)]
     facts = preparation.prepare(_csv(tmp_path, "zip,n,f,y\n" + "".join(lines)))
@@ -314,9 +313,8 @@ def test_whole_numbers_that_lose_digits_are_refused(tmp_path, value, source, col
     "text",
     [
         "5.1,3.5,0.2,setosa\n4.9,3.0,0.2,setosa\n7.0,3.2,1.4,virginica\n",
-        "1.5,2.5,3\n1,2,3\n",
         "0,5,13,9\n0,0,12,4\n",
-        "red,yes,1\nblue,no,1\nred,yes,0\n",
+        "red,1,1\nblue,0,1\nred,1,0\n",
         "Allen,22,7.25,0\nBob,38,71.3,1\n",
     ],
 )
@@ -332,6 +330,7 @@ def test_a_first_line_like_the_rows_below_is_no_header(tmp_path, text):
     [
         "0,1,2,3\n5.5,1,2,0\n5.1,3,2,1\n",
         "2019,2020,2021\n1,2,3\n4,5,6\n",
+        "y,2021,2020,2019,city\n1,2,3,4,Bern\n",
         "city,2019,2020,y\nBern,5,6,0\nGenf,7,8,1\n",
         "400.5,401.5,label\n0.1,0.2,a\n0.3,0.2,b\n",
         "a,b,y\n1,2,0\na,b,y\n3,4,1\n",

@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from tasks.engine.files.source_data import DataError
-from tasks.engine.predict import input_batches, input_files, table_inputs
+from tasks.engine.predict import input_batches, input_files
 from tasks.engine.predict.input_batches import Batch, Needs, needs_of
 from tasks.engine.predict.input_files import amount, batches, check_rows
 from tasks.engine.predict.request import Order
@@ -78,7 +78,7 @@ def test_numbers_that_begin_whole_may_go_on_with_fractions_and_holes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A guess by a file's first block would refuse the second."""
-    monkeypatch.setattr(table_inputs, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 64)
     lines = [f"{i},{i}" for i in range(40)] + ["0.5,", "1e3,2"]
     found = _read(_write(tmp_path, "a,b\n" + "\n".join(lines) + "\n"), AB)
     assert len(found) > 3
@@ -146,7 +146,7 @@ def test_what_is_wrong_in_text_is_told_by_row_and_column(
 
 
 def test_a_wrong_cell_far_down_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_inputs, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 256)
     lines = ["1,2"] * 500 + ["1,NA", "n/a?,2"]
     told = _refused(_write(tmp_path, "a,b\n" + "\n".join(lines) + "\n"), AB)
     assert "row 502 below the header, column 'a': must be a number (got 'n/a?')" in told
@@ -155,7 +155,7 @@ def test_a_wrong_cell_far_down_is_found(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_row_that_is_longer_than_a_block_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table_inputs, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 64)
     monkeypatch.setattr(csv_blocks, "LONGEST_BYTES", 64)
     told = _refused(_write(tmp_path, "a,b,note\n1,2,x\n1,2," + "x" * 300 + "\n1,2,x\n"), AB)
     assert told.startswith("input: rows.csv has a row of more than 64 B")

@@ -11,9 +11,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 from pyarrow import csv, parquet
+from sklearn.impute import SimpleImputer
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 from tasks.engine.base.facts import Column
 from tasks.engine.data import preparation
@@ -156,12 +160,11 @@ def test_a_thousand_values_and_text_with_few_numerals_are_categories(tmp_path):
 
 def test_a_column_that_becomes_text_in_a_later_block_is_judged_as_a_whole(tmp_path, monkeypatch):
     """Story: numbers of the first block must keep their spelling once the column is a category."""
-    monkeypatch.setattr(read_tables, "SMALLEST_BYTES", 64)
-    monkeypatch.setattr(read_tables, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 64)
     cells = ["007"] * 8 + ["x"] * 20
     text = "a,b,y\n" + "".join(f"{c},{i}.5,{i % 2}\n" for i, c in enumerate(cells))
     config = _config(tmp_path, text)
-    table = csv_blocks.TextTable(Path(config.path), ",", 6, 3, 64, 1, Spelling())
+    table = csv_blocks.opened(Path(config.path), "csv", Spelling())
     assert len(list(csv_blocks._lines(table))) > 3
     facts = preparation.prepare(config)
     assert facts.feature_names == ("a=007", "a=x", "b")
@@ -171,11 +174,7 @@ def test_a_column_that_becomes_text_in_a_later_block_is_judged_as_a_whole(tmp_pa
         preparation.prepare(_config(tmp_path, broken))
 
 
-@pytest.mark.parametrize("length", [4, 5, 1 << 18])
-def test_a_code_is_seen_wherever_in_a_block_it_stands(
-    monkeypatch: pytest.MonkeyPatch, length: int
-) -> None:
-    monkeypatch.setattr(csv_blocks, "CACHED_BYTES", length)
+def test_a_code_is_seen_wherever_in_a_block_it_stands() -> None:
     for before in range(20):
         for cell, is_code in (("007", True), ("0.7", False), ("700", False)):
             lines = ("1.5,10,-2\n" * 3)[:before].rpartition(",")[0]
@@ -185,8 +184,7 @@ def test_a_code_is_seen_wherever_in_a_block_it_stands(
 
 def test_words_for_missing_are_known_among_numbers_that_had_none_so_far(tmp_path, monkeypatch):
     """Story: where the first block holds only numbers, cells are no longer compared with them."""
-    monkeypatch.setattr(read_tables, "SMALLEST_BYTES", 64)
-    monkeypatch.setattr(read_tables, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 64)
     lines = [f"{i}.5,{i % 7},{i % 2}\n" for i in range(60)]
     words = csv.ConvertOptions().null_values
     assert {"", "NA", "NaN", "-1.#IND"} <= set(words)
@@ -203,8 +201,7 @@ def test_words_for_missing_are_known_among_numbers_that_had_none_so_far(tmp_path
 
 
 def test_a_target_that_becomes_text_in_a_later_block_keeps_its_spelling(tmp_path, monkeypatch):
-    monkeypatch.setattr(read_tables, "SMALLEST_BYTES", 64)
-    monkeypatch.setattr(read_tables, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 64)
     text = "a,y\n" + "".join(f"{i}.5,{'01' if i < 20 else 'no'}\n" for i in range(40))
     facts = preparation.prepare(_config(tmp_path, text))
     assert facts.class_names == ("01", "no") and facts.class_rows == (16, 16)
@@ -212,8 +209,7 @@ def test_a_target_that_becomes_text_in_a_later_block_keeps_its_spelling(tmp_path
 
 @pytest.mark.parametrize("block_bytes", [64, 1 << 20])
 def test_rows_are_the_same_however_they_are_cut_into_blocks(tmp_path, monkeypatch, block_bytes):
-    monkeypatch.setattr(read_tables, "SMALLEST_BYTES", block_bytes)
-    monkeypatch.setattr(read_tables, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", block_bytes)
     lines = "".join(f'{i},"two\nlines, ""{i % 3}""",{i % 2}\r\n' for i in range(50))
     facts = preparation.prepare(_config(tmp_path, "a,b,y\r\n" + lines))
     assert facts.feature_names == ("a", *(f'b=two\nlines, "{i}"' for i in range(3)))
@@ -239,6 +235,53 @@ def test_parquet_dictionaries_are_categories_even_of_numerals(tmp_path):
     facts = preparation.prepare(config)
     assert facts.feature_names == ("zip=3000", "zip=8001", "zip=missing")
     assert facts.columns[0].fill == "missing"
+
+
+@pytest.mark.parametrize("source", ["csv", "tsv", "parquet"])
+@pytest.mark.parametrize("block_bytes", [256, 1 << 21])
+def test_a_table_becomes_what_pandas_and_scikit_learn_make_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, block_bytes: int
+) -> None:
+    """Types that later blocks widen, words for missing, quotes and booleans among them."""
+    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", block_bytes)
+    random, rows = np.random.default_rng(5), 300
+    frame = pd.DataFrame(
+        {
+            "row": range(rows),
+            "late": [1.0] * 250 + random.normal(size=50).round(3).tolist(),
+            "holes": np.where(random.random(rows) < 0.2, np.nan, random.normal(9, 1e-3, rows)),
+            "flag": random.random(rows) < 0.5,
+            "text": random.choice(["Z\u00fcrich", 'a "quoted", one', "two\nlines"], rows),
+            "some": np.where(random.random(rows) < 0.2, None, random.choice(["u", "v"], rows)),
+            "code": ["7"] * 200 + ["007"] * 100,
+            "y": random.normal(size=rows),
+        }
+    )
+    path = tmp_path / f"given.{source}"
+    if source == "parquet":
+        frame.to_parquet(path, row_group_size=70)
+    else:
+        frame.to_csv(path, index=False, sep=csv_blocks.MARKS[source])
+    facts = preparation.prepare(
+        DataConfig(path=str(path), cache=str(tmp_path / "cache"), missing="mean")
+    )
+    arrays = preparation.load(facts)
+    x = np.concatenate([arrays.train_x, arrays.val_x])
+    order = np.rint(x[:, 0] * facts.scale[0] + facts.offset[0]).astype(int)
+    assert sorted(order) == list(range(rows))
+
+    train, frame = order[: len(arrays.train_x)], frame.fillna({"some": "missing"})
+    numbers = frame[["row", "late", "holes", "flag"]].astype(float)
+    scaling = make_pipeline(SimpleImputer(), StandardScaler()).fit(numbers.iloc[train])
+    words = frame[["text", "some", "code"]]
+    texts = OneHotEncoder(sparse_output=False).fit(words)
+    expected = np.hstack([scaling.transform(numbers), texts.transform(words)])
+    named = [f"{n}={v}" for n, vs in zip(words, texts.categories_, strict=True) for v in vs]
+    assert facts.feature_names == (*numbers, *named)
+    np.testing.assert_allclose(x, expected[order], rtol=1e-5, atol=1e-5)
+    y = np.concatenate([arrays.train_y, arrays.val_y])[:, 0]
+    y = y * facts.target_scale[0] + facts.target_offset[0]
+    np.testing.assert_allclose(y, frame["y"].to_numpy()[order], rtol=1e-5, atol=1e-5)
 
 
 # Missing values
@@ -365,9 +408,18 @@ def test_a_folder_of_parquet_is_read_as_one_table_in_the_order_of_names(tmp_path
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"y": [0]}, "part-1.parquet has no column 'a', which part-0.parquet has"),
-        ({"a": [1.0], "b": [1], "y": [0]}, "part-1.parquet has a column 'b', which part-0.parquet"),
-        ({"a": ["x"], "y": [0]}, "part-1.parquet column 'a' is of type string, but in part-0.par"),
+        (
+            {"y": [0]},
+            "part-1.parquet column 'a' is missing, but in part-0.parquet it is of type double",
+        ),
+        (
+            {"a": [1.0], "b": [1], "y": [0]},
+            "part-1.parquet column 'b' is of type int64, but in part-0.parquet it is missing",
+        ),
+        (
+            {"a": ["x"], "y": [0]},
+            "part-1.parquet column 'a' is of type string, but in part-0.parquet it is of",
+        ),
     ],
 )
 def test_parts_of_different_columns_are_refused_by_name_and_file(tmp_path, other, words):
@@ -401,7 +453,8 @@ def test_several_columns_of_0_and_1_in_an_npz_are_prepared_as_labels(tmp_path):
 
 
 def _tight(monkeypatch, block_bytes: int = 512, kept_bytes: int = 1000) -> None:
-    tight = read_tables.Budget(kept_bytes, block_bytes, block_rows=16, together=1, threads=2)
+    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", block_bytes)
+    tight = read_tables.Budget(kept_bytes, block_rows=16, together=1)
     monkeypatch.setattr(read_tables, "budget", lambda *_, **more: tight)
 
 
