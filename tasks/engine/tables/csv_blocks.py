@@ -95,7 +95,7 @@ def opened(
         raise DataError(f"data.path: {path.name} has a header with unbalanced quotes; mend line 1")
     names, start = tuple(cell.strip() for cell in cells), len(whole) - len(head) + len(line)
     threads = usable_threads() if allowed_bytes >= 1 << 30 else 2
-    block_bytes = min(BLOCK_BYTES, max(1 << 20, allowed_bytes // 64))
+    block_bytes = min(BLOCK_BYTES, max(1 << 19, allowed_bytes // 128))
     return TextTable(path, MARKS[source], names, start, spelling, threads, block_bytes)
 
 
