@@ -9,7 +9,7 @@ help:
 	@echo 'make train        train on the best device here:  make train ARGS="--train.epochs 5"'
 	@echo 'make test         the whole test suite'
 	@echo 'make test-cuda    the tests that need a CUDA device; CUDA_RUN=... names a command that brings one'
-	@echo 'make ui           the runs in MLflow, at http://127.0.0.1:5000'
+	@echo 'make ui           the runs in MLflow, at the address that it prints'
 	@echo 'make serve        Prefect server, worker, schedules and MLflow on this machine'
 	@echo 'make serve-down   end exactly those'
 	@echo 'make lint         formatter, linter, type checker'

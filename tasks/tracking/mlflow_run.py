@@ -25,6 +25,7 @@ from tasks.process.redaction import redacted
 from tasks.tracking import logged_model, metrics
 from tasks.tracking.journal import BEGIN, RESERVE
 from tasks.tracking.journal_lines import LOCK, Sample, batches, series
+from tasks.tracking.mlflow_pages import run_page
 from tasks.tracking.pace import Pace
 from tasks.tracking.surroundings import environment
 from tasks.tracking.where import Where
@@ -144,7 +145,7 @@ class Sender:
         self.tags |= {k: str(v) for k, v in run.get("tags", {}).items()}
         self.flush()
         self._tell_damage()
-        path = f"/#/experiments/{self.state.experiment_id}/runs/{run_id}"
+        path = run_page(self.state.experiment_id, run_id)
         is_late = run.get("run_id") == ""  # its command names no run
         run = {**run, "run_id": run_id, "experiment_id": self.state.experiment_id}
         run["series"] = series(self.folder / "metrics.jsonl")
