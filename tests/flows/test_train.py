@@ -94,6 +94,16 @@ def test_a_run_on_digits_leaves_every_group_of_the_record(place: Path) -> None:
     pool = {"memory/reserved_mib", "memory/free_mib", "memory/headroom_mib"}
     assert not pool & set(metrics), "a CPU has no torch.cuda pool: absent, never zero"
 
+    for name in set(metrics) - {"train/loss", "train/lr", "train/grad_norm", "train/epoch"}:
+        points = client.get_metric_history(made["run_id"], name)
+        assert len(points) > 1 or points[0].step == 0, f"{name}: MLflow draws it as a curve"
+    trained, judged = run.inputs.dataset_inputs
+    assert [i.tags[0].value for i in (trained, judged)] == ["training", "validation"]
+    assert trained.dataset.name == "digits" and judged.dataset.name == "digits (val)"
+    assert trained.dataset.digest == tags["data.fingerprint"]
+    assert json.loads(trained.dataset.profile) == {"num_rows": 1438}
+    assert "[-1, 1, 8, 8]" in trained.dataset.schema
+
     files = {f.path for f in client.list_artifacts(made["run_id"])}
     wanted = {"report.html", "config.yaml", "environment.txt", "device.json", "metrics.jsonl"}
     assert wanted | {"plots"} <= files
@@ -115,7 +125,7 @@ def test_a_run_on_digits_leaves_every_group_of_the_record(place: Path) -> None:
 
 def test_a_run_is_found_by_one_name_in_prefect_and_mlflow(place: Path) -> None:
     made = train({"data.rows": 100, "data.source": "synthetic"}, overrides={"train.epochs": 1})
-    assert made["name"].startswith("mlp-synthetic-")
+    assert made["name"] == "mlp-synthetic rows=100 epochs=1"
     with get_client(sync_client=True) as prefect:
         flow_run = prefect.read_flow_run(made["tags"]["prefect.flow_run_id"])
     assert flow_run.name == made["name"]
