@@ -31,7 +31,7 @@ CURVES = (
     *("memory/peak_allocated_mib", "memory/host_rss_mib"),
 )
 FIRST = "Loss, validation, speed, memory"
-OTHERS = ("train", "val", "speed", "time", "memory", "gpu", "checkpoint")  # closed until opened
+OTHERS = ("train", "speed", "time", "memory", "checkpoint")  # closed until opened
 
 
 def experiment_page(experiment_id: str) -> str:

@@ -23,6 +23,7 @@ from tasks.serving import local_prefect, processes, service_down, service_up
 from tasks.serving.processes import MARK, Part, ServeError, SettingError
 from tasks.tracking.mlflow_store import open_experiment
 from tasks.tracking.where import where
+from tests.conftest import free_port
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 ADDRESSES = {"prefect": "http://127.0.0.1:1", "mlflow": "http://127.0.0.1:2", "worker": "test"}
@@ -278,12 +279,6 @@ def test_ui_opens_on_our_runs_among_the_pages_for_training(
     monkeypatch.setattr(serve, "os", SimpleNamespace(environ={}, execv=lambda *_: None))
     serve.ui()
     assert "/#/experiments/1/runs?workflowType=machine_learning" in capsys.readouterr().out
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def test_ui_starts_where_the_experiment_was_deleted(
