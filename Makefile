@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train test test-cuda lint docs ui serve serve-down bench mutants chaos clean
+.PHONY: help setup train test test-cuda test-ui lint docs ui serve serve-down bench mutants chaos clean
 
 help:
 	@echo 'make train        train on the best device here:  make train ARGS="--train.epochs 5"'
 	@echo 'make test         the whole test suite'
 	@echo 'make test-cuda    the tests that need a CUDA device; CUDA_RUN=... names a command that brings one'
-	@echo 'make ui           the runs in MLflow, at http://127.0.0.1:5000'
+	@echo 'make test-ui      the tests of MLflow pages in a browser that is here; PICTURES=docs writes those of the README'
+	@echo 'make ui           the runs in MLflow, at the address that it prints'
 	@echo 'make serve        Prefect server, worker, schedules and MLflow on this machine'
 	@echo 'make serve-down   end exactly those'
 	@echo 'make lint         formatter, linter, type checker'
@@ -40,6 +41,14 @@ test: .venv/.ready
 
 test-cuda: .venv/.ready
 	$(CUDA_RUN) $(BIN)/python -m pytest -m gpu -p no:cacheprovider tests/gpu $(ARGS)
+
+test-ui: .venv/.ui
+	TESTS_PICTURES=$(PICTURES) $(BIN)/python -m pytest -m ui -p no:cacheprovider tests/ui $(ARGS)
+
+# What drives the browser; nothing else needs it.
+.venv/.ui: .venv/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ui]'
+	@touch $@
 
 lint: .venv/.ready
 	$(BIN)/ruff format --check .

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tasks import disk_space
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer, read_about
 from tasks.engine.checkpoint.compatibility import identity, refuse_another
@@ -22,7 +23,6 @@ from tasks.engine.settings.read_settings import ConfigError, override
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.build import settled, steps_of
 from tasks.engine.training import trainer
-from tasks.tracking import disk_space
 from tasks.tracking.where import TrackingError, where
 
 BAD_INPUT = (ConfigError, DataError, ModelError, DeviceError, TrackingError, Unforeseeable)

@@ -30,12 +30,14 @@ from tasks.engine.training.oom_files import OutOfMemory
 from tasks.engine.training.similar_runs import WANTED, Past, alike
 from tasks.failures import Failure, classify
 from tasks.live_runs import Announcement
+from tasks.logged_data import data_inputs
 from tasks.process.redaction import redacted, without_secrets
 from tasks.progress import Progress, tell_in_silence
 from tasks.regression import COMPARED, regressed
 from tasks.release_memory import LeakError, release_metrics
 from tasks.run_folders import Start, start_of
 from tasks.tracking.journal import Journal, JournalError
+from tasks.tracking.journal_lines import ONCE
 from tasks.tracking.where import TrackingError, where
 
 P = ParamSpec("P")
@@ -154,14 +156,12 @@ class Record:
         if self._start is not None:
             self._start = self._start.again(self.folder)
             self._tags["resumed"] = str(self._start.resumed)
-            tags = without_secrets(self._tags)
             run = {"run_id": self._start.run_id, "experiment_id": self._start.experiment_id}
-            measured = self._journal.reopen(run, tags=tags, wanted=wanted)
+            measured = self._journal.reopen(run, tags=without_secrets(self._tags), wanted=wanted)
         else:
-            tags, params = without_secrets(self._tags), unused_settings.params(self.config)
-            measured = self._journal.create(
-                name=self._name, params=without_secrets(params), tags=tags, wanted=wanted
-            )
+            self._journal.data = without_secrets(data_inputs(self.config.data, data))
+            tags, params = map(without_secrets, (self._tags, unused_settings.params(self.config)))
+            measured = self._journal.create(self._name, params=params, tags=tags, wanted=wanted)
             self._held.enter_context(earlier.held(self.folder))
             ids = self._journal.run_id, self._journal.experiment_id
             pid, began_at = os.getpid(), time.time() - self._watch.total_s()
@@ -233,7 +233,9 @@ class Record:
             self._fail(error)
         self._journal.make_room()
         try:
-            self._journal.log(new, self._step)
+            curves = {k: new.pop(k) for k in [*new] if k in self._series}
+            self._journal.log(new, ONCE)
+            self._journal.log(curves, self._step)
             for name in [n for n in self._files if not (self.folder / n).is_file()]:
                 self._write(name, self._files[name])  # the folder was removed
         except (JournalError, OSError) as lost:

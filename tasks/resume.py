@@ -18,25 +18,44 @@ from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.engine.base.units import printable, seconds
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
 from tasks.engine.device.detection import NotNow
+from tasks.engine.settings import unused_settings
 from tasks.engine.settings.read_settings import ConfigError, resolve
 from tasks.engine.settings.run_config import RunConfig, RunSettings
 from tasks.engine.training.budget import ends_at
 from tasks.failures import Failure
 from tasks.process import restart
+from tasks.process.redaction import redacted
 from tasks.run_folders import LOCK, Start, folders, json_of, resume_command, start_of
 from tasks.tracking.where import where
 
 log = logging.getLogger(__name__)
+# Settings that say nothing of what is trained, or stand first in the name.
+NOT_VARIED = ("run.", "checkpoint.", "device.", "model.name", "data.source", "data.path")
+PLAIN = (str, int, float)
+NAME_LETTERS = 48  # of a name that nobody gave
 RETRY_WAIT_S = 600.0  # at most
 
 
 def default_name(config: RunConfig) -> str:
-    """What a run is called: as asked, else by what it trains on what and when."""
-    return config.run.name or f"{config.model.name}-{config.data.source}-{stamp()}"
+    """What a run is called: as asked, else by what it trains on what, and what was set otherwise
+    than by default: `mlp-digits lr=0.01`."""
+    if config.run.name:
+        return config.run.name
+    source = Path(config.data.path).stem if config.data.path else config.data.source
+    usual, words = RunConfig().flat(), [f"{config.model.name}-{source}"]
+    for name, value in unused_settings.params(config).items():
+        if name.startswith(NOT_VARIED) or value == usual[name] or not isinstance(value, PLAIN):
+            continue
+        section, _, last = name.rpartition(".")
+        shown = f"{value:g}" if isinstance(value, float) else redacted(str(value))
+        words.append(f"{section if last == 'name' else last}={shown}")
+    fit = max([n for n in range(len(words) + 1) if len(" ".join(words[:n])) <= NAME_LETTERS])
+    more = len(words) - max(1, fit)
+    return " ".join([*words[: max(1, fit)], *([f"+{more}"] if more else [])])
 
 
 def stamp() -> str:
-    """The time, as names of runs and of their folders have it: in their order."""
+    """The time, as the names of runs' folders have it: in their order."""
     return datetime.now().strftime("%Y%m%d-%H%M%S")
 
 

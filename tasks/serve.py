@@ -29,7 +29,8 @@ from tasks.serving.processes import (
     port_from,
     require_free,
 )
-from tasks.tracking.where import TrackingError, where
+from tasks.tracking.mlflow_pages import EXPERIMENTS_PAGE, experiment_page, run_page
+from tasks.tracking.where import TrackingError, Where, where
 
 PROJECT = Path(__file__).absolute().parent.parent
 FOLDER = PROJECT / ".headroom" / "serve"
@@ -101,23 +102,44 @@ def ui() -> int:
     """Become MLflow's server on the runs; or say where they are, where a server has them."""
     chosen = where()
     if not chosen.keeps_files:
-        print(f"The runs are on a tracking server: {redacted(chosen.tracking_uri)}")
+        print(f"The runs are on a tracking server: {_mlflow_server(chosen)}")
         return 0
     if found := parts(FOLDER).get("mlflow"):
-        print(f"MLflow is up already, with `make serve`: {found.address}")
+        print(f"MLflow is up already, with `make serve`: {found.address}{_first_page(chosen)}")
         return 0
     port = port_from(*MLFLOW_PORT)
     require_free(port, MLFLOW_PORT[0])
-    if chosen.database is not None and not chosen.database.exists():
-        from tasks.tracking.mlflow_store import open_experiment
-
-        open_experiment(chosen)  # MLflow's own first use of a new database breaks if a run is first
-    print(f"MLflow: http://127.0.0.1:{port}   (this machine only; Ctrl-C ends it)", flush=True)
+    page = f"http://127.0.0.1:{port}{_first_page(chosen)}"
+    print(f"MLflow: {page}\n        (this machine only; Ctrl-C ends it)", flush=True)
     os.environ["MLFLOW_BACKEND_STORE_URI"] = chosen.tracking_uri  # unlike a flag, not seen in `ps`
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # with it: 1.7 GB and 30 s
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     arguments += ["--default-artifact-root", Path(chosen.artifacts).as_uri()]
     os.execv(sys.executable, [sys.executable, "-m", "mlflow", "server", *arguments])
+
+
+def _first_page(chosen: Where) -> str:
+    """The path that shows the runs best. A new database is made: MLflow's own first use of one
+    breaks if a run is first. Raises TrackingError or ServeError where it can't be used."""
+    from tasks.tracking import mlflow_store  # which takes seconds
+
+    try:
+        return experiment_page(mlflow_store.open_experiment(chosen)[1])
+    except Exception as error:  # of any store
+        said = mlflow_store.explained(error, chosen)
+        if not said.startswith("run.experiment:"):
+            raise (TrackingError if isinstance(error, TrackingError) else ServeError)(
+                said
+            ) from None
+        print(said, file=sys.stderr)  # that of a deleted one, which the pages still can show
+        return EXPERIMENTS_PAGE
+
+
+def _mlflow_server(chosen: Where) -> str:
+    """The pages of a tracking server, which is not asked whether it is there."""
+    is_http = chosen.tracking_uri.startswith("http")
+    uri = redacted(chosen.tracking_uri)
+    return uri.rstrip("/") + EXPERIMENTS_PAGE if is_http else uri
 
 
 def mlflow_address() -> tuple[str, str]:
@@ -135,7 +157,7 @@ def mlflow_address() -> tuple[str, str]:
 
 def open_command(tracking_uri: str, experiment_id: str, run_id: str) -> str:
     """How a person opens a run in MLflow, or MLflow, where that does not know the run yet."""
-    path = f"/#/experiments/{experiment_id}/runs/{run_id}" if run_id else ""
+    path = run_page(experiment_id, run_id) if run_id else ""
     if tracking_uri.startswith("http"):
         return link(tracking_uri).rstrip("/") + path
     here = Path("Makefile").is_file() and Path("tasks/serve.py").is_file()
@@ -196,7 +218,7 @@ def _addresses(addresses: Mapping[str, str]) -> str:
     return "\n".join(
         [
             f"Prefect    {addresses['prefect']}",
-            f"MLflow     {addresses.get('mlflow') or redacted(where().tracking_uri)}",
+            f"MLflow     {_mlflow_page(addresses)}",
             f"worker     {addresses['worker']}, pool {prefect_http.POOL}, one run at a time",
             "           For this machine only (127.0.0.1): there is no password.",
             f"train now  {run}",
@@ -205,6 +227,13 @@ def _addresses(addresses: Mapping[str, str]) -> str:
             "stop       make serve-down",
         ]
     )
+
+
+def _mlflow_page(addresses: Mapping[str, str]) -> str:
+    chosen = where()
+    if "mlflow" in addresses:
+        return addresses["mlflow"] + _first_page(chosen)
+    return _mlflow_server(chosen)
 
 
 def _command(name: str) -> str:

@@ -4,6 +4,7 @@ import gc
 import importlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -140,6 +141,13 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
         found = getattr(sys.modules[name], "__file__", None) or ""
         if found.startswith(str(tmp_path)):
             del sys.modules[name]
+
+
+def free_port() -> int:
+    """Of 127.0.0.1, that nobody has now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def show(run: Mapping[str, Any]) -> None:
     from tasks.engine.report import run_report
 
     command = run["open_command"] if run["run_id"] else ""  # MLflow may not know it yet
-    Console(file=sys.stdout).print(run_report.terminal(run, open_command=command))
+    Console(file=sys.stdout).print(run_report.terminal(run, open_command=command), crop=False)
 
 
 @contextmanager

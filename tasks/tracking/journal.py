@@ -24,7 +24,7 @@ from typing import Any
 
 from tasks.process import children
 from tasks.process.redaction import redacted
-from tasks.tracking.journal_lines import append, line_of, newest_steps
+from tasks.tracking.journal_lines import ONCE, append, line_of, newest_steps
 from tasks.tracking.where import TrackingError, Where
 
 OPEN_S = 180.0  # the first use of a new database on a busy machine, with room to spare
@@ -58,6 +58,7 @@ class Journal:
         self.run_id = ""  # MLflow's, once it has been told of the run
         self.experiment_id = ""
         self.is_begun = False
+        self.data: list[dict[str, str]] = []  # inputs of the run, for create()
         self.notes: list[str] = []  # what befell the record on its way
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._metrics: FileIO | None = None
@@ -94,8 +95,8 @@ class Journal:
 
     def create(
         self,
-        *,
         name: str,
+        *,
         params: Mapping[str, Any],
         tags: Mapping[str, str],
         wanted: Sequence[str] = (),
@@ -103,11 +104,10 @@ class Journal:
         """Open the run in MLflow. Raises TrackingError where that can't be done; where MLflow is
         away, and not required, it is told as soon as it is there.
 
-        Returns the newest values of the wanted metrics among finished runs with the same tag
-        `alike`.
+        Returns the newest values of the wanted metrics among finished runs with the same `alike`.
         """
         given = {k: "" if v is None else str(v) for k, v in params.items()}
-        return self._begun({"name": name, "params": given}, tags, wanted)
+        return self._begun({"name": name, "params": given, "data": self.data}, tags, wanted)
 
     def reopen(
         self, ids: Mapping[str, str], *, tags: Mapping[str, str], wanted: Sequence[str] = ()
@@ -159,10 +159,10 @@ class Journal:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep metrics of a step. Costs one short write; sent later, by the other process."""
         assert self._metrics is not None, "log() before create()"
-        if self._told:
+        if self._told and step != ONCE:
             metrics = {k: v for k, v in metrics.items() if self._told.get(k, -1) < step}
-            if not metrics:
-                return
+        if not metrics:
+            return
         try:
             self._restore()
             append(self._metrics, line_of(metrics, step, unix_ms=int(time.time() * 1000)))

@@ -23,6 +23,7 @@ Line = tuple[int, int, dict[str, float]]  # Unix ms, step, metrics
 Sample = tuple[str, float, int, int]  # name, value, unix ms, step
 LOCK = "sending.lock"  # of a run's folder: whoever sends it holds it
 BATCH = 10_000  # metrics: other runs wait some 0.1 s while so many are written to a database
+ONCE = 0  # the step of what has one value a run: of a later one MLflow draws a curve of one dot
 END_BYTES = 2**16  # of a journal: some hundred log points
 MOST_POINTS = 4096  # of a series: more than a picture shows
 CHECK = b',"crc32":'  # behind what it is the checksum of; journals of older versions have none

@@ -103,6 +103,7 @@ def begun(
             run = run_of(client, folder)
     if run is None:
         words = {name: begin[name] for name in ("name", "params", "tags", "start_ms")}
+        words["data"] = begin.get("data", [])
         sender = create(client, chosen, experiment_id=experiment_id, folder=folder, **words)
     else:
         if run.info.lifecycle_stage == "deleted":
@@ -112,6 +113,7 @@ def begun(
             return Sender(client, chosen, folder, state)
         sender = reopen(client, chosen, state=state, folder=folder, tags=begin["tags"])
         sender.tell_params(begin.get("params", {}))
+        sender.tell_data(begin.get("data", []))
     (folder / BEGIN).unlink(missing_ok=True)
     return sender
 

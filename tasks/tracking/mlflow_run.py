@@ -9,14 +9,14 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.entities import Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
 
 from tasks.engine.base.file_lock import FileLock
 from tasks.engine.device.telemetry import Telemetry
@@ -24,7 +24,8 @@ from tasks.engine.report import run_report
 from tasks.process.redaction import redacted
 from tasks.tracking import logged_model, metrics
 from tasks.tracking.journal import BEGIN, RESERVE
-from tasks.tracking.journal_lines import LOCK, Sample, batches, series
+from tasks.tracking.journal_lines import LOCK, ONCE, Sample, batches, series
+from tasks.tracking.mlflow_pages import run_page
 from tasks.tracking.pace import Pace
 from tasks.tracking.surroundings import environment
 from tasks.tracking.where import Where
@@ -76,6 +77,16 @@ class Sender:
         for i in range(0, len(entries), PARAMS):
             self.client.log_batch(self.state.run_id, params=entries[i : i + PARAMS])
 
+    def tell_data(self, inputs: Sequence[Mapping[str, str]]) -> None:
+        """MLflow keeps one of each name and digest, however often it is told."""
+        found = []
+        for told in inputs:
+            tag = InputTag("mlflow.data.context", told["context"])
+            words = {k: v for k, v in told.items() if k != "context"}
+            found.append(DatasetInput(Dataset(**words), [tag]))
+        if found:
+            self.client.log_inputs(self.state.run_id, found)
+
     def flush(self, *, most_bytes: float = math.inf) -> None:
         """Send the metrics that are new, of so many bytes of the journal. Raises what MLflow
         raises; nothing is lost then."""
@@ -84,7 +95,7 @@ class Sender:
             found = batches(journal, self.state.offset, most_bytes=most_bytes, damaged=bad)
             for batch, offset in found:
                 if batch:
-                    self.step = batch[-1][-1]
+                    self.step = max(self.step, max(sample[-1] for sample in batch))
                     self._send(batch)
                 self.state.offset = offset
                 self.state.damaged += len(bad)
@@ -144,7 +155,7 @@ class Sender:
         self.tags |= {k: str(v) for k, v in run.get("tags", {}).items()}
         self.flush()
         self._tell_damage()
-        path = f"/#/experiments/{self.state.experiment_id}/runs/{run_id}"
+        path = run_page(self.state.experiment_id, run_id)
         is_late = run.get("run_id") == ""  # its command names no run
         run = {**run, "run_id": run_id, "experiment_id": self.state.experiment_id}
         run["series"] = series(self.folder / "metrics.jsonl")
@@ -163,7 +174,7 @@ class Sender:
             times["time/total_s"] = run["metrics"]["time/total_s"] + times["time/close_s"]
         run["metrics"] = {**run["metrics"], **times}
         now_ms = int(time.time() * 1000)
-        self._send([(k, v, now_ms, self.step) for k, v in times.items()])
+        self._send([(k, v, now_ms, ONCE) for k, v in times.items()])
         page = run_report.html(run, plots, open_command=command)
         (self.folder / REPORT).write_text(page, encoding="utf-8")
         self._artifact(self.folder / REPORT)
@@ -215,13 +226,15 @@ def create(
     name: str,
     params: dict[str, str],
     tags: dict[str, str],
+    data: Sequence[Mapping[str, str]] = (),
     start_ms: int | None = None,
 ) -> Sender:
-    """A new run with its params and tags. start_ms: when it began, if not now."""
+    """A new run with its params, tags and data. start_ms: when it began, if not now."""
     tags = {k: v[:TAG_LIMIT] for k, v in tags.items()} | {"journal": folder.name}
     run = client.create_run(experiment_id, start_ms, tags, name)
     sender = Sender(client, chosen, folder, State(run.info.run_id, experiment_id))
     sender.tell_params(params)
+    sender.tell_data(data)
     sender._keep()
     return sender
 

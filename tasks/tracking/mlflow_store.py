@@ -12,6 +12,7 @@ import socket
 import sqlite3
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from fcntl import LOCK_EX, flock
 from pathlib import Path
@@ -26,6 +27,7 @@ from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from tasks.process.redaction import redacted
 from tasks.tracking.journal import BEGIN
+from tasks.tracking.mlflow_pages import VIEW_TAG, view_tag
 from tasks.tracking.where import TrackingError, Where
 
 AWAY_S = 60.0  # so long MLflow itself tries to reach a database that is away
@@ -52,6 +54,7 @@ def open_experiment(where: Where) -> tuple[MlflowClient, str]:
         location = Path(where.artifacts).as_uri() if where.keeps_files else None
         try:
             made = client.create_experiment(where.experiment, location, tags=EXPERIMENT_TAGS)
+            _keep_view(client, made, {})
             return client, made
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
@@ -63,7 +66,18 @@ def open_experiment(where: Where) -> tuple[MlflowClient, str]:
             f"run.experiment: {where.experiment!r} was deleted in MLflow; restore it with "
             f"`mlflow experiments restore -x {found.experiment_id}`, or choose another name"
         )
+    _keep_view(client, found.experiment_id, found.tags)
     return client, found.experiment_id
+
+
+def _keep_view(client: MlflowClient, experiment_id: str, tags: Mapping[str, str]) -> None:
+    """The view that our addresses name, where it is not there yet. Who may not write tags of an
+    experiment may train all the same."""
+    if tags.get(VIEW_TAG) != view_tag():
+        try:
+            client.set_experiment_tag(experiment_id, VIEW_TAG, view_tag())
+        except (MlflowException, SQLAlchemyError) as error:
+            print(f"no view of the experiment: {redacted(str(error))[:600]}", file=sys.stderr)
 
 
 def _first_asked(where: Where) -> tuple[MlflowClient, Experiment | None]:

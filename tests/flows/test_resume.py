@@ -59,6 +59,11 @@ def test_a_training_goes_on_where_it_was_killed_and_where_its_time_was_over(
     tags = dict(_query(place, "select key, value from tags"))
     assert tags["resumed"] == "2" and int(tags["resumed_from_step"]) > 40
     assert "end.reason" not in tags and "warnings" not in tags
+    told = "from inputs where source_type = 'DATASET'"
+    assert _query(place, f"select count(*) {told}") == [(2,)], "not twice"
+    total = "where key = 'time/total_s'"
+    ((newest_s,),) = _query(place, f"select value from latest_metrics {total}")
+    assert newest_s == max(_query(place, f"select value from metrics {total}"))[0], "it adds up"
     # Without a gap or a double: 23 steps an epoch, a log point every 10.
     for name, points in (("train/loss", 460), ("train/epoch", 200), ("val/accuracy", 200)):
         found = _query(place, f"select step from metrics where key='{name}'")

@@ -37,7 +37,8 @@ def terminal(report: Report, command: str) -> Group:
     for section in report.sections:
         body.add_row("", "")
         body.add_row(section.title, Group(*_lines(section), *_blocks(section)))
-    opening = Text.assemble(("\nOpen     ", "bold"), command, overflow="fold")
+    # Unbroken: an address that a terminal wraps can still be clicked and copied.
+    opening = Text.assemble(("\nOpen     ", "bold"), command, overflow="ignore", no_wrap=True)
     return Group(_Title(report), Constrain(body, width=WIDEST), *([opening] if command else []))
 
 

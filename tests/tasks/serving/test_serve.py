@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,7 +21,9 @@ import pytest
 from tasks import serve
 from tasks.serving import local_prefect, processes, service_down, service_up
 from tasks.serving.processes import MARK, Part, ServeError, SettingError
+from tasks.tracking.mlflow_store import open_experiment
 from tasks.tracking.where import where
+from tests.conftest import free_port
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 ADDRESSES = {"prefect": "http://127.0.0.1:1", "mlflow": "http://127.0.0.1:2", "worker": "test"}
@@ -264,7 +267,27 @@ def test_ui_says_where_to_go_where_a_tracking_server_has_the_runs(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:secret@mlflow.example.com")
     assert serve.main(["ui"]) == 0
-    assert "https://me:***@mlflow.example.com" in capsys.readouterr().out
+    page = "https://me:***@mlflow.example.com/#/experiments?workflowType=machine_learning"
+    assert page in capsys.readouterr().out
+
+
+def test_ui_opens_on_our_runs_among_the_pages_for_training(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was MLflow's front page, and from there the pages for traces and prompts."""
+    monkeypatch.setenv("HEADROOM_MLFLOW_PORT", str(free_port()))
+    monkeypatch.setattr(serve, "os", SimpleNamespace(environ={}, execv=lambda *_: None))
+    serve.ui()
+    assert "/#/experiments/1/runs?workflowType=machine_learning" in capsys.readouterr().out
+
+
+def test_ui_starts_where_the_experiment_was_deleted(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client, found = open_experiment(where())
+    client.delete_experiment(found)
+    assert serve._first_page(where()) == "/#/experiments?workflowType=machine_learning"
+    assert "mlflow experiments restore" in capsys.readouterr().err
 
 
 def test_a_tracking_uri_that_cant_be_used_is_bad_input() -> None:

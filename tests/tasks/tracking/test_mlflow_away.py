@@ -25,6 +25,13 @@ from tasks.tracking.mlflow_run import LOCK, Sender, State
 from tasks.tracking.where import TrackingError, Where
 from tests.conftest import desk_environment
 
+DATA = {
+    "context": "training",
+    "name": "houses",
+    "digest": "84f8",
+    "source_type": "code",
+    "source": "{}",
+}
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}, "run_id": ""}
 GONE = {"host": socket.gethostname(), "pid": "4194304", "process.started_at": "1.0"}
 
@@ -105,6 +112,7 @@ def test_mlflow_that_comes_and_goes_and_comes_has_the_whole_run_with_its_true_st
     where, began_ms = _where(tmp_path, server.uri, give_up_s=30), time.time() * 1000
     with Journal(where, tmp_path / "runs" / "one") as kept:
         kept.open("late")
+        kept.data = [DATA]
         assert kept.create(name="first", params={"a": 1}, tags={"b": "2"}) == {}
         created_ms = time.time() * 1000
         assert kept.run_id == "" and "is away (Connection refused); the run is" in kept.notes[0]
@@ -123,6 +131,9 @@ def test_mlflow_that_comes_and_goes_and_comes_has_the_whole_run_with_its_true_st
     assert began_ms <= run.info.start_time + 1 and run.info.start_time <= created_ms
     assert run.data.params == {"a": "1"} and run.data.tags["b"] == "2"
     assert _steps(client, run) == [1, 2, 3, 4]
+    (seen,) = run.inputs.dataset_inputs
+    assert (seen.dataset.name, seen.dataset.digest) == ("houses", "84f8")
+    assert [(tag.key, tag.value) for tag in seen.tags] == [("mlflow.data.context", "training")]
     assert not (tmp_path / "runs" / "one" / BEGIN).exists()
 
 

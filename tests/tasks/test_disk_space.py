@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from tasks import disk_space
 from tasks.engine.data.preparation import prepare
 from tasks.engine.settings.run_config import RunConfig
 from tasks.preflight import check_fit
-from tasks.tracking import disk_space
 from tasks.tracking.where import TrackingError, Where
 
 MIB = 1024**2
