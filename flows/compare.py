@@ -25,6 +25,7 @@ from prefect import flow
 from rich.console import Console
 
 from flows.cli.compare_command import parse
+from tasks import serve
 from tasks.comparison import cells, page
 from tasks.comparison.cells import Ended
 from tasks.comparison.grid import Asked, Cell, Check
@@ -82,6 +83,8 @@ def _trained(asked: Asked) -> int:
         comparison.keep()
     finally:
         store.end(comparison.run_id, status=status, text=text, files=files)
+    ids = {"experiment_id": store.experiment_id, "run_id": comparison.run_id}
+    print(f"Open     {serve.open_command(store.where.tracking_uri, **ids)}", flush=True)
     show(text, f"comparison-{comparison.run_id}", name)
     return 0 if status == "FINISHED" else 1
 
