@@ -95,7 +95,7 @@ def _read(asked: Asked) -> int:
     chosen = where()
     if chosen.database is not None and not chosen.database.is_file():
         raise TrackingError(f"tracking_uri: {chosen.database} is not there; nothing has run yet")
-    store = Comparisons(chosen, asked.base.run.experiment)
+    store = Comparisons(chosen, asked.base.run.experiment, makes=False)
     query = asked.filter
     found = store.runs(asked.runs) if asked.runs else store.newest(last=asked.last, query=query)
     if not found:

@@ -18,12 +18,13 @@ from typing import Any
 from uuid import uuid4
 
 from tasks.comparison.grid import Cell
-from tasks.engine.base.file_lock import FileLock
+from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.engine.base.units import printable
 from tasks.engine.settings.yaml_file import to_yaml
 from tasks.flow_run import PARENT
 from tasks.process.redaction import redacted
 from tasks.resume import stamp
+from tasks.run_folders import LOCK as TRAINING_LOCK
 from tasks.run_folders import folders, json_of, start_of
 from tasks.serving.prefect_http import FLOW_RUN
 
@@ -96,7 +97,7 @@ def play(
     training that was stopped in its middle goes on from its checkpoint."""
     queues: dict[str, list[Cell]] = {}
     for cell in grid:
-        if cell.number not in comparison.ended:
+        if cell.number not in comparison.ended and not _ended_since(comparison, cell, runs):
             queues.setdefault(cell.device, []).append(cell)
     live: dict[str, tuple[Cell, subprocess.Popen[bytes]]] = {}
     try:
@@ -118,6 +119,20 @@ def play(
         _stop([process for _, process in live.values()])
 
 
+def _ended_since(comparison: Comparison, cell: Cell, runs: Path) -> bool:
+    """Whether it came to its end after its comparison was killed; one that lives is waited for."""
+    folder = _folder_of(comparison, cell, runs)
+    if folder is None:
+        return False
+    while is_held(folder / TRAINING_LOCK):
+        time.sleep(POLL_S)
+    ended = _end_of(comparison, cell, 0, runs)
+    if ended.status == "FINISHED":
+        comparison.ended[cell.number] = ended
+        comparison.keep()
+    return ended.status == "FINISHED"
+
+
 def _start(comparison: Comparison, cell: Cell) -> subprocess.Popen[bytes]:
     file = comparison.folder / f"{cell.number:04d}.yaml"
     settings: dict[str, Any] = cell.config.model_dump()
@@ -133,6 +148,7 @@ def _start(comparison: Comparison, cell: Cell) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**environment, PARENT: comparison.run_id},
+            start_new_session=True,  # Ctrl-C is for the comparison, which then ends it
         )
 
 
@@ -142,9 +158,7 @@ def _key(comparison: Comparison, cell: Cell) -> str:
 
 def _end_of(comparison: Comparison, cell: Cell, code: int, runs: Path) -> Ended:
     """By what its run has told; one that never had a run is told by its last line."""
-    key = _key(comparison, cell)
-    of_key = (f for f in folders(runs) if (s := start_of(f)) is not None and s.key == key)
-    folder = next(of_key, None)
+    folder = _folder_of(comparison, cell, runs)
     start = start_of(folder) if folder is not None else None
     told: Mapping[str, Any] = json_of(folder / "run.json") if folder is not None else {}
     status = told.get("status") or ("KILLED" if code < 0 else "FAILED")
@@ -155,6 +169,13 @@ def _end_of(comparison: Comparison, cell: Cell, code: int, runs: Path) -> Ended:
     return replace(ended, error=printable(redacted(error), limit=300))
 
 
+def _folder_of(comparison: Comparison, cell: Cell, runs: Path) -> Path | None:
+    """That of its newest run."""
+    key = _key(comparison, cell)
+    of_key = (f for f in folders(runs) if (s := start_of(f)) is not None and s.key == key)
+    return next(of_key, None)
+
+
 def _last_line(log: Path) -> str:
     with suppress(OSError):
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -163,7 +184,7 @@ def _last_line(log: Path) -> str:
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask them to end, as a terminal's Ctrl-C has done already, and wait until they have."""
+    """Ask them to end, and wait until they have."""
     for process in processes:
         with suppress(OSError):
             process.terminate()

@@ -59,10 +59,13 @@ def recall(
 class Comparisons:
     """The runs of one experiment."""
 
-    def __init__(self, where: Where, experiment: str | None = None) -> None:
-        """Raises TrackingError."""
+    def __init__(self, where: Where, experiment: str | None = None, *, makes: bool = True) -> None:
+        """makes: the experiment, where it is new. Raises TrackingError."""
         self.where = where.model_copy(update={"experiment": experiment}) if experiment else where
         try:
+            name = self.where.experiment
+            if not makes and not MlflowClient(where.tracking_uri).get_experiment_by_name(name):
+                raise TrackingError(f"run.experiment: {name!r} is not there; nothing has run in it")
             self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
         except TrackingError:
             raise
@@ -101,8 +104,10 @@ class Comparisons:
         for run_id in ids:
             try:
                 run = self.client.get_run(run_id)
+                if run.info.lifecycle_stage == "deleted":
+                    raise MlflowException("deleted")
             except MlflowException:
-                problems.append(f"--runs {run_id[:80]}: no such run in {store}")
+                problems.append(f"--runs {run_id[:80]}: no such run in {store}, or deleted")
                 continue
             if _is_training(run):
                 found.append(_told(run))

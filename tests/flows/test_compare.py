@@ -104,6 +104,10 @@ def test_a_grid_is_trained_to_its_end_whatever_comes_between(start: Start, place
     _, err = process.communicate(timeout=100)
     assert process.returncode == 2
     assert f"--runs {parent}: is no training" in err and "--runs nonsense: no such run" in err
+    process = start("--last", "3", "--run.experiment", "new")
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 2 and "run.experiment: 'new' is not there" in err
+    assert not _query(place, "select name from experiments where name = 'new'"), "only read"
 
 
 def test_nothing_is_trained_where_one_of_the_grid_can_not_be(start: Start, place: Path) -> None:
