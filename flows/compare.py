@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefect import flow
+from prefect.runtime import flow_run
 from rich.console import Console
 
 from flows.cli.compare_command import parse
@@ -31,6 +32,7 @@ from tasks.comparison.cells import Ended
 from tasks.comparison.grid import Asked, Cell, Check
 from tasks.comparison.measured import Measured, Points, grouped
 from tasks.comparison.pictures import MOST
+from tasks.engine.base.units import printable
 from tasks.flow_run import show
 from tasks.process.redaction import redacted_errors
 from tasks.resume import stamp
@@ -42,7 +44,11 @@ if TYPE_CHECKING:
 CURVE_POINTS = 1_000  # of a line in a picture
 
 
-@flow(name="compare", validate_parameters=False)
+def _name() -> str:
+    return printable(" ".join(["compare", *flow_run.parameters["words"]]), limit=100)
+
+
+@flow(name="compare", flow_run_name=_name, validate_parameters=False)
 def compare(words: list[str], plan: Asked | None = None) -> int:
     """Train what the words of the command line ask for, or read the runs that they name.
 

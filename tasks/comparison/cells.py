@@ -136,8 +136,9 @@ def _ended_since(comparison: Comparison, cell: Cell, runs: Path) -> bool:
 def _start(comparison: Comparison, cell: Cell) -> subprocess.Popen[bytes]:
     file = comparison.folder / f"{cell.number:04d}.yaml"
     settings: dict[str, Any] = cell.config.model_dump()
-    name = cell.label + (f", repeat {cell.repeat}" if cell.repeat > 1 else "")
-    settings["run"]["name"] = settings["run"]["name"] or printable(name, limit=NAME_LETTERS)
+    turn = f", repeat {cell.repeat}" if cell.repeat > 1 else ""
+    name = " ".join(filter(None, [settings["run"]["name"], cell.label + turn]))
+    settings["run"]["name"] = printable(name, limit=NAME_LETTERS)
     settings["run"]["key"] = _key(comparison, cell)
     file.write_text(to_yaml(settings))
     environment = {k: v for k, v in os.environ.items() if k != FLOW_RUN}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST = 12  # groups that a picture shows
+NEAR = 3  # times what was taken at most: a device that has more would leave no bars to see
 LETTERS = 34  # of a label
 INK = "#202020"
 # Okabe and Ito's, as in the plots of a run, with the others of theirs.
@@ -40,7 +41,7 @@ def pictures(
         "speed": lambda: _speed(groups),
         "loss": lambda: _loss(groups, series),
         "time": lambda: _stacked(groups, time_parts, "milliseconds of 1,000 samples"),
-        "memory": lambda: _stacked(groups, memory_parts, "MiB of tensors at the peak"),
+        "memory": lambda: _memory(groups),
     }
     files = {}
     for name, draw in drawn.items():
@@ -117,6 +118,20 @@ def _stacked(
         handlelength=0.9,
         columnspacing=1.1,
     )
+    return figure
+
+
+def _memory(groups: Sequence[Group]) -> Figure | None:
+    """With what the device has in all, where all have the same: as a line where it is near."""
+    figure = _stacked(groups, memory_parts, "MiB of tensors at the peak")
+    totals = {group.tag("device.total_mib") for group in groups if group.done}
+    if figure is None or len(totals) != 1 or not (total := next(iter(totals))):
+        return figure
+    axes = figure.axes[0]
+    told = f"the device has {float(total):,.0f}"
+    if float(total) <= NEAR * axes.get_xlim()[1]:
+        axes.axvline(float(total), color=VERMILION, linewidth=1.2)
+    axes.set_title(told, loc="right", fontsize=9, color=GREY)
     return figure
 
 

@@ -1,6 +1,7 @@
 """The table, the page, the CSV and the pictures of a comparison, read back."""
 
 import csv
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from tasks.comparison.measured import Points, grouped
 from tasks.comparison.page import MOST_ROWS, compared, markdown, terminal, write
+from tasks.comparison.pictures import _memory as pictures_of_memory
 from tests.tasks.comparison.runs import run
 
 PHASES = {"data_wait": 5.0, "forward": 20.0, "backward": 40.0, "optimizer": 10.0}
@@ -64,3 +66,16 @@ def test_of_many_the_terminal_shows_the_first(tmp_path: Path) -> None:
     assert table.row_count == MOST_ROWS and table.caption == "and 5 more, on the page"
     page = write(comparison, tmp_path, series={})[0].read_text()
     assert page.count("<tr") >= MOST_ROWS + 5
+
+
+def test_the_memory_of_the_device_is_a_line_where_it_is_near(tmp_path: Path) -> None:
+    drawn = {}
+    for total in ("120", "24106"):
+        runs = [run(f"{n:032}", memory={"activations": 50.0 * n}, optim__lr=n) for n in (1, 2)]
+        runs = [replace(r, tags={**r.tags, "device.total_mib": total}) for r in runs]
+        figure = pictures_of_memory(grouped(runs))
+        assert figure is not None
+        drawn[total] = figure.axes[0]
+        assert figure.axes[0].get_title(loc="right") == f"the device has {float(total):,.0f}"
+    assert len(drawn["120"].lines) == 1 and not drawn["24106"].lines
+    assert drawn["24106"].get_xlim()[1] < 200, "the bars stay large"
