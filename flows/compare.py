@@ -83,12 +83,12 @@ def _trained(asked: Asked) -> int:
     try:
         cells.play(comparison, asked.cells, runs=Path(chosen.runs), tell=_tell(len(asked.cells)))
         runs = _measured(store, asked, comparison)
-        text, files = _told(store, runs, asked.varied, f"{title} of {name}", comparison.folder)
+        text, files = _told(store, runs, asked.varied, name, comparison.folder)
         status = "FINISHED" if any(run.is_done for run in runs) else "FAILED"
-        comparison.is_over = True
-        comparison.keep()
     finally:
         store.end(comparison.run_id, status=status, text=text, files=files)
+    comparison.is_over = True
+    comparison.keep()
     ids = {"experiment_id": store.experiment_id, "run_id": comparison.run_id}
     print(f"Open     {serve.open_command(store.where.tracking_uri, **ids)}", flush=True)
     show(text, f"comparison-{comparison.run_id}", name)

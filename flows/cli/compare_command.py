@@ -76,7 +76,7 @@ def parse(argv: Sequence[str]) -> Asked:
         problems.append(f"--runs: names the runs already; drop {reads[1]}")
     if not reads and not trains and known.repeats == 1:
         problems.append("--vary: nothing varies; see --help for --vary, --devices and --runs")
-    for word in (word.partition("=")[0] for word in rest):
+    for word in (word.partition("=")[0] for word in rest if word.startswith("--")):
         if word in ("--resume", "--forecast", "--explain-device"):
             problems.append(f"{word}: is of `python -m flows.train`")
         elif reads and word not in ("--debug", "--run.experiment"):
