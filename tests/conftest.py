@@ -162,7 +162,9 @@ def desk_environment(home: Path | None = None) -> dict[str, str]:
     """What a person's shell holds: nothing of Prefect but its home, by default that of the server
     of all tests. What a process of its own starts is forked too (tests/warm/site)."""
     home = home or Path(os.environ["PREFECT_HOME"])
-    known = [str(ROOT), str(WARM / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # A sitecustomize that is there already, as a stand-in for a GPU brings, must not be hidden.
+    site = [] if os.environ.get("TESTS_COLD") == "1" else [str(WARM / "site")]
+    known = [str(ROOT), *site, *filter(None, [os.environ.get("PYTHONPATH")])]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
     given = {"PREFECT_HOME": str(home), "PYTHONPATH": os.pathsep.join(known)}
     return {**kept, **given, "TESTS_PYTHON": sys.executable}

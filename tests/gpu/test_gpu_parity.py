@@ -298,7 +298,10 @@ def test_a_data_set_of_the_users_own_may_lie_on_the_gpu(
 @pytest.mark.parametrize(
     ("train", "told"),
     [
-        ({"loss": "mine:weighed"}, r"^train.loss: .*; bring W to where the outputs are, with .to"),
+        (
+            {"loss": "mine:weighed"},
+            r"^train.loss: .*: W is on cpu, outputs is on cuda:0; make it where the others are",
+        ),
         ({"metrics": {"mean": "mine:hosts"}}, r"^train.metrics.mean: .*to numpy. Use Tensor.cpu"),
     ],
 )
