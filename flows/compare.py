@@ -32,6 +32,7 @@ from tasks.comparison.cells import Ended
 from tasks.comparison.grid import Asked, Cell, Check
 from tasks.comparison.measured import Measured, Points, grouped
 from tasks.comparison.pictures import MOST
+from tasks.device_tags import process_tags
 from tasks.engine.base.units import printable
 from tasks.flow_run import show
 from tasks.process.redaction import redacted_errors
@@ -76,12 +77,13 @@ def _trained(asked: Asked) -> int:
             f"going on: {len(comparison.ended)} of {len(asked.cells)} have ended", file=sys.stderr
         )
     name = asked.base.run.name or f"compare-{title}-{stamp()}"
-    comparison.run_id = store.begin(comparison.run_id, name=name, count=len(asked.cells))
+    tags, count = process_tags("flows/compare.py"), len(asked.cells)
+    comparison.run_id = store.begin(comparison.run_id, name=name, count=count, tags=tags)
     comparison.keep()
     status = "KILLED"
     text, files = "", list[Path]()
     try:
-        cells.play(comparison, asked.cells, runs=Path(chosen.runs), tell=_tell(len(asked.cells)))
+        cells.play(comparison, asked.cells, runs=Path(chosen.runs), tell=_tell(count))
         runs = _measured(store, asked, comparison)
         text, files = _told(store, runs, asked.varied, name, comparison.folder)
         status = "FINISHED" if any(run.is_done for run in runs) else "FAILED"

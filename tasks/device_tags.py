@@ -15,7 +15,6 @@ from tasks.engine.memory.memory_meter import MIB
 
 def device_tags(device: DeviceFacts) -> dict[str, str]:
     """The tags; what is not known has none."""
-    me = psutil.Process()
     found = {
         "device": device.name,
         "device.kind": device.kind,
@@ -28,10 +27,18 @@ def device_tags(device: DeviceFacts) -> dict[str, str]:
         "torch.version": device.torch_version,
         "accelerator.runtime": device.runtime,
         "driver.version": device.driver_version,
+    }
+    return {k: v for k, v in found.items() if v is not None} | process_tags("flows/train.py")
+
+
+def process_tags(source: str) -> dict[str, str]:
+    """Which process a run is of, and of which file; by these it is found where that has died."""
+    me = psutil.Process()
+    found = {
         "host": socket.gethostname(),
         "pid": str(me.pid),
         "process.started_at": f"{me.create_time():.2f}",
-        "mlflow.source.name": "flows/train.py",
+        "mlflow.source.name": source,
         "mlflow.source.type": "LOCAL",
         "mlflow.user": _user(),
     }

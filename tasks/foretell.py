@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tasks.engine.base.facts import DeviceFacts
-from tasks.engine.data.preparation import check, prepare
-from tasks.engine.device.detection import check_limit, detect, resolve_precision
+from tasks.engine.device.detection import detect
 from tasks.engine.device.memory_limit import room_bytes
 from tasks.engine.forecast.admission import free_bytes
 from tasks.engine.forecast.forecast import Forecast, forecast, largest_micro_batch
-from tasks.engine.settings.import_path_checks import check as check_imports
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.training import trainer
 from tasks.engine.training.similar_runs import alike
+from tasks.preflight import looked_at
 from tasks.tracking.past_runs import measured
 from tasks.tracking.where import where
 
@@ -68,13 +66,8 @@ class Foreseen:
 
 def foretell(config: RunConfig) -> Foreseen:
     """The memory of this training. Raises what a training with these settings is refused by."""
-    check_imports(config)
-    check(config.data)
     device = detect(config.device.name, require=config.device.require)
-    resolve_precision(config.train.precision, device)
-    check_limit(device, config.memory.limit_mib)
-    data = prepare(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
-    trainer.check(config, data)
+    data = looked_at(config, device)
     free = device.free_bytes if device.kind == "cpu" else free_bytes(device)
     room = room_bytes(config, free)
     place = where()

@@ -95,19 +95,22 @@ def _on(
     device = replace(
         here, name="cuda:0", kind="cuda", index=0, total_bytes=room, free_bytes=room, bf16=True
     )
-    rows = config.train.batch_size
     whole = override(config, {"train.accumulate": 1})
-    needed = forecast(whole, data, device, micro_batch=rows).needed_bytes
-    largest = None
-    for _ in range(MOST_DOUBLINGS):
-        if rows > max(data.train_rows, config.train.batch_size):
+
+    def needed(rows: int) -> int:
+        return forecast(override(whole, {"train.batch_size": rows}), data, device).needed_bytes
+
+    asked, largest = config.train.batch_size, None
+    first = takes = needed(asked)
+    for rows in (asked << n for n in range(MOST_DOUBLINGS)):
+        takes = takes if rows == asked else needed(rows)
+        if takes > room:
             break
-        larger = override(whole, {"train.batch_size": rows})
-        if forecast(larger, data, device, micro_batch=rows).needed_bytes > room:
+        largest = rows
+        if 2 * rows > data.train_rows:
             break
-        largest, rows = rows, 2 * rows
     micro = largest_micro_batch(whole, data, device, room) if largest is None else largest
-    return Elsewhere(name, room / MIB, needed / MIB, micro, largest)
+    return Elsewhere(name, room / MIB, first / MIB, micro, largest)
 
 
 def table(found: list[Elsewhere], config: RunConfig) -> Table:

@@ -14,7 +14,8 @@ from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer, read_about
 from tasks.engine.checkpoint.compatibility import identity, refuse_another
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
 from tasks.engine.data.preparation import check as check_data
-from tasks.engine.device.detection import DeviceError
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import DeviceError, check_limit, resolve_precision
 from tasks.engine.files.source_data import DataError
 from tasks.engine.forecast.forecast import Unforeseeable
 from tasks.engine.settings.import_path_checks import check as check_imports
@@ -38,6 +39,24 @@ def resolved(config: RunConfig, overrides: Mapping[str, Any] | None) -> RunConfi
     check_imports(config)
     check_data(config.data)
     return config
+
+
+def looked_at(
+    config: RunConfig, device: DeviceFacts, known: dict[str, DataFacts] | None = None
+) -> DataFacts:
+    """The data, prepared: all that a training on this device is refused by has been looked at.
+
+    known: of several trainings, what was prepared for those before. Raises one of BAD_INPUT.
+    """
+    config = resolved(config, None)
+    resolve_precision(config.train.precision, device)
+    check_limit(device, config.memory.limit_mib)
+    how = config.data, config.train.batch_size, config.train.seed
+    known = {} if known is None else known
+    if (key := repr(how)) not in known:
+        known[key] = prepare(how[0], batch_size=how[1], seed=how[2])
+    trainer.check(config, known[key])
+    return known[key]
 
 
 def check_fit(config: RunConfig, data: DataFacts) -> None:

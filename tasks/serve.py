@@ -127,12 +127,11 @@ def _first_page(chosen: Where) -> str:
         return experiment_page(mlflow_store.open_experiment(chosen)[1])
     except Exception as error:  # of any store
         said = mlflow_store.explained(error, chosen)
-        if not said.startswith("run.experiment:"):
-            raise (TrackingError if isinstance(error, TrackingError) else ServeError)(
-                said
-            ) from None
-        print(said, file=sys.stderr)  # that of a deleted one, which the pages still can show
-        return EXPERIMENTS_PAGE
+        if said.startswith("run.experiment:"):  # a deleted one; the pages can show the others
+            print(said, file=sys.stderr)
+            return EXPERIMENTS_PAGE
+        refused = TrackingError if isinstance(error, TrackingError) else ServeError
+        raise refused(said) from None
 
 
 def _mlflow_server(chosen: Where) -> str:

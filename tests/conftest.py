@@ -172,17 +172,21 @@ def desk_environment(home: Path | None = None) -> dict[str, str]:
 
 @pytest.fixture
 def desk(place: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts `python -m flows.train` with the given arguments in `place`; none outlives its test,
-    which would slow all that follow. cold: a process of its own, which imports everything; what it
-    starts itself is forked all the same. more: of its environment."""
+    """Starts `python -m flows.train`, or another module, with the given arguments in `place`; none
+    outlives its test, which would slow all that follow. cold: a process of its own, which imports
+    everything; what it starts itself is forked all the same. more: of its environment."""
     started: list[subprocess.Popen[str]] = []
 
     def start(
-        *arguments: str, home: Path | None = None, cold: bool = False, **more: str
+        *arguments: str,
+        module: str = "flows.train",
+        home: Path | None = None,
+        cold: bool = False,
+        **more: str,
     ) -> subprocess.Popen[str]:
-        as_asked = {"TESTS_COLD": "flows.train"} if cold else {}
+        as_asked = {"TESTS_COLD": module} if cold else {}
         process = subprocess.Popen(
-            [PYTHON if cold else sys.executable, "-m", "flows.train", *arguments],
+            [PYTHON if cold else sys.executable, "-m", module, *arguments],
             cwd=place,
             env={**desk_environment(home), **as_asked, **more},
             stdout=subprocess.PIPE,

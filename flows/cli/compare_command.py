@@ -85,7 +85,7 @@ def parse(argv: Sequence[str]) -> Asked:
         raise ConfigError(*problems)
     axes = {} if reads else grid.axes(known.vary, known.devices)
     if axes.get(grid.DEVICE) == [grid.ALL]:
-        axes[grid.DEVICE] = grid.devices_here()
+        axes[grid.DEVICE] = grid.Check([]).answer()
 
     def resolved(settings: Mapping[str, str]) -> argparse.Namespace:
         return flags.parse([*rest, *(f"--{n}={v}" for n, v in settings.items())])

@@ -7,16 +7,15 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 from tasks.engine.base.units import printable
 from tasks.engine.settings.import_path_checks import check as check_imports
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
+from tasks.process import children
 from tasks.process.redaction import redacted
 
 MOST = 1_000  # trainings
@@ -137,19 +136,17 @@ class Check:
     no memory of a device. What it prepares, the trainings find prepared."""
 
     def __init__(self, grid: Sequence[Cell]) -> None:
-        self.grid = [cell for cell in grid if cell.repeat == 1]
-        order = [{"label": c.label, "config": c.config.model_dump()} for c in self.grid]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tasks.comparison.check"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        """Without trainings it is only asked for the devices that are here."""
+        order = [
+            {"label": cell.label, "config": cell.config.model_dump()}
+            for cell in grid
+            if cell.repeat == 1
+        ]
         self._order = json.dumps(order)
+        self._process = children.start("tasks.comparison.check", stderr=subprocess.PIPE)
 
-    def answer(self) -> None:
-        """Waits. Raises ConfigError with every problem."""
+    def answer(self) -> list[str]:
+        """Waits; the devices. Raises ConfigError with every problem."""
         try:
             out, err = self._process.communicate(self._order)
         except BaseException:
@@ -157,22 +154,10 @@ class Check:
             self._process.wait()
             raise
         try:
-            told: dict[str, Any] = json.loads(out.splitlines()[-1])
+            told: dict[str, list[str]] = json.loads(out.splitlines()[-1])
         except (ValueError, IndexError):
             last = (err.splitlines() or ["it said nothing"])[-1]
             raise ConfigError(f"--vary: could not be checked: {redacted(last)}") from None
         if told["problems"]:
             raise ConfigError(*told["problems"])
-
-
-def devices_here() -> list[str]:
-    """What --devices all means: every GPU here, then the CPU. Asked of a process of its own.
-
-    Raises ConfigError.
-    """
-    command = [sys.executable, "-m", "tasks.comparison.check", "--devices"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode or not done.stdout:
-        raise ConfigError(f"--devices all: {redacted((done.stderr.splitlines() or [''])[-1])}")
-    found: list[str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        return told["devices"]

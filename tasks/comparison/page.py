@@ -5,7 +5,7 @@ stands alone, with what differs in words, and the pictures.
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -79,9 +79,8 @@ def compared(groups: Sequence[Group], *, title: str) -> Comparison:
     columns["peak" if peak.endswith("allocated_mib") else "peak of the process"] = [
         _said(group.median(peak), mebibytes) for group in groups
     ]
-    columns["leaked"] = [_said(group.median("memory/leaked_mib"), mebibytes) for group in groups]
-    if not any(group.median("memory/leaked_mib") for group in groups):
-        del columns["leaked"]
+    leaked = [group.median("memory/leaked_mib") for group in groups]
+    columns["leaked"] = [_said(value, mebibytes) for value in leaked if any(leaked)]
     kept = {name: cells for name, cells in columns.items() if any(cells)}
     failed = [(g, run) for g in groups for run in g.runs if not run.is_done]
     notes = [f"{g.called}: {run.status}" + f": {run.error}" * bool(run.error) for g, run in failed]
@@ -93,8 +92,8 @@ def _count(group: Group) -> str:
     return str(all_) if done == all_ else f"{done} of {all_}"
 
 
-def _said(value: float | None, say: object) -> str:
-    return "" if value is None else say(value)  # type: ignore[operator]
+def _said(value: float | None, say: Callable[[float], str]) -> str:
+    return "" if value is None else say(value)
 
 
 def _speed_up(group: Group, slowest: Group) -> str:

@@ -34,11 +34,12 @@ OTHER = "other"
 ALONE = 0.10  # of a single run, by which two alike may differ on a machine that others use
 LEAST = 0.02  # of several runs, whatever they say
 TOLD = 0.10  # of a difference, from which on a share is told
+COMPUTED = ("device.model", "precision", "compiled", "micro_batch", "threads")
 WHY = {  # the tags that may say why a phase takes longer
     "data wait": ("data.residency",),
     "copy to the device": ("data.residency",),
-    "forward": ("device.model", "precision", "compiled", "micro_batch", "threads"),
-    "backward": ("device.model", "precision", "compiled", "micro_batch", "threads"),
+    "forward": COMPUTED,
+    "backward": COMPUTED,
     "optimizer": ("device.model", "compiled"),
 }
 

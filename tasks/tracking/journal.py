@@ -58,7 +58,6 @@ class Journal:
         self.run_id = ""  # MLflow's, once it has been told of the run
         self.experiment_id = ""
         self.is_begun = False
-        self.data: list[dict[str, str]] = []  # inputs of the run, for create()
         self.notes: list[str] = []  # what befell the record on its way
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._metrics: FileIO | None = None
@@ -99,6 +98,7 @@ class Journal:
         *,
         params: Mapping[str, Any],
         tags: Mapping[str, str],
+        data: Sequence[Mapping[str, str]] = (),
         wanted: Sequence[str] = (),
     ) -> dict[str, float]:
         """Open the run in MLflow. Raises TrackingError where that can't be done; where MLflow is
@@ -107,7 +107,7 @@ class Journal:
         Returns the newest values of the wanted metrics among finished runs with the same `alike`.
         """
         given = {k: "" if v is None else str(v) for k, v in params.items()}
-        return self._begun({"name": name, "params": given, "data": self.data}, tags, wanted)
+        return self._begun({"name": name, "params": given, "data": [*data]}, tags, wanted)
 
     def reopen(
         self, ids: Mapping[str, str], *, tags: Mapping[str, str], wanted: Sequence[str] = ()

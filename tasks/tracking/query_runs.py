@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 # As in mlflow_sender.py: MLflow's defaults wait four minutes for a server that is away.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 
 from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it is imported)
-from mlflow.entities import Run  # noqa: E402
+from mlflow.entities import Run, RunTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 
 from tasks.process.redaction import redacted  # noqa: E402
@@ -72,20 +69,11 @@ class Comparisons:
         except Exception as error:  # of any store
             raise TrackingError(mlflow_store.explained(error, self.where)) from error
 
-    def begin(self, run_id: str, *, name: str, count: int) -> str:
+    def begin(self, run_id: str, *, name: str, count: int, tags: Mapping[str, str]) -> str:
         """The id of the run that holds the others: a new one, or that one, begun again."""
-        me = psutil.Process()
-        tags = {
-            COMPARISON: str(count),
-            "host": socket.gethostname(),
-            "pid": str(me.pid),
-            "process.started_at": f"{me.create_time():.2f}",
-            "mlflow.source.name": "flows/compare.py",
-            "mlflow.source.type": "LOCAL",
-        }
+        tags = {**tags, COMPARISON: str(count)}
         if run_id:
-            for key, value in tags.items():
-                self.client.set_tag(run_id, key, value)
+            self.client.log_batch(run_id, tags=[RunTag(k, v) for k, v in tags.items()])
             self.client.update_run(run_id, status="RUNNING")
             return run_id
         run = self.client.create_run(self.experiment_id, run_name=name, tags=tags)

@@ -5,14 +5,13 @@ import json
 import signal
 import sqlite3
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
-
-from tests.conftest import PYTHON, desk_environment
 
 MODEL = """
 import torch
@@ -32,26 +31,8 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start(place: Path) -> Iterator[Start]:
-    started = []
-
-    def begin(*words: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [PYTHON, "-m", "flows.compare", *words],
-            cwd=place,
-            env=desk_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield begin
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+def start(desk: Start) -> Start:
+    return partial(desk, module="flows.compare", cold=True)
 
 
 def _query(place: Path, text: str) -> list[tuple[str, ...]]:

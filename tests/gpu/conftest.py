@@ -1,6 +1,7 @@
 """These tests run on a GPU, or on a stand-in for one: PyTorch's CUDA build on host memory, which
 sets FAKE_CUDA. It has no speed of its own and no compiled kernels."""
 
+import gc
 import os
 
 import pytest
@@ -10,6 +11,12 @@ import pytest
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands import PyTorch themselves: a driver may read its settings then."""
     monkeypatch.setenv("TESTS_COLD", "1")
+
+
+@pytest.fixture(autouse=True)
+def collected() -> None:
+    """What an earlier test has left to the garbage collector is no longer on the device."""
+    gc.collect()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -100,4 +100,6 @@ def _compare(told, metrics, before) -> None:
     held = metrics["memory/run_peak_allocated_mib"] * MIB - before.bytes
     reserved = metrics["memory/run_peak_reserved_mib"] * MIB - before.taken.reserved
     assert told.peak_bytes == pytest.approx(held, rel=0.05)
-    assert told.reserved_bytes == pytest.approx(reserved, rel=0.1)
+    # Segments that are held from before have room, which small blocks fill first.
+    room = before.taken.reserved - before.bytes
+    assert 0.9 * reserved <= told.reserved_bytes <= 1.1 * (reserved + room)

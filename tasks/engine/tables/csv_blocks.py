@@ -28,6 +28,7 @@ PYTHONS = (OSError, ValueError, TypeError, LookupError, ArithmeticError, BufferE
 BROKEN = (pa.ArrowException, RuntimeError, *PYTHONS)  # what Arrow raises
 MARKS = {"csv": ",", "tsv": "\t"}
 BLOCK_BYTES = 2 << 20  # of text: larger blocks leave the processor's cache
+HEAD_BYTES = 1 << 16  # that are read at once until the first line ends
 LONGEST_BYTES = 16 << 20  # of a header, and of a row
 BELOW = " below the header"
 
@@ -75,9 +76,13 @@ def opened(
     path: Path, source: str, spelling: Spelling, *, allowed_bytes: int = 1 << 30
 ) -> TextTable:
     """The table by its first line. allowed_bytes: what reading it may take. Errors: DataError."""
+    whole = head = b""
     with open(path, "rb") as file:
-        whole = file.read(LONGEST_BYTES)
-    head = whole.removeprefix(b"\xef\xbb\xbf").lstrip(b"\r\n")
+        while len(whole) < LONGEST_BYTES and b"\n" not in head and b"\r" not in head:
+            if not (more := file.read(HEAD_BYTES)):
+                break
+            whole += more
+            head = whole.removeprefix(b"\xef\xbb\xbf").lstrip(b"\r\n")
     line = head.split(b"\n", 1)[0].split(b"\r", 1)[0]
     if head[:4096].count(0) > len(head[:4096]) // 8:
         raise DataError(
