@@ -159,12 +159,9 @@ class Record:
             run = {"run_id": self._start.run_id, "experiment_id": self._start.experiment_id}
             measured = self._journal.reopen(run, tags=without_secrets(self._tags), wanted=wanted)
         else:
-            params, inputs = (
-                unused_settings.params(self.config),
-                data_inputs(self.config.data, data),
-            )
-            told = without_secrets({"params": params, "data": inputs, "tags": self._tags})
-            measured = self._journal.create(self._name, **told, wanted=wanted)
+            told = {"data": data_inputs(self.config.data, data), "tags": self._tags}
+            told |= {"params": unused_settings.params(self.config)}
+            measured = self._journal.create(self._name, **without_secrets(told), wanted=wanted)
             self._held.enter_context(earlier.held(self.folder))
             ids = self._journal.run_id, self._journal.experiment_id
             pid, began_at = os.getpid(), time.time() - self._watch.total_s()
