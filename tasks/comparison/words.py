@@ -33,6 +33,8 @@ OWNERS = {
 OTHER = "other"
 ALONE = 0.10  # of a single run, by which two alike may differ on a machine that others use
 LEAST = 0.02  # of several runs, whatever they say
+LEAST_MIB = 1.0  # of a difference in memory
+SAME_WORK = ("optim.", "train.seed")  # no step costs more for these alone
 TOLD = 0.10  # of a difference, from which on a share is told
 COMPUTED = ("device.model", "precision", "compiled", "micro_batch", "threads")
 WHY = {  # the tags that may say why a phase takes longer
@@ -92,7 +94,8 @@ def told(groups: Sequence[Group]) -> list[str]:
                 lines.append(f"{group.called} {'; '.join(filter(None, said))}")
     if all(len(group.done) == 1 for group in timed):
         lines.append(
-            f"There is one run of each: what differs by less than {percent(ALONE)} is not told."
+            f"There is one run of each: what differs by less than {percent(ALONE)} is not told, "
+            "nor are speeds where the steps do the same work."
         )
     return [line for line in lines if line]
 
@@ -109,7 +112,7 @@ def differs(one: Group, other: Group, metric: str) -> bool:
 
 
 def _slower(group: Group, base: Group) -> str:
-    if not differs(group, base, SPEED):
+    if not differs(group, base, SPEED) or _is_chance(group, base):
         return ""
     mine, its = time_parts(group), time_parts(base)
     times = sum(mine.values()) / sum(its.values())
@@ -120,6 +123,14 @@ def _slower(group: Group, base: Group) -> str:
     ]
     parts += [f"{percent(s)} {n}" for n, s in shares(mine, its).items() if s <= -TOLD]
     return f"is {times:.3g}x slower than {base.called}: of the difference {', '.join(parts)}"
+
+
+def _is_chance(group: Group, base: Group) -> bool:
+    """Whether one run of each did the same work in every step: only the machine differed."""
+    is_known = bool(group.tag("alike")) and len(group.done) == len(base.done) == 1
+    names = {*group.settings, *base.settings}
+    is_same = all(group.tag(name) == base.tag(name) for name in ("alike", *COMPUTED))
+    return is_known and is_same and all(name.startswith(SAME_WORK) for name in names)
 
 
 def _why(phase: str, group: Group, base: Group) -> str:
@@ -139,7 +150,7 @@ def _larger(group: Group, base: Group) -> str:
     """Tensors take the same each time: what differs by more than rounding is no chance."""
     mine, its = memory_parts(group), memory_parts(base)
     difference = sum(mine.values()) - sum(its.values())
-    if not mine or not its or abs(difference) <= LEAST * sum(mine.values()):
+    if not mine or not its or abs(difference) <= max(LEAST_MIB, LEAST * sum(mine.values())):
         return ""
     name, size = max(
         ((name, mine.get(name, 0.0) - its.get(name, 0.0)) for name in {**mine, **its}),

@@ -206,6 +206,8 @@ def explained(error: Exception, where: Where | None) -> str:
         return f"tracking_uri: {uri} is away ({said.splitlines()[0]})"
     if isinstance(error, TrackingError):
         return str(error)
+    if isinstance(first := _chain(error)[-1], sqlite3.Error):  # without the statement that met it
+        error = first
     text = " ".join(redacted(str(error)).split())
     return f"tracking_uri: {uri} can't be used: {type(error).__name__}: {text[:600]}"
 

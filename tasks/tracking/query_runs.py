@@ -8,12 +8,13 @@ run. No process that trains imports it.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 # As in mlflow_sender.py: MLflow's defaults wait four minutes for a server that is away.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -22,6 +23,7 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it is imported)
 from mlflow.entities import Run, RunTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE  # noqa: E402
 
 from tasks.process.redaction import redacted  # noqa: E402
 from tasks.tracking import mlflow_store  # noqa: E402
@@ -32,6 +34,9 @@ COMPARISON = "comparison"  # the tag of a run that holds others: how many
 PAGE = 1_000
 NEEDED = "speed/samples_per_s"
 FULL_LETTERS = 7900  # of a tag
+MISSING = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # of MLflow's errors
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def recall(
@@ -53,22 +58,39 @@ def recall(
     return found
 
 
+def _explained(
+    asks: Callable[Concatenate[Comparisons, P], T],
+) -> Callable[Concatenate[Comparisons, P], T]:
+    """What any store raises, in a sentence: as TrackingError."""
+
+    @functools.wraps(asks)
+    def told(self: Comparisons, *args: P.args, **named: P.kwargs) -> T:
+        try:
+            return asks(self, *args, **named)
+        except TrackingError:
+            raise
+        except Exception as error:
+            raise TrackingError(mlflow_store.explained(error, self.where)) from error
+
+    return told
+
+
 class Comparisons:
     """The runs of one experiment."""
 
     def __init__(self, where: Where, experiment: str | None = None, *, makes: bool = True) -> None:
         """makes: the experiment, where it is new. Raises TrackingError."""
         self.where = where.model_copy(update={"experiment": experiment}) if experiment else where
-        try:
-            name = self.where.experiment
-            if not makes and not MlflowClient(where.tracking_uri).get_experiment_by_name(name):
-                raise TrackingError(f"run.experiment: {name!r} is not there; nothing has run in it")
-            self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
-        except TrackingError:
-            raise
-        except Exception as error:  # of any store
-            raise TrackingError(mlflow_store.explained(error, self.where)) from error
+        self._open(makes)
 
+    @_explained
+    def _open(self, makes: bool) -> None:
+        name = self.where.experiment
+        if not makes and not MlflowClient(self.where.tracking_uri).get_experiment_by_name(name):
+            raise TrackingError(f"run.experiment: {name!r} is not there; nothing has run in it")
+        self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
+
+    @_explained
     def begin(self, run_id: str, *, name: str, count: int, tags: Mapping[str, str]) -> str:
         """The id of the run that holds the others: a new one, or that one, begun again."""
         tags = {**tags, COMPARISON: str(count)}
@@ -79,6 +101,7 @@ class Comparisons:
         run = self.client.create_run(self.experiment_id, run_name=name, tags=tags)
         return str(run.info.run_id)
 
+    @_explained
     def end(self, run_id: str, *, status: str, text: str = "", files: Sequence[Path] = ()) -> None:
         for file in files:
             self.client.log_artifact(run_id, str(file), "plots" if file.suffix == ".png" else None)
@@ -86,6 +109,7 @@ class Comparisons:
             self.client.set_tag(run_id, "mlflow.note.content", text[:FULL_LETTERS])
         self.client.set_terminated(run_id, status)
 
+    @_explained
     def runs(self, ids: Sequence[str]) -> list[dict[str, Any]]:
         """What MLflow has of these. Raises TrackingError with every one that is no training."""
         found, problems, store = [], [], redacted(self.where.tracking_uri)
@@ -93,8 +117,10 @@ class Comparisons:
             try:
                 run = self.client.get_run(run_id)
                 if run.info.lifecycle_stage == "deleted":
-                    raise MlflowException("deleted")
-            except MlflowException:
+                    raise MlflowException("deleted", INVALID_PARAMETER_VALUE)
+            except MlflowException as error:
+                if error.error_code not in MISSING:
+                    raise
                 problems.append(f"--runs {run_id[:80]}: no such run in {store}, or deleted")
                 continue
             if _is_training(run):
@@ -105,6 +131,7 @@ class Comparisons:
             raise TrackingError("\n".join(problems))
         return found
 
+    @_explained
     def newest(self, *, last: int | None, query: str = "") -> list[dict[str, Any]]:
         """The trainings of the experiment, the oldest first: so many of the newest, of those that
         MLflow's query finds. Raises TrackingError for a query that MLflow refuses."""
@@ -128,12 +155,15 @@ class Comparisons:
                     page_token=token,
                 )
             except MlflowException as error:
+                if error.error_code not in MISSING:
+                    raise
                 raise TrackingError(f"--filter {query[:80]}: {error.message[:300]}") from None
             yield from page
             token = page.token
             if not token:
                 return
 
+    @_explained
     def series(self, run_id: str, name: str, *, most: int) -> list[tuple[int, int, float]]:
         """Step, Unix ms and value of a metric, by step, thinned to about `most` points."""
         points = {

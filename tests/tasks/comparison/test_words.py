@@ -79,6 +79,25 @@ def test_it_is_silent_where_a_difference_may_be_chance(
     assert any("slower" in line for line in told(grouped(runs))) is is_told
 
 
+@pytest.mark.parametrize(
+    ("setting", "speeds", "is_told"),
+    [
+        ("optim__lr", [[1000], [500]], False),
+        ("train__batch_size", [[1000], [500]], True),
+        ("optim__lr", [[1000, 1010], [500, 505]], True),  # each time anew is no chance
+    ],
+)
+def test_one_run_of_each_that_does_the_same_work_is_slower_by_chance(
+    setting: str, speeds: list[list[float]], is_told: bool
+) -> None:
+    runs = [
+        run(f"{at}-{s}", speed=s, phases={"forward": 1}, tags={"alike": "a"}, **{setting: at})
+        for at, group in enumerate(speeds)
+        for s in group
+    ]
+    assert any("slower" in line for line in told(grouped(runs))) is is_told
+
+
 def test_memory_is_told_by_its_owner() -> None:
     small, large = grouped(
         [

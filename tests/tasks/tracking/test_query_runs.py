@@ -1,0 +1,37 @@
+"""What a comparison asks of a store that does not answer as it should: one sentence, each time."""
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from tasks.tracking.query_runs import Comparisons
+from tasks.tracking.where import TrackingError, where
+
+
+@pytest.fixture
+def comparisons(place: Path, monkeypatch: pytest.MonkeyPatch) -> Comparisons:
+    monkeypatch.chdir(place)
+    return Comparisons(where())
+
+
+def test_a_database_that_takes_nothing_more_is_told(comparisons: Comparisons, place: Path) -> None:
+    with closing(sqlite3.connect(place / "mlflow.db")) as opened:
+        opened.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON runs "
+            "BEGIN SELECT RAISE(FAIL, 'database or disk is full'); END"
+        )
+    with pytest.raises(TrackingError, match=r"^tracking_uri: .*full$"):
+        comparisons.begin("", name="compare", count=2, tags={})
+
+
+def test_a_run_that_is_missing_is_another_thing_than_a_server_that_is_away(
+    comparisons: Comparisons,
+) -> None:
+    with pytest.raises(TrackingError, match=r"--runs abc: no such run in .*mlflow\.db"):
+        comparisons.runs(["abc"])
+    comparisons.client = MlflowClient("http://127.0.0.1:9")
+    with pytest.raises(TrackingError, match="^tracking_uri: .* is away"):
+        comparisons.runs(["abc"])
