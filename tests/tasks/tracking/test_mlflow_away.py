@@ -112,8 +112,7 @@ def test_mlflow_that_comes_and_goes_and_comes_has_the_whole_run_with_its_true_st
     where, began_ms = _where(tmp_path, server.uri, give_up_s=30), time.time() * 1000
     with Journal(where, tmp_path / "runs" / "one") as kept:
         kept.open("late")
-        kept.data = [DATA]
-        assert kept.create(name="first", params={"a": 1}, tags={"b": "2"}) == {}
+        assert kept.create(name="first", params={"a": 1}, tags={"b": "2"}, data=[DATA]) == {}
         created_ms = time.time() * 1000
         assert kept.run_id == "" and "is away (Connection refused); the run is" in kept.notes[0]
         for step in (1, 2, 3):
