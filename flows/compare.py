@@ -27,19 +27,20 @@ from rich.console import Console
 
 from flows.cli.compare_command import parse
 from tasks import serve
-from tasks.comparison import cells, page
+from tasks.comparison import cells, page, space
 from tasks.comparison.cells import Ended
 from tasks.comparison.grid import Asked, Cell, Check
-from tasks.comparison.measured import Measured, Points, grouped
+from tasks.comparison.measured import Group, Measured, Points, grouped
 from tasks.comparison.pictures import MOST
 from tasks.device_tags import process_tags
-from tasks.engine.base.units import printable
+from tasks.engine.base.units import number, printable
 from tasks.flow_run import show
 from tasks.process.redaction import redacted_errors
 from tasks.resume import stamp
 from tasks.tracking.where import TrackingError, where
 
 if TYPE_CHECKING:
+    from tasks.comparison.search import Trials
     from tasks.tracking.query_runs import Comparisons
 
 CURVE_POINTS = 1_000  # of a line in a picture
@@ -67,25 +68,36 @@ def _trained(asked: Asked) -> int:
     from tasks.tracking.query_runs import Comparisons  # imports mlflow, while that looks
 
     check.answer()
+    goal = None
+    if asked.search is not None:
+        goal = space.goal_of(asked.search.goal, check.tasks, list(asked.base.train.metrics))
     chosen = where()
     store = Comparisons(chosen, asked.base.run.experiment)
     place = Path(chosen.runs).parent / "comparisons"
     comparison = cells.opened(place, " ".join([str(Path.cwd()), *asked.words]))
+    trials = None
+    if asked.search is not None and goal is not None:
+        from tasks.comparison.search import Trials  # imports Optuna
+
+        trials = Trials(asked.search, comparison, goal=goal, base=asked.base)
+    count = asked.search.trials if asked.search is not None else len(asked.cells)
     title = ", ".join(asked.varied) or asked.base.model.name
     if comparison.ended:
-        print(
-            f"going on: {len(comparison.ended)} of {len(asked.cells)} have ended", file=sys.stderr
-        )
-    name = asked.base.run.name or f"compare-{title}-{stamp()}"
-    tags, count = process_tags("flows/compare.py"), len(asked.cells)
+        print(f"going on: {len(comparison.ended)} of {count} have ended", file=sys.stderr)
+    kind = "compare" if trials is None else "search"
+    name = asked.base.run.name or f"{kind}-{title}-{stamp()}"
+    tags = process_tags("flows/compare.py")
     comparison.run_id = store.begin(comparison.run_id, name=name, count=count, tags=tags)
     comparison.keep()
     status = "KILLED"
     text, files = "", list[Path]()
     try:
-        cells.play(comparison, asked.cells, runs=Path(chosen.runs), tell=_tell(count))
-        runs = _measured(store, asked, comparison)
-        text, files = _told(store, runs, asked.varied, name, comparison.folder)
+        source = trials or cells.Grid(comparison, asked.cells)
+        tell = _tell(count, store, trials)
+        cells.play(comparison, source, runs=Path(chosen.runs), tell=tell)
+        runs = _measured(store, trials.cells() if trials else asked.cells, comparison)
+        groups = trials.groups(runs) if trials else grouped(runs, asked.varied)
+        text, files = _told(store, groups, name, comparison.folder, trials)
         status = "FINISHED" if any(run.is_done for run in runs) else "FAILED"
     finally:
         store.end(comparison.run_id, status=status, text=text, files=files)
@@ -112,38 +124,55 @@ def _read(asked: Asked) -> int:
     folder = Path(chosen.runs).parent / "comparisons" / stamp()
     folder.mkdir(parents=True, exist_ok=True)
     title = f"{len(runs):,} runs of {store.where.experiment}"
-    text, _ = _told(store, runs, (), title, folder)
+    text, _ = _told(store, grouped(runs), title, folder)
     show(text, f"comparison-{folder.name}", title)
     return 0
 
 
-def _tell(count: int) -> Callable[[Cell, Ended | None], None]:
+def _tell(
+    count: int, store: Comparisons, trials: Trials | None
+) -> Callable[[Cell, Ended | None], None]:
     def tell(cell: Cell, ended: Ended | None) -> None:
         said = "begins" if ended is None else ended.status
+        if ended is not None and ended.value is not None and trials is not None:
+            said += f", {trials.goal.name} {number(ended.value)}"
         error = f": {ended.error}" if ended is not None and ended.error else ""
         print(f"{cell.number}/{count} {cell.label}: {said}{error}", file=sys.stderr, flush=True)
+        if ended is not None and ended.status == "PRUNED" and ended.run_id:
+            store.tag(ended.run_id, {"pruned": ended.error})
+        if ended is not None and trials is not None and ended == trials.best:
+            tags = {"best": cell.label, "best.run_id": ended.run_id, "best.value": str(ended.value)}
+            store.tag(trials.comparison.run_id, tags)
 
     return tell
 
 
-def _measured(store: Comparisons, asked: Asked, comparison: cells.Comparison) -> list[Measured]:
+def _measured(
+    store: Comparisons, trained: Sequence[Cell], comparison: cells.Comparison
+) -> list[Measured]:
     """The trainings as MLflow has them, and those that never had a run as they ended."""
-    ends = [comparison.ended[cell.number] for cell in asked.cells]
+    ends = [comparison.ended[cell.number] for cell in trained]
     found = {run["run_id"]: run for run in store.runs([end.run_id for end in ends if end.run_id])}
     runs = []
-    for cell, end in zip(asked.cells, ends, strict=True):
-        run = found.get(end.run_id, {"run_id": "", "name": cell.label, "status": end.status})
+    for cell, end in zip(trained, ends, strict=True):
+        run = found.get(end.run_id, {"run_id": "", "name": cell.label})
         params = {**run.get("params", {}), **cell.settings}  # as they were written
-        runs.append(Measured(**{**run, "params": params, "error": end.error}))
+        told = {"status": end.status, "params": params, "error": end.error}
+        runs.append(Measured(**{**run, **told}))
     return runs
 
 
 def _told(
-    store: Comparisons, runs: Sequence[Measured], varied: Sequence[str], title: str, folder: Path
+    store: Comparisons,
+    groups: Sequence[Group],
+    title: str,
+    folder: Path,
+    trials: Trials | None = None,
 ) -> tuple[str, list[Path]]:
     """Print the table and write the page; the report in Markdown, and the files."""
-    groups = grouped(runs, varied)
-    comparison = page.compared(groups, title=title)
+    goal = trials.goal if trials is not None else None
+    told = trials.told() if trials is not None else ()
+    comparison = page.compared(groups, title=title, goal=goal, told=told)
     shown = [group.done[0].run_id for group in groups if group.done][:MOST]
     series: dict[str, Points] = {
         run_id: store.series(run_id, "train/loss", most=CURVE_POINTS) for run_id in shown
@@ -154,4 +183,10 @@ def _told(
     for line in (*comparison.words, *comparison.notes):
         console.print(f"- {line}", markup=False)
     console.print(f"Page     {files[0]}", markup=False, soft_wrap=True)
-    return page.markdown(comparison), files
+    text = page.markdown(comparison)
+    if trials is not None and trials.best is not None:
+        settings, again = trials.again()
+        store.tag(trials.comparison.run_id, {"best.command": again}, params=settings)
+        console.print(f"Again    {again}", markup=False, soft_wrap=True)
+        text += f"\n\n```\n{again}\n```"
+    return text, files

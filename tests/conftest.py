@@ -34,6 +34,7 @@ LONGEST = (
     "test_retry",
     "test_mlflow_away",
     "test_read_tables",
+    "test_search",
     "test_own",
     "test_trainer",
     "test_predict",

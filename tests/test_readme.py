@@ -33,6 +33,7 @@ LEFT_OUT = {
     "flows.runs --watch": "it watches until Ctrl-C: tests/flows/test_runs.py",
     "flows.stop night": "needs a training that lives: tests/flows/test_runs.py",
     "--devices all": "one training after another: tests/tasks/comparison/test_grid.py",
+    "--search tpe --trials 30": "30 trainings: tests/flows/test_search.py",
     "book.txt": "trains a large model",
     "models:/churn@champion": "needs a registered model: tests/flows/test_predict.py",
 }

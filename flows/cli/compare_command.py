@@ -6,23 +6,28 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from flows.cli import flags
-from tasks.comparison import grid
+from tasks.comparison import grid, space
 from tasks.comparison.grid import Asked
+from tasks.comparison.space import Range, Search
 from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import RunConfig
 from tasks.process import signals
 from tasks.process.redaction import redact_output
 from tasks.tracking.where import TrackingError, where
 
+INSTALL = "pip install -c constraints.txt -e '.[search]' brings it"
 _EXAMPLES = """\
 examples:
   python -m flows.compare --devices all
   python -m flows.compare --vary train.batch_size=64,256,1024 --repeats 3
   python -m flows.compare --vary optim.lr=1e-2,1e-3 --vary optim.name=sgd,adamw --train.epochs 5
   python -m flows.compare --config config.yaml --devices cpu,cuda:0 --train.max_s 60
+  python -m flows.compare --search tpe --trials 30 --vary optim.lr=1e-5..1e-1
   python -m flows.compare --runs ID,ID
   python -m flows.compare --last 20
   python -m flows.compare --filter "params.`model.name` = 'mlp' and metrics.`val/loss` < 1"
@@ -41,10 +46,7 @@ def main(argv: Sequence[str]) -> int:
         asked = parse(argv)
         where()
         if asked.dry_run:
-            for cell in asked.cells:
-                print(
-                    f"{cell.number}. {cell.label}" + f", repeat {cell.repeat}" * (cell.repeat > 1)
-                )
+            print("\n".join(_planned(asked)))
             return 0
     except (ConfigError, TrackingError) as error:
         print(error, file=sys.stderr)
@@ -52,9 +54,22 @@ def main(argv: Sequence[str]) -> int:
     from flows.cli.train_command import at_server
 
     if asked.cells:
-        told = f"{len(asked.cells)} trainings: looking at data, devices and models ..."
+        count = asked.search.trials if asked.search else len(asked.cells)
+        told = f"{count} trainings: looking at data, devices and models ..."
         print(told, file=sys.stderr, flush=True)
     return at_server(partial(_play, list(argv), asked), debug=asked.debug)
+
+
+def _planned(asked: Asked) -> list[str]:
+    if asked.search is None:
+        return [
+            f"{c.number}. {c.label}" + f", repeat {c.repeat}" * (c.repeat > 1) for c in asked.cells
+        ]
+    axes = {
+        n: v.said if isinstance(v, Range) else ", ".join(v) for n, v in asked.search.axes.items()
+    }
+    head = f"{asked.search.trials} trials by {asked.search.how}, pruner {asked.search.pruner}, of"
+    return [head, *(f"{name}: {said}" for name, said in axes.items())]
 
 
 def _play(argv: list[str], asked: Asked) -> int:
@@ -74,6 +89,16 @@ def parse(argv: Sequence[str]) -> Asked:
         problems.append(f"{trains[0]}: trains anew, and {reads[0]} reads runs that exist; keep one")
     if "--runs" in reads and len(reads) > 1:
         problems.append(f"--runs: names the runs already; drop {reads[1]}")
+    trains += ["--search"] * (known.search is not None)
+    if known.search is None:
+        alone = [n for n in ("trials", "pruner", "goal") if getattr(known, n) is not None]
+        problems += [f"--{name}: goes with --search" for name in alone]
+    elif not space.is_here():
+        problems.append(f"--search: needs Optuna, which is not installed; {INSTALL}")
+    elif not known.vary:
+        problems.append("--search: needs a --vary NAME=LOW..HIGH or NAME=A,B to search in")
+    elif known.repeats > 1:
+        problems.append("--repeats: a search draws each training once; drop it, or --search")
     if not reads and not trains and known.repeats == 1:
         problems.append("--vary: nothing varies; see --help for --vary, --devices and --runs")
     for word in (word.partition("=")[0] for word in rest if word.startswith("--")):
@@ -90,25 +115,60 @@ def parse(argv: Sequence[str]) -> Asked:
     def resolved(settings: Mapping[str, str]) -> argparse.Namespace:
         return flags.parse([*rest, *(f"--{n}={v}" for n, v in settings.items())])
 
-    made = [] if reads else grid.cells(axes, resolve=resolved, repeats=known.repeats)
+    def config(settings: Mapping[str, str]) -> RunConfig:
+        return resolved(settings).config
+
+    search = None if known.search is None else _search(known, axes, rest, config)
+    if search is None:
+        space.spaces(axes, how="")
+    combinations = space.probes(search) if search is not None else space.combinations(axes)
+    made = [] if reads else grid.cells(combinations, resolve=config, repeats=known.repeats)
     base = resolved(made[0].settings if made else {})
     ids = [] if known.runs is None else list(dict.fromkeys(known.runs.split(",")))
     return Asked(
         words=list(argv),
         base=base.config,
         cells=made,
-        varied=list(axes),
+        varied=list(axes if search is None else search.axes),
         runs=ids,
         last=known.last,
         filter=known.filter or "",
         dry_run=base.dry_run,
         debug=base.debug,
+        search=search,
     )
+
+
+def _search(
+    known: argparse.Namespace,
+    axes: dict[str, list[str]],
+    words: list[str],
+    resolve: Callable[[Mapping[str, str]], RunConfig],
+) -> Search:
+    devices = axes.pop(grid.DEVICE, []) if known.devices else []
+    if grid.DEVICE in axes:
+        raise ConfigError(f"--vary {grid.DEVICE}: a search takes its devices from --devices")
+    how = known.search
+    search = Search(
+        how=how,
+        trials=known.trials or space.TRIALS,
+        pruner=known.pruner or space.PRUNERS[0],
+        goal=known.goal or "",
+        axes=space.spaces(axes, how=how),
+        devices=devices,
+        words=[word for word in words if word not in ("--debug", "--dry-run")],
+        resolve=resolve,
+    )
+    if how != "grid":
+        return search
+    count = len(search.combinations)
+    return replace(search, trials=min(known.trials or count, count))
 
 
 def _tied(argv: Sequence[str]) -> list[str]:
     """The words with those of our own flags tied to their values, so that -1 is a value."""
-    own = ("--vary", "--devices", "--repeats", "--runs", "--last", "--filter")
+    own = ["--vary", "--devices", "--repeats", "--runs", "--last", "--filter"]
+    own += ["--search", "--trials", "--pruner", "--goal"]
     words: list[str] = []
     for word in argv:
         if words and words[-1] in own and not word.startswith("--"):
@@ -138,6 +198,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--vary", metavar="NAME=A,B", action="append", default=[], help="A setting's values.")
     add("--devices", metavar="A,B", help="Devices to train on: names, or all.")
     add("--repeats", metavar="N", type=_count, default=1, help="Of each, in turns. Default: 1.")
+    add(
+        "--search",
+        choices=space.SAMPLERS,
+        help="Draw the trainings, by Optuna; --vary also takes LOW..HIGH.",
+    )
+    add(
+        "--trials",
+        metavar="N",
+        type=_count,
+        help=f"Of a search. Default: {space.TRIALS}; of a grid all.",
+    )
+    add("--pruner", choices=space.PRUNERS, help="What ends a poor trial early. Default: median.")
+    add("--goal", metavar="METRIC", help="Such as val/loss or max:val/own. Default: by the task.")
     add("--runs", metavar="ID,ID", help="Runs to read, by their ids; trains nothing.")
     add("--last", metavar="N", type=_count, help="Read so many of the newest runs.")
     add("--filter", metavar="QUERY", help="Read the runs that MLflow's search finds.")

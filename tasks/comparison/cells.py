@@ -1,6 +1,7 @@
-"""The trainings of a grid, each in a process of its own: one after another on a device, side by
-side on different ones. What has ended is kept in the comparison's folder, so that a comparison that
-was interrupted goes on where it was. It ends what it started.
+"""The trainings of a comparison, each in a process of its own: one after another on a device, side
+by side on different ones; a grid knows all of them, a search draws them as it goes. What has ended
+is kept in the comparison's folder, so that a comparison that was interrupted goes on where it was.
+It ends what it started.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 from tasks.comparison.grid import Cell
@@ -31,6 +32,7 @@ from tasks.serving.prefect_http import FLOW_RUN
 STATE = "comparison.json"
 LOCK = "comparison.lock"
 POLL_S = 0.1
+LOOK_S = 0.5  # between two looks at what a training has measured
 END_S = 60.0  # for a training that is told to end, to do so in order
 NAME_LETTERS = 200
 
@@ -43,6 +45,7 @@ class Ended:
     status: str
     run_id: str = ""
     error: str = ""
+    value: float | None = None  # of what a search looks for
 
 
 @dataclass
@@ -55,6 +58,11 @@ class Comparison:
     is_over: bool = False
     ended: dict[int, Ended] = field(default_factory=dict)
     lock: FileLock | None = None
+
+    def add(self, ended: Ended) -> Ended:
+        self.ended[ended.number] = ended
+        self.keep()
+        return ended
 
     def keep(self) -> None:
         told = {
@@ -86,51 +94,114 @@ def opened(place: Path, asked: str) -> Comparison:
     return Comparison(folder, asked, lock=lock)
 
 
+class Source(Protocol):
+    """Where the trainings come from, and who hears how they end."""
+
+    @property
+    def devices(self) -> Sequence[str]: ...
+
+    def next(self, device: str) -> Cell | None:
+        """That to train on a device that is free; None where there is none for it."""
+
+    def pruned(self, cell: Cell, folder: Path) -> bool:
+        """Whether it ends here, by what is in its run's folder so far."""
+
+    def over(self, cell: Cell, ended: Ended, folder: Path | None) -> Ended:
+        """How it ended, as it is kept."""
+
+
+class Grid:
+    """The source that knows its trainings from the beginning."""
+
+    def __init__(self, comparison: Comparison, grid: Sequence[Cell]) -> None:
+        self.comparison = comparison
+        self._queues: dict[str, list[Cell]] = {}
+        for cell in grid:
+            if cell.number not in comparison.ended:
+                self._queues.setdefault(cell.device, []).append(cell)
+
+    @property
+    def devices(self) -> Sequence[str]:
+        return list(self._queues)
+
+    def next(self, device: str) -> Cell | None:
+        return self._queues[device].pop(0) if self._queues[device] else None
+
+    def pruned(self, cell: Cell, folder: Path) -> bool:
+        return False
+
+    def over(self, cell: Cell, ended: Ended, folder: Path | None) -> Ended:
+        return self.comparison.add(ended)
+
+
+@dataclass
+class _Live:
+    cell: Cell
+    process: subprocess.Popen[bytes]
+    folder: Path | None = None  # of its run
+    look_at: float = 0.0  # when to look there next
+    kill_at: float = float("inf")
+
+    def follow(self, comparison: Comparison, source: Source, runs: Path) -> None:
+        """End it where it is pruned, in the order in which a signal ends a training."""
+        now = time.monotonic()
+        if now > self.kill_at:
+            self.process.kill()
+        elif now > self.look_at and self.kill_at == float("inf"):
+            self.look_at = now + LOOK_S
+            self.folder = self.folder or _folder_of(comparison, self.cell, runs)
+            if self.folder is not None and source.pruned(self.cell, self.folder):
+                self.process.terminate()
+                self.kill_at = now + END_S
+
+
 def play(
     comparison: Comparison,
-    grid: Sequence[Cell],
+    source: Source,
     *,
     runs: Path,
     tell: Callable[[Cell, Ended | None], None],
 ) -> None:
     """Train all that has not ended yet. tell: is told of each that begins, and how it ended. A
     training that was stopped in its middle goes on from its checkpoint."""
-    queues: dict[str, list[Cell]] = {}
-    for cell in grid:
-        if cell.number not in comparison.ended and not _ended_since(comparison, cell, runs):
-            queues.setdefault(cell.device, []).append(cell)
-    live: dict[str, tuple[Cell, subprocess.Popen[bytes]]] = {}
+
+    def over(cell: Cell, ended: Ended) -> None:
+        tell(cell, source.over(cell, ended, _folder_of(comparison, cell, runs)))
+
+    live: dict[str, _Live] = {}
     try:
-        while any(queues.values()) or live:
-            for device, queue in queues.items():
-                if queue and device not in live:
-                    cell = queue.pop(0)
-                    tell(cell, None)
-                    live[device] = cell, _start(comparison, cell)
-            for device, (cell, process) in list(live.items()):
-                if process.poll() is not None:
+        while True:
+            for device in source.devices:
+                while device not in live and (cell := source.next(device)) is not None:
+                    if cell.refused:
+                        over(cell, Ended(cell.number, "FAILED", error=cell.refused))
+                    elif (ended := _ended_since(comparison, cell, runs)) is not None:
+                        source.over(cell, ended, _folder_of(comparison, cell, runs))
+                    else:
+                        tell(cell, None)
+                        live[device] = _Live(cell, _start(comparison, cell))
+            if not live:
+                break
+            for device, one in list(live.items()):
+                if one.process.poll() is None:
+                    one.follow(comparison, source, runs)
+                else:
                     del live[device]
-                    ended = _end_of(comparison, cell, process.returncode, runs)
-                    comparison.ended[cell.number] = ended
-                    comparison.keep()
-                    tell(cell, ended)
+                    over(one.cell, _end_of(comparison, one.cell, one.process.returncode, runs))
             time.sleep(POLL_S)
     finally:
-        _stop([process for _, process in live.values()])
+        _stop([one.process for one in live.values()])
 
 
-def _ended_since(comparison: Comparison, cell: Cell, runs: Path) -> bool:
-    """Whether it came to its end after its comparison was killed; one that lives is waited for."""
+def _ended_since(comparison: Comparison, cell: Cell, runs: Path) -> Ended | None:
+    """How it came to its end after its comparison was killed; one that lives is waited for."""
     folder = _folder_of(comparison, cell, runs)
     if folder is None:
-        return False
+        return None
     while is_held(folder / TRAINING_LOCK):
         time.sleep(POLL_S)
     ended = _end_of(comparison, cell, 0, runs)
-    if ended.status == "FINISHED":
-        comparison.ended[cell.number] = ended
-        comparison.keep()
-    return ended.status == "FINISHED"
+    return ended if ended.status == "FINISHED" else None
 
 
 def _start(comparison: Comparison, cell: Cell) -> subprocess.Popen[bytes]:

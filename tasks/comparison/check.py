@@ -15,10 +15,9 @@ from tasks.engine.settings.run_config import RunConfig
 from tasks.preflight import BAD_INPUT, looked_at
 
 
-def problems(order: list[dict[str, Any]]) -> list[str]:
-    """What each is refused by, once where several are by the same."""
+def problems(order: list[dict[str, Any]], prepared: dict[str, DataFacts]) -> list[str]:
+    """What each is refused by, once where several are by the same. prepared: gets their data."""
     devices: dict[tuple[str, str], Any] = {}
-    prepared: dict[str, DataFacts] = {}
     found: dict[str, list[str]] = {}
     for asked in order:
         try:
@@ -48,8 +47,10 @@ def _check(
 
 def main() -> None:
     order = json.load(sys.stdin)
-    told = {"problems": problems(order), "devices": [] if order else names()}
-    print(json.dumps(told))
+    prepared: dict[str, DataFacts] = {}
+    told = {"problems": problems(order, prepared), "devices": [] if order else names()}
+    tasks = sorted({data.task for data in prepared.values()})
+    print(json.dumps({**told, "tasks": tasks}))
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@ before the first begins. It refuses what a training would, all of it at once.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 
+from tasks.comparison.space import Search
 from tasks.engine.base.units import printable
 from tasks.engine.settings.import_path_checks import check as check_imports
 from tasks.engine.settings.read_settings import ConfigError
@@ -32,6 +31,7 @@ class Cell:
     settings: dict[str, str]  # those that vary, as they were written
     config: RunConfig
     repeat: int = 1
+    refused: str = ""  # why it can't be trained, where a search has drawn it
 
     @property
     def device(self) -> str:
@@ -49,13 +49,14 @@ class Asked:
 
     words: list[str]
     base: RunConfig
-    cells: list[Cell]  # none where runs that exist are compared
+    cells: list[Cell]  # none where runs that exist are compared; what a search is checked by
     varied: list[str]
     runs: list[str]
     last: int | None
     filter: str
     dry_run: bool
     debug: bool
+    search: Search | None = None
 
 
 def axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]:
@@ -105,21 +106,20 @@ def split(text: str) -> list[str]:
 
 
 def cells(
-    found: Mapping[str, Sequence[str]],
+    combinations: Sequence[Mapping[str, str]],
     *,
-    resolve: Callable[[Mapping[str, str]], argparse.Namespace],
-    repeats: int,
+    resolve: Callable[[Mapping[str, str]], RunConfig],
+    repeats: int = 1,
 ) -> list[Cell]:
-    """The trainings in the order in which they run: repeats in turns. resolve: what the
-    command line says with one combination. Raises ConfigError with every problem of all of them."""
+    """The trainings in the order in which they run: repeats in turns. resolve: the settings with
+    one combination. Raises ConfigError with every problem of all of them."""
     problems: list[str] = []
     made: list[tuple[dict[str, str], RunConfig]] = []
-    for values in product(*found.values()):
-        settings = dict(zip(found, values, strict=True))
+    for settings in combinations:
         try:
-            config = resolve(settings).config
+            config = resolve(settings)
             check_imports(config)
-            made.append((settings, config))
+            made.append((dict(settings), config))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -143,6 +143,7 @@ class Check:
             if cell.repeat == 1
         ]
         self._order = json.dumps(order)
+        self.tasks: list[str] = []  # of the data of all of them, once it has answered
         self._process = children.start("tasks.comparison.check", stderr=subprocess.PIPE)
 
     def answer(self) -> list[str]:
@@ -160,4 +161,5 @@ class Check:
             raise ConfigError(f"--vary: could not be checked: {redacted(last)}") from None
         if told["problems"]:
             raise ConfigError(*told["problems"])
+        self.tasks = told["tasks"]
         return told["devices"]

@@ -17,7 +17,7 @@ UNTOLD = ("run.name", "run.key", "run.experiment")
 SEED = "train.seed"
 FOUND = ("device", "device.model", "data.fingerprint", "torch.version", "host")  # tags
 SCORES = ("val/accuracy", "val/r2", "val/perplexity", "val/loss")  # the first one there is told
-LOWER_IS_BETTER = ("val/perplexity", "val/loss")
+LOWER_IS_BETTER = ("val/perplexity", "val/loss", "val/mae")
 SPEED, STEPS = "speed/samples_per_s", "speed/steps_per_s"
 PEAKS = ("memory/run_peak_allocated_mib", "memory/host_rss_peak_mib")
 LETTERS = 40  # of a value
@@ -25,6 +25,17 @@ LABEL_LETTERS = 40  # of a label that is read within a sentence
 _LASTS = Counter(name.rpartition(".")[2] for name in RunConfig().flat())  # model.name, optim.name
 
 Points = list[tuple[int, int, float]]  # step, Unix ms, value
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The metric that a search looks for."""
+
+    name: str
+    is_lower_better: bool
+
+    def best(self, values: Iterable[float]) -> float:
+        return min(values) if self.is_lower_better else max(values)
 
 
 @dataclass(frozen=True)
@@ -51,10 +62,13 @@ class Group:
     settings: dict[str, str]  # those that differ between the groups
     runs: list[Measured]
     number: int = 1
+    is_trial: bool = False  # of a search, where each is known by its number
 
     @property
     def called(self) -> str:
         """What it is called in a sentence."""
+        if self.is_trial:
+            return f"#{self.number}"
         return self.label if len(self.label) <= LABEL_LETTERS else f"#{self.number}"
 
     @property

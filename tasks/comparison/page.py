@@ -15,6 +15,7 @@ from rich.table import Table
 from tasks.comparison import words
 from tasks.comparison.measured import (
     SPEED,
+    Goal,
     Group,
     Measured,
     Points,
@@ -30,6 +31,7 @@ from tasks.comparison.pictures import ALT, pictures
 from tasks.engine.base.units import mebibytes, milliseconds, number, printable, seconds
 from tasks.engine.report.html_page import STYLE, document, image
 
+WELL = ("FINISHED", "PRUNED")  # what is no failure
 MOST_ROWS = 40  # of the terminal's table; the page has all
 SHARED = ("data.source", "data.path", "model.name", "train.epochs", "train.batch_size")
 MORE_STYLE = """
@@ -50,11 +52,14 @@ class Comparison:
     columns: dict[str, list[str]]
     notes: list[str]  # groups that did not end well, and why
     words: list[str]
+    goal: Goal | None = None  # of a search
 
 
-def compared(groups: Sequence[Group], *, title: str) -> Comparison:
-    """All that is said of these groups."""
-    score, peak = score_of(groups), peak_of(groups)
+def compared(
+    groups: Sequence[Group], *, title: str, goal: Goal | None = None, told: Sequence[str] = ()
+) -> Comparison:
+    """All that is said of these groups. goal: of a search, of which this was `told` already."""
+    score, peak = goal.name if goal is not None else score_of(groups), peak_of(groups)
     known = [group for group in groups if group.median(SPEED)]
     slowest = min(known, key=lambda group: group.median(SPEED) or 0.0, default=None)
     names = list(groups[0].settings)
@@ -69,9 +74,14 @@ def compared(groups: Sequence[Group], *, title: str) -> Comparison:
     if any(group.state != "FINISHED" for group in groups):
         columns["state"] = [group.state for group in groups]
     if score:
-        columns[score] = [with_spread(group, score) for group in groups]
+        columns[score] = [
+            _said(group.runs[0].metrics.get(score), number)
+            if goal is not None  # where a pruned one has come to, too
+            else with_spread(group, score)
+            for group in groups
+        ]
     columns["samples/s"] = [with_spread(group, SPEED) for group in groups]
-    if slowest is not None and len(known) > 1:
+    if slowest is not None and len(known) > 1 and goal is None:
         columns["speed-up"] = [_speed_up(group, slowest) for group in groups]
     columns["step ms"] = [with_spread(group, step_ms) for group in groups]
     columns["epoch"] = [_said(group.median(epoch_s), seconds) for group in groups]
@@ -82,9 +92,10 @@ def compared(groups: Sequence[Group], *, title: str) -> Comparison:
     leaked = [group.median("memory/leaked_mib") for group in groups]
     columns["leaked"] = [_said(value, mebibytes) for value in leaked if any(leaked)]
     kept = {name: cells for name, cells in columns.items() if any(cells)}
-    failed = [(g, run) for g in groups for run in g.runs if not run.is_done]
+    failed = [(g, run) for g in groups for run in g.runs if run.status not in WELL]
     notes = [f"{g.called}: {run.status}" + f": {run.error}" * bool(run.error) for g, run in failed]
-    return Comparison(title, groups, kept, list(dict.fromkeys(notes)), words.told(groups))
+    said = list(told) if goal is not None else words.told(groups)
+    return Comparison(title, groups, kept, list(dict.fromkeys(notes)), said, goal)
 
 
 def _count(group: Group) -> str:
@@ -122,7 +133,8 @@ def terminal(comparison: Comparison, *, width: int) -> Table:
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     rows = list(zip(*shown.values(), strict=True))
     for row, group in zip(rows[:MOST_ROWS], comparison.groups, strict=False):
-        table.add_row(*map(_plain, row), style="" if group.state == "FINISHED" else "red")
+        style = {"FINISHED": "", "PRUNED": "dim"}.get(group.state, "red")
+        table.add_row(*map(_plain, row), style=style)
     if len(rows) > MOST_ROWS:
         table.caption = f"and {len(rows) - MOST_ROWS:,} more, on the page"
     return table
@@ -144,7 +156,7 @@ def markdown(comparison: Comparison) -> str:
 
 def write(comparison: Comparison, folder: Path, *, series: Mapping[str, Points]) -> list[Path]:
     """comparison.html, comparison.csv and the pictures, in that folder; their paths."""
-    files = pictures(comparison.groups, series, folder / "plots")
+    files = pictures(comparison.groups, series, folder / "plots", goal=comparison.goal)
     page, table = folder / "comparison.html", folder / "comparison.csv"
     _write_csv(table, comparison)
     page.write_text(_html(comparison, files), encoding="utf-8")
@@ -171,7 +183,7 @@ def _html(comparison: Comparison, files: Mapping[str, Path]) -> str:
         for name in comparison.columns
     )
     body = "".join(
-        f"<tr{' class=bad' * (group.state != 'FINISHED')}>{_cells(comparison, row)}</tr>"
+        f"<tr{' class=bad' * (group.state not in WELL)}>{_cells(comparison, row)}</tr>"
         for row, group in zip(
             zip(*comparison.columns.values(), strict=True), comparison.groups, strict=True
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.comparison.measured import SPEED, Group, Points
+from tasks.comparison.measured import SPEED, Goal, Group, Points
 from tasks.comparison.words import memory_parts, time_parts
 from tasks.engine.report.plots import BLUE, GREEN, GREY, SKY, VERMILION, panels
 
@@ -25,6 +25,7 @@ OTHERS = ("#E69F00", "#CC79A7", "#999999", "#F0E442", "#000000")
 COLOURS = (BLUE, VERMILION, GREEN, SKY, *OTHERS)
 
 ALT = {
+    "history": "What each trial came to, and the best so far",
     "speed": "Samples a second",
     "loss": "Training loss by step and by time",
     "time": "Where 1,000 samples spend their time",
@@ -33,11 +34,16 @@ ALT = {
 
 
 def pictures(
-    groups: Sequence[Group], series: Mapping[str, Points], folder: Path
+    groups: Sequence[Group],
+    series: Mapping[str, Points],
+    folder: Path,
+    *,
+    goal: Goal | None = None,
 ) -> dict[str, Path]:
-    """Write those whose data exist. series: of the training loss, by run_id."""
+    """Write those whose data exist. series: of the training loss, by run_id. goal: of a search."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn: dict[str, Callable[[], Figure | None]] = {
+        "history": lambda: _history(groups, goal) if goal is not None else None,
         "speed": lambda: _speed(groups),
         "loss": lambda: _loss(groups, series),
         "time": lambda: _stacked(groups, time_parts, "milliseconds of 1,000 samples"),
@@ -49,6 +55,33 @@ def pictures(
             files[name] = folder / f"{name}.png"
             figure.savefig(files[name], metadata={"Software": None})
     return files
+
+
+def _history(groups: Sequence[Group], goal: Goal) -> Figure | None:
+    """By the number of the trial; a pruned one as far as it came."""
+    values = {g.number: (g.state, g.runs[0].metrics.get(goal.name)) for g in groups}
+    told = {n: (state, v) for n, (state, v) in sorted(values.items()) if v is not None}
+    done = [(n, v) for n, (state, v) in told.items() if state == "FINISHED"]
+    if not done:
+        return None
+    axes = panels(1)[0]
+    for state, colour, mark in (("FINISHED", BLUE, "o"), ("PRUNED", GREY, "x")):
+        points = [(n, v) for n, (of, v) in told.items() if of == state]
+        if points:
+            at, height = zip(*points, strict=True)
+            axes.scatter(at, height, c=colour, marker=mark, label=state.lower())
+    numbers, so_far = [n for n, _ in done], [v for _, v in done]
+    best = [goal.best(so_far[: at + 1]) for at in range(len(done))]
+    axes.step(
+        [*numbers, max(values)], [*best, best[-1]], where="post", color=VERMILION, label="best"
+    )
+    axes.set_title(f"{goal.name} by trial", loc="left", fontsize=11, fontweight="bold", color=INK)
+    axes.grid(axis="y", color="#E6E6E6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("trial", fontsize=9, color=GREY)
+    axes.locator_params(axis="x", integer=True)
+    axes.legend(frameon=False, fontsize=8.5, handlelength=1.2)
+    return axes.figure  # type: ignore[return-value]
 
 
 def _label(group: Group) -> str:

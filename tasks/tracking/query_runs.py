@@ -21,7 +21,7 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 
 from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it is imported)
-from mlflow.entities import Run, RunTag  # noqa: E402
+from mlflow.entities import Param, Run, RunTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE  # noqa: E402
 
@@ -100,6 +100,20 @@ class Comparisons:
             return run_id
         run = self.client.create_run(self.experiment_id, run_name=name, tags=tags)
         return str(run.info.run_id)
+
+    def tag(
+        self, run_id: str, tags: Mapping[str, str], params: Mapping[str, str] | None = None
+    ) -> None:
+        """What is known of a run from now on. Where MLflow is away it is said, and no more: what
+        goes on may have hours to go."""
+        try:
+            self.client.log_batch(
+                run_id,
+                tags=[RunTag(name, value[:FULL_LETTERS]) for name, value in tags.items()],
+                params=[Param(name, value) for name, value in (params or {}).items()],
+            )
+        except Exception as error:  # of any store
+            print(mlflow_store.explained(error, self.where), file=sys.stderr)
 
     @_explained
     def end(self, run_id: str, *, status: str, text: str = "", files: Sequence[Path] = ()) -> None:

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 from flows.cli.compare_command import parse
-from tasks.comparison.cells import Ended, opened, play
+from tasks.comparison.cells import Ended, Grid, opened, play
 from tasks.engine.base.file_lock import FileLock
 from tasks.run_folders import LOCK, Start
 
@@ -29,7 +29,7 @@ def test_a_training_that_outlived_its_comparison_is_waited_for_and_not_repeated(
     threading.Timer(0.3, end).start()
     told: list[object] = []
     runs = tmp_path / "runs"
-    play(comparison, [cell], runs=runs, tell=lambda *what: told.append(what))
+    play(comparison, Grid(comparison, [cell]), runs=runs, tell=lambda *what: told.append(what))
     assert not told and comparison.ended == {1: Ended(1, "FINISHED", "id-of-it")}
 
 

@@ -1,0 +1,267 @@
+"""The source of a comparison whose trainings Optuna draws, each from what those before have come
+to: its samplers draw, its pruners say which training ends early, its journal in the comparison's
+folder is what an interrupted search goes on from. Nothing else here imports Optuna, and this is
+imported for a search alone.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.importance import FanovaImportanceEvaluator, get_param_importances
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from tasks.comparison.cells import Comparison, Ended
+from tasks.comparison.grid import DEVICE, Cell
+from tasks.comparison.measured import Goal, Group, Measured
+from tasks.comparison.space import Axes, Range, Search
+from tasks.engine.base.units import number, percent
+from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import RunConfig
+from tasks.run_folders import json_of
+from tasks.tracking.journal_lines import batches
+
+STUDY = "study.journal"
+STATES = {"FINISHED": TrialState.COMPLETE, "PRUNED": TrialState.PRUNED}
+STARTUP = 5  # trials that finished, before another is pruned; half of a search of few
+WEIGHED = 10  # finished trials from which on it is told what the settings weigh
+EPOCH = "train/epoch"
+
+
+class Trials:
+    """The trials of a study. See cells.Source."""
+
+    def __init__(
+        self, search: Search, comparison: Comparison, *, goal: Goal, base: RunConfig
+    ) -> None:
+        self.search, self.comparison, self.goal, self.base = search, comparison, goal, base
+        self.study = opened(comparison.folder / STUDY, search, goal=goal, epochs=base.train.epochs)
+        self._distributions = _distributions(search.axes)
+        self._left = self._left_over()
+        self._journals: dict[int, tuple[Trial, int]] = {}  # and how far it was read
+        self._pruned: dict[int, str] = {}
+
+    @property
+    def devices(self) -> Sequence[str]:
+        return self.search.devices or [self.base.device.name]
+
+    def _left_over(self) -> list[FrozenTrial]:
+        """The trials that were under way when the search ended; how the others of them ended is
+        told to the study now."""
+        left = []
+        for trial in self.study.get_trials(states=(TrialState.RUNNING,)):
+            if (known := self.comparison.ended.get(trial.number + 1)) is not None:
+                self._tell(known)
+            elif len(trial.params) < len(self._distributions):
+                error = "the search was ended while this was drawn"
+                self._tell(self.comparison.add(Ended(trial.number + 1, "FAILED", error=error)))
+            else:
+                left.append(trial)
+        return left
+
+    def next(self, device: str) -> Cell | None:
+        for trial in self._left:
+            if trial.user_attrs.get("device", device) == device:
+                self._left.remove(trial)
+                return self.cell(trial)
+        if self._drawn() >= self.search.trials:
+            return None
+        drawn = self.draw()
+        drawn.set_user_attr("device", device)
+        return self.cell(self.study.trials[drawn.number])
+
+    def _drawn(self) -> int:
+        return sum(trial.state != TrialState.WAITING for trial in self.study.trials)
+
+    def draw(self) -> Trial:
+        """Of each trial by a seed of its own: a search that goes on draws what it would have."""
+        count = self._drawn()
+        seeds = np.random.SeedSequence((self.base.train.seed, count))
+        self.study.sampler = _sampler(self.search.how, int(seeds.generate_state(1)[0]))
+        if self.search.how == "grid":  # Optuna's sampler of that name is not for ask and tell
+            self.study.enqueue_trial(self.search.combinations[count], skip_if_exists=True)
+        return self.study.ask(self._distributions)
+
+    def cell(self, trial: FrozenTrial) -> Cell:
+        settings = texts(self.search.axes, trial.params)
+        try:
+            config = self.search.resolve({**settings, **self._device(trial)})
+        except ConfigError as error:
+            return Cell(trial.number + 1, settings, self.base, refused="; ".join(error.problems))
+        return Cell(trial.number + 1, settings, config)
+
+    def _device(self, trial: FrozenTrial) -> dict[str, str]:
+        """Where several may be asked for, it goes on where it began."""
+        devices = self.search.devices
+        return {DEVICE: trial.user_attrs.get("device", devices[0])} if devices else {}
+
+    def pruned(self, cell: Cell, folder: Path) -> bool:
+        """By the epochs that its journal has told since the last look."""
+        if self.search.pruner == "none":
+            return False
+        at = cell.number - 1
+        if at not in self._journals:
+            self._journals[at] = Trial(self.study, self.study.trials[at]._trial_id), 0
+        trial, offset = self._journals[at]
+        told = max(self.study.trials[at].intermediate_values, default=0)
+        epochs, offset = judged(folder / "metrics.jsonl", offset, self.goal.name)
+        self._journals[at] = trial, offset
+        new = [(epoch, value) for epoch, value in epochs if epoch > told]
+        for epoch, value in new:
+            trial.report(value, epoch)
+        if not new or not trial.should_prune():  # by the newest
+            return False
+        epoch, value = new[-1]
+        why = "worse than the median of the trials before"
+        self._pruned[cell.number] = f"after epoch {epoch}: {self.goal.name} {number(value)}, {why}"
+        return True
+
+    def over(self, cell: Cell, ended: Ended, folder: Path | None) -> Ended:
+        """Kept before the study hears of it: a search that is ended between the two tells it."""
+        metrics = json_of(folder / "run.json").get("metrics", {}) if folder is not None else {}
+        value = float(metrics.get(self.goal.name, math.nan))
+        if ended.status == "FINISHED" and not math.isfinite(value):
+            why = f"is {value}" if self.goal.name in metrics else "was not measured"
+            ended = replace(ended, status="FAILED", error=f"{self.goal.name}: {why}")
+        elif ended.status == "FINISHED":
+            ended = replace(ended, value=value)
+        elif cell.number in self._pruned:
+            ended = replace(ended, status="PRUNED", error=self._pruned[cell.number])
+        self._tell(self.comparison.add(ended))
+        return ended
+
+    def _tell(self, ended: Ended) -> None:
+        state = STATES.get(ended.status, TrialState.FAIL)
+        value = ended.value if state == TrialState.COMPLETE else None
+        self.study.tell(ended.number - 1, value, state=state)
+
+    @property
+    def best(self) -> Ended | None:
+        """The finished trial with the best value; the first of those that share it."""
+        done = [one for one in self.comparison.ended.values() if one.value is not None]
+        if not done:
+            return None
+        best = self.goal.best(one.value for one in done if one.value is not None)
+        return min((one for one in done if one.value == best), key=lambda one: one.number)
+
+    def again(self) -> tuple[dict[str, str], str]:
+        """The settings of the best trial, and the command that trains it anew."""
+        assert self.best is not None
+        trial = self.study.trials[self.best.number - 1]
+        settings = texts(self.search.axes, trial.params)
+        asked = {**settings, **self._device(trial)}
+        flags = [word for name, value in asked.items() for word in (f"--{name}", value)]
+        words = ["python", "-m", "flows.train", *self.search.words, *flags]
+        return settings, shlex.join(words)
+
+    def groups(self, runs: Sequence[Measured]) -> list[Group]:
+        """One of each trial, those that finished first, the best of them on top."""
+        trials = zip(self.cells(), runs, strict=True)
+        found = [Group(cell.settings, [run], cell.number, is_trial=True) for cell, run in trials]
+
+        def rank(group: Group) -> tuple[int, float, int]:
+            value = group.runs[0].metrics.get(self.goal.name, math.nan)
+            value = value if self.goal.is_lower_better else -value
+            order = ("FINISHED", "PRUNED")
+            at = order.index(group.state) if group.state in order else len(order)
+            return at, value if math.isfinite(value) else math.inf, group.number
+
+        return sorted(found, key=rank)
+
+    def cells(self) -> list[Cell]:
+        return [self.cell(trial) for trial in self.study.trials if trial.number < self._drawn()]
+
+    def told(self) -> list[str]:
+        """The search in words."""
+        ends = [one.status for one in self.comparison.ended.values()]
+        counts = {"finished": ends.count("FINISHED"), "pruned": ends.count("PRUNED")}
+        counts["failed"] = len(ends) - sum(counts.values())
+        parts = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        lines = [f"{len(ends)} trials by {self.search.how}: {parts}"]
+        if self.best is not None:
+            label = self.cell(self.study.trials[self.best.number - 1]).label
+            value = number(self.best.value or 0.0)
+            lines.insert(0, f"#{self.best.number} has the best {self.goal.name}: {value} ({label})")
+        if counts["finished"] >= WEIGHED and len(self._distributions) > 1:
+            weighed = get_param_importances(
+                self.study, evaluator=FanovaImportanceEvaluator(seed=self.base.train.seed % 2**32)
+            )
+            said = ", ".join(f"{name} {percent(share)}" for name, share in weighed.items())
+            lines.append(f"what the differences in {self.goal.name} come from (fANOVA): {said}")
+        return lines
+
+
+def opened(file: Path, search: Search, *, goal: Goal, epochs: int) -> optuna.Study:
+    """The study in that file, which this process alone uses: it holds the comparison."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    file.with_name(f"{file.name}.lock").unlink(missing_ok=True)  # of a process that was killed
+    if file.exists() and not (whole := file.read_bytes()).endswith(b"\n"):  # a disk that was full
+        file.write_bytes(whole[: whole.rfind(b"\n") + 1])
+    pruner = optuna.pruners.MedianPruner(
+        n_startup_trials=min(STARTUP, max(1, search.trials // 2)),
+        n_warmup_steps=-(-epochs // 5),  # a first epoch says little of a rate that warms up
+    )
+    return optuna.create_study(
+        storage=JournalStorage(JournalFileBackend(str(file))),
+        study_name="search",
+        direction="minimize" if goal.is_lower_better else "maximize",
+        load_if_exists=True,
+        pruner=pruner if search.pruner == "median" else optuna.pruners.NopPruner(),
+    )
+
+
+def _sampler(how: str, seed: int) -> BaseSampler:
+    return TPESampler(seed=seed) if how == "tpe" else RandomSampler(seed=seed)
+
+
+def _distributions(axes: Axes) -> dict[str, BaseDistribution]:
+    return {name: _distribution(axis) for name, axis in axes.items()}
+
+
+def _distribution(axis: Range | Sequence[str]) -> BaseDistribution:
+    if not isinstance(axis, Range):
+        return CategoricalDistribution(list(axis))
+    if axis.is_whole:
+        return IntDistribution(int(axis.low), int(axis.high), log=axis.is_log)
+    return FloatDistribution(axis.low, axis.high, log=axis.is_log)
+
+
+def texts(axes: Axes, params: dict[str, Any]) -> dict[str, str]:
+    """What was drawn, as settings are written."""
+    return {
+        name: "-"
+        if name not in params
+        else axis.text(params[name])
+        if isinstance(axis, Range)
+        else str(params[name])
+        for name, axis in axes.items()
+    }
+
+
+def judged(journal: Path, offset: int, metric: str) -> tuple[list[tuple[int, float]], int]:
+    """Epoch and metric of each evaluation behind that offset, and the offset behind the last."""
+    found: dict[int, dict[str, float]] = {}
+    if journal.exists():
+        with journal.open("rb") as lines:
+            for batch, offset in batches(lines, offset):  # noqa: B007, B020 (its last is a result)
+                for name, value, _, step in batch:
+                    if name in (metric, EPOCH):
+                        found.setdefault(step, {}).setdefault(name, value)
+    epochs = [at for _, at in sorted(found.items()) if metric in at and EPOCH in at]
+    return [(int(at[EPOCH]), at[metric]) for at in epochs], offset

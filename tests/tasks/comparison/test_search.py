@@ -1,0 +1,173 @@
+"""A search without a training: what is drawn, what a journal ends early, and what goes on after it
+was killed."""
+
+import json
+import math
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from flows.cli.compare_command import parse
+from tasks.comparison import cells
+from tasks.comparison.cells import Comparison, Ended
+from tasks.comparison.grid import Cell
+from tasks.comparison.measured import Goal, Measured
+from tasks.comparison.search import STUDY, Trials
+from tasks.tracking.journal_lines import append, line_of
+from tests.conftest import PYTHON
+from tests.test_house import MODULES, _names
+
+LOSS = Goal("val/loss", True)
+WORDS = ["--vary", "optim.lr=1e-5..1", "--vary", "model.args.dropout=0..0.9"]
+
+
+def _trials(folder: Path, *words: str, how: str = "tpe", goal: Goal = LOSS) -> Trials:
+    asked = parse(["--search", how, *(words or WORDS)])
+    assert asked.search is not None
+    folder.mkdir(exist_ok=True)
+    state = folder / cells.STATE
+    known = json.loads(state.read_text())["ended"] if state.exists() else []
+    ended = {one["number"]: Ended(**one) for one in known}
+    comparison = Comparison(folder, "words", ended=ended)
+    return Trials(asked.search, comparison, goal=goal, base=asked.base)
+
+
+def _far(cell: Cell) -> float:
+    """The least at a rate of 1e-3 and a dropout of 0.3."""
+    settings = {name: float(value) for name, value in cell.settings.items()}
+    dropout = settings["model.args.dropout"]
+    return (math.log10(settings["optim.lr"]) + 3) ** 2 + 25 * (dropout - 0.3) ** 2
+
+
+def _finish(trials: Trials, cell: Cell, value: float) -> Ended:
+    folder = trials.comparison.folder / f"run{cell.number}"
+    folder.mkdir(exist_ok=True)
+    (folder / "run.json").write_text(json.dumps({"metrics": {trials.goal.name: value}}))
+    return trials.over(cell, Ended(cell.number, "FINISHED", f"id{cell.number}"), folder)
+
+
+def _next(trials: Trials) -> Cell:
+    cell = trials.next("auto")
+    assert cell is not None
+    return cell
+
+
+def test_tpe_draws_nearer_than_chance(tmp_path: Path) -> None:
+    drawn: dict[str, list[float]] = {"tpe": [], "random": []}
+    for how, found in drawn.items():
+        trials = _trials(tmp_path / how, *WORDS, "--trials", "40", how=how)
+        for _ in range(40):
+            cell = _next(trials)
+            found.append(_far(cell))
+            _finish(trials, cell, found[-1])
+        assert trials.next("auto") is None, "more trials than were asked for"
+        assert trials.best is not None and trials.best.value == min(found)
+    late = {how: statistics.median(found[20:]) for how, found in drawn.items()}
+    assert late["tpe"] < late["random"] / 2, late
+
+
+@pytest.mark.parametrize("how", ["tpe", "random"])
+def test_one_that_goes_on_draws_what_it_would_have(tmp_path: Path, how: str) -> None:
+    """By the settings' own seed: another seed draws others."""
+    whole, drawn, others = _trials(tmp_path / "whole", how=how), [], []
+    other = _trials(tmp_path / "other", *WORDS, "--train.seed=1", how=how)
+    for _ in range(14):
+        again = _trials(tmp_path / "again", how=how)  # a process each
+        cell, same = _next(whole), _next(again)
+        _finish(whole, cell, _far(cell))
+        _finish(again, same, _far(same))
+        drawn.append((cell.settings, same.settings))
+        others.append(_next(other).settings)
+    assert all(one == same for one, same in drawn)
+    assert not {str(one) for one, _ in drawn} & set(map(str, others))
+
+
+def test_what_was_under_way_is_told_or_goes_on_and_is_no_other_trial(tmp_path: Path) -> None:
+    trials = _trials(tmp_path / "study")
+    first, second = _next(trials), _next(trials)
+    trials.comparison.add(Ended(1, "FINISHED", "a", value=0.5))  # and killed before it was told
+    trials.study.ask()  # and killed before it was drawn
+    study = tmp_path / "study" / STUDY
+    study.with_name(f"{STUDY}.lock").symlink_to("of-a-killed-process")
+    study.write_bytes(study.read_bytes() + b'{"half a li')
+    began = time.monotonic()
+    trials = _trials(tmp_path / "study")
+    assert time.monotonic() - began < 5, "waited for a lock that nobody holds"
+    assert [t.state.name for t in trials.study.trials] == ["COMPLETE", "RUNNING", "FAIL"]
+    assert trials.comparison.ended[3].status == "FAILED"
+    again = _next(trials)
+    assert (again.number, again.settings) == (second.number, second.settings)
+    assert again.config == second.config and first.number == 1
+    assert _next(trials).number == 4
+
+
+def test_a_poor_training_is_ended_by_the_epochs_that_it_logs(tmp_path: Path) -> None:
+    trials = _trials(tmp_path / "study", *WORDS, "--trials", "4", "--train.epochs", "6")
+    for values in ([0.9, 0.5, 0.3], [0.8, 0.4, 0.2], [0.9, 0.9, 0.8]):
+        cell = _next(trials)
+        folder = tmp_path / f"journal{cell.number}"
+        folder.mkdir()
+        assert not trials.pruned(cell, folder), "it has told nothing yet"
+        with open(folder / "metrics.jsonl", "ab", buffering=0) as journal:
+            for epoch, value in enumerate(values, 1):
+                metrics = {"val/loss": value, "val/accuracy": 0.1, "train/epoch": float(epoch)}
+                append(journal, line_of(metrics, 10 * epoch, unix_ms=1))
+                append(journal, line_of({"train/loss": 1.0}, 10 * epoch + 1, unix_ms=1))
+                is_pruned = trials.pruned(cell, folder)
+                assert is_pruned == (cell.number == 3 and epoch >= 2), f"epoch {epoch}"
+                assert not trials.pruned(cell, folder), "of one look at an epoch"
+        if not is_pruned:
+            _finish(trials, cell, min(values))
+    ended = trials.over(cell, Ended(3, "KILLED", "c"), folder)
+    assert ended.status == "PRUNED" and ended.error.startswith("after epoch 3: val/loss 0.8")
+    told = trials.study.trials[2]
+    assert told.state.name == "PRUNED" and told.intermediate_values == {1: 0.9, 2: 0.9, 3: 0.8}
+
+
+def test_a_combination_that_is_refused_is_a_failed_trial(tmp_path: Path) -> None:
+    words = ["--vary", "train.batch_size=4,64", "--vary", "train.accumulate=1,8"]
+    trials = _trials(tmp_path / "study", *words, how="grid")
+    drawn = [_next(trials) for _ in range(4)]
+    assert trials.next("auto") is None
+    assert [cell.settings["train.batch_size"] for cell in drawn] == ["4", "4", "64", "64"]
+    assert [bool(cell.refused) for cell in drawn] == [False, True, False, False]
+    assert "must be at most train.batch_size" in drawn[1].refused
+    values = (0.5, math.nan, 0.3, math.nan)
+    for cell, value in zip(drawn, values, strict=True):
+        if cell.refused:
+            trials.over(cell, Ended(cell.number, "FAILED", error=cell.refused), None)
+        else:
+            _finish(trials, cell, value)
+    assert trials.comparison.ended[4].error == "val/loss: is nan"
+    assert trials.best is not None and trials.best.number == 3
+    settings, command = trials.again()
+    assert settings == drawn[2].settings
+    assert command == "python -m flows.train --train.batch_size 64 --train.accumulate 1"
+    runs = [
+        Measured(f"{n}", "", trials.comparison.ended[n].status, metrics={"val/loss": value})
+        for n, value in enumerate(values, 1)
+    ]
+    assert [group.number for group in trials.groups(runs)] == [3, 1, 2, 4]
+    assert trials.told()[-1] == "4 trials by grid: 2 finished, 2 failed"
+
+
+def test_what_the_settings_weigh_is_told_of_many(tmp_path: Path) -> None:
+    trials = _trials(tmp_path / "study", *WORDS, "--trials=12", how="random")
+    for _ in range(12):
+        cell = _next(trials)
+        _finish(trials, cell, float(cell.settings["model.args.dropout"]))
+    weights = trials.told()[-1]
+    assert "come from (fANOVA): model.args.dropout 9" in weights or "dropout 100 %" in weights
+
+
+def test_only_the_parent_of_a_search_imports_optuna() -> None:
+    users = {module for module, file in MODULES.items() if "optuna" in _names(file)}
+    assert users == {"tasks.comparison.search"}
+    needs = "flows.compare, flows.train, tasks.comparison.page, tasks.comparison.cells"
+    words = "'--search', 'tpe', '--vary', 'optim.lr=1e-5..1'"
+    code = f"import sys, {needs}\nfrom flows.cli.compare_command import parse\nparse([{words}])\n"
+    told = subprocess.run([PYTHON, "-c", f"{code}assert 'optuna' not in sys.modules"], check=False)
+    assert told.returncode == 0
