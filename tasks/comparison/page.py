@@ -193,7 +193,7 @@ def _html(comparison: Comparison, files: Mapping[str, Path]) -> str:
         title,
         STYLE + MORE_STYLE,
         f"<h1>{title}</h1>",
-        _list("What differs", comparison.words),
+        _list("What was found" if comparison.goal else "What differs", comparison.words),
         f'<h2>The runs</h2><table class="runs"><tr>{heads}</tr>{body}</table>{notes}',
         *(
             f"<h2>{escape(ALT[name])}</h2>{image(ALT[name], file.read_bytes())}"

@@ -203,7 +203,7 @@ class Trials:
                 self.study, evaluator=FanovaImportanceEvaluator(seed=self.base.train.seed % 2**32)
             )
             said = ", ".join(f"{name} {percent(share)}" for name, share in weighed.items())
-            lines.append(f"what the differences in {self.goal.name} come from (fANOVA): {said}")
+            lines.append(f"The differences in {self.goal.name} come from (fANOVA): {said}")
         return lines
 
 
