@@ -84,12 +84,12 @@ def parse(argv: Sequence[str]) -> Asked:
     known, rest = _parser().parse_known_args(_tied(argv))
     problems = []
     reads = [f"--{name}" for name in ("runs", "last", "filter") if getattr(known, name) is not None]
-    trains = [n for n, v in (("--vary", known.vary), ("--devices", known.devices)) if v]
+    own = {"--vary": known.vary, "--devices": known.devices, "--search": known.search}
+    trains = [name for name, value in own.items() if value]
     if reads and trains:
         problems.append(f"{trains[0]}: trains anew, and {reads[0]} reads runs that exist; keep one")
     if "--runs" in reads and len(reads) > 1:
         problems.append(f"--runs: names the runs already; drop {reads[1]}")
-    trains += ["--search"] * (known.search is not None)
     if known.search is None:
         alone = [n for n in ("trials", "pruner", "goal") if getattr(known, n) is not None]
         problems += [f"--{name}: goes with --search" for name in alone]

@@ -54,7 +54,8 @@ class Trials:
         self.study = opened(comparison.folder / STUDY, search, goal=goal, epochs=base.train.epochs)
         self._distributions = _distributions(search.axes)
         self._left = self._left_over()
-        self._journals: dict[int, tuple[Trial, int]] = {}  # and how far it was read
+        # How far it was read, in bytes and in epochs.
+        self._journals: dict[int, tuple[Trial, int, int]] = {}
         self._pruned: dict[int, str] = {}
 
     @property
@@ -87,7 +88,8 @@ class Trials:
         return self.cell(self.study.trials[drawn.number])
 
     def _drawn(self) -> int:
-        return sum(trial.state != TrialState.WAITING for trial in self.study.trials)
+        trials = self.study.get_trials(deepcopy=False)
+        return sum(trial.state != TrialState.WAITING for trial in trials)
 
     def draw(self) -> Trial:
         """Of each trial by a seed of its own: a search that goes on draws what it would have."""
@@ -117,14 +119,15 @@ class Trials:
             return False
         at = cell.number - 1
         if at not in self._journals:
-            self._journals[at] = Trial(self.study, self.study.trials[at]._trial_id), 0
-        trial, offset = self._journals[at]
-        told = max(self.study.trials[at].intermediate_values, default=0)
+            known = self.study.trials[at]
+            last = max(known.intermediate_values, default=0)
+            self._journals[at] = Trial(self.study, known._trial_id), 0, last
+        trial, offset, last = self._journals[at]
         epochs, offset = judged(folder / "metrics.jsonl", offset, self.goal.name)
-        self._journals[at] = trial, offset
-        new = [(epoch, value) for epoch, value in epochs if epoch > told]
-        for epoch, value in new:
-            trial.report(value, epoch)
+        new = [(epoch, value) for epoch, value in epochs if epoch > last]
+        for last, value in new:  # noqa: B007 (its last is a result)
+            trial.report(value, last)
+        self._journals[at] = trial, offset, last
         if not new or not trial.should_prune():  # by the newest
             return False
         epoch, value = new[-1]
@@ -140,7 +143,7 @@ class Trials:
             why = f"is {value}" if self.goal.name in metrics else "was not measured"
             ended = replace(ended, status="FAILED", error=f"{self.goal.name}: {why}")
         elif ended.status == "FINISHED":
-            ended = replace(ended, value=value)
+            ended = replace(ended, value=value, error="")  # though it was told to end by then
         elif cell.number in self._pruned:
             ended = replace(ended, status="PRUNED", error=self._pruned[cell.number])
         self._tell(self.comparison.add(ended))
@@ -185,7 +188,7 @@ class Trials:
         return sorted(found, key=rank)
 
     def cells(self) -> list[Cell]:
-        return [self.cell(trial) for trial in self.study.trials if trial.number < self._drawn()]
+        return [self.cell(trial) for trial in self.study.trials[: self._drawn()]]
 
     def told(self) -> list[str]:
         """The search in words."""

@@ -46,7 +46,8 @@ def _finish(trials: Trials, cell: Cell, value: float) -> Ended:
     folder = trials.comparison.folder / f"run{cell.number}"
     folder.mkdir(exist_ok=True)
     (folder / "run.json").write_text(json.dumps({"metrics": {trials.goal.name: value}}))
-    return trials.over(cell, Ended(cell.number, "FINISHED", f"id{cell.number}"), folder)
+    ended = Ended(cell.number, "FINISHED", f"id{cell.number}", error="terminated")  # too late
+    return trials.over(cell, ended, folder)
 
 
 def _next(trials: Trials) -> Cell:
@@ -141,7 +142,8 @@ def test_a_combination_that_is_refused_is_a_failed_trial(tmp_path: Path) -> None
             trials.over(cell, Ended(cell.number, "FAILED", error=cell.refused), None)
         else:
             _finish(trials, cell, value)
-    assert trials.comparison.ended[4].error == "val/loss: is nan"
+    ended = trials.comparison.ended
+    assert [ended[n].error for n in (1, 3, 4)] == ["", "", "val/loss: is nan"]
     assert trials.best is not None and trials.best.number == 3
     settings, command = trials.again()
     assert settings == drawn[2].settings
