@@ -18,9 +18,9 @@ import time
 import torch
 
 class Net(torch.nn.Sequential):
-    def __init__(self, input_shape, outputs, how="good"):
+    def __init__(self, input_shape, outputs, how="good", scale=1):
         super().__init__(torch.nn.Flatten(), torch.nn.Linear(64, outputs))
-        self.how, self.calls = how, 0
+        self.how, self.calls, self.least = how, 0, 1 // scale
 
     def forward(self, x):
         self.calls += self.training
@@ -103,8 +103,10 @@ def test_a_search_comes_to_its_end_whatever_comes_between(start: Start, place: P
 
 
 def test_nothing_is_trained_where_an_end_can_not_be(start: Start, place: Path) -> None:
-    process = start("--search", "tpe", "--vary", "model.args.dropout=0..3")
+    (place / "own.py").write_text(MODEL)
+    words = ("--search", "tpe", "--model.name=own:Net", "--vary", "model.args.scale=0..4")
+    process = start(*words)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 2 and "begins" not in err
-    assert "dropout must be from 0 to below 1 (got 3)" in err
+    assert "own:Net" in err and "(with model.args.scale=0)" in err, err
     assert not (place / ".headroom/comparisons").exists()
