@@ -111,10 +111,11 @@ class Source(Protocol):
 
 
 class Grid:
-    """The source that knows its trainings from the beginning."""
+    """The source that knows its trainings from the beginning. Those on the CPU come last: they
+    would take the cores that feed a GPU, and neither speed would be true."""
 
     def __init__(self, comparison: Comparison, grid: Sequence[Cell]) -> None:
-        self.comparison = comparison
+        self.comparison, self._grid = comparison, grid
         self._queues: dict[str, list[Cell]] = {}
         for cell in grid:
             if cell.number not in comparison.ended:
@@ -122,9 +123,12 @@ class Grid:
 
     @property
     def devices(self) -> Sequence[str]:
-        return list(self._queues)
+        return sorted(self._queues, key=lambda device: device == "cpu")
 
     def next(self, device: str) -> Cell | None:
+        others = (cell for cell in self._grid if cell.device != "cpu")
+        if device == "cpu" and any(cell.number not in self.comparison.ended for cell in others):
+            return None
         return self._queues[device].pop(0) if self._queues[device] else None
 
     def pruned(self, cell: Cell, folder: Path) -> bool:

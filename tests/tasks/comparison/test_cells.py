@@ -33,6 +33,22 @@ def test_a_training_that_outlived_its_comparison_is_waited_for_and_not_repeated(
     assert not told and comparison.ended == {1: Ended(1, "FINISHED", "id-of-it")}
 
 
+def test_the_cpu_trains_when_no_gpu_does_since_it_would_take_the_cores_that_feed_it(
+    tmp_path: Path,
+) -> None:
+    words = ["--devices", "cpu,cuda:0", "--vary", "optim.lr=0.1,0.2"]
+    grid = parse(words).cells
+    comparison = opened(tmp_path, "words")
+    source = Grid(comparison, grid)
+    assert list(source.devices) == ["cuda:0", "cpu"]
+    for number in (3, 4):
+        assert source.next("cpu") is None
+        cell = source.next("cuda:0")
+        assert cell is not None and cell.number == number
+        source.over(cell, Ended(number, "FAILED"), None)
+    assert [source.next(device) for device in source.devices] == [None, grid[0]]
+
+
 def test_the_same_words_go_on_only_with_what_is_not_over_and_nobody_holds(tmp_path: Path) -> None:
     first = opened(tmp_path, "words")
     first.ended[1] = Ended(1, "FINISHED", "a", "")
