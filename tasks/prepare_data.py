@@ -4,11 +4,14 @@ facts about them and never the arrays; it refuses what cannot be learnt from.
 
 from __future__ import annotations
 
+import threading
+
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.data.preparation import prepare
+from tasks.engine.scores import figures
 from tasks.engine.settings.data_config import DataConfig
 from tasks.process import forks
 from tasks.process.redaction import redacted_errors
@@ -22,4 +25,8 @@ def prepare_data(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> Da
     """
     forks.let_them_end()
     with redacted_errors():
-        return prepare(data, batch_size=batch_size, seed=seed)
+        facts = prepare(data, batch_size=batch_size, seed=seed)
+    if facts.task != "tokens":
+        # While the run is opened, which waits for the process that imports MLflow.
+        threading.Thread(target=figures.load, daemon=True).start()
+    return facts

@@ -194,8 +194,8 @@ class Record:
         """Keep what the training measured."""
         self.held_bytes = facts.held_bytes
         self._summary |= facts.metrics
-        if self._progress is not None:
-            # Its last line says what the report says.
+        self.run["classes"] = facts.classes
+        if self._progress is not None:  # its last line says what the report says
             self._progress.update(facts.metrics, self._step)
         self._tags |= facts.tags
         self._stopped = facts.stopped
@@ -260,7 +260,7 @@ class Record:
         if self._journal.notes:
             self._tags["journal.notes"] = "; ".join(self._journal.notes)
         before_s = self._start.spent_s if self._start is not None else 0.0
-        self.run = {
+        self.run |= {
             **self._page(),
             "name": self._name,
             "status": failure.status if failure else "FINISHED",

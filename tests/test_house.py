@@ -31,6 +31,7 @@ ENGINE_ROOMS = (
     "memory",
     "device",
     "report",
+    "scores",
     "diagnosis",
     "models",
     "files",

@@ -29,6 +29,7 @@ LIBRARIES = {
     "torch": "torch torch._dynamo prefect prefect.main prefect.runtime prefect.artifacts fastapi"
     " prefect.client.orchestration prefect.flow_engine prefect.task_engine graphviz pydantic psutil"
     " rich.console rich.progress ruamel.yaml orjson pyarrow.csv pyarrow.parquet numpy.random"
+    " sklearn.metrics"
     " safetensors.torch torch.utils.serialization.config torch._subclasses.schema_check_mode",
     "mlflow": "mlflow mlflow.pyfunc mlflow.store.tracking.sqlalchemy_store pandas matplotlib.pyplot"
     " mlflow.system_metrics.system_metrics_monitor orjson psutil",

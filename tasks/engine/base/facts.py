@@ -100,6 +100,8 @@ class TrainFacts:
     held_bytes: int  # in use on the device at the end of the training, before anything was freed
     stats: dict[str, Any] = field(default_factory=dict)  # the allocator's raw statistics
     warnings: tuple[str, ...] = ()  # what a person should doubt in the results
+    # Of a classification, by part of the rows: its figures by class, for the report; see by_class.
+    classes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

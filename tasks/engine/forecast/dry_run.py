@@ -24,6 +24,7 @@ from tasks.engine.memory.caching_allocator import BLOCK_BYTES, Empty, Event, Tak
 from tasks.engine.memory.memory_by_owner import BEST
 from tasks.engine.memory.reduction_scratch import scratch_of
 from tasks.engine.models import builtin
+from tasks.engine.scores.kept_rows import KeptRows, small
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import build
 from tasks.engine.step.best_weights import tensors_of
@@ -245,18 +246,19 @@ def _evaluate(
     peaks.training = len(peaks.events)
     model.eval()
     x, y = rows.in_order(most)
-    kept = []
-    if data.task == "regression":
-        kept = [y.new_empty(data.val_rows - most, data.outputs)]
     with step.autocast():
         outputs, loss = build.forward_of(config)(model)(x)
         if loss is None:
             loss_of(config.train, data, outputs.device)(outputs, y)
+    kept = KeptRows(data.task, data.val_rows)
     if data.task == "classification":
         told = outputs.argmax(1)
-        _ = told == y, told.square()
+        _ = told == y
+        kept.add(small(told, data.outputs), small(y, data.outputs))
+    elif data.task == "multilabel":
+        kept.add(outputs, y > 0.5)
     elif data.task == "regression":
-        _ = torch.cat([*kept, outputs])
+        kept.add(outputs, y)
     peaks.mark(EVALUATION)
     peaks.settle()
 

@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from tasks.engine.base.units import number, percent, printable
-from tasks.engine.report.report_parts import Block, Report, Section
+from tasks.engine.report.report_parts import Block, Grid, Report, Section
 
 # The plots on the page. That of the times shows the same bars once more.
-ALT = {"loss": "Loss by step", "memory": "Where the memory went"}
+ALT = {
+    "loss": "Loss by step",
+    "memory": "Where the memory went",
+    "val_confusion": "Confusion matrix of the validation rows",
+    "test_confusion": "Confusion matrix of the test rows",
+}
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6470; --line: #d8dde3;
@@ -39,10 +44,11 @@ p { margin: .15rem 0; }
 table { border-collapse: collapse; width: 100%; margin: .7rem 0; font-size: .93rem;
   font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--soft); }
-td { padding: .15rem .8rem .15rem 0; vertical-align: top; }
+td, th { padding: .15rem .8rem .15rem 0; vertical-align: top; text-align: left; }
+th { font-weight: 500; color: var(--soft); } th + th { text-align: right; }
 td.n { text-align: right; white-space: nowrap; } td.b { width: 45%; vertical-align: middle; }
 .bar { height: .55rem; border-radius: 2px; background: var(--bar); }
-img { display: block; width: 100%; margin: 1rem 0; border: 1px solid var(--line);
+img { display: block; max-width: 100%; margin: 1rem 0; border: 1px solid var(--line);
   border-radius: 4px; }
 pre { padding: .7rem .9rem; border: 1px solid var(--line); border-radius: 4px; margin: .4rem 0;
   white-space: pre-wrap; }
@@ -103,7 +109,19 @@ def _section(section: Section) -> str:
     )
     blocks = "".join(_table(block) for block in section.blocks)
     grid = f'<div class="blocks">{blocks}</div>' if blocks else ""
-    return f"<h2>{escape(section.title)}</h2>{lines}{grid}"
+    tables = "".join(_grid(grid) for grid in section.grids)
+    return f"<h2>{escape(section.title)}</h2>{lines}{grid}{tables}"
+
+
+def _grid(grid: Grid) -> str:
+    head = "".join(f"<th>{escape(word)}</th>" for word in grid.head)
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td>"
+        + "".join(f'<td class="n">{escape(value)}</td>' for value in values)
+        + "</tr>"
+        for name, *values in grid.rows
+    )
+    return f"<table><caption>{escape(grid.title)}</caption><tr>{head}</tr>{rows}</table>"
 
 
 def _table(block: Block) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.engine.base.units import percent
+from tasks.engine.report.class_section import PARTS, confusion
 from tasks.engine.report.report_parts import Block
 from tasks.engine.report.report_sections import sections
 
@@ -51,9 +52,13 @@ def load() -> None:
 
 
 def plots(run: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write loss.png, time.png and memory.png, those whose data exist; return their paths."""
+    """Write loss.png, time.png, memory.png and val_confusion.png, those whose data exist; return
+    their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = (("loss", _loss(run)), ("time", _time(run)), ("memory", _memory(run)))
+    drawn = (
+        *(("loss", _loss(run)), ("time", _time(run)), ("memory", _memory(run))),
+        *((f"{part}_confusion", confusion(run, part)) for part in PARTS),
+    )
     files = []
     for name, figure in drawn:
         if figure is not None:

@@ -32,6 +32,15 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Grid:
+    """A table of words, the first column of them names."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
 class Section:
     """One subject of the report: `ok` is its verdict, None where there is none to give."""
 
@@ -39,6 +48,7 @@ class Section:
     lines: tuple[str, ...]
     blocks: tuple[Block, ...] = ()
     ok: bool | None = None
+    grids: tuple[Grid, ...] = ()  # on pages: a terminal has no room for them
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any
 
 from tasks.engine.base.units import mebibytes, milliseconds, number, percent, printable, seconds
+from tasks.engine.report.class_section import classes
 from tasks.engine.report.memory_section import memory, ran_out, released
 from tasks.engine.report.report_parts import Block, Numbers, Report, Section, bars, joined, said
 
@@ -37,6 +38,12 @@ HEADLINE_METRICS = (
     "val/loss",
     "train/loss",
 )
+FIGURES = (
+    *HEADLINE_METRICS[:2],
+    *("val/balanced_accuracy", "val/macro_f1", "val/top5_accuracy"),
+    *("val/f1", "val/average_precision"),
+    *("val/perplexity", "val/mae", "val/rmse", "val/loss"),
+)
 
 
 def sections(run: Mapping[str, Any], *, limit: int = 400) -> Report:
@@ -48,6 +55,7 @@ def sections(run: Mapping[str, Any], *, limit: int = 400) -> Report:
     found = (
         Section("Warnings", warnings, ok=False),
         _trained(run, learned, limit),
+        classes(run, limit=limit),
         _device(tags, metrics),
         _time(metrics),
         memory(metrics),
@@ -100,7 +108,7 @@ def _trained(run: Mapping[str, Any], learned: Numbers, limit: int) -> Section:
         for keys, template in asked
         if all(k in params for k in keys)
     ]
-    shown = [k for k in ("train/loss", *HEADLINE_METRICS) if k in learned]
+    shown = [k for k in ("train/loss", *FIGURES) if k in learned]
     results = [f"{k} {number(learned[k])}" for k in dict.fromkeys(shown)]
     kept = []
     if {"train/best_epoch", "train/epoch"} <= learned.keys():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tasks.engine.base.units import command_line, percent
 from tasks.engine.report import html_page, terminal_report
 from tasks.engine.report import plots as drawing
-from tasks.engine.report.report_parts import Block, Report
+from tasks.engine.report.report_parts import Block, Grid, Report
 from tasks.engine.report.report_sections import sections
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def html(run: Mapping[str, Any], plot_files: Iterable[Path], *, open_command: st
 
 
 def plots(run: Mapping[str, Any], folder: Path) -> list[Path]:
-    """The files loss.png, time.png and memory.png in `folder`: those whose data exist."""
+    """The files loss.png, time.png, memory.png and PART_confusion.png in `folder`: those whose
+    data exist."""
     return drawing.plots(run, folder)
 
 
@@ -70,6 +71,7 @@ def _markdown(report: Report, command: str) -> str:
         if section.lines:
             parts.append("\n".join(f"- {_plain(line)}" for line in section.lines))
         parts.extend(_markdown_table(block) for block in section.blocks)
+        parts.extend(_markdown_grid(grid) for grid in section.grids)
     if command:
         ticks = max((len(run) for run in re.findall("`+", command)), default=0)
         fence = "`" * max(3, ticks + 1)
@@ -84,6 +86,13 @@ def _markdown_table(block: Block) -> str:
         drawn = "\u2588" * round(BAR_WIDTH * bar.length)
         rows.append(f"| {_plain(bar.label)} | {bar.value} | {share} | {drawn} |")
     return "\n".join(rows)
+
+
+def _markdown_grid(grid: Grid) -> str:
+    first, *others = map(_plain, grid.head)
+    rows = [f"| {first} | {' | '.join(others)} |", "|:--|" + "--:|" * len(others)]
+    rows += ["| " + " | ".join(map(_plain, row)) + " |" for row in grid.rows]
+    return "\n".join((f"{_plain(grid.title)}\n", *rows))
 
 
 def _plain(text: str) -> str:

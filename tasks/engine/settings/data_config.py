@@ -88,9 +88,9 @@ class DataConfig(Section):
     pixels together). Tokens stay as they are."""
     scale_target: Bool = True
     """Standardize the target of a regression, each of its columns, with mean and deviation of the
-    training rows. Predictions, val/mae, and what a loss and metrics of your own are given are in
-    its units all the same; a model of your own learns the standardized one, so false where its
-    outputs are bounded (a softplus at the end). Data sets and loaders stay as they are."""
+    training rows. Predictions, val/mae, val/rmse, and what a loss and metrics of your own are given
+    are in its units all the same; a model of your own learns the standardized one, so false where
+    its outputs are bounded (a softplus at the end). Data sets and loaders stay as they are."""
     rows: Annotated[Int, Field(ge=10, le=10**9)] = 10_000
     """Rows of the synthetic source."""
     features: Annotated[Int, Field(ge=1, le=10**6)] = 64

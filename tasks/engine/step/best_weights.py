@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tasks.engine.scores.figures import Cells
+
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What an epoch leaves in a model, each once: parameters and buffers, so also the running
@@ -30,6 +32,7 @@ class Best:
         self.waited = 0  # epochs since the best
         self.epoch = 0  # from 1; 0: none yet
         self._metrics = {"val/loss": math.inf}
+        self.cells: Cells | None = None  # of the best epoch of a classification
         self._kept: dict[str, Tensor] = {}
         self._is_now = False  # the best weights are those of now, and not copied yet
 
@@ -38,11 +41,12 @@ class Best:
         """Whether `restored` gives the metrics of an epoch that judged best."""
         return self.keeps and self.epoch > 0
 
-    def judged(self, metrics: dict[str, float], epoch: int) -> None:
+    def judged(self, metrics: dict[str, float], epoch: int, *, cells: Cells | None = None) -> None:
         """This epoch, counted from 1, has ended with these metrics."""
         self.waited += 1
         if math.isfinite(metrics["val/loss"]) and metrics["val/loss"] < self._metrics["val/loss"]:
             self._metrics, self.epoch, self.waited = metrics, epoch, 0
+            self.cells = cells
         self._is_now = self.waited == 0
 
     @torch.inference_mode()
@@ -74,12 +78,15 @@ class Best:
         """What was the best so far; without its weights where those are the model's of now."""
         kept = {} if self._is_now else dict(self._kept)
         best = {"metrics": dict(self._metrics), "epoch": self.epoch, "waited": self.waited}
-        return {**best, "kept": kept, "is_now": self._is_now}
+        cells = None if self.cells is None else self.cells.table
+        return {**best, "kept": kept, "is_now": self._is_now, "cells": cells}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Be as when `state` was taken."""
         self._metrics, self.epoch = state["metrics"], state["epoch"]
         self.waited, self._kept, self._is_now = state["waited"], state["kept"], state["is_now"]
+        cells = state.get("cells")  # which checkpoints of before do not have
+        self.cells = None if cells is None else Cells(cells)
 
     def tensors(self) -> Iterator[Tensor]:
         """What is kept."""

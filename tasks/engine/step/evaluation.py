@@ -21,6 +21,9 @@ from tasks.engine.batches.batches import Batches
 from tasks.engine.data.run_warnings import ALIKE
 from tasks.engine.memory.memory_meter import clear_frames
 from tasks.engine.models.model_call import Forward, Plain
+from tasks.engine.scores import figures
+from tasks.engine.scores.figures import Cells
+from tasks.engine.scores.kept_rows import KeptRows, small
 from tasks.engine.step.losses import Metrics
 from tasks.engine.step.micro_batches import Fitting, MemoryExhausted, told_in
 from tasks.engine.step.optimizer_step import Loss
@@ -33,6 +36,7 @@ EVAL_ROWS = 1024  # rows of one batch, where there is room: no gradients are kep
 # Batches summed up at a time: a small tensor kept of each lay between the freed large ones, so that
 # none of these was used again and the heap of a CPU grew by all rows.
 FOLDED = 8
+TOP, TOP_OF = 5, 10  # how often the class is among the first 5, of more than 10 classes
 EVAL_SHARE = 1 / 16  # of the room, for the inputs of one batch
 
 
@@ -57,6 +61,12 @@ class Evaluator:
     forward: Callable[[nn.Module], Forward] = Plain
     metrics: Metrics = field(default_factory=dict)  # the user's own, the mean over the rows each
     target_scale: tuple[float, ...] = (1.0,)  # a regression's error in the target's units, over it
+    cells: list[Cells] = field(default_factory=list)  # of the classification judged last; or none
+
+    @property
+    def told(self) -> Cells | None:
+        """The cells of the evaluation that was last, of a classification."""
+        return self.cells[0] if self.cells else None
 
 
 @dataclass(frozen=True)
@@ -64,18 +74,22 @@ class _Sums:
     """Of one batch, on its device."""
 
     values: dict[str, Tensor]
-    pairs: list[tuple[Tensor, Tensor]]  # outputs and targets, for a regression
+    pairs: list[tuple[Tensor, Tensor]]  # outputs and targets that the figures are computed from
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, batches: Batches, evaluator: Evaluator) -> dict[str, float]:
-    """val/loss over all rows, with val/accuracy for a classification, also val/f1 for several
-    labels, val/r2 and val/mae for a regression, val/perplexity = exp(val/loss) for tokens; waits
-    for the device.
+def evaluate(
+    model: nn.Module, batches: Batches, evaluator: Evaluator, *, part: str = "val"
+) -> dict[str, float]:
+    """val/loss over all rows, with the figures of the task: val/accuracy, val/balanced_accuracy,
+    val/macro_f1 and, of more than TOP_OF classes, val/top5_accuracy for a classification;
+    val/accuracy, val/f1, val/macro_f1 and val/average_precision for several labels; val/r2, val/mae
+    and val/rmse for a regression; val/perplexity = exp(val/loss) for tokens. Waits for the device.
 
     Where a regression's target was scaled, val/loss is that of the scaled target (a mean squared
-    error of 1 is as good as the mean), or of the user's own loss in the target's units, as val/r2,
-    val/mae and the user's metrics are.
+    error of 1 is as good as the mean), or of the user's own loss in the target's units, as the
+    figures and the user's metrics are. part: what stands for val. The cells of a classification are
+    left in evaluator.cells.
 
     Raises oom.MemoryExhausted.
     """
@@ -84,7 +98,8 @@ def evaluate(model: nn.Module, batches: Batches, evaluator: Evaluator) -> dict[s
         rows = min(evaluator.micro.rows, len(batches))
         try:
             with told_in("eval"):
-                return _evaluated(model, batches, evaluator, rows)
+                found = _evaluated(model, batches, evaluator, rows)
+            return {k if k == ALIKE else f"{part}/{k}": v for k, v in found.items()}
         except MemoryExhausted as error:
             # Fewer rows that come from the host take less of the device.
             if rows == 1 or batches.residency not in ("pinned", "host"):
@@ -97,52 +112,60 @@ def evaluate(model: nn.Module, batches: Batches, evaluator: Evaluator) -> dict[s
 def _evaluated(
     model: nn.Module, batches: Batches, evaluator: Evaluator, rows_at_once: int
 ) -> dict[str, float]:
-    found: list[_Sums] = []
+    found: list[dict[str, Tensor]] = []
+    rows = len(batches)
+    kept = KeptRows(evaluator.task, rows)
     forward = evaluator.forward(model)
     for x, y in batches.in_order(rows_at_once):
         with evaluator.phases.counting_once("eval", (x, y)):
-            found.append(_summed_batch(forward, x, y, evaluator))
-        del x, y  # gone before the next ones come
+            batch = _summed_batch(forward, x, y, evaluator)
+        for outputs, targets in batch.pairs:
+            kept.add(outputs, targets)
+        found.append(batch.values)
+        del x, y, batch  # gone before the next ones come
         if len(found) == FOLDED:
-            found = [_summed(found)]
+            found = [_added(found)]
     evaluator.phases.meter.phase("eval")
-    rows = len(batches)
-    whole = _summed(found)
-    sums = {name: total.item() for name, total in whole.values.items()}
+    sums = {name: total.item() for name, total in _added(found).items()}
     loss = sums["loss"] / rows
-    own = {f"val/{name}": sums[f"own/{name}"] / rows for name in evaluator.metrics}
-    figures = {"val/loss": loss, **_figures(evaluator, sums, rows, loss, whole.pairs), **own}
-    return figures | ({ALIKE: 1.0} if _are_alike(sums, whole.pairs) else {})
+    own = {name: sums[f"own/{name}"] / rows for name in evaluator.metrics}
+    return {"loss": loss, **_counted(evaluator.task, sums, loss), **_scored(evaluator, kept), **own}
 
 
-def _are_alike(sums: dict[str, float], pairs: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether every row was given the same answer, of more than one."""
-    if pairs:
-        first, count = pairs[0][0][:1], sum(len(outputs) for outputs, _ in pairs)
-        return count > 1 and all(bool((outputs == first).all()) for outputs, _ in pairs)
-    told = sums.get("told", 0)  # of whole numbers, whose sums are exact: no variance
-    return told > 1 and told * sums["told_squares"] == sums["told_sum"] ** 2
-
-
-def _figures(
-    evaluator: Evaluator,
-    sums: dict[str, float],
-    rows: int,
-    loss: float,
-    pairs: list[tuple[Tensor, Tensor]],
-) -> dict[str, float]:
-    task = evaluator.task
-    if task == "classification":
-        return {"val/accuracy": sums["hits"] / rows}
+def _counted(task: str, sums: dict[str, float], loss: float) -> dict[str, float]:
+    """The figures that are sums over the rows."""
+    if task == "tokens":
+        return {"perplexity": math.exp(min(loss, MAX_LOG_PERPLEXITY))}
+    if task == "regression":
+        return {}
+    found = {"accuracy": sums["hits"] / sums["answers"]}
+    if "top5" in sums:
+        found["top5_accuracy"] = sums["top5"] / sums["answers"]
     if task == "multilabel":
         told = 2 * sums["both"] + sums["either"]
-        return {
-            "val/accuracy": sums["hits"] / sums["labels"],
-            "val/f1": 2 * sums["both"] / told if told else 1.0,
-        }
-    if task == "tokens":
-        return {"val/perplexity": math.exp(min(loss, MAX_LOG_PERPLEXITY))}
-    return _errors(pairs, torch.tensor(evaluator.target_scale, dtype=torch.float64))
+        found["f1"] = 2 * sums["both"] / told if told else 1.0
+    return found
+
+
+def _scored(evaluator: Evaluator, kept: KeptRows) -> dict[str, float]:
+    """The figures that need the rows; and whether all were given the same answer, of more than
+    one."""
+    found = kept.on_host()
+    evaluator.cells.clear()
+    if found is None:
+        return {}
+    outputs, targets = found
+    if evaluator.task == "multilabel":
+        return figures.of_labels(outputs.float().numpy(), targets.numpy())
+    same = len(outputs) > 1 and bool((outputs == outputs[:1]).all())
+    alike = {ALIKE: 1.0} if same else {}
+    if evaluator.task == "classification":
+        evaluator.cells.append(figures.Cells.of(outputs.numpy(), targets.numpy()))
+        return figures.of_classes(evaluator.cells[0]) | alike
+    scale = torch.tensor(evaluator.target_scale, dtype=torch.float64)
+    # The offset is in no difference.
+    amounts = [(part * scale).reshape(len(part), -1).numpy() for part in (outputs, targets)]
+    return figures.of_amounts(*amounts) | alike
 
 
 def _summed_batch(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _Sums:
@@ -154,7 +177,8 @@ def _in_parts(forward: Forward, evaluator: Evaluator, x: Any, y: Any, rows: int)
     found = []
     for part_x, part_y in parts:  # no comprehension, which is a closure: see oom.Fitting.fit
         found.append(_part(forward, part_x, part_y, evaluator))
-    return _summed(found)
+    pairs = [pair for part in found for pair in part.pairs]
+    return _Sums(_added([part.values for part in found]), pairs)
 
 
 def _part(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _Sums:
@@ -162,37 +186,28 @@ def _part(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _Sums:
     with evaluator.autocast():
         outputs, loss = forward(x)
         loss = (evaluator.loss(outputs, y) if loss is None else loss) * rows
-    values = {"loss": loss}
+    values, pairs = {"loss": loss}, []
     if evaluator.task == "classification":
-        told = outputs.argmax(1)
-        values["hits"] = (told == y).sum()
-        values["told"] = torch.tensor(told.numel())
-        values["told_sum"], values["told_squares"] = told.sum(), told.square().sum()
+        told, classes = outputs.argmax(1), outputs.shape[1]
+        values["hits"], values["answers"] = (told == y).sum(), torch.tensor(told.numel())
+        if classes > TOP_OF:
+            best = outputs.topk(TOP, 1).indices
+            values["top5"] = (best == y.unsqueeze(1)).sum()
+        pairs.append((small(told, classes), small(y, classes)))
     elif evaluator.task == "multilabel":
         is_told, is_so = outputs > 0, y > 0.5
-        values["hits"] = (is_told == is_so).sum()
+        values["hits"], values["answers"] = (is_told == is_so).sum(), torch.tensor(y.numel())
         values["both"] = (is_told & is_so).sum()
         values["either"] = (is_told ^ is_so).sum()
-        values["labels"] = torch.tensor(y.numel())
+        pairs.append((outputs, is_so))
+    elif evaluator.task == "regression":
+        pairs.append((outputs, y))
     for name, metric in evaluator.metrics.items():
         values[f"own/{name}"] = torch.as_tensor(metric(outputs, y)).float().reshape(()) * rows
-    return _Sums(values, [(outputs, y)] if evaluator.task == "regression" else [])
+    return _Sums(values, pairs)
 
 
-def _summed(parts: list[_Sums]) -> _Sums:
+def _added(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     if len(parts) == 1:
         return parts[0]
-    return _Sums(
-        values={n: torch.stack([part.values[n] for part in parts]).sum() for n in parts[0].values},
-        pairs=[pair for part in parts for pair in part.pairs],
-    )
-
-
-def _errors(pairs: list[tuple[Tensor, Tensor]], scale: Tensor) -> dict[str, float]:
-    # The offset is in no difference.
-    outputs, targets = (torch.cat(part).cpu() * scale for part in zip(*pairs, strict=True))
-    error = outputs - targets
-    spread = (targets - targets.mean(0)).square().sum()
-    # Of a target that never changes r2 is not known.
-    r2 = {"val/r2": (1 - error.square().sum() / spread).item()} if spread > 0 else {}
-    return {**r2, "val/mae": error.abs().mean().item()}
+    return {name: torch.stack([part[name] for part in parts]).sum() for name in parts[0]}

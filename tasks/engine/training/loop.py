@@ -18,6 +18,7 @@ from tasks.engine.base.timing import Stopwatch, wait
 from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoints import Checkpoints, Position
 from tasks.engine.data.run_warnings import ALIKE
+from tasks.engine.scores.figures import Cells
 from tasks.engine.step.best_weights import Best
 from tasks.engine.step.build import Plan
 from tasks.engine.step.evaluation import Evaluator, evaluate
@@ -66,6 +67,7 @@ class Fitted:
     stopped_early: bool
     stopped: str  # why it ended before it was done; empty: it is done
     metrics: dict[str, float]  # of the weights that the model has: the best epoch's, or the last
+    cells: Cells | None = None  # of a classification, of the same weights
 
 
 def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: Tools) -> Fitted:
@@ -139,7 +141,7 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
             logged = {name: value for name, value in metrics.items() if name != ALIKE}
             t.log({**logged, "train/epoch": epoch + 1.0}, step)
             watch.lap("log")
-            t.best.judged(metrics, epoch + 1)
+            t.best.judged(metrics, epoch + 1, cells=t.evaluator.told)
             is_enough = 0 < plan.patience <= t.best.waited
             stopped_early = is_enough and step < last_step
             at = Position(step, epoch + 1, 0, rows)
@@ -156,8 +158,9 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
         if not metrics and not t.best.has_weights:  # ended before an epoch was
             metrics = evaluate(model, val, t.evaluator)
     ended = stop.reason if stop is not None else ""
+    cells = t.best.cells if t.best.has_weights else t.evaluator.told
     metrics = t.best.restored(model, metrics)
-    return Fitted(step, epoch + 1, rows, stopped_early, ended, metrics)
+    return Fitted(step, epoch + 1, rows, stopped_early, ended, metrics, cells)
 
 
 def _asked(t: Tools, at: Position) -> Stop | None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.device.detection import resolve_precision
+from tasks.engine.forecast.admission import Admission
 from tasks.engine.memory.allocation_log import MIB
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.build import keeps_best, steps_of
@@ -66,3 +68,21 @@ def alike(config: RunConfig, device: DeviceFacts, data: DataFacts) -> str:
         [keeps_best(config) and device.kind == "cpu"],  # beside the weights that are trained
     ]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def foretold(
+    admission: Admission, past: Past, limit_mib: float | None, has_recorded: bool
+) -> dict[str, float]:
+    """The forecast with a recorded step where one was recorded, else without."""
+    peak_bytes, reserved_bytes = past.peak_bytes(), past.reserved_bytes()
+    told = admission.told
+    if told is not None:
+        told = told.graphed if has_recorded and told.graphed is not None else told
+        peak_bytes, reserved_bytes = told.peak_bytes, told.reserved_bytes
+    # A forecast judges whole batches; where they don't fit a training judges parts of them.
+    most_bytes = math.inf if limit_mib is None else limit_mib * MIB
+    found = {
+        "memory/predicted_peak_mib": peak_bytes,
+        "memory/predicted_reserved_mib": reserved_bytes,
+    }
+    return {k: min(v, most_bytes) / MIB for k, v in found.items() if v is not None}

@@ -4,7 +4,6 @@ measures. Everything that holds device memory lives and dies inside `train`, als
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -25,12 +24,13 @@ from tasks.engine.device.memory_limit import limited
 from tasks.engine.device.precision import matmul_mode
 from tasks.engine.diagnosis import explain
 from tasks.engine.files.source_data import DataError
-from tasks.engine.forecast.admission import Admission, admit
+from tasks.engine.forecast.admission import admit
 from tasks.engine.memory import glibc_heap, memory_meter
 from tasks.engine.memory.allocator_history import recording
 from tasks.engine.memory.allocator_stats import give_back
 from tasks.engine.memory.broken_device import outlived
 from tasks.engine.models.model_folder import keep
+from tasks.engine.scores import by_class, figures
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
@@ -45,7 +45,7 @@ from tasks.engine.training.budget import Asked, Budget, ends_at
 from tasks.engine.training.loop import Tools, batch_of, fit
 from tasks.engine.training.oom_files import OutOfMemory, draw, told, unwatched
 from tasks.engine.training.reload_check import check_reloads
-from tasks.engine.training.similar_runs import Past
+from tasks.engine.training.similar_runs import Past, foretold
 from tasks.engine.training.step_metrics import Log
 from tasks.engine.training.throughput import peak_of, peak_tags, rates, timings
 from tasks.engine.training.training_batches import example, fed, first_rows
@@ -137,6 +137,8 @@ def _train(
     device = torch.device(facts.name)
     checked = check(config, data)
     work = checked.work
+    if data.task != "tokens":
+        figures.load()  # not in the first epoch
     precision = resolve_precision(config.train.precision, facts)
     with ExitStack() as stack:
         stack.enter_context(glibc_heap.kept(device))
@@ -234,7 +236,7 @@ def _train(
         measured = {
             **parts.measured(),
             **checkpoints.measured(),
-            **_predicted(admission, past, config.memory.limit_mib, parts.tuned.has_recorded),
+            **foretold(admission, past, config.memory.limit_mib, parts.tuned.has_recorded),
         }
         stats = parts.phases.meter.stats()
         held_bytes = memory_meter.allocated_bytes(device)
@@ -249,6 +251,9 @@ def _train(
         del x
         watch.lap("checkpoint")
         alike = bool(fitted.metrics.pop(ALIKE, 0))
+        classes = {}
+        if fitted.cells is not None:
+            classes["val"] = by_class.written(fitted.cells, data.class_names, folder, part="val")
     return TrainFacts(
         metrics={
             **fitted.metrics,
@@ -273,6 +278,7 @@ def _train(
         held_bytes=held_bytes,
         stats=stats,
         warnings=of_results(data, fitted.metrics, loss=config.train.loss, alike=alike),
+        classes=classes,
     )
 
 
@@ -280,21 +286,3 @@ def _mistake(error: Exception, model: nn.Module, step: Step) -> str | None:
     """The sentence for a mistake of the user's; its batch lives no longer than that is told."""
     batch = batch_of(error)
     return explain.explained(error, model, batch, partial(step.forward, *batch))
-
-
-def _predicted(
-    admission: Admission, past: Past, limit_mib: float | None, has_recorded: bool
-) -> dict[str, float]:
-    """The forecast with a recorded step where one was recorded, else without."""
-    peak_bytes, reserved_bytes = past.peak_bytes(), past.reserved_bytes()
-    told = admission.told
-    if told is not None:
-        told = told.graphed if has_recorded and told.graphed is not None else told
-        peak_bytes, reserved_bytes = told.peak_bytes, told.reserved_bytes
-    # A forecast judges whole batches; where they don't fit a training judges parts of them.
-    most_bytes = math.inf if limit_mib is None else limit_mib * memory_meter.MIB
-    found = {
-        "memory/predicted_peak_mib": peak_bytes,
-        "memory/predicted_reserved_mib": reserved_bytes,
-    }
-    return {k: min(v, most_bytes) / memory_meter.MIB for k, v in found.items() if v is not None}

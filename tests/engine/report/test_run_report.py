@@ -408,6 +408,36 @@ def test_only_what_has_data_is_drawn(run: dict[str, Any], names: list[str], tmp_
     assert [f.name for f in run_report.plots(run, tmp_path)] == names
 
 
+def _classes(count: int, name: str = "class {}") -> dict[str, Any]:
+    names = [name.format(k) for k in range(count)]
+    matrix = [[9 if i == j else (i + j) % 3 for j in range(count)] for i in range(count)]
+    listed = [[n, 40 + k, 0.5, 0.25, 0.01 * k] for k, n in enumerate(names[:20])]
+    return {"count": count, "listed": listed, "drawn": names[:30], "matrix": matrix[:30]}
+
+
+@pytest.mark.parametrize("count", [2, 12, 13, 40])
+def test_a_classification_is_told_and_drawn_by_class(count: int, tmp_path: Path) -> None:
+    run = _cpu() | {"classes": {"val": _classes(count), "test": _classes(2)}}
+    files = run_report.plots(run, tmp_path)
+    assert [f.name for f in files[3:]] == ["val_confusion.png", "test_confusion.png"]
+    page = run_report.html(run, files, open_command=COMMAND)
+    told = run_report.markdown(run, open_command=COMMAND)
+    for face in (page, told, _terminal(run)):
+        assert "lowest F1 of the validation rows: class 0 0 (40 rows)" in " ".join(face.split())
+    assert "| class 1 | 41 | 0.500 | 0.250 | 0.010 |" in told
+    assert '<td>class 1</td><td class="n">41</td>' in page
+    assert "Confusion matrix of the validation rows" in page
+    assert ("the 20 of 40 with the lowest F1" in told) == (count == 40)
+
+
+def test_names_of_classes_are_no_markup_and_leave_the_report_short(tmp_path: Path) -> None:
+    run = _cpu() | {"classes": {part: _classes(20, EVIL + "{}") for part in ("val", "test")}}
+    files = run_report.plots(run, tmp_path)
+    page = run_report.html(run, files, open_command=COMMAND)
+    assert "<script>" not in page and "<img src=x" not in page
+    assert len(run_report.markdown(run, open_command=COMMAND)) < 8000
+
+
 def test_the_epoch_whose_weights_are_logged_is_told_and_marked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,10 @@
 
 import math
 
+import numpy as np
 from torch import nn
 
+from tasks.engine.scores.figures import Cells
 from tasks.engine.step.best_weights import Best
 
 
@@ -23,3 +25,16 @@ def test_only_the_weights_of_a_best_epoch_are_copied() -> None:
         best.keep(model)
     found = best.restored(model, {"val/loss": 1.5})
     assert model.weight.item() == 2 and found == {"val/loss": 1.0, "train/best_epoch": 2.0}
+
+
+def test_the_cells_of_the_best_epoch_come_back_with_its_weights() -> None:
+    """Those of a checkpoint of before are not known, and no reason to refuse it."""
+    best, cells = Best(), [Cells(np.full((3, 1), k)) for k in range(2)]
+    best.judged({"val/loss": 1.0}, 1, cells=cells[0])
+    best.judged({"val/loss": 2.0}, 2, cells=cells[1])
+    assert best.cells is cells[0]
+    again = Best()
+    again.restore(best.state())
+    assert again.cells is not None and (again.cells.table == 0).all()
+    again.restore({k: v for k, v in best.state().items() if k != "cells"})
+    assert again.cells is None

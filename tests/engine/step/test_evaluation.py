@@ -15,6 +15,7 @@ from tasks.engine.batches.dataset_batches import feed
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import Meter
+from tasks.engine.scores.figures import Cells
 from tasks.engine.step.evaluation import Evaluator, eval_rows, evaluate
 from tasks.engine.step.losses import next_token
 from tasks.engine.step.micro_batches import Fixed, MemoryExhausted
@@ -37,7 +38,7 @@ class _Parts(Fixed):
 
 
 def _judged(
-    task: str, outputs: np.ndarray, y: np.ndarray, *, rows_read: int = 3, **more
+    task: str, outputs: np.ndarray, y: np.ndarray, *, rows_read: int = 3, part="val", **more
 ) -> dict[str, float]:
     """Of a model that gives those outputs, row by row."""
     accounts = MemoryByOwner(AllocationLog(CPU), dict)
@@ -45,7 +46,8 @@ def _judged(
     evaluator = Evaluator(
         task, LOSSES[task], nullcontext, micro=_Parts(rows_read), phases=phases, **more
     )
-    return evaluate(nn.Identity(), feed(outputs, y, device=CPU, room_bytes=10**9), evaluator)
+    rows = feed(outputs, y, device=CPU, room_bytes=10**9)
+    return evaluate(nn.Identity(), rows, evaluator, part=part)
 
 
 def _outputs(*shape: int, seed: int = 0) -> np.ndarray:
@@ -62,6 +64,8 @@ def test_a_classification_has_the_loss_and_accuracy_of_all_rows(rows_read: int, 
         {
             "val/loss": sk.log_loss(y, torch.tensor(outputs).softmax(1).numpy()),
             "val/accuracy": sk.accuracy_score(y, outputs.argmax(1)),
+            "val/balanced_accuracy": sk.balanced_accuracy_score(y, outputs.argmax(1)),
+            "val/macro_f1": sk.f1_score(y, outputs.argmax(1), average="macro"),
         },
         rel=1e-5,
     )
@@ -79,9 +83,51 @@ def test_several_labels_have_the_accuracy_and_f1_of_all_labels_together(rows_rea
             "val/loss": loss,
             "val/accuracy": sk.accuracy_score(so, told),
             "val/f1": sk.f1_score(so, told),
+            "val/macro_f1": sk.f1_score(y > 0.5, outputs > 0, average="macro"),
+            "val/average_precision": sk.average_precision_score(y > 0.5, outputs),
         },
         rel=1e-5,
     )
+
+
+@pytest.mark.parametrize("classes", [10, 11])
+def test_of_more_than_ten_classes_it_is_told_how_often_one_of_five_is_right(classes: int) -> None:
+    outputs, y = _outputs(41, classes), np.arange(41) % classes
+    found = _judged("classification", outputs, y)
+    assert ("val/top5_accuracy" in found) == (classes > 10)
+    if classes > 10:
+        expected = sk.top_k_accuracy_score(y, outputs, k=5, labels=range(classes))
+        assert found["val/top5_accuracy"] == pytest.approx(expected)
+
+
+def test_a_part_of_its_own_names_its_figures() -> None:
+    outputs, y = _outputs(5, 1), _outputs(5, 1, seed=1)
+    assert set(_judged("regression", outputs, y, part="test")) == {
+        *("test/loss", "test/r2", "test/mae", "test/rmse")
+    }
+
+
+def test_a_classification_leaves_its_cells_and_others_none() -> None:
+    outputs, y = _outputs(40, 3), np.arange(40) % 3
+    cells: list[Cells] = []
+    _judged("classification", outputs, y, cells=cells)
+    matrix = np.zeros((3, 3), int)
+    matrix[cells[0].table[0], cells[0].table[1]] = cells[0].table[2]
+    assert (matrix == sk.confusion_matrix(y, outputs.argmax(1))).all()
+    _judged("regression", outputs, outputs, cells=cells)
+    assert not cells
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_outputs_that_are_no_numbers_raise_nothing(bad: float) -> None:
+    outputs, y = _outputs(12, 3), np.arange(12) % 3
+    outputs[4, 1] = bad
+    assert "val/macro_f1" in _judged("classification", outputs, y)
+    labels = np.eye(3, dtype="f")[y]
+    assert "val/average_precision" not in _judged("multilabel", outputs, labels)
+    found = _judged("regression", outputs, labels)
+    assert math.isnan(found["val/mae"]) and "val/r2" not in found
 
 
 def test_no_label_told_of_none_there_is_is_an_f1_of_1() -> None:
@@ -101,6 +147,7 @@ def test_a_regression_has_the_errors_of_all_rows_in_the_targets_units(rows_read:
         {
             "val/loss": sk.mean_squared_error(y, outputs),
             "val/mae": sk.mean_absolute_error(whole_y, whole),
+            "val/rmse": sk.root_mean_squared_error(whole_y, whole),
             "val/r2": 1 - ((whole_y - whole) ** 2).sum() / spread,
         },
         rel=1e-5,

@@ -1,0 +1,115 @@
+"""The figures of an evaluation, as scikit-learn computes them from answers that lie on the host. It
+leaves out what these rows do not define: R2 of a target that never changes, the average precision
+of a label that no row has. It brings scikit-learn with its first figure only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+Figures = dict[str, float]
+MOST_CELLS = 2**20  # of a whole matrix: 8 MiB; of more classes the answers are sorted
+
+
+def load() -> None:
+    """Import what the figures need: a second, and 140 MiB of the host."""
+    import sklearn.metrics  # noqa: F401
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The cells of a confusion matrix that are not 0, (3, cells) int64: the class that rows have,
+    the class that they were given, and how many they are."""
+
+    table: np.ndarray
+
+    @classmethod
+    def of(cls, given: np.ndarray, classes: np.ndarray) -> Cells:
+        """given: (rows,) answers; classes: what is so."""
+        known = classes >= 0
+        so, told = classes[known].astype(np.int64), given[known].astype(np.int64)
+        width = int(max(so.max(initial=0), told.max(initial=0))) + 1
+        place = so * width + told
+        if width * width <= MOST_CELLS:
+            counts = np.bincount(place)
+            place = np.flatnonzero(counts)
+            counts = counts[place]
+        else:
+            place, counts = np.unique(place, return_counts=True)
+        return cls(np.stack([place // width, place % width, counts]))
+
+
+@dataclass(frozen=True)
+class ByClass:
+    """Each class that a row has or was given, in order: its number, and (classes,) figures."""
+
+    classes: np.ndarray
+    rows: np.ndarray
+    precision: np.ndarray
+    recall: np.ndarray
+    f1: np.ndarray
+
+
+def by_class(cells: Cells) -> ByClass:
+    """0 where a class was never given, or no row has it."""
+    from sklearn.metrics import precision_recall_fscore_support
+
+    so, told, rows = cells.table
+    precision, recall, f1, support = precision_recall_fscore_support(
+        so, told, sample_weight=rows, zero_division=0
+    )
+    return ByClass(np.union1d(so, told), support.astype(np.int64), precision, recall, f1)
+
+
+def of_classes(cells: Cells) -> Figures:
+    """Balanced accuracy: the mean recall of the classes that rows have; the mean F1 of those, and
+    of classes that were given to a row."""
+    if not cells.table.size:
+        return {}
+    found = by_class(cells)
+    recall = found.recall[found.rows > 0].mean()
+    return {"balanced_accuracy": float(recall), "macro_f1": float(found.f1.mean())}
+
+
+def of_labels(logits: np.ndarray, labels: np.ndarray) -> Figures:
+    """The mean F1 of the labels that a row has or was given, and the mean average precision of
+    those that a row has. logits, labels: (rows, labels), of which labels are booleans."""
+    from sklearn.metrics import average_precision_score, f1_score
+
+    told, found = logits > 0, {}
+    seen = np.any(told | labels, axis=0)
+    if seen.any():
+        average = "binary" if seen.sum() == 1 else None
+        each = f1_score(_only(labels, seen), _only(told, seen), average=average)
+        found["macro_f1"] = float(np.mean(each))
+    there = np.any(labels, axis=0)
+    if there.any() and np.isfinite(logits).all():
+        each = average_precision_score(_only(labels, there), _only(logits, there), average=None)
+        found["average_precision"] = float(np.mean(each))
+    return found
+
+
+def _only(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Of one column what is no table, which scikit-learn would take for a target of two classes."""
+    return values[:, columns].squeeze(1) if columns.sum() == 1 else values[:, columns]
+
+
+def of_amounts(outputs: np.ndarray, targets: np.ndarray) -> Figures:
+    """R2, over several targets that of the sum of their squares, and the mean over the targets of
+    the absolute error and of the root of the squared one. outputs, targets: (rows, targets)."""
+    from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
+
+    if outputs.shape != targets.shape:  # a loss of the user's own takes others
+        return {}
+    if not np.isfinite(outputs).all():
+        return dict.fromkeys(("mae", "rmse"), float("nan"))
+    found = {
+        "mae": float(mean_absolute_error(targets, outputs)),
+        "rmse": float(root_mean_squared_error(targets, outputs)),
+    }
+    if (targets != targets[:1]).any():
+        r2 = r2_score(targets, outputs, multioutput="variance_weighted")
+        found = {"r2": float(r2), **found}
+    return found

@@ -1,0 +1,76 @@
+"""The figures, against scikit-learn on all rows at once, and where they are not defined."""
+
+import warnings
+
+import numpy as np
+import pytest
+from sklearn import metrics as sk
+
+from tasks.engine.scores import figures
+from tasks.engine.scores.figures import Cells
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.mark.parametrize("classes", [2, 7, 2000])  # of 2000 the whole matrix would be too large
+def test_cells_are_those_of_the_confusion_matrix(classes: int) -> None:
+    random = np.random.default_rng(0)
+    y, told = (random.integers(0, classes, 500).astype(np.int16) for _ in range(2))
+    so, given, rows = Cells.of(told, y).table
+    matrix = sk.confusion_matrix(y, told, labels=range(classes))
+    assert rows.sum() == 500 and (rows > 0).all() and len(rows) == (matrix > 0).sum()
+    assert (matrix[so, given] == rows).all()
+
+
+@pytest.mark.parametrize("missing", [None, "from the rows", "from the answers", "from both"])
+def test_figures_of_classes_are_those_of_all_rows(missing: str | None) -> None:
+    """A class that no row has and that is never given counts for nothing."""
+    random = np.random.default_rng(1)
+    y, told = random.integers(0, 4, 200), random.integers(0, 4, 200)
+    y = np.where((y == 3) & (missing in ("from the rows", "from both")), 0, y)
+    told = np.where((told == 3) & (missing in ("from the answers", "from both")), 1, told)
+    found = figures.of_classes(Cells.of(told, y))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of classes in the answers only
+        expected = sk.balanced_accuracy_score(y, told), sk.f1_score(y, told, average="macro")
+    assert tuple(found.values()) == pytest.approx(expected)
+    by = figures.by_class(Cells.of(told, y))
+    expected = sk.precision_recall_fscore_support(y, told, zero_division=0)
+    np.testing.assert_allclose([by.precision, by.recall, by.f1, by.rows], expected)
+    assert by.classes.tolist() == sorted({*y, *told})
+
+
+def test_one_row_has_figures_and_rows_without_a_class_none() -> None:
+    one = np.array([2])
+    assert figures.of_classes(Cells.of(one, one)) == {"balanced_accuracy": 1, "macro_f1": 1}
+    assert figures.of_classes(Cells.of(one, np.array([-100]))) == {}
+    assert figures.of_amounts(np.ones((1, 1)), np.zeros((1, 1))) == {"mae": 1, "rmse": 1}
+    assert figures.of_labels(np.ones((1, 1)), np.ones((1, 1), bool)) == {
+        "macro_f1": 1,
+        "average_precision": 1,
+    }
+
+
+@pytest.mark.parametrize("labels", [1, 2, 5])
+def test_a_label_that_no_row_has_is_left_out(labels: int) -> None:
+    random = np.random.default_rng(2)
+    logits, so = random.normal(size=(60, labels + 1)), random.random((60, labels + 1)) > 0.6
+    so[:, -1], logits[:, -1] = False, -1  # and that is never given
+    found = figures.of_labels(logits, so)
+    each = [(so[:, k], logits[:, k]) for k in range(labels)]
+    assert found == pytest.approx(
+        {
+            "macro_f1": np.mean([sk.f1_score(y, told > 0) for y, told in each]),
+            "average_precision": np.mean([sk.average_precision_score(*pair) for pair in each]),
+        }
+    )
+    logits[0, -1] = 1  # once given, it has an F1 of 0
+    given = figures.of_labels(logits, so)
+    assert given["macro_f1"] == pytest.approx(found["macro_f1"] * labels / (labels + 1))
+    assert given["average_precision"] == found["average_precision"]
+    assert figures.of_labels(-np.ones((4, 2)), np.zeros((4, 2), bool)) == {}
+
+
+def test_outputs_of_another_shape_than_their_targets_have_no_errors() -> None:
+    """Story: a mean and a deviation for each target were compared with it both."""
+    assert figures.of_amounts(np.ones((4, 2)), np.ones((4, 1))) == {}

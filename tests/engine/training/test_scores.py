@@ -1,0 +1,99 @@
+"""The figures of a training, against scikit-learn on what the logged model says of the rows that it
+was validated on."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn import metrics as sk
+
+from tasks.engine.base.facts import DataFacts, TrainFacts
+from tasks.engine.data.preparation import load, prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.models import predictor
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.training import trainer
+
+
+def _trained(folder: Path, arrays: dict[str, np.ndarray], **sections: Any):
+    np.savez(folder / "given.npz", **arrays)
+    made = {"cache": str(folder / "data"), "path": str(folder / "given.npz")}
+    config = RunConfig.model_validate({"data": made, "train": {"epochs": 4}, **sections})
+    data = prepare(config.data)
+    facts = trainer.train(config, detect("cpu"), data, folder=folder, log=lambda *_: None)
+    return facts, data
+
+
+def _judged(facts: TrainFacts, data: DataFacts) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs of the model as it is logged, and targets, both in the target's units."""
+    arrays = load(data)
+    raw = (arrays.val_x * np.array(data.scale) + np.array(data.offset)).astype(np.float32)
+    outputs = predictor.load(Path(facts.model_folder)).outputs(raw)
+    y = np.array(arrays.val_y)
+    if data.task == "regression":
+        y = y * np.array(data.target_scale) + np.array(data.target_offset)
+    return np.asarray(outputs), y
+
+
+def _some(rows: int, classes: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    y = random.integers(0, classes, rows)
+    x = random.normal(size=(classes, 5))[y] + random.normal(size=(rows, 5)) * 0.7
+    return x.astype(np.float32), y
+
+
+@pytest.mark.parametrize("classes", [3, 12])
+@pytest.mark.parametrize("keep", ["best", "last"])
+def test_a_classification(tmp_path: Path, classes: int, keep: str) -> None:
+    """With a rate that makes later epochs worse, so that the best is not the last."""
+    x, y = _some(400, classes)
+    train = {"epochs": 6, "keep": keep, "batch_size": 16}
+    facts, data = _trained(tmp_path, {"x": x, "y": y}, train=train, optim={"lr": 0.5})
+    outputs, so = _judged(facts, data)
+    told = outputs.argmax(1)
+    expected = {
+        "val/accuracy": sk.accuracy_score(so, told),
+        "val/balanced_accuracy": sk.balanced_accuracy_score(so, told),
+        "val/macro_f1": sk.f1_score(so, told, average="macro"),
+    }
+    if classes > 10:
+        expected["val/top5_accuracy"] = sk.top_k_accuracy_score(
+            so, outputs, k=5, labels=range(classes)
+        )
+    assert {k: facts.metrics[k] for k in expected} == pytest.approx(expected)
+    assert ("val/top5_accuracy" in facts.metrics) == (classes > 10)
+    assert facts.classes["val"]["matrix"] == sk.confusion_matrix(so, told).tolist()
+    with open(tmp_path / "scores" / "val_classes.csv", newline="") as file:
+        f1 = [float(line["f1"]) for line in csv.DictReader(file)]
+    assert f1 == pytest.approx(sk.f1_score(so, told, average=None), abs=1e-6)
+
+
+def test_several_labels(tmp_path: Path) -> None:
+    x, y = _some(300, 3)
+    labels = np.column_stack([np.eye(3)[y], y > 0]).astype(np.int64)
+    facts, data = _trained(tmp_path, {"x": x, "y": labels})
+    outputs, so = _judged(facts, data)
+    expected = {
+        "val/f1": sk.f1_score(so, outputs > 0, average="micro"),
+        "val/macro_f1": sk.f1_score(so, outputs > 0, average="macro"),
+        "val/average_precision": sk.average_precision_score(so, outputs, average="macro"),
+    }
+    assert {k: facts.metrics[k] for k in expected} == pytest.approx(expected)
+    assert not facts.classes and not (tmp_path / "scores").exists()
+
+
+@pytest.mark.parametrize("targets", [1, 2])
+def test_a_regression(tmp_path: Path, targets: int) -> None:
+    x, _ = _some(300, 3)
+    y = 1000 + 50 * x[:, :targets] * np.array([1, 20])[:targets]
+    facts, data = _trained(tmp_path, {"x": x, "y": y if targets > 1 else y[:, 0]})
+    outputs, so = _judged(facts, data)
+    outputs = outputs.reshape(so.shape)
+    expected = {
+        "val/mae": sk.mean_absolute_error(so, outputs),
+        "val/rmse": sk.root_mean_squared_error(so, outputs),
+        "val/r2": sk.r2_score(so, outputs, multioutput="variance_weighted"),
+    }
+    assert {k: facts.metrics[k] for k in expected} == pytest.approx(expected, rel=1e-4)
