@@ -24,7 +24,12 @@ def data_inputs(data: DataConfig, facts: DataFacts) -> list[dict[str, str]]:
     told = {"source_type": kind, "source": source, "digest": facts.fingerprint[:36]}
     if len(schema) <= SCHEMA_LIMIT:
         told["schema"] = schema
-    parts = (("training", name, facts.train_rows), ("validation", f"{name} (val)", facts.val_rows))
+    parts: tuple[tuple[str, str, int], ...] = (
+        ("training", name, facts.train_rows),
+        ("validation", f"{name} (val)", facts.val_rows),
+    )
+    if facts.test_rows:
+        parts += (("test", f"{name} (test)", facts.test_rows),)
     return [
         {**told, "context": part, "name": called, "profile": json.dumps({"num_rows": rows})}
         for part, called, rows in parts

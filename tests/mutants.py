@@ -33,6 +33,9 @@ ROOT = Path(__file__).parent.parent
 # What is turned, and the tests that should notice.
 SUBJECTS = {
     "tasks/engine/files/split.py": ["files/test_split.py"],
+    "tasks/engine/files/row_parts.py": ["data/test_row_parts.py"],
+    "tasks/engine/tables/split_column.py": ["data/test_row_parts.py"],
+    "tasks/engine/scores/figures.py": ["scores/test_figures.py"],
     "tasks/engine/tables/encoding.py": ["tables/test_encoding.py"],
     "tasks/engine/step/optim.py": ["step/test_optim.py"],
     "tasks/engine/step/evaluation.py": ["step/test_evaluation.py", "training/test_loop.py"],

@@ -117,6 +117,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     head = "id,name,age,spent,price,churned"
     (project / "houses.csv").write_text("rooms,area,price\n" + _columns(rows, 2, 3, 4))
     (project / "customers.csv").write_text("\n".join([head, *rows]) + "\n")
+    sales = "".join(f"2024-01-{1 + i // 8:02d},{i % 13},{i % 7}.5\n" for i in range(200))
+    (project / "sales.csv").write_text("day,visits,amount\n" + sales)
     (project / "rows.csv").write_text("id,rooms,area\n" + _columns(rows, 0, 2, 3))
     for name in ("cat", "dog"):
         (project / "pets" / name).mkdir(parents=True)

@@ -84,6 +84,7 @@ class DataFacts:
     endless: bool = False  # of a loader: whether it has no length; rows are then those of a batch
     target_offset: tuple[float, ...] = (0.0,)  # y_scaled = (y - offset) / scale, of a regression
     target_scale: tuple[float, ...] = (1.0,)
+    test_rows: int = 0  # put aside, to be judged once
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ _OUTPUTS = {
     "tokens": "different tokens",
 }
 
+NEWER = ("test_fraction", "split", "split_column")  # settings of the split
 NOTES_SAID = 5  # in the terminal; all stand in the manifest and the run
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class Arrays:
     train_y: np.ndarray
     val_x: np.ndarray
     val_y: np.ndarray
+    test_x: np.ndarray | None = None
+    test_y: np.ndarray | None = None
 
 
 def check(data: DataConfig) -> None:
@@ -80,6 +83,7 @@ def prepare(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> DataFac
     if is_import(data.source):
         given = _given(data, batch_size, seed)
         if isinstance(given, DataFacts):
+            _refuse_split(data)
             return given
         read, found = given
     else:
@@ -91,9 +95,10 @@ def prepare(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> DataFac
         manifest, reused = _prepared(data, found, folder, read)
     facts = _facts(data, folder, manifest, reused=reused)
     log.info(
-        "data %s: %s training and %s validation rows of %s, %s, fingerprint %s%s",
+        "data %s: %s training%s and %s validation rows of %s, %s, fingerprint %s%s",
         data.source,
         f"{facts.train_rows:,}",
+        f", {facts.test_rows:,} test" if facts.test_rows else "",
         f"{facts.val_rows:,}",
         "x".join(str(n) for n in facts.input_shape),
         f"{facts.outputs:,} {_OUTPUTS[facts.task]}",
@@ -109,7 +114,8 @@ def prepare(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> DataFac
 
 def load(facts: DataFacts) -> Arrays:
     """The prepared arrays, mapped; raises DataError where they are no longer there."""
-    names = token_windows.PARTS if facts.task == "tokens" else prepare_rows.PARTS
+    kind = token_windows if facts.task == "tokens" else prepare_rows
+    names = kind.PARTS + (kind.TEST_PARTS if facts.test_rows else ())
     try:
         parts = [
             np.load(Path(facts.folder, name), mmap_mode="r", allow_pickle=False) for name in names
@@ -133,6 +139,16 @@ def _given(data: DataConfig, batch_size: int, seed: int) -> tuple[Raw, Origin] |
     if isinstance(given, Raw):
         return given, Origin(sha256=own_arrays.sha256(given))
     return own_facts.facts_of(data, given)
+
+
+def _refuse_split(data: DataConfig) -> None:
+    for name in NEWER:
+        value = getattr(data, name)
+        if value != type(data).model_fields[name].default:
+            raise DataError(
+                f"data.{name}: has no meaning for the data sets and loaders of {data.source} (got "
+                f"{value!r}), whose rows are split by your code; drop it, or return arrays"
+            )
 
 
 def _origin(data: DataConfig) -> Origin:
@@ -171,6 +187,9 @@ def _settings(data: DataConfig) -> dict[str, Any]:
         unused |= {"target", "task", "split_seed", "scale", "scale_target"}
     else:
         unused |= {"context", "vocab"}
+    # What was prepared before there were these stays as it was called.
+    fields = type(data).model_fields
+    unused |= {name for name in NEWER if getattr(data, name) == fields[name].default}
     return data.model_dump(exclude=unused)
 
 
@@ -219,6 +238,7 @@ def _facts(data: DataConfig, folder: Path, manifest: dict[str, Any], *, reused: 
         scale=tuple(meaning["scale"]),
         target_offset=tuple(meaning.get("target_offset", (0.0,))),
         target_scale=tuple(meaning.get("target_scale", (1.0,))),
+        test_rows=meaning["rows"].get("test", 0),
         bytes=sum(entry["bytes"] for entry in files.values()),
         fingerprint=manifest["fingerprint"],
         reused=reused,

@@ -1,11 +1,11 @@
-"""Makes of a table, or of images, the four arrays that training maps: labels encoded, rows split,
+"""Makes of a table, or of images, the arrays that training maps: labels encoded, rows split,
 features and amounts scaled, written in blocks. What cannot be learnt from is refused by
 `target_encoding.py` and `scaling.py`, before anything is written or while it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial, reduce
@@ -17,6 +17,7 @@ import numpy as np
 from tasks.engine.base.facts import Column
 from tasks.engine.data import run_warnings
 from tasks.engine.files import prepared_cache
+from tasks.engine.files.row_parts import RowParts, parted
 from tasks.engine.files.scaling import Scaling, measure, scaled
 from tasks.engine.files.source_data import DataError, Raw
 from tasks.engine.files.target_encoding import (
@@ -25,13 +26,13 @@ from tasks.engine.files.target_encoding import (
     blocks_of,
     class_counts,
     encode,
-    validation_rows,
 )
 from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.tables.columns_table import Table
 from tasks.engine.tables.encoding import Moments, fit, moments_of, standard
 
 PARTS = ("train_x.npy", "train_y.npy", "val_x.npy", "val_y.npy")
+TEST_PARTS = ("test_x.npy", "test_y.npy")  # where rows are put aside
 
 
 def draft(raw: Raw, data: DataConfig) -> prepared_cache.Draft:
@@ -40,12 +41,10 @@ def draft(raw: Raw, data: DataConfig) -> prepared_cache.Draft:
     if data.source == "synthetic" and task == "auto":
         task = "classification" if data.classes > 1 else "regression"  # however many classes
     labels = encode(raw, task)
-    validation = validation_rows(
-        raw, labels, fraction=data.validation_fraction, seed=data.split_seed
-    )
+    parts = parted(raw, labels, data)
     table = raw.features if isinstance(raw.features, Table) else None
     inputs = raw.features.size if table is None else len(table) * table.inputs
-    write = partial(_written, raw=raw, labels=labels, validation=validation, data=data)
+    write = partial(_written, raw=raw, labels=labels, parts=parts, data=data)
     return prepared_cache.Draft(4 * inputs + 8 * len(labels.values) * labels.values[:1].size, write)
 
 
@@ -72,18 +71,19 @@ def _inputs(raw: Raw, *, for_training: np.ndarray, scale: bool) -> _Inputs:
 
 
 def _written(
-    folder: Path, *, raw: Raw, labels: Labels, validation: np.ndarray, data: DataConfig
+    folder: Path, *, raw: Raw, labels: Labels, parts: RowParts, data: DataConfig
 ) -> dict[str, Any]:
-    """Writes the four arrays; the manifest of what they are."""
-    inputs = _inputs(raw, for_training=~validation, scale=data.scale)
-    target = _target_scaling(labels, for_training=~validation, scale=data.scale_target)
+    """Writes the arrays of each part; the manifest of what they are."""
+    rows, training = parts.by_name(), parts.training
+    inputs = _inputs(raw, for_training=training, scale=data.scale)
+    target = _target_scaling(labels, for_training=training, scale=data.scale_target)
     targets = _scaled_targets(raw, labels, target)
     width = int(np.prod(inputs.shape)) + labels.values[:1].size
-    keys = run_warnings.Keys(len(validation), width)
+    keys = run_warnings.Keys(len(training), width)
     files = _write_parts(
-        folder, inputs=inputs, labels=labels, targets=targets, validation=validation, keys=keys
+        folder, inputs=inputs, labels=labels, targets=targets, rows=rows, keys=keys
     )
-    class_rows = _class_rows(labels, validation)
+    class_rows = _class_rows(labels, rows)
     columns = None if inputs.columns is None else [asdict(column) for column in inputs.columns]
     meaning = {
         "task": labels.task,
@@ -96,12 +96,12 @@ def _written(
         "scale": inputs.scaling.scale.tolist(),
         "target_offset": target.offset.tolist(),
         "target_scale": target.scale.tolist(),
-        "rows": {"train": int((~validation).sum()), "val": int(validation.sum())},
+        "rows": {name: int(chosen.sum()) for name, chosen in rows.items()},
         "class_rows": class_rows,
         "columns": columns,
         "notes": list(raw.notes + labels.notes + inputs.notes),
         "guess": run_warnings.guess(class_rows),
-        "warnings": list(run_warnings.of_data(raw, labels, validation, keys)),
+        "warnings": list(run_warnings.of_data(raw, labels, rows, keys)),
     }
     return prepared_cache.manifest_for(meaning, files)
 
@@ -147,10 +147,9 @@ def _write_parts(
     inputs: _Inputs,
     labels: Labels,
     targets: Iterator[tuple[slice, np.ndarray]],
-    validation: np.ndarray,
+    rows: Mapping[str, np.ndarray],
     keys: run_warnings.Keys,
 ) -> dict[str, Any]:
-    rows = {"train": ~validation, "val": validation}
     kind = "<i8" if labels.task == "classification" else "<f4"
     with ExitStack() as stack:
         parts = {}
@@ -175,8 +174,7 @@ def _write_parts(
         return {file: writer.finish() for file, writer in parts.items()}
 
 
-def _class_rows(labels: Labels, validation: np.ndarray) -> dict[str, list[int]] | None:
+def _class_rows(labels: Labels, rows: Mapping[str, np.ndarray]) -> dict[str, list[int]] | None:
     if labels.task != "classification":
         return None
-    parts = {"train": ~validation, "val": validation}
-    return {name: class_counts(labels, rows).tolist() for name, rows in parts.items()}
+    return {name: class_counts(labels, chosen).tolist() for name, chosen in rows.items()}

@@ -44,8 +44,8 @@ class Keys:
         key += np.einsum("ij,j->i", answers.view(np.uint32), self._factors[values.shape[1] :])
         self._keys[part] = key
 
-    def shared(self, validation: np.ndarray) -> float:
-        """The share of the validation rows that are training rows too, (rows,) booleans."""
+    def shared(self, validation: np.ndarray, training: np.ndarray) -> float:
+        """The share of the validation rows that are training rows too, (rows,) booleans both."""
         rows = np.flatnonzero(validation)
         sought = self._keys[rows[:: -(-len(rows) // MOST_LOOKED_UP)]]
         # Most rows are not among them, as a small table tells: it spares a search for each.
@@ -55,13 +55,16 @@ class Keys:
         found = []
         for part in blocks_of(len(self._keys)):  # which keeps little beside them
             keys = self._keys[part]
-            found.append(keys[table.take((keys >> shift).view(np.int64)) & ~validation[part]])
+            found.append(keys[table.take((keys >> shift).view(np.int64)) & training[part]])
         return float(np.isin(sought, np.concatenate(found)).mean())
 
 
-def of_data(raw: Raw, labels: Labels, validation: np.ndarray, keys: Keys) -> tuple[str, ...]:
-    """What to doubt in prepared rows. validation: (rows,) booleans."""
-    said = _constants(raw, labels, validation)
+def of_data(
+    raw: Raw, labels: Labels, rows: Mapping[str, np.ndarray], keys: Keys
+) -> tuple[str, ...]:
+    """What to doubt in prepared rows. rows: of each part, (rows,) booleans."""
+    validation, training = rows["val"], rows["train"]
+    said = _constants(raw, labels, rows)
     answer = None if said else _answer(raw)
     if answer is not None:
         how = "leave it out by data.drop" if isinstance(raw.features, Table) else "leave it out"
@@ -69,7 +72,7 @@ def of_data(raw: Raw, labels: Labels, validation: np.ndarray, keys: Keys) -> tup
             f"data.target: the feature {answer} equals the target {raw.target_name!r} in every "
             f"row, and tells the model what it should predict; {how}"
         )
-    shared, held = keys.shared(validation), int(validation.sum())
+    shared, held = keys.shared(validation, training), int(validation.sum())
     if shared == 1 and raw.validation is not None and 2 * held == len(validation):
         said.append(same(raw.label))
     elif shared >= LEAST_SHARED:
@@ -142,13 +145,13 @@ def of_results(
     return tuple(said)
 
 
-def _constants(raw: Raw, labels: Labels, validation: np.ndarray) -> list[str]:
+def _constants(raw: Raw, labels: Labels, rows: Mapping[str, np.ndarray]) -> list[str]:
     """Of a regression, a part in which the target never changes."""
     if labels.task != "regression":
         return []
     for part, chosen, then in (
-        ("training", ~validation, "there is nothing to learn; choose another data.target"),
-        ("validation", validation, "val/r2 is not known; raise data.validation_fraction"),
+        ("training", rows["train"], "there is nothing to learn; choose another data.target"),
+        ("validation", rows["val"], "val/r2 is not known; raise data.validation_fraction"),
     ):
         values = labels.values[chosen]
         if (values == values[:1]).all():

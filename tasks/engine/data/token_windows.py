@@ -13,25 +13,37 @@ import numpy as np
 
 from tasks.engine.data import run_warnings
 from tasks.engine.files import prepared_cache
+from tasks.engine.files.source_data import DataError
 from tasks.engine.files.tokens import BLOCK_TOKENS, BYTES, Tokens
 from tasks.engine.settings.data_config import DataConfig
 
 PARTS = ("train.npy", "val.npy")
+TEST_PARTS = ("test.npy",)  # where the end is put aside
 
 
 def draft(tokens: Tokens, data: DataConfig) -> prepared_cache.Draft:
     """The rows of both parts, ready to be written; the text holds a row for each."""
     row, count = data.context + 1, len(tokens.values)  # a part holds one row at least
-    held_out = min(max(round(count * data.validation_fraction), row), count - row)
-    parts = {
-        "train": tokens.values[: count - held_out],
-        "val": tokens.values[count - held_out :],
-    }
+    parts, left = {}, tokens.values
+    for name, fraction in (("test", data.test_fraction), ("val", data.validation_fraction)):
+        if fraction:
+            held_out = min(max(round(count * fraction), row), len(left) - row)
+            _refuse_short(held_out, row, count)
+            left, parts[name] = left[:-held_out], left[-held_out:]
+    parts = {"train": left, "val": parts.pop("val"), **parts}
     dtype = np.dtype("<u2" if tokens.vocabulary > BYTES else "u1")
     write = partial(
         _written, parts=parts, context=data.context, vocabulary=tokens.vocabulary, dtype=dtype
     )
     return prepared_cache.Draft(count * dtype.itemsize, write)
+
+
+def _refuse_short(tokens: int, row: int, count: int) -> None:
+    if tokens < row:
+        raise DataError(
+            f"data.context: {count:,} tokens are too few for a row of {row:,} in each part; lower "
+            "it, or set data.test_fraction to 0"
+        )
 
 
 def rows_of(text: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,5 +2,5 @@
 cache of prepared arrays. It refuses every file that is not what it claims.
 
 Front doors: fingerprint, image_folders, images, npy, npz, number_formats, prepared_cache,
-safetensors_file, scaling, source_data, split, target_encoding, tokens.
+row_parts, safetensors_file, scaling, source_data, split, target_encoding, tokens.
 """

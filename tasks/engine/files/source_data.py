@@ -54,6 +54,7 @@ class Raw:
     possibly mapped from the file; or a table.Table, which holds text and missing values too.
     target: (n,) numbers, booleans, or `str` in an object array; or (n, k) numbers.
     validation: (n,) booleans where the source brought a split of its own.
+    split_keys: (n,) times that sort, or groups, of data.split_column.
     kept: which rows of the file these are, (rows of the file,) booleans; None: all.
     decimal: data.decimal of a file of text; None for others. na: data.na.
     """
@@ -67,6 +68,7 @@ class Raw:
     notes: tuple[str, ...] = ()
     validation: np.ndarray | None = None
     kept: np.ndarray | None = None
+    split_keys: np.ndarray | None = None
     decimal: str | None = None
     na: Sequence[str] | None = None
 

@@ -110,6 +110,8 @@ def _trained(run: Mapping[str, Any], learned: Numbers, limit: int) -> Section:
     ]
     shown = [k for k in ("train/loss", *FIGURES) if k in learned]
     results = [f"{k} {number(learned[k])}" for k in dict.fromkeys(shown)]
+    tests = (k.replace("val/", "test/") for k in FIGURES)
+    tested = [f"{k} {number(learned[k])}" for k in tests if k in learned]
     kept = []
     if {"train/best_epoch", "train/epoch"} <= learned.keys():
         best, last = (number(learned[k]) for k in ("train/best_epoch", "train/epoch"))
@@ -123,7 +125,9 @@ def _trained(run: Mapping[str, Any], learned: Numbers, limit: int) -> Section:
     if "speed/mfu" in learned:
         pace.append(f"{percent(learned['speed/mfu'])} of the device's peak (MFU)")
     recipe = [printable(part, limit=min(limit, 160)) for part in recipe]
-    return Section("Trained", (*joined(recipe), *joined(results), *kept, *joined(pace)))
+    return Section(
+        "Trained", (*joined(recipe), *joined(results), *joined(tested), *kept, *joined(pace))
+    )
 
 
 def _device(tags: Mapping[str, str], metrics: Numbers) -> Section:

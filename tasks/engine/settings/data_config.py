@@ -22,6 +22,7 @@ from tasks.engine.base.field_types import (
 TABLE_FILES = ("csv", "tsv", "parquet")
 FILE_SOURCES = (*TABLE_FILES, "npz", "npy", "safetensors", "images")
 TOKEN_SOURCES = ("text", "tokens")
+UNORDERED = ("digits", "images", "synthetic")  # rows as they lie say nothing of time
 SOURCES = ("digits", *FILE_SOURCES, "synthetic", *TOKEN_SOURCES)
 # The sources that look at a setting.
 TAKEN_BY: dict[str, tuple[str, ...]] = {
@@ -29,6 +30,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "missing": TABLE_FILES,
     "na": TABLE_FILES,
     "decimal": ("csv", "tsv"),
+    "split_column": TABLE_FILES,
     "image_size": ("images",),
     "rows": ("synthetic",),
     "features": ("synthetic",),
@@ -81,6 +83,16 @@ class DataConfig(Section):
     trained on, where rows beyond half of it are read from disk. Default: what is free."""
     validation_fraction: Annotated[Float, Field(gt=0, lt=1)] = 0.2
     """Share of the rows kept for validation; stratified by class. Of tokens: the last ones."""
+    test_fraction: Annotated[Float, Field(ge=0, lt=1)] = 0.0
+    """Share of the rows that are put aside and judged once, at the end, by the weights that are
+    logged: test/ metrics. Nothing else ever looks at them. Not of data sets and loaders."""
+    split: Literal["random", "time", "group"] = "random"
+    """How rows come into the parts. random: drawn, of each class the same share; time: the latest
+    are for validation, and of these the very latest for the test, by data.split_column or else in
+    the order of the rows; group: rows that are alike in data.split_column are in one part. Tokens
+    are always split by their order. Not of data sets and loaders."""
+    split_column: Text | None = None
+    """The column of csv, tsv and parquet to split by time or by group. It is no feature."""
     split_seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
     """Seed of the split. Apart from train.seed, so that runs with other seeds stay comparable."""
     scale: Bool = True
@@ -148,7 +160,13 @@ class DataConfig(Section):
                 f"args: are for a source of your own, package.module:factory (got {self.source}); "
                 "drop them"
             )
-        for name in ("drop", "missing", "na", "decimal"):  # the others have no effect, and are told
+        for name in (
+            "drop",
+            "missing",
+            "na",
+            "decimal",
+            "split_column",
+        ):  # the others have no effect, and are told
             takes, default = (
                 TAKEN_BY[name],
                 type(self).model_fields[name].get_default(call_default_factory=True),
@@ -158,6 +176,32 @@ class DataConfig(Section):
                     f"{name}: has no meaning for source {self.source}; drop it, or set data.source "
                     f"to one of {', '.join(takes)}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _split_fits_source(self) -> DataConfig:
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise ValueError(
+                f"test_fraction: {self.test_fraction:g} and data.validation_fraction "
+                f"{self.validation_fraction:g} leave no row to train on; lower one"
+            )
+        if self.split == "group" and self.source not in TABLE_FILES:
+            raise ValueError(
+                f"split: group needs a column of {', '.join(TABLE_FILES)} (the source is "
+                f"{self.source}); set it to random or time"
+            )
+        if self.split == "group" and self.split_column is None:
+            raise ValueError("split_column: is needed by data.split group; name a column")
+        if self.split == "random" and self.split_column is not None:
+            raise ValueError(
+                f"split_column: is for data.split time and group (got {self.split_column!r} and "
+                "random); set data.split to one of them, or drop it"
+            )
+        if self.split == "time" and self.source in UNORDERED:
+            raise ValueError(
+                f"split: time needs rows that have an order (the source is {self.source}); set it "
+                "to random"
+            )
         return self
 
     @model_validator(mode="after")

@@ -45,7 +45,7 @@ def eval_rows(data: DataFacts, batch_size: int, *, room_bytes: float) -> int:
     # A row of tokens has as many outputs as tokens: large enough. A loader has its own batches.
     if data.task == "tokens" or data.batch is not None:
         return batch_size
-    row_bytes = max(1, data.bytes // (data.train_rows + data.val_rows))
+    row_bytes = max(1, data.bytes // (data.train_rows + data.val_rows + data.test_rows))
     return max(batch_size, int(min(EVAL_ROWS, EVAL_SHARE * room_bytes / row_bytes)))
 
 

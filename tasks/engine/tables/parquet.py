@@ -48,6 +48,11 @@ class Parts:
             for path, count in zip(self.files, self.counts, strict=True):
                 yield from ((group, batch) for batch in batches(path, wanted, count, rows))
 
+    def column(self, name: str, *, rows: int) -> Iterator[pa.Array]:
+        """A column of all files, so many rows at once. Errors: DataError as `batches`."""
+        for path, count in zip(self.files, self.counts, strict=True):
+            yield from (batch.column(0) for batch in batches(path, [name], count, rows))
+
 
 def batches(path: Path, names: list[str], count: int, rows: int) -> Iterator[pa.RecordBatch]:
     """So many rows of these columns at once. count: of the file's rows, as it claims.

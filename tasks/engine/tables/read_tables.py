@@ -7,7 +7,7 @@ is read; pandas (0.3 s more) is never touched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,10 +32,12 @@ from tasks.engine.tables import parquet
 from tasks.engine.tables.columns import CATEGORY, MIXED, NUMBER, ColumnSummary, Origin
 from tasks.engine.tables.columns_table import Spool, Table
 from tasks.engine.tables.csv_blocks import BELOW, TextTable, as_text, batches, opened, written
+from tasks.engine.tables.split_column import keys_of
 from tasks.engine.tables.table_header import Chosen, choose, refuse_no_header
 
 MIB = 1024**2
 SMALLEST_ROW_BYTES = 6  # a target of one byte, its label, three masks
+SPLIT_BYTES = {"random": 0, "time": 32, "group": 80}  # a row: keys, sorted, and their groups
 WORK_BYTES = 24 * MIB  # blocks under way
 BLOCK_BYTES = 1 * MIB  # of numbers; larger ones leave the processor's cache
 PAGE_BYTES = 4 * MIB  # of each Parquet column that is being read: pages of 1 MiB, packed and not
@@ -100,7 +102,11 @@ def read_text(data: DataConfig) -> Raw:
         again = [places[i] for i in mixed]
         for batch, _ in batches(table, again, [as_text(again)]):
             builder.add(mixed, batch)
-    return builder.raw()
+    if data.split_column is None:
+        return builder.raw()
+    place = [table.names.index(data.split_column)]
+    column = (block.cells.column(0) for block in batches(table, place, [as_text(place)]))
+    return builder.raw(_split_keys(column, data, origin))
 
 
 def check_parquet(data: DataConfig) -> None:
@@ -121,7 +127,15 @@ def read_parquet(data: DataConfig) -> Raw:
     builder.spool.reserve(parts.rows, block_rows=allowed.block_rows)
     for places, batch in parts.batches(together=allowed.together, rows=allowed.block_rows):
         builder.add(places, batch)
-    return builder.raw()
+    if data.split_column is None:
+        return builder.raw()
+    column = parts.column(data.split_column, rows=allowed.block_rows)
+    return builder.raw(_split_keys(column, data, origin))
+
+
+def _split_keys(column: Iterable[pa.Array], data: DataConfig, origin: Origin) -> np.ndarray:
+    words = origin.spelling.missing_words
+    return keys_of(column, data, label=origin.label, note=origin.note, nothing=words)
 
 
 class TableBuilder:
@@ -162,8 +176,9 @@ class TableBuilder:
                 self._targets = []
         return mixed
 
-    def raw(self) -> Raw:
-        """The whole table. Raises DataError with a line for each column at fault."""
+    def raw(self, split_keys: np.ndarray | None = None) -> Raw:
+        """The whole table. split_keys: of all rows. Raises DataError with a line for each column
+        at fault."""
         label, (*features, target) = self._origin.label, self._columns
         if not self.spool.rows:
             raise DataError(f"data.path: {label} has no rows{self._origin.note}; write some")
@@ -189,6 +204,7 @@ class TableBuilder:
         if self._data.missing == "drop" and any(table.holes):
             kept = table.whole_rows()
             table, values = table.only(kept), values[kept]
+            split_keys = None if split_keys is None else split_keys[kept]
             left_out = len(kept) - len(table)
             if not len(table):
                 raise DataError(
@@ -205,6 +221,7 @@ class TableBuilder:
             row_note=self._origin.note,
             notes=tuple(notes),
             kept=kept,
+            split_keys=split_keys,
             decimal=self._data.decimal if self._origin.written else None,
             na=self._data.na,
         )
@@ -221,10 +238,13 @@ class TableBuilder:
     @property
     def row_bytes(self) -> int:
         """What each row takes of memory beside its features, from its reading to the split: the
-        target, its label, three masks, and text as an array of objects."""
+        target, its label, the masks, and text as an array of objects; what it is split by, sorted
+        and in order."""
         kinds = {values.dtype for values in self._targets}
         value_bytes = np.result_type(*kinds).itemsize if kinds else 1
-        return 2 * value_bytes + 4 + (8 if self._columns[-1].kind() == CATEGORY else 0)
+        text_bytes = 8 if self._columns[-1].kind() == CATEGORY else 0
+        split_bytes = SPLIT_BYTES[self._data.split]
+        return 2 * value_bytes + 4 + text_bytes + split_bytes
 
 
 def _smallest(values: np.ndarray, kind: str) -> np.ndarray:

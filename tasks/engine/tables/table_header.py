@@ -41,12 +41,16 @@ def choose(names: Sequence[str], data: DataConfig, label: str) -> Chosen:
 
     Errors: DataError with a line for each name at fault.
     """
-    left = [name for name in names if name not in data.drop]
+    aside = [*data.drop, *([data.split_column] if data.split_column is not None else [])]
+    left = [name for name in names if name not in aside]
     unknown = [name for name in data.drop if name not in names]
     problems = [f"data.drop: {label} {has_no(name, names)}" for name in unknown]
+    problems += _unfit_split(names, data, label)
     problems += _unfit(names, left, label)
     target = ""
-    if data.target is not None and data.target in data.drop:
+    if data.target is not None and data.target == data.split_column:
+        pass  # told already
+    elif data.target is not None and data.target in data.drop:
         problems.append(
             f"data.drop: holds {shorten(data.target)}, which is data.target; take it out of one"
         )
@@ -70,8 +74,23 @@ def choose(names: Sequence[str], data: DataConfig, label: str) -> Chosen:
     if problems:
         raise DataError("\n".join(problems))
     places = [i for i, name in enumerate(names) if name in left and name != target]
-    notes = (f"left out by data.drop: {listed(data.drop, 12)}",) if data.drop else ()
-    return Chosen(tuple(names), tuple(places), list(names).index(target), notes)
+    notes = [f"left out by data.drop: {listed(data.drop, 12)}"] if data.drop else []
+    if data.split_column is not None:
+        notes.append(f"split by {shorten(data.split_column)}, which is no feature")
+    return Chosen(tuple(names), tuple(places), list(names).index(target), tuple(notes))
+
+
+def _unfit_split(names: Sequence[str], data: DataConfig, label: str) -> list[str]:
+    column = data.split_column
+    if column is None:
+        return []
+    if column == data.target:
+        return [f"data.split_column: is {shorten(column)}, the target; name another column"]
+    if names.count(column) != 1:
+        many = "has more than one" if column in names else has_no(column, names)
+        told = f"{many} {shorten(column)}; rename one" if column in names else many
+        return [f"data.split_column: {label} {told}"]
+    return []
 
 
 def _unfit(names: Sequence[str], left: Sequence[str], label: str) -> list[str]:

@@ -5,7 +5,7 @@ measures. Everything that holds device memory lives and dies inside `train`, als
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from tasks.engine.step import own_model, own_optim
 from tasks.engine.step.build import model_of, plan_of, rate_of, settled, spec_of, steps_of
 from tasks.engine.step.cpu_threads import fitting_threads
 from tasks.engine.step.cuda_graph import may_replay, own_stream
+from tasks.engine.step.evaluation import evaluate
 from tasks.engine.step.micro_batches import MemoryExhausted
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.own_model import Checked
@@ -48,7 +49,7 @@ from tasks.engine.training.reload_check import check_reloads
 from tasks.engine.training.similar_runs import Past, foretold
 from tasks.engine.training.step_metrics import Log
 from tasks.engine.training.throughput import peak_of, peak_tags, rates, timings
-from tasks.engine.training.training_batches import example, fed, first_rows
+from tasks.engine.training.training_batches import example, fed, first_rows, put_aside
 from tasks.engine.training.training_parts import checkpoints_of, training_parts
 
 
@@ -206,9 +207,14 @@ def _train(
             stop=Budget(config.train, asked),
         )
         exhausted = mistake = None
+        tested: dict[str, float] = {}
         try:
             with outlived(device):
                 fitted = fit(model, rows, val, plan=plan_of(config), tools=tools)
+                if data.test_rows and not fitted.stopped:
+                    with closing(put_aside(config, facts, data, model)) as test:
+                        tested = evaluate(model, test, parts.evaluator, part="test")
+                    watch.lap("eval")
         except MemoryExhausted as error:
             exhausted = error.failure
         except (Mismatch, Damaged, Newer) as error:
@@ -251,12 +257,17 @@ def _train(
         del x
         watch.lap("checkpoint")
         alike = bool(fitted.metrics.pop(ALIKE, 0))
-        classes = {}
-        if fitted.cells is not None:
-            classes["val"] = by_class.written(fitted.cells, data.class_names, folder, part="val")
+        tested.pop(ALIKE, None)
+        judged = {"val": fitted.cells, "test": parts.evaluator.told if tested else None}
+        classes = {
+            part: by_class.written(cells, data.class_names, folder, part=part)
+            for part, cells in judged.items()
+            if cells is not None
+        }
     return TrainFacts(
         metrics={
             **fitted.metrics,
+            **tested,
             **timings(tools, fitted, rows=rows, replays=parts.tuned.replays),
             **measured,
         },

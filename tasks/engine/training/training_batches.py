@@ -42,6 +42,20 @@ def fed(
     return rows, send(arrays.val_x, arrays.val_y, room_bytes=VAL_SHARE * room)
 
 
+def put_aside(config: RunConfig, facts: DeviceFacts, data: DataFacts, model: nn.Module) -> Batches:
+    """The rows to be judged once: they stay on the host."""
+    arrays = prepared.load(data)
+    assert arrays.test_x is not None and arrays.test_y is not None
+    return feed(
+        arrays.test_x,
+        arrays.test_y,
+        device=torch.device(facts.name),
+        channels_last=takes_channels_last(config, model),
+        is_spare=config.data.memory_mib is not None,
+        room_bytes=0,
+    )
+
+
 def first_rows(val: Batches) -> Any:
     """The inputs of two rows to validate on, as a batch holds them."""
     with closing(val.in_order(2)) as batches:  # type: ignore[type-var]

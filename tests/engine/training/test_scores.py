@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sklearn import metrics as sk
 
 from tasks.engine.base.facts import DataFacts, TrainFacts
@@ -15,6 +16,7 @@ from tasks.engine.device.detection import detect
 from tasks.engine.models import predictor
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.training import trainer
+from tasks.engine.training.loop import Stop
 
 
 def _trained(folder: Path, arrays: dict[str, np.ndarray], **sections: Any):
@@ -97,3 +99,88 @@ def test_a_regression(tmp_path: Path, targets: int) -> None:
         "val/r2": sk.r2_score(so, outputs, multioutput="variance_weighted"),
     }
     assert {k: facts.metrics[k] for k in expected} == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_rows_that_are_put_aside_are_judged_once_by_the_weights_that_are_logged(
+    tmp_path: Path, task: str
+) -> None:
+    x, y = _some(400, 3)
+    given = {"x": x, "y": y if task == "classification" else x[:, 0] * 20 + 7}
+    np.savez(tmp_path / "given.npz", **given)
+    made = {"cache": str(tmp_path / "data"), "path": str(tmp_path / "given.npz")}
+    config = RunConfig.model_validate(
+        {"data": {**made, "test_fraction": 0.25}, "optim": {"lr": 0.3}, "train": {"epochs": 5}}
+    )
+    data = prepare(config.data)
+    logged: list[str] = []
+    facts = trainer.train(
+        config, detect("cpu"), data, folder=tmp_path, log=lambda metrics, _: logged.extend(metrics)
+    )
+    arrays = load(data)
+    assert arrays.test_x is not None and arrays.test_y is not None
+    raw = (arrays.test_x * np.array(data.scale) + np.array(data.offset)).astype(np.float32)
+    outputs = np.asarray(predictor.load(Path(facts.model_folder)).outputs(raw))
+    so = np.array(arrays.test_y)
+    if task == "classification":
+        told = outputs.argmax(1)
+        expected = {
+            "test/accuracy": sk.accuracy_score(so, told),
+            "test/macro_f1": sk.f1_score(so, told, average="macro"),
+        }
+        assert facts.classes["test"]["matrix"] == sk.confusion_matrix(so, told).tolist()
+        assert (tmp_path / "scores" / "test_confusion.csv").exists()
+    else:
+        so = so * np.array(data.target_scale) + np.array(data.target_offset)
+        expected = {
+            "test/mae": sk.mean_absolute_error(so, outputs.reshape(so.shape)),
+            "test/r2": sk.r2_score(so, outputs.reshape(so.shape)),
+        }
+    assert {k: facts.metrics[k] for k in expected} == pytest.approx(expected, rel=1e-4)
+    val, test = ({k.partition("/")[2] for k in facts.metrics if k.startswith(p)} for p in PARTS)
+    assert val == test and not any(name.startswith("test/") for name in logged)
+
+
+PARTS = ("val/", "test/")
+
+
+def test_what_is_put_aside_changes_no_weight(tmp_path: Path) -> None:
+    """By time, so that the same rows are put aside whatever is in them."""
+    x, y = _some(300, 3)
+    weights = []
+    for name, factor in (("one", 1.0), ("two", -500.0)):
+        changed = x.copy()
+        changed[-30:] *= factor
+        (tmp_path / name).mkdir()
+        np.savez(tmp_path / name / "given.npz", x=changed, y=y)
+        made = {"cache": str(tmp_path / "c"), "path": str(tmp_path / name / "given.npz")}
+        split = {"split": "time", "test_fraction": 0.1}
+        train = {"epochs": 3, "patience": 1}
+        config = RunConfig.model_validate({"data": {**made, **split}, "train": train})
+        folder = tmp_path / name
+        facts = trainer.train(
+            config, detect("cpu"), prepare(config.data), folder=folder, log=lambda *_: None
+        )
+        weights.append((folder / "model" / "weights.pt", facts.metrics))
+    states = [torch.load(file, weights_only=True) for file, _ in weights]
+    assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+    (_, first), (_, second) = weights
+    assert first["val/loss"] == second["val/loss"] and first["test/loss"] != second["test/loss"]
+
+
+def test_a_training_that_ends_before_it_is_done_judges_nothing_put_aside(tmp_path: Path) -> None:
+    x, y = _some(300, 3)
+    np.savez(tmp_path / "given.npz", x=x, y=y)
+    made = {"cache": str(tmp_path / "c"), "path": str(tmp_path / "given.npz")}
+    config = RunConfig.model_validate({"data": {**made, "test_fraction": 0.2}})
+    stops = iter([None, None, Stop("enough")])
+    facts = trainer.train(
+        config,
+        detect("cpu"),
+        prepare(config.data),
+        folder=tmp_path,
+        log=lambda *_: None,
+        asked=lambda: next(stops),
+    )
+    assert facts.stopped and not any(name.startswith("test/") for name in facts.metrics)
+    assert "val/loss" in facts.metrics and "test" not in facts.classes
