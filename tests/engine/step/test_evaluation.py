@@ -213,7 +213,13 @@ def test_as_many_rows_are_read_as_a_sixteenth_of_the_room_holds() -> None:
     """Not fewer than training takes, and not more than 1,024; tokens and loaders: as training."""
 
     def rows(room: float, *, batch_size: int = 8, size: int = 25_000, **facts: object) -> int:
-        told = {"task": "classification", "batch": None, "bytes": size, "train_rows": 200}
+        told = {
+            "task": "classification",
+            "batch": None,
+            "bytes": size,
+            "train_rows": 200,
+            "test_rows": 0,
+        }
         made = SimpleNamespace(**{**told, "val_rows": 50, **facts})
         return eval_rows(made, batch_size, room_bytes=room)
 
