@@ -26,7 +26,7 @@ def prepare_data(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> Da
     forks.let_them_end()
     with redacted_errors():
         facts = prepare(data, batch_size=batch_size, seed=seed)
-    if facts.task != "tokens":
+    if facts.task == "multilabel":
         # While the run is opened, which waits for the process that imports MLflow.
         threading.Thread(target=figures.load, daemon=True).start()
     return facts

@@ -138,7 +138,7 @@ def _train(
     device = torch.device(facts.name)
     checked = check(config, data)
     work = checked.work
-    if data.task != "tokens":
+    if data.task == "multilabel":
         figures.load()  # not in the first epoch
     precision = resolve_precision(config.train.precision, facts)
     with ExitStack() as stack:
