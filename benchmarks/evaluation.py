@@ -36,10 +36,8 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     },
 }
 NOTES = """
-- An epoch is all of its time: steps, evaluation, log. without: nothing of an evaluation is given to
-  scikit-learn; the rows are kept all the same.
-- scikit-learn is imported before the first turn. That takes a second and 140 MiB once in a process,
-  most of it while the run is opened in MLflow.
+- An epoch is all of its time: steps, evaluation, log. without: none of the figures that need the rows
+  is computed; the rows are kept all the same.
 - ratio: an epoch with them over one without, the median over the turns.
 """
 
