@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.engine.base.units import command_line, percent
-from tasks.engine.report import html_page, terminal_report
+from tasks.engine.report import html_page, terminal_report, trend_plot
 from tasks.engine.report import plots as drawing
 from tasks.engine.report.report_parts import Block, Report
 from tasks.engine.report.report_sections import sections
@@ -39,8 +39,8 @@ def html(run: Mapping[str, Any], plot_files: Iterable[Path], *, open_command: st
 
 
 def plots(run: Mapping[str, Any], folder: Path) -> list[Path]:
-    """The files loss.png, time.png and memory.png in `folder`: those whose data exist."""
-    return drawing.plots(run, folder)
+    """loss.png, time.png, memory.png and trend.png in `folder`: those whose data exist."""
+    return [*drawing.plots(run, folder), *trend_plot.plots(run, folder)]
 
 
 def load_plotting() -> None:
