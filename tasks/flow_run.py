@@ -33,6 +33,7 @@ from tasks.engine.report import run_report
 from tasks.engine.settings.read_settings import ConfigError, from_mapping, override
 from tasks.engine.settings.run_config import RunConfig
 from tasks.failures import classify
+from tasks.gate import GATES, GateFailed
 from tasks.process import streams
 from tasks.process.redaction import link
 from tasks.record import Record
@@ -160,12 +161,16 @@ def _go_on(self: Console) -> None:
 
 
 def ended_as(run: dict[str, Any]) -> Any:
-    """The run; for Prefect in a state of its own where it is not done, or came out worse."""
-    stopped, worse = run["stopped"], run["tags"].get("regressed")
-    if not stopped and not worse:
+    """The run; for Prefect in a state of its own where it is not done, or did not pass its gate.
+    Raises GateFailed where that is to fail."""
+    if stopped := run["stopped"]:
+        return Completed(name="Stopped", message=stopped, data=run)
+    tags = run["tags"]
+    if tags.get("gate") not in GATES:
         return run
-    name = "Stopped" if stopped else "Regressed"
-    return Completed(name=name, message=stopped or worse, data=run)
+    if run["params"]["gate.fail"]:
+        raise GateFailed(run)
+    return Completed(name=tags["gate"].capitalize(), message=tags["gate.why"], data=run)
 
 
 def publish(run: Mapping[str, Any]) -> None:

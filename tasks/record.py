@@ -29,11 +29,11 @@ from tasks.engine.step.build import epochs_of, steps_of
 from tasks.engine.training.oom_files import OutOfMemory
 from tasks.engine.training.similar_runs import WANTED, Past, alike
 from tasks.failures import Failure, classify
+from tasks.gate import compared, same
 from tasks.live_runs import Announcement
 from tasks.logged_data import data_inputs
 from tasks.process.redaction import redacted, without_secrets
 from tasks.progress import Progress, tell_in_silence
-from tasks.regression import COMPARED, regressed
 from tasks.release_memory import LeakError, release_metrics
 from tasks.run_folders import Start, start_of
 from tasks.tracking.journal import Journal, JournalError
@@ -149,10 +149,11 @@ class Record:
             **({"data.fingerprint": data.fingerprint} if data.fingerprint else {}),
             **({"data.notes": "; ".join(data.notes)} if data.notes else {}),
             "alike": alike(self.config, device, data),
+            "gate.of": same(self.config, device, data),
             **earlier.retry_tags(self._follows, device, self.config.run, is_new=not self.resumes),
         }
         self._warn(data.warnings)
-        began, wanted = time.perf_counter(), (*WANTED, *COMPARED)
+        began, wanted = time.perf_counter(), WANTED
         if self._start is not None:
             self._start = self._start.again(self.folder)
             self._tags["resumed"] = str(self._start.resumed)
@@ -179,7 +180,6 @@ class Record:
         self._write("config.yaml", redacted(to_yaml(self.config.model_dump())))
         self._write("device.json", device_json(device))
         self._progress = self._screen.enter_context(Progress(steps, epochs))
-        self._before = measured
         return Past(measured)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -255,8 +255,6 @@ class Record:
             self._warn((f"{self._stopped}: the training is not done",))
         if failure or self._stopped:
             earlier.tell_resume(self.folder, self._journal.run_id)
-        elif worse := regressed({**self._series, **self._summary}, self._before):
-            self._tags["regressed"] = worse
         if self._journal.notes:
             self._tags["journal.notes"] = "; ".join(self._journal.notes)
         before_s = self._start.spent_s if self._start is not None else 0.0
@@ -278,6 +276,8 @@ class Record:
             "error": failure.said if failure else None,
             "oom": self._oom,
         }
+        if not failure and not self._stopped:
+            self.run |= compared(self.run, self._journal.history(), self.config)
         self.run = without_secrets(self.run)
         _ended[:] = [self]
         try:

@@ -37,6 +37,7 @@ TITLES = {
     "train": "how long, and in what arithmetic",
     "checkpoint": "what it goes on from",
     "memory": "what it may take",
+    "gate": "what it is compared with",
     "run": "what it is called in MLflow",
 }
 _DESCRIPTION = """\

@@ -17,6 +17,7 @@ from tasks.engine.settings.read_settings import from_mapping
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.table import described, table
 from tasks.flow_run import CalledFlow
+from tasks.gate import GateFailed
 from tasks.preflight import BAD_INPUT, resolved
 from tasks.resume import settings_of
 
@@ -43,6 +44,9 @@ def call(
             run = play(config=asked, resume=resume)
     except BAD_INPUT as error:
         raise error.with_traceback(None) from None
+    except GateFailed as failed:
+        train_command.show(failed.run)
+        raise
     train_command.show(run)
     return run
 

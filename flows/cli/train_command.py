@@ -191,12 +191,16 @@ def _play(asked: Namespace) -> int:
 
     from flows.train import train
     from tasks.flow_run import ASKED_AT
+    from tasks.gate import GateFailed
     from tasks.record import last_ended
 
     ASKED_AT.set(restart.began_at() or psutil.Process().create_time())
     signals.begin()
     try:
         train(asked.config, resume=asked.resume)
+    except GateFailed as failed:
+        print(f"gate.fail: the run is {failed}", file=sys.stderr)
+        return 1
     except Exception as error:
         ended = last_ended()
         if isinstance(error, TransportError):

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 
 from tasks.engine.base.units import number, printable
 from tasks.engine.settings.run_config import RunConfig
+from tasks.gate import SCORES
 
 # What may differ and makes no other training: names, and the draws of repeats.
 UNTOLD = ("run.name", "run.key", "run.experiment")
 SEED = "train.seed"
 FOUND = ("device", "device.model", "data.fingerprint", "torch.version", "host")  # tags
-SCORES = ("val/accuracy", "val/r2", "val/perplexity", "val/loss")  # the first one there is told
-LOWER_IS_BETTER = ("val/perplexity", "val/loss", "val/mae")
 SPEED, STEPS = "speed/samples_per_s", "speed/steps_per_s"
 PEAKS = ("memory/run_peak_allocated_mib", "memory/host_rss_peak_mib")
 LETTERS = 40  # of a value

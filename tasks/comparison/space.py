@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
 
-from tasks.comparison.measured import LOWER_IS_BETTER, SCORES, Goal
+from tasks.comparison.measured import Goal
 from tasks.engine.base.units import printable
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.table import table
+from tasks.gate import LOWER_IS_BETTER, SCORES
 
 SAMPLERS = ("tpe", "random", "grid")
 PRUNERS = ("median", "none")

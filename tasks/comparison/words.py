@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tasks.comparison.measured import (
-    LOWER_IS_BETTER,
     PEAKS,
     SPEED,
     STEPS,
@@ -17,6 +16,7 @@ from tasks.comparison.measured import (
 )
 from tasks.engine.base.units import mebibytes, number, percent
 from tasks.engine.memory import memory_by_owner
+from tasks.gate import LOWER_IS_BETTER
 
 PHASES = {  # of a step; what no phase holds is "other"
     "time/data_wait_ms": "data wait",

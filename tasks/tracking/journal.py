@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
-from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 from tasks.process import children
 from tasks.process.redaction import redacted
 from tasks.tracking.journal_lines import ONCE, append, line_of, newest_steps
+from tasks.tracking.surroundings import spawn
 from tasks.tracking.where import TrackingError, Where
 
 OPEN_S = 180.0  # the first use of a new database on a busy machine, with room to spare
@@ -42,7 +42,7 @@ _spare: list[subprocess.Popen[str]] = []
 
 def warm_up(where: Where) -> None:
     """Start the sending process ahead of need: it imports mlflow while this one imports torch."""
-    _spare.append(_spawn(where))
+    _spare.append(spawn(where))
 
 
 class JournalError(RuntimeError):
@@ -59,6 +59,7 @@ class Journal:
         self.experiment_id = ""
         self.is_begun = False
         self.notes: list[str] = []  # what befell the record on its way
+        self._histories: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._metrics: FileIO | None = None
         self._told: dict[str, int] = {}  # the newest step of each metric, before this process
@@ -69,7 +70,7 @@ class Journal:
         self._telling = threading.Lock()  # while orders go to a sending process, or it is replaced
 
     def __enter__(self) -> Journal:
-        self._sender = _spare.pop() if _spare else _spawn(self.where)
+        self._sender = _spare.pop() if _spare else spawn(self.where)
         here = copy_context()  # Prefect knows by it which run's log this is
         threading.Thread(target=here.run, args=(self._listen,), daemon=True).start()
         return self
@@ -102,9 +103,8 @@ class Journal:
         wanted: Sequence[str] = (),
     ) -> dict[str, float]:
         """Open the run in MLflow. Raises TrackingError where that can't be done; where MLflow is
-        away, and not required, it is told as soon as it is there.
-
-        Returns the newest values of the wanted metrics among finished runs with the same `alike`.
+        away, and not required, it is told as soon as it is there. Returns the newest values of the
+        wanted metrics among finished runs with the same `alike`.
         """
         given = {k: "" if v is None else str(v) for k, v in params.items()}
         return self._begun({"name": name, "params": given, "data": [*data]}, tags, wanted)
@@ -144,6 +144,12 @@ class Journal:
         (self.folder / "run.json").unlink(missing_ok=True)  # its end of then
         self.is_begun = True
         return dict(answer.get("past", {}))
+
+    def history(self) -> list[dict[str, Any]] | None:
+        """Gate and metrics of the newest runs of the same `gate.of`; None where it is not known."""
+        with suppress(queue.Empty):
+            return self._histories.get(timeout=SILENT_S if self.run_id else 0)
+        return None
 
     def _begin_without(self, away: str) -> None:
         self._note(f"{away}; the run is kept in {self.folder}, and sent when MLflow is there")
@@ -216,6 +222,8 @@ class Journal:
         while "closed" not in answer:  # there may be much of it
             patience_s = self.where.give_up_s + CLOSE_S if self.run_id else 2 * SILENT_S
             answer = self._answer("close", patience_s)
+        if answer.get("registered"):
+            log.warning("run.registered_model: %s", answer["registered"])
         return dict(answer["times"])
 
     def _tell(self, what: dict[str, Any]) -> None:
@@ -261,10 +269,13 @@ class Journal:
             time.sleep(2**restarts - 1)
             if not self._replaced():
                 break
+        self._histories.put(None)
         error = f"tracking_uri: the sending process ended; see {self.where.runs}/tracking.log"
         self._answers.put({"to": None, "error": error})
 
     def _hear(self, answer: dict[str, Any]) -> None:
+        if "history" in answer:
+            return self._histories.put(answer["history"])
         if "run_id" in answer:
             if self.is_begun and not self.run_id:
                 log.info("MLflow is there, and has the run: %s", answer["run_id"])
@@ -279,7 +290,7 @@ class Journal:
             assert self._sender is not None
             children.let_go(self._sender)
             try:
-                self._sender = _spawn(self.where)
+                self._sender = spawn(self.where)
             except TrackingError:
                 return False
             self._tell(opening)
@@ -287,14 +298,3 @@ class Journal:
             if self._closing is not None:
                 self._tell(self._closing)
         return True
-
-
-def _spawn(where: Where) -> subprocess.Popen[str]:
-    runs = Path(where.runs)
-    try:
-        runs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        log = open(runs / "tracking.log", "a", opener=partial(os.open, mode=0o600))  # noqa: SIM115
-    except OSError as error:
-        raise TrackingError(f"runs: {runs} can't be written ({error.strerror})") from None
-    with log:
-        return children.start("tasks.tracking.mlflow_sender", stderr=log)

@@ -1,14 +1,17 @@
 """Logs a trained model as an MLflow model: its weights and description, the code that reads them,
-signature, input example and requirements; `mlflow.pyfunc.load_model` needs nothing else. Part of
-the sending process.
+signature, input example and requirements; `mlflow.pyfunc.load_model` needs nothing else. And makes
+it a version of a registered model. Part of the sending process.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import platform
 import shutil
 import tempfile
+from contextlib import suppress
+from fcntl import LOCK_EX, flock
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +21,8 @@ import numpy as np
 import pandas as pd
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelOutput
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.models.utils import _save_example
 from mlflow.types import ColSpec, Schema, TensorSpec
@@ -70,6 +75,64 @@ def fill(client: MlflowClient, state: State, folder: Path) -> None:
         client.log_model_artifacts(state.model_id, scratch)
     client.finalize_logged_model(state.model_id, "READY")
     client.log_outputs(state.run_id, models=[LoggedModelOutput(state.model_id, step=0)])
+
+
+def register(client: MlflowClient, state: State, asked: dict[str, Any], turn: Path) -> str:
+    """Make the run's model a version of the registered model that `asked` names, once, and move the
+    aliases; what became of it, in words. turn: a file that those who register here take turns by.
+
+    Raises what MLflow raises.
+    """
+    name = asked["name"]
+    quote = '"' if "'" in name else "'"
+    with turn.open("a") as lock:
+        flock(lock, LOCK_EX)  # else the worse of two that end at once might stay the champion
+        try:
+            client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        known = list(client.search_model_versions(f"name = {quote}{name}{quote}"))
+        mine = next((v for v in known if v.run_id == state.run_id), None)
+        if mine is None:
+            source = client.get_logged_model(state.model_id).artifact_location
+            tags = {} if asked["value"] is None else {asked["metric"]: str(asked["value"])}
+            mine = client.create_model_version(
+                name, source, state.run_id, tags=tags, model_id=state.model_id
+            )
+            known.append(mine)
+        roles = ["challenger"] if asked["passed"] else []
+        if _champion(client, known, mine, asked) is mine:
+            roles.append("champion")
+        for role in roles:
+            client.set_registered_model_alias(name, role, mine.version)
+    return " ".join([f"{name} version {mine.version}", *(f"@{role}" for role in roles)])
+
+
+def _champion(
+    client: MlflowClient, known: list[ModelVersion], mine: ModelVersion, asked: dict[str, Any]
+) -> ModelVersion:
+    """The version with the best validation: of this one and the champion, or of all where there is
+    no champion, which was deleted then, and is named anew."""
+
+    def score(version: ModelVersion) -> float:
+        value = math.nan
+        with suppress(MlflowException, ValueError):
+            told = version.tags.get(asked["metric"])
+            if told is not None:
+                value = float(told)
+            elif version is not mine and version.run_id:  # somebody made it by hand
+                value = client.get_run(version.run_id).data.metrics.get(asked["metric"], value)
+        return -value if asked["lower"] else value
+
+    crowned = client.get_registered_model(asked["name"]).aliases.get("champion")
+    holder = next((v for v in known if str(v.version) == str(crowned)), None)
+    if holder is not None:
+        return mine if score(mine) > score(holder) else holder
+    scored = [v for v in known if not math.isnan(score(v))]
+    best = max(scored, key=score, default=mine)
+    client.set_registered_model_alias(asked["name"], "champion", best.version)
+    return best
 
 
 def _write(path: Path, trained: Path, spec: dict[str, Any], *, run_id: str) -> None:

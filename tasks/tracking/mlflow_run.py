@@ -35,6 +35,7 @@ PARAMS = 100
 TAG_LIMIT = 7900  # characters; over 8,000 MLflow cuts, or refuses
 REOPEN_S = 60.0  # for another process to send the end that the run has come to
 REPORT = "report.html"
+REGISTERED = "registered"  # a tag
 OURS = (
     *("sent.json", "run.json", BEGIN, LOCK, RESERVE, "model"),
     *("start.json", "training.lock", "checkpoints"),
@@ -69,6 +70,7 @@ class Sender:
     wait_s: float = 1.0
     pace: Pace = field(default_factory=Pace)
     told_progress: Callable[[], None] = lambda: None  # who waits for the end hears of each batch
+    registered: str = ""  # what became of the model in MLflow's registry
     held: FileLock | None = None  # the lock of the folder, while this process sends it
 
     def tell_params(self, params: Mapping[str, str]) -> None:
@@ -165,6 +167,9 @@ class Sender:
         has_model = (self.folder / "model" / "spec.json").is_file()
         if run["status"] == "FINISHED" and has_model and not self.state.has_model:
             self._send_model()
+        if self.state.has_model and (asked := run.get("register")):
+            self._register(asked)
+            run["tags"] = {**run["tags"], REGISTERED: self.registered}
         for name in sorted(os.listdir(self.folder)):
             if name not in (*OURS, REPORT):
                 self._artifact(self.folder / name)
@@ -199,6 +204,16 @@ class Sender:
         logged_model.fill(self.client, self.state, self.folder)
         self.state.has_model = True
         self._keep()
+
+    def _register(self, asked: dict[str, Any]) -> None:
+        """The run is not lost where the registry is."""
+        try:
+            turn = Path(self.where.runs) / "registry.lock"
+            self.registered = logged_model.register(self.client, self.state, asked, turn)
+        except Exception as error:  # of any store
+            told = redacted(str(error)).strip() or type(error).__name__
+            self.registered = f"not registered as {asked['name']}: {told.splitlines()[0]}"
+        self.client.set_tag(self.state.run_id, REGISTERED, self.registered[:TAG_LIMIT])
 
     def _artifact(self, path: Path) -> None:
         if path.is_dir():

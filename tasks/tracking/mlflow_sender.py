@@ -32,7 +32,7 @@ from tasks.process.redaction import redact_output, redacted  # noqa: E402
 from tasks.serving import crashed_flow_runs
 from tasks.tracking import left_runs, mlflow_store  # noqa: E402
 from tasks.tracking.mlflow_run import Sender, State, lock, lock_patiently, telemetry  # noqa: E402
-from tasks.tracking.query_runs import recall  # noqa: E402
+from tasks.tracking.query_runs import history, recall  # noqa: E402
 from tasks.tracking.surroundings import code_version  # noqa: E402
 from tasks.tracking.where import Where, where  # noqa: E402
 
@@ -54,6 +54,7 @@ class Session:
         self.retry_at, self.wait_s = 0.0, 1.0
         self.is_swept = False
         self.opened_at = math.inf
+        self.gate_of = ""  # of the runs that this one is compared with
         self.system: SystemMetricsMonitor | None = None
 
     def obey(self, order: dict[str, Any]) -> dict[str, Any] | None:
@@ -74,7 +75,9 @@ class Session:
                 if self.sender is None:
                     assert self.begin_order is not None
                     self.answer({"to": "begin", **self.begin(self.begin_order)})
-                return {"closed": True, "times": self.close(order["run"])}
+                times = self.close(order["run"])
+                told = self.sender.registered if self.sender is not None else ""
+                return {"closed": True, "times": times, "registered": told}
         raise AssertionError("an unknown instruction")
 
     def begin(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -91,6 +94,7 @@ class Session:
         sender.held = self.held
         sender.telemetry = telemetry(self.client, sender.state.run_id, tags)
         self.sender, self.opened_at = sender, time.monotonic()
+        self.gate_of = tags.get("gate.of", "")
         ids = {"run_id": sender.state.run_id, "experiment_id": sender.state.experiment_id}
         return {**ids, "past": past}
 
@@ -109,6 +113,7 @@ class Session:
         """Between instructions: send what is new, then what makes the end faster."""
         if self.sender is None:
             return self.begin_patiently()
+        self.tell_history()  # first: a short run's end waits for it
         self.sender.flush_patiently()
         if self.system is None and time.monotonic() - self.opened_at > SYSTEM_METRICS_AFTER_S:
             assert self.where is not None
@@ -124,6 +129,13 @@ class Session:
             with suppress(MlflowException, OSError, ValueError):
                 left_runs.close_the_dead(self.client, self.where, self.experiment_id)
             self.crash_the_dead()
+
+    def tell_history(self) -> None:
+        """Once: what the end of the run is compared with."""
+        if self.gate_of and self.client is not None:
+            found = history(self.client, self.experiment_id, self.gate_of)
+            self.gate_of = ""
+            self.answer({"history": found})
 
     def crash_the_dead(self) -> None:
         """In Prefect too. Its server may be gone, or ask for a password: then the next run does."""

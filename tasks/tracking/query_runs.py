@@ -30,6 +30,7 @@ from tasks.tracking import mlflow_store  # noqa: E402
 from tasks.tracking.where import TrackingError, Where  # noqa: E402
 
 NEWEST = 20  # runs to look through; each may lack what another has measured
+HISTORY = 40  # runs that one is compared with, and those that did not pass; 7 ms each
 COMPARISON = "comparison"  # the tag of a run that holds others: how many
 PAGE = 1_000
 NEEDED = "speed/samples_per_s"
@@ -73,6 +74,19 @@ def _explained(
             raise TrackingError(mlflow_store.explained(error, self.where)) from error
 
     return told
+
+
+def history(client: MlflowClient, experiment_id: str, of: str) -> list[dict[str, Any]] | None:
+    """The gate and the metrics of the finished runs with the tag `gate.of`, the newest first; None
+    from a store that can't answer."""
+    query, newest = f"attributes.status = 'FINISHED' and tags.`gate.of` = '{of}'", "start_time DESC"
+    try:
+        runs = client.search_runs([experiment_id], query, max_results=HISTORY, order_by=[newest])
+    except Exception as error:  # sqlite's, the network's, the server's
+        print(f"no history: {redacted(str(error))}", file=sys.stderr)
+        return None
+    told = [(run.data.tags.get("gate"), run.data.metrics) for run in runs]
+    return [{"gate": gate, "metrics": metrics} for gate, metrics in told if gate]
 
 
 class Comparisons:

@@ -1,11 +1,17 @@
-"""What surrounds a run and would be needed to repeat it: the code's commit, and every package."""
+"""What surrounds a run: what would be needed to repeat it, the code's commit and every package; and
+the process that sends it, which is started here."""
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+
+from tasks.process import children
+from tasks.tracking.where import TrackingError, Where
 
 
 def code_version() -> dict[str, str]:
@@ -36,3 +42,15 @@ def environment() -> str:
     packages = sorted({"==".join(name.rsplit("-", 1)) for name in folders}, key=str.lower)
     head = f"# Python {platform.python_version()} on {platform.platform()}"
     return "\n".join([head, *packages]) + "\n"
+
+
+def spawn(where: Where) -> subprocess.Popen[str]:
+    """The sending process. Raises TrackingError where it could write nothing."""
+    runs = Path(where.runs)
+    try:
+        runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log = open(runs / "tracking.log", "a", opener=partial(os.open, mode=0o600))  # noqa: SIM115
+    except OSError as error:
+        raise TrackingError(f"runs: {runs} can't be written ({error.strerror})") from None
+    with log:
+        return children.start("tasks.tracking.mlflow_sender", stderr=log)

@@ -54,6 +54,7 @@ def sections(run: Mapping[str, Any], *, limit: int = 400) -> Report:
     warnings = tuple(printable(words, limit=limit) for words in run.get("warnings") or ())
     found = (
         Section("Warnings", warnings, ok=False),
+        _gate(tags),
         _trained(run, learned, limit),
         classes(run, limit=limit),
         _device(tags, metrics),
@@ -159,6 +160,13 @@ def _device(tags: Mapping[str, str], metrics: Numbers) -> Section:
     reason = (tags["device.reason"],) if "device.reason" in tags else ()
     facts = (*joined([*names, total, *versions]), *reason, *joined([*how, *watched]))
     return Section("Device", facts)
+
+
+def _gate(tags: Mapping[str, str]) -> Section:
+    if tags.get("gate", "ok") in ("ok", "new"):
+        return Section("Gate", ())
+    why = tags.get("gate.why", "").split("; ")
+    return Section("Gate", (f"{tags['gate']} than the runs before: {why[0]}", *why[1:]), ok=False)
 
 
 def _step(name: str, phases: list[tuple[str, float]]) -> Block:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.engine.base.units import command_line, percent
-from tasks.engine.report import html_page, terminal_report
+from tasks.engine.report import html_page, terminal_report, trend_plot
 from tasks.engine.report import plots as drawing
 from tasks.engine.report.report_parts import Block, Grid, Report
 from tasks.engine.report.report_sections import sections
@@ -39,9 +39,9 @@ def html(run: Mapping[str, Any], plot_files: Iterable[Path], *, open_command: st
 
 
 def plots(run: Mapping[str, Any], folder: Path) -> list[Path]:
-    """The files loss.png, time.png, memory.png and PART_confusion.png in `folder`: those whose
-    data exist."""
-    return drawing.plots(run, folder)
+    """The files loss.png, time.png, memory.png, PART_confusion.png and trend.png in `folder`: those
+    whose data exist."""
+    return [*drawing.plots(run, folder), *trend_plot.plots(run, folder)]
 
 
 def load_plotting() -> None:

@@ -218,6 +218,15 @@ class MemoryConfig(Section):
     kept, for the last attempt, when memory runs out."""
 
 
+class GateConfig(Section):
+    last: Annotated[Int, Field(ge=5, le=30)] = 20
+    """Good runs of the same settings, data and device model whose median a finished run is compared
+    with; it needs five. See docs/schedule.md."""
+    fail: Bool = False
+    """true: a run that is slower, larger or worse than them ends its flow run as failed, with exit
+    code 1; the run in MLflow is finished, and keeps its model."""
+
+
 class RunSettings(Section):
     name: Annotated[Text, Field(min_length=1, max_length=250)] | None = None
     """Name of the run in MLflow. Default: model, source and time."""
@@ -234,6 +243,9 @@ class RunSettings(Section):
     The count begins anew once there is a newer checkpoint. 0: never."""
     retry_wait_s: Annotated[Float, Field(ge=0, le=600)] = 30.0
     """Seconds before the first of these; each next one waits twice as long, up to ten minutes."""
+    registered_model: Annotated[Text, Field(max_length=250)] = ""
+    """Registered model in MLflow that the run's model becomes a version of: challenger where the
+    run passed its gate, champion where its validation is the best. Empty: none."""
 
     @field_validator("name", "experiment", "key")
     @classmethod
@@ -241,6 +253,18 @@ class RunSettings(Section):
         if text is not None and (not text.isprintable() or not text.strip()):
             raise ValueError("must be printable text on one line")
         return text
+
+    @field_validator("registered_model")
+    @classmethod
+    def _registrable(cls, name: str) -> str:
+        if name and (not name.isprintable() or not name.strip()):
+            raise ValueError("must be printable text on one line")
+        if set(name) & set("/:") or name == "." or name.startswith(".."):
+            raise ValueError(
+                f"must be a name that MLflow takes: without / and :, not beginning with .. "
+                f"(got {name[:80]!r})"
+            )
+        return name
 
 
 class RunConfig(Section):
@@ -253,6 +277,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     memory: MemoryConfig = MemoryConfig()
+    gate: GateConfig = GateConfig()
     run: RunSettings = RunSettings()
 
     def flat(self) -> dict[str, Any]:

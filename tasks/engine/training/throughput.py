@@ -4,6 +4,7 @@ a second, and what share of the device's peak that is. What is not known of a de
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -70,6 +71,10 @@ def timings(tools: Tools, fitted: Fitted, *, rows: Batches, replays: int) -> dic
         "speed/steps_per_s": fitted.steps / loop_s,
         **tools.speeds(samples_per_s),
     }
+    fast_s = tools.phases.clock.fast_step_s()
+    if fast_s is not None:
+        found["time/fast_step_ms"] = 1000 * fast_s
+    found["speed/host_load"] = os.getloadavg()[0] / (os.cpu_count() or 1)
     if rows.copy_s is not None:
         found["time/h2d_ms"] = 1000 * rows.copy_s  # beside the steps, so that no phase holds it
     if phase_s:

@@ -68,3 +68,19 @@ def test_laps_share_out_the_whole_time() -> None:
         watch.lap(part)
     assert watch.seconds["a"] >= 0.01
     assert sum(watch.seconds.values()) == pytest.approx(watch.total_s(), abs=0.01)
+
+
+def test_a_fast_step_is_what_one_in_twenty_is_faster_than(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that something else came between, four of five, do not move it."""
+    now = [0.0]
+    monkeypatch.setattr(timing, "perf_counter", lambda: now[0])
+    clock = timing.HostClock()
+    for step in range(101):  # the first is forgotten
+        assert clock.fast_step_s() is None or step > timing.LEAST
+        clock.begin(sample=False)
+        now[0] += 0.002 if step % 5 == 0 else 0.009
+        clock.mark("forward")
+        if step == 0:
+            clock.reset()
+        now[0] += 1.0  # between two steps
+    assert clock.fast_step_s() == pytest.approx(0.002, rel=0.002)

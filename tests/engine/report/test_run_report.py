@@ -514,3 +514,16 @@ def test_importing_the_report_loads_neither_rich_nor_matplotlib_and_drawing_no_p
 )
 def test_numbers_and_names_in_words(said: str, expected: str) -> None:
     assert said == expected
+
+
+def test_a_trend_is_drawn_and_a_gate_that_was_not_passed_is_told(tmp_path: Path) -> None:
+    trend = {"metric": "time/fast_step_ms", "values": [1.0, 1.0, 2.0], "median": 1.0}
+    trend |= {"near": 1.1, "far": 3.0, "beyond": True}
+    gate = {"gate": "slower", "gate.why": "2.00 ms; backward is 61 % of it"}
+    run = {"name": "r", "status": "FINISHED", "tags": gate, "trend": [trend]}
+    assert [file.name for file in run_report.plots(run, tmp_path)] == ["trend.png"]
+    assert run_report.plots({**run, "trend": []}, tmp_path) == []
+    text = run_report.markdown(run, open_command="")
+    assert "### Gate\n\n- slower than the runs before: 2.00 ms\n- backward is 61 % of it" in text
+    passed = {**run, "tags": {**gate, "gate": "ok"}}
+    assert "Gate" not in run_report.markdown(passed, open_command="")

@@ -13,6 +13,7 @@ import time
 from contextlib import closing
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
@@ -381,3 +382,26 @@ def test_a_store_that_another_host_is_making_is_asked_again(
     answers[:] = [OperationalError("SELECT", {}, Exception("no route to host"))]
     with pytest.raises(OperationalError, match="no route"):
         mlflow_store._first_asked(there)
+
+
+def test_a_run_hears_of_the_runs_that_it_is_compared_with(tmp_path: Path) -> None:
+    """Those that a gate has judged, whatever it said, the newest first."""
+    where = _where(tmp_path, experiment="history")
+
+    def run(of: str, gate: str, value: float, status: str = "FINISHED") -> Any:
+        with Journal(where, tmp_path / "runs" / f"{of}-{value}") as journal:
+            journal.open(None)
+            journal.create(name="n", params={}, tags={"gate.of": of})
+            found = journal.history()
+            journal.log({"a": value}, 1)
+            tags = {"gate": gate} if gate else {}
+            journal.close({**_run(status), "tags": tags})
+        return found
+
+    assert run("x", "new", 1.0) == []
+    run("y", "ok", 2.0)
+    run("x", "", 3.0)
+    run("x", "ok", 4.0, "FAILED")
+    run("x", "slower", 5.0)
+    found = run("x", "ok", 6.0)
+    assert [(one["gate"], one["metrics"]["a"]) for one in found] == [("slower", 5.0), ("new", 1.0)]

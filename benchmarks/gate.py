@@ -1,0 +1,170 @@
+"""What the gate finds and where it cries wolf, with the noise of real runs of one training on this
+machine: repeated in processes of their own, then drawn in blocks, so that a busy hour stays one,
+as histories without and with something planted.
+
+`python -m benchmarks.gate [RUNS] [NOISE.jsonl]` repeats each training so often, prints the table
+and keeps it in benchmarks/results. NOISE.jsonl: where runs are kept; of those that it holds
+already, none is repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import harmonic_mean, median
+from typing import Any
+
+from benchmarks.conditions import publish
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.settings.read_settings import from_mapping
+from tasks.engine.settings.run_config import GateConfig
+from tasks.engine.training import trainer
+from tasks.gate import FIGURES, GATES, LOAD, SIGMA, judged
+
+RUNS = 100
+HISTORIES, LENGTH, BLOCK, PLANTED_AT, WITHIN = 500, 30, 5, 20, 3
+QUIET, LONGER = 1.0, 4
+TRAININGS: dict[str, dict[str, Any]] = {
+    "mlp on digits, 1 thread": {"train": {"epochs": 200}},
+    "cnn on digits, 2 threads": {"model": {"name": "cnn"}, "train": {"epochs": 24}},
+}
+SPEEDS = ("speed/samples_per_s", "time/fast_step_ms")
+NOTES = f"""
+- {HISTORIES} histories of {LENGTH} runs each, drawn from the real ones in blocks of {BLOCK}. What
+  is planted is there from run {PLANTED_AT + 1} on, and has to be told by one of the first {WITHIN}.
+- alarms: clean histories in which any run is told to be worse, larger or slower.
+- quiet: those of the runs during which less than {QUIET:g} processes a core wanted to run; longer:
+  {LONGER} of these in a row, taken as one training.
+- spread: the standard deviation that the middle half of the runs has, of the median.
+"""
+
+Metrics = dict[str, float]
+
+
+def main(runs: int, kept: Path | None) -> None:
+    """Repeat, draw, print, keep."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = kept or Path(scratch) / "noise.jsonl"
+        publish("gate", "What the gate finds", _report(_noise(runs, file)))
+
+
+def _noise(runs: int, file: Path) -> dict[str, list[Metrics]]:
+    """What each run of each training measured, as they came."""
+    found: dict[str, list[Metrics]] = {name: [] for name in TRAININGS}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        name, metrics = json.loads(line)
+        found[name].append(metrics)
+    while any(len(of) < runs for of in found.values()):
+        for name, of in found.items():
+            child = os.fork()  # the parent has imported PyTorch, and never computed
+            if not child:
+                _train(name, file)
+            os.waitpid(child, 0)
+            of.append(json.loads(file.read_text().splitlines()[-1])[1])
+    return found
+
+
+def _train(name: str, file: Path) -> None:
+    config = from_mapping({"data": {"source": "digits"}, **TRAININGS[name]})
+    data = prepare(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
+    with tempfile.TemporaryDirectory() as folder, file.open("a") as kept:
+        facts = trainer.train(
+            config, detect("cpu"), data, folder=Path(folder), log=lambda metrics, step: None
+        )
+        kept.write(json.dumps([name, {**facts.metrics, "memory/leaked_mib": 0.0}]) + "\n")
+    os._exit(0)
+
+
+def _report(noise: Mapping[str, Sequence[Metrics]]) -> Iterator[str]:
+    yield NOTES.rstrip()
+    parts: dict[str, list[Metrics]] = {}
+    for name, all_runs in noise.items():
+        quiet = [run for run in all_runs if run[LOAD] < QUIET]
+        parts |= {name: [*all_runs], f"{name}, quiet": quiet, f"{name}, longer": _longer(quiet)}
+    for name, runs in parts.items():
+        yield f"\n## {name}, {len(runs)} real runs\n"
+        if len(runs) < BLOCK:
+            yield "Too few."
+            continue
+        yield "| figure | median | spread | furthest off |\n|:--|--:|--:|--:|"
+        for metric in (*(figure.metric for figure in FIGURES), "val/accuracy", "val/loss"):
+            yield _spread(metric, [run[metric] for run in runs if metric in run])
+        alarms, why = _told(runs, lambda run: run)
+        yield f"\n| planted | found within {WITHIN} runs |\n|:--|--:|"
+        yield f"| nothing | {len(alarms)} alarms in {HISTORIES} |"
+        for percent in (5, 20, 50):
+            yield _found(f"{percent} % slower", runs, _slower(1 + percent / 100), "slower")
+        yield _found("1 MiB leaked a run", runs, _more("memory/leaked_mib", 1.0), "larger")
+        yield _found("accuracy 0.01 lower", runs, _more("val/accuracy", -0.01), "worse")
+        for words in why[:3]:
+            yield f"\nAn alarm: {words}"
+
+
+def _longer(runs: Sequence[Metrics]) -> list[Metrics]:
+    """So many in a row as one: a step is then as fast as in the fastest of them."""
+    found = []
+    for at in range(0, len(runs) - LONGER + 1, LONGER):
+        part = runs[at : at + LONGER]
+        speed = harmonic_mean([run[SPEEDS[0]] for run in part])
+        fast_ms = min(run[SPEEDS[1]] for run in part)
+        load = max(run[LOAD] for run in part)
+        found.append({**part[0], SPEEDS[0]: speed, SPEEDS[1]: fast_ms, LOAD: load})
+    return found
+
+
+def _spread(metric: str, values: Sequence[float]) -> str:
+    middle = median(values)
+    away = [abs(value / middle - 1) if middle else abs(value) for value in values]
+    return f"| {metric} | {middle:.4g} | {SIGMA * median(away):.2%} | {max(away):.1%} |"
+
+
+def _slower(times: float) -> Callable[[Metrics], Metrics]:
+    def planted(run: Metrics) -> Metrics:
+        return {**run, SPEEDS[0]: run[SPEEDS[0]] / times, SPEEDS[1]: run[SPEEDS[1]] * times}
+
+    return planted
+
+
+def _more(metric: str, by: float) -> Callable[[Metrics], Metrics]:
+    return lambda run: {**run, metric: run[metric] + by}
+
+
+def _found(
+    what: str, runs: Sequence[Metrics], planted: Callable[[Metrics], Metrics], gate: str
+) -> str:
+    return f"| {what} | {len(_told(runs, planted, gate)[0]) / HISTORIES:.1%} |"
+
+
+def _told(
+    runs: Sequence[Metrics], planted: Callable[[Metrics], Metrics], gate: str = ""
+) -> tuple[list[int], list[str]]:
+    """The histories in which a run came out so, of the first with what is planted; without a gate:
+    in which any did, and why."""
+    draw, found, why = random.Random(0), [], []
+    for number in range(HISTORIES):
+        drawn: list[Metrics] = []
+        while len(drawn) < LENGTH:
+            at = draw.randrange(len(runs))
+            drawn += [runs[(at + i) % len(runs)] for i in range(BLOCK)]
+        before: list[dict[str, Any]] = []
+        for place, run in enumerate(drawn[: PLANTED_AT + WITHIN if gate else LENGTH]):
+            now = planted(run) if place >= PLANTED_AT else run
+            verdict = judged(now, before, GateConfig())
+            before.insert(0, {"gate": verdict.gate, "metrics": now})
+            is_told = verdict.gate == gate and place >= PLANTED_AT
+            if is_told or (not gate and verdict.gate in GATES):
+                found.append(number)
+                why.append(f"run {place + 1}: {verdict.why}")
+                break
+    return found, why
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    main(int(words[0]) if words else RUNS, Path(words[1]) if len(words) > 1 else None)

@@ -1,0 +1,272 @@
+"""Whether a finished run came out as the last ones of the same configuration, data and device did:
+ok, worse, larger or slower, or new where there are too few of them. It compares with the median of
+the good ones, by limits that grow with how far those lie apart, and refuses to call chance a trend:
+a speed counts at once where it is far off, else where three runs in a row are beyond it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from tasks.engine.base.facts import DataFacts, DeviceFacts
+from tasks.engine.base.units import mebibytes, milliseconds, number, percent
+from tasks.engine.settings import unused_settings
+from tasks.engine.settings.run_config import GateConfig, RunConfig
+
+OK, NEW = "ok", "new"
+GATES = ("worse", "larger", "slower")  # the most serious first
+NEEDED = 5  # good runs: of fewer nobody knows how far they lie apart
+IN_A_ROW = 3  # this run and those just before it
+SIGMA = 1.4826  # of the median absolute deviation: the standard deviation of a normal one
+NEAR, FAR = 2.0, 8.0  # of these from the median: each of three in a row; a single run
+WORST = 0.1  # of the good runs, which lie beyond the limits for three in a row themselves
+LOAD, BUSY = "speed/host_load", 1.25  # runnable processes a core: above, a speed says little
+SCORES = ("val/accuracy", "val/r2", "val/perplexity", "val/loss")  # a run is judged by the first
+LOWER_IS_BETTER = ("val/perplexity", "val/loss", "val/mae")
+PHASES = ("data_wait", "h2d", "forward", "backward", "optimizer", "replay")
+APART = ("run.", "gate.", "data.cache")  # settings that make no other training
+HUGE = 1e300  # MLflow's infinity
+
+History = Sequence[Mapping[str, Any]]  # gate and metrics of runs, the newest first
+
+
+class GateFailed(RuntimeError):
+    """A run that is done and did not pass its gate, where that is to fail. `run`: its record."""
+
+    def __init__(self, run: dict[str, Any]) -> None:
+        super().__init__(f"{run['tags']['gate']}: {run['tags']['gate.why']}")
+        self.run = run
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What a run is judged by. Limits lie at least so far from the median, as a share of it or in
+    its own unit: `near` for each of three runs in a row, `far` for one."""
+
+    metric: str
+    gate: str
+    said: str  # the sentence's first words, of the value
+    value: Callable[[float], str] = number
+    is_lower_better: bool = True
+    near: float = 0.0
+    far: float = 0.0
+    unit: float = 0.0
+
+
+FIGURES = (
+    Figure(
+        *("speed/samples_per_s", "slower", "{} samples/s"),
+        is_lower_better=False,
+        near=0.3,
+        far=0.67,
+    ),
+    Figure(
+        *("time/fast_step_ms", "slower", "a step takes {} where nothing is in its way"),
+        value=milliseconds,
+        near=0.025,
+        far=2.0,
+    ),
+    Figure(
+        *("memory/run_peak_allocated_mib", "larger", "peak {}", mebibytes),
+        near=0.01,
+        far=0.02,
+        unit=0.25,
+    ),
+    Figure("memory/leaked_mib", "larger", "{} leaked", mebibytes, unit=0.25),
+)
+
+
+SPEEDS = tuple(figure.metric for figure in FIGURES if figure.gate == "slower")
+
+
+def _score(metric: str) -> Figure:
+    said = f"{metric} {{}}"
+    if metric in LOWER_IS_BETTER:
+        return Figure(metric, "worse", said, near=0.02, far=0.04)
+    return Figure(metric, "worse", said, is_lower_better=False, unit=0.005)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run is, in a word and in a sentence; and for a picture each figure's trend."""
+
+    gate: str  # ok, new, one of GATES; empty: MLflow could not be asked
+    why: str
+    trend: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """Under the names of the run record."""
+        return {"gate.why": self.why, **({"gate": self.gate} if self.gate else {})}
+
+
+def same(config: RunConfig, device: DeviceFacts, data: DataFacts) -> str:
+    """A name for what is compared: all settings that mean something but those of APART, the seed
+    among them, the data and the device's model. 16 hex digits."""
+    params = {k: v for k, v in unused_settings.params(config).items() if not k.startswith(APART)}
+    rows = data.fingerprint or [data.source, data.train_rows, data.val_rows, data.input_shape]
+    said = [params, rows, device.kind, device.model]
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def compared(run: Mapping[str, Any], runs: History | None, config: RunConfig) -> dict[str, Any]:
+    """What is new in the record of a finished run: tags and trend, and what the model registry
+    needs to know where its model is to be registered."""
+    metrics, name = run["metrics"], config.run.registered_model
+    verdict = judged(metrics, runs, config.gate)
+    found = {"tags": run["tags"] | verdict.tags, "trend": verdict.trend}
+    if name:
+        score = next((score for score in SCORES if score in metrics), "")
+        told = {"metric": score, "value": metrics.get(score), "lower": score in LOWER_IS_BETTER}
+        found["register"] = {"name": name, "passed": verdict.gate in (OK, NEW), **told}
+    return found
+
+
+def judged(now: Mapping[str, float], runs: History | None, gate: GateConfig) -> Verdict:
+    """The verdict on a finished run by what it measured. runs: those of the same name; None where
+    MLflow could not be asked."""
+    if runs is None:
+        return Verdict("", "not compared: MLflow could not be asked")
+    good = _good(runs)[: gate.last]
+    if runs and not good:
+        return Verdict(runs[0]["gate"], f"none of the last {len(runs)} runs was ok to compare with")
+    if len(good) < NEEDED:
+        return Verdict(NEW, f"{len(good)} of the {NEEDED} runs that a comparison needs")
+    told: dict[str, list[str]] = {kind: [] for kind in GATES}
+    trend = []
+    score = next((name for name in SCORES if name in now), None)
+    for figure in (*([_score(score)] if score else []), *FIGURES):
+        seen = _Seen.of(figure, now, runs, good)
+        if seen is None:
+            continue
+        trend.append(seen.trend())
+        if limit := seen.passed():
+            told[figure.gate].append(seen.said(*limit))
+    if told["slower"]:
+        told["slower"] += _phase(now, good)
+    worst = next((kind for kind in GATES if told[kind]), OK)
+    why = "; ".join(words for kind in GATES for words in told[kind])
+    why = why or f"within the limits of the last {len(good)} runs"
+    if _is_busy(now):
+        why += f"; its speed is not judged: {now[LOAD]:.1f} processes a core wanted to run"
+    return Verdict(worst, why, trend)
+
+
+def _good(runs: History) -> list[Mapping[str, float]]:
+    """Metrics of the good runs since history began: at the newest unbroken row of new ones, of
+    which a person may have made one."""
+    found, has_begun = [], False
+    for run in runs:
+        if has_begun and run["gate"] != NEW:
+            break
+        has_begun |= run["gate"] == NEW
+        if run["gate"] in (OK, NEW):
+            found.append(run["metrics"])
+    return found
+
+
+def _is_busy(metrics: Mapping[str, float]) -> bool:
+    return metrics.get(LOAD, 0.0) > BUSY
+
+
+def _known(metrics: Mapping[str, float], name: str) -> float | None:
+    value = metrics.get(name)
+    if _is_busy(metrics) and name in SPEEDS:
+        return None
+    return value if value is not None and math.isfinite(value) and abs(value) < HUGE else None
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A figure of this run, and of those before it."""
+
+    figure: Figure
+    now: float
+    good: list[float]  # the newest first
+    before: list[float | None]  # of the runs just before, good or not
+
+    @classmethod
+    def of(
+        cls, figure: Figure, now: Mapping[str, float], runs: History, good: Sequence[Any]
+    ) -> _Seen | None:
+        """None where this run, or too many of the good ones, did not measure it."""
+        values = [v for run in good if (v := _known(run, figure.metric)) is not None]
+        is_unknown = figure.metric not in now or (_is_busy(now) and figure.metric in SPEEDS)
+        if is_unknown or len(values) < NEEDED:
+            return None
+        before = [_known(run["metrics"], figure.metric) for run in runs[: IN_A_ROW - 1]]
+        return cls(figure, now[figure.metric], values, before)
+
+    @property
+    def middle(self) -> float:
+        return median(self.good)
+
+    def limit(self, deviations: float, least: float) -> float:
+        spread = SIGMA * median(abs(value - self.middle) for value in self.good)
+        away = max(deviations * spread, least * abs(self.middle), self.figure.unit)
+        return self.middle + (away if self.figure.is_lower_better else -away)
+
+    @property
+    def near(self) -> float:
+        limit, is_lower_better = self.limit(NEAR, self.figure.near), self.figure.is_lower_better
+        worst = sorted(self.good, reverse=is_lower_better)[int(WORST * len(self.good))]
+        return max(limit, worst) if is_lower_better else min(limit, worst)
+
+    @property
+    def far(self) -> float:
+        limit = self.limit(FAR, self.figure.far)
+        return max(limit, self.near) if self.figure.is_lower_better else min(limit, self.near)
+
+    def is_beyond(self, value: float | None, limit: float) -> bool:
+        return value is not None and (value > limit) is self.figure.is_lower_better
+
+    def passed(self) -> tuple[float, str] | None:
+        """The limit that was passed, and by what; None where none was."""
+        if self.is_beyond(self.now, self.far) or not abs(self.now) < HUGE:  # nan is no number
+            return self.far, ""
+        row = [self.now, *self.before]
+        if len(row) == IN_A_ROW and all(self.is_beyond(value, self.near) for value in row):
+            return self.near, f", as the {IN_A_ROW - 1} runs before"
+        return None
+
+    def said(self, limit: float, more: str) -> str:
+        told, middle = self.figure.value, self.middle
+        side = "above" if self.figure.is_lower_better else "below"
+        if middle and math.isfinite(self.now):
+            side = f"{100 * abs(self.now / middle - 1):.1f} % {side}"
+        return (
+            f"{self.figure.said.format(told(self.now))}, {side} the median of the last "
+            f"{len(self.good)} ({told(middle)}, limit {told(limit)}){more}"
+        )
+
+    def trend(self) -> dict[str, Any]:
+        """For a picture: values with the oldest first, this run's the last of them."""
+        return {
+            "metric": self.figure.metric,
+            "values": [*self.good[::-1], self.now],
+            "median": self.middle,
+            "near": self.near,
+            "far": self.far,
+            "beyond": self.passed() is not None,
+        }
+
+
+def _phase(now: Mapping[str, float], good: Sequence[Mapping[str, float]]) -> list[str]:
+    """Which phase of a step has grown most, and how much of all growth that is."""
+    grown = {}
+    for phase in PHASES:
+        name = f"time/{phase}_ms"
+        known = [value for run in good if (value := _known(run, name)) is not None]
+        mine = _known(now, name)
+        if known and mine is not None and mine > median(known):
+            grown[phase.replace("_", " ")] = mine - median(known)
+    if not grown:
+        return []
+    most = max(grown, key=lambda phase: grown[phase])
+    return [f"{most} is {percent(grown[most] / sum(grown.values()))} of it"]
