@@ -36,7 +36,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     },
 }
 NOTES = """
-- An epoch is all of its time: steps, evaluation, log. without: none of the figures that need the rows
+- An epoch is all of its time: steps, evaluation, log. without: none of the figures that need rows
   is computed; the rows are kept all the same.
 - ratio: an epoch with them over one without, the median over the turns.
 """
