@@ -25,9 +25,9 @@ TRIALS = 20  # where no number is asked for; of a grid all
 LOG_FROM = 100  # times the low end, from which on a range is searched by its powers of ten
 DIGITS = 4  # of a number that is drawn: a command that a person can read
 FIGURES = {  # what a task measures of itself, beside metrics of the user's own
-    "classification": ("val/accuracy", "val/loss"),
-    "multilabel": ("val/accuracy", "val/f1", "val/loss"),
-    "regression": ("val/r2", "val/mae", "val/loss"),
+    "classification": ("val/accuracy", "val/balanced_accuracy", "val/macro_f1", "val/loss"),
+    "multilabel": ("val/accuracy", "val/f1", "val/macro_f1", "val/average_precision", "val/loss"),
+    "regression": ("val/r2", "val/mae", "val/rmse", "val/loss"),
     "tokens": ("val/perplexity", "val/loss"),
 }
 _WHOLE = re.compile(r"[+-]?\d+")

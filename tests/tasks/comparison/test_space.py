@@ -64,7 +64,7 @@ def test_the_goal_is_what_the_task_is_judged_by(
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ("val/r2", "--goal val/r2: must be one of val/accuracy, val/loss, val/far"),
+        ("val/r2", "--goal val/r2: must be one of val/accuracy, val/balanced_accuracy"),
         ("up:val/loss", "--goal up:val/loss: must be one of"),
         ("val/far", "--goal val/far: is your own; say min:val/far or max:val/far"),
     ],
