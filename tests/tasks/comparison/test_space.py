@@ -50,6 +50,7 @@ def test_a_number_is_short_and_stays_in_its_range() -> None:
         ("", ["classification", "multilabel"], [], ("val/accuracy", False)),
         ("", [], [], ("val/loss", True)),
         ("val/mae", ["regression"], [], ("val/mae", True)),
+        ("val/rmse", ["regression"], [], ("val/rmse", True)),
         ("max:val/loss", ["regression"], [], ("val/loss", False)),
         ("min:val/far", ["regression"], ["far"], ("val/far", True)),
     ],
