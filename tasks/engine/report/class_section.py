@@ -26,7 +26,7 @@ def classes(run: Mapping[str, Any], *, limit: int) -> Section:
     for part, found in (run.get("classes") or {}).items():
         listed = [(_name(row[0], limit), *row[1:]) for row in found["listed"]]
         worst = sorted(listed, key=lambda row: row[-1])[:WORST]
-        told = ", ".join(f"{name} {number(f1)} ({rows:,} rows)" for name, rows, *_, f1 in worst)
+        told = ", ".join(f"{name}: {number(f1)} ({rows:,} rows)" for name, rows, *_, f1 in worst)
         lines.append(f"lowest F1 of the {PARTS[part]} rows: {told}")
         title = f"{PARTS[part]} rows by class"
         if len(listed) < found["count"]:

@@ -423,7 +423,7 @@ def test_a_classification_is_told_and_drawn_by_class(count: int, tmp_path: Path)
     page = run_report.html(run, files, open_command=COMMAND)
     told = run_report.markdown(run, open_command=COMMAND)
     for face in (page, told, _terminal(run)):
-        assert "lowest F1 of the validation rows: class 0 0 (40 rows)" in " ".join(face.split())
+        assert "lowest F1 of the validation rows: class 0: 0 (40 rows)" in " ".join(face.split())
     assert "| class 1 | 41 | 0.500 | 0.250 | 0.010 |" in told
     assert '<td>class 1</td><td class="n">41</td>' in page
     assert "Confusion matrix of the validation rows" in page
