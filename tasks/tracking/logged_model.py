@@ -54,6 +54,7 @@ CODE = (
     "engine/settings/__init__.py",
     "engine/settings/model_args.py",
 )
+PASSED = "gate.passed"  # a tag of a version
 REQUIREMENTS = ("torch", "numpy", "pandas")
 
 
@@ -97,6 +98,7 @@ def register(client: MlflowClient, state: State, asked: dict[str, Any], turn: Pa
         if mine is None:
             source = client.get_logged_model(state.model_id).artifact_location
             tags = {} if asked["value"] is None else {asked["metric"]: str(asked["value"])}
+            tags |= {PASSED: "yes"} if asked["passed"] else {}
             mine = client.create_model_version(
                 name, source, state.run_id, tags=tags, model_id=state.model_id
             )
@@ -112,8 +114,9 @@ def register(client: MlflowClient, state: State, asked: dict[str, Any], turn: Pa
 def _champion(
     client: MlflowClient, known: list[ModelVersion], mine: ModelVersion, asked: dict[str, Any]
 ) -> ModelVersion:
-    """The version with the best validation: of this one and the champion, or of all where there is
-    no champion, which was deleted then, and is named anew."""
+    """The version with the best validation of those that passed their gate: this one or the
+    champion; where there is none, or it was deleted, of all, and of those that failed too if no
+    other is left."""
 
     def score(version: ModelVersion) -> float:
         value = math.nan
@@ -128,9 +131,9 @@ def _champion(
     crowned = client.get_registered_model(asked["name"]).aliases.get("champion")
     holder = next((v for v in known if str(v.version) == str(crowned)), None)
     if holder is not None:
-        return mine if score(mine) > score(holder) else holder
+        return mine if asked["passed"] and score(mine) > score(holder) else holder
     scored = [v for v in known if not math.isnan(score(v))]
-    best = max(scored, key=score, default=mine)
+    best = max(scored, key=lambda v: (PASSED in v.tags, score(v)), default=mine)
     client.set_registered_model_alias(asked["name"], "champion", best.version)
     return best
 

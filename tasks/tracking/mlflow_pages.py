@@ -18,7 +18,7 @@ VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
 CREATED_MS = 1_767_225_600_000  # the same at each writing, so that it is seen to be there
 COLUMNS = (
     *(f"metrics.`val/{name}`" for name in ("accuracy", "r2", "perplexity", "loss")),
-    "tags.`device`",
+    *("tags.`gate`", "tags.`device`"),
     *(f"metrics.`speed/{name}`" for name in ("samples_per_s", "tokens_per_s")),
     "metrics.`time/plain_step_ms`",
     *(f"metrics.`memory/{name}`" for name in ("run_peak_allocated_mib", "leaked_mib")),
@@ -31,7 +31,7 @@ CURVES = (
     *("memory/peak_allocated_mib", "memory/host_rss_mib"),
 )
 FIRST = "Loss, validation, speed, memory"
-OTHERS = ("train", "speed", "time", "memory", "checkpoint")  # closed until opened
+OTHERS = ("val", "test", "train", "speed", "time", "memory", "checkpoint")  # closed until opened
 
 
 def experiment_page(experiment_id: str) -> str:

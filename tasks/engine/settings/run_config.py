@@ -245,7 +245,7 @@ class RunSettings(Section):
     """Seconds before the first of these; each next one waits twice as long, up to ten minutes."""
     registered_model: Annotated[Text, Field(max_length=250)] = ""
     """Registered model in MLflow that the run's model becomes a version of: challenger where the
-    run passed its gate, champion where its validation is the best. Empty: none."""
+    run passed its gate, champion where it also has the best validation. Empty: none."""
 
     @field_validator("name", "experiment", "key")
     @classmethod

@@ -81,10 +81,11 @@ def test_the_champion_is_the_best_and_always_loads(where: Where) -> None:
     assert _close(_ready(where, "b"), 0.95) == "it's mine version 2 @challenger @champion"
     assert _close(_ready(where, "c"), 0.93) == "it's mine version 3 @challenger"
     assert _close(_ready(where, "d"), None) == "it's mine version 4 @challenger"
+    assert _close(_ready(where, "e"), 0.99, passed=False) == "it's mine version 5"
     assert _champion(where) == "2"
     client = MlflowClient(where.tracking_uri)
     client.delete_model_version("it's mine", "2")
-    assert _close(_ready(where, "e"), 0.50, passed=False) == "it's mine version 5"
+    assert _close(_ready(where, "f"), 0.50, passed=False) == "it's mine version 6"
     assert _champion(where) == "3"
     assert str(client.get_model_version_by_alias("it's mine", "challenger").version) == "4"
 
