@@ -5,11 +5,15 @@ import importlib
 import os
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -205,3 +209,15 @@ def desk(place: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()  # of a test that failed: the next one would be told of it
+
+
+@pytest.fixture
+def compare(desk: Callable[..., subprocess.Popen[str]]) -> Callable[..., subprocess.Popen[str]]:
+    """Starts `python -m flows.compare` in `place`."""
+    return partial(desk, module="flows.compare", cold=True)
+
+
+def query(place: Path, text: str) -> list[tuple[Any, ...]]:
+    """The rows that MLflow's database in `place` has for this."""
+    with closing(sqlite3.connect(place / "mlflow.db")) as database:
+        return database.execute(text).fetchall()

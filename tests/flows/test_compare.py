@@ -3,15 +3,13 @@ goes on; then runs that exist."""
 
 import json
 import signal
-import sqlite3
 import subprocess
 from collections.abc import Callable
-from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import psutil
-import pytest
+
+from tests.conftest import query
 
 MODEL = """
 import torch
@@ -30,21 +28,11 @@ class Net(torch.nn.Sequential):
 Start = Callable[..., subprocess.Popen[str]]
 
 
-@pytest.fixture
-def start(desk: Start) -> Start:
-    return partial(desk, module="flows.compare", cold=True)
-
-
-def _query(place: Path, text: str) -> list[tuple[str, ...]]:
-    with closing(sqlite3.connect(place / "mlflow.db")) as database:
-        return database.execute(text).fetchall()
-
-
-def test_a_grid_is_trained_to_its_end_whatever_comes_between(start: Start, place: Path) -> None:
+def test_a_grid_is_trained_to_its_end_whatever_comes_between(compare: Start, place: Path) -> None:
     (place / "own.py").write_text(MODEL)
     words = ("--model.name", "own:Net", "--vary", "model.args.fails=false,true", "--repeats", "2")
     words = (*words, "--train.epochs=3", "--checkpoint.every_s=none")
-    process = start(*words)
+    process = compare(*words)
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("3/4") and "begins" in line:
@@ -54,45 +42,45 @@ def test_a_grid_is_trained_to_its_end_whatever_comes_between(start: Start, place
     assert process.wait(timeout=60) == 143
     left = [c for c in children if c.is_running() and "flows.train" in " ".join(c.cmdline())]
     assert not left, "a training outlived its comparison"
-    assert _query(place, "select status from runs where name like 'compare-%'") == [("KILLED",)]
+    assert query(place, "select status from runs where name like 'compare-%'") == [("KILLED",)]
 
-    process = start(*words)
+    process = compare(*words)
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     assert "going on: 2 of 4 have ended" in err and "1/4" not in err and "4/4" in err
     assert "fails=true: FAILED: this one always fails" in " ".join(out.split()), out
-    ((parent, status),) = _query(
+    ((parent, status),) = query(
         place, "select run_uuid, status from runs where name like 'compare-%'"
     )
     assert status == "FINISHED"
     part_of = f"from tags where key = 'mlflow.parentRunId' and value = '{parent}'"
-    states = _query(place, f"select status from runs where run_uuid in (select run_uuid {part_of})")
+    states = query(place, f"select status from runs where run_uuid in (select run_uuid {part_of})")
     ended = sorted(state for (state,) in states if state != "KILLED")
     assert ended == ["FAILED", "FAILED", "FINISHED", "FINISHED"]
     kept = {file.name for file in (place / "mlartifacts").rglob(f"{parent}/artifacts/**/*")}
     assert {"comparison.html", "comparison.csv", "speed.png", "loss.png", "time.png"} <= kept
-    told = dict(_query(place, f"select key, value from tags where run_uuid = '{parent}'"))
+    told = dict(query(place, f"select key, value from tags where run_uuid = '{parent}'"))
     assert "| false" in told["mlflow.note.content"]
     (state,) = (place / ".headroom/comparisons").glob("*/comparison.json")
     assert json.loads(state.read_text())["is_over"], "the same words would go on"
 
     # Runs that exist: the comparison is none of them.
-    process = start("--last", "10")
+    process = compare("--last", "10")
     out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
     assert "FAILED" in out and "FINISHED" in out and "compare-" not in out
-    process = start("--runs", f"{parent},nonsense")
+    process = compare("--runs", f"{parent},nonsense")
     _, err = process.communicate(timeout=100)
     assert process.returncode == 2
     assert f"--runs {parent}: is no training" in err and "--runs nonsense: no such run" in err
-    process = start("--last", "3", "--run.experiment", "new")
+    process = compare("--last", "3", "--run.experiment", "new")
     _, err = process.communicate(timeout=100)
     assert process.returncode == 2 and "run.experiment: 'new' is not there" in err
-    assert not _query(place, "select name from experiments where name = 'new'"), "only read"
+    assert not query(place, "select name from experiments where name = 'new'"), "only read"
 
 
-def test_nothing_is_trained_where_one_of_the_grid_can_not_be(start: Start, place: Path) -> None:
-    process = start("--devices", "cpu,cuda:7", "--vary", "train.batch_size=32,64")
+def test_nothing_is_trained_where_one_of_the_grid_can_not_be(compare: Start, place: Path) -> None:
+    process = compare("--devices", "cpu,cuda:7", "--vary", "train.batch_size=32,64")
     _, err = process.communicate(timeout=100)
     assert process.returncode == 2
     assert "device.name: cuda:7 is not here" in err and "begins" not in err

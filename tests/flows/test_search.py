@@ -3,15 +3,13 @@ in its middle, it goes on."""
 
 import json
 import signal
-import sqlite3
 import subprocess
 from collections.abc import Callable
-from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import psutil
-import pytest
+
+from tests.conftest import query
 
 MODEL = """
 import time
@@ -35,40 +33,30 @@ class Net(torch.nn.Sequential):
 Start = Callable[..., subprocess.Popen[str]]
 
 
-@pytest.fixture
-def start(desk: Start) -> Start:
-    return partial(desk, module="flows.compare", cold=True)
-
-
-def _query(place: Path, text: str) -> list[tuple[str, ...]]:
-    with closing(sqlite3.connect(place / "mlflow.db")) as database:
-        return database.execute(text).fetchall()
-
-
 def _until(process: subprocess.Popen[str], words: str) -> None:
     assert process.stderr is not None
     assert any(words in line for line in process.stderr), f"it never said {words!r}"
 
 
-def test_a_search_comes_to_its_end_whatever_comes_between(start: Start, place: Path) -> None:
+def test_a_search_comes_to_its_end_whatever_comes_between(compare: Start, place: Path) -> None:
     (place / "own.py").write_text(MODEL)
     words = ("--model.name=own:Net", "--search", "grid", "--train.epochs=6", "--optim.lr=0.01")
     words = (*words, "--vary", "model.args.how=slow,good,poor,fails", "--checkpoint.every_s=none")
-    process = start(*words)
+    process = compare(*words)
     _until(process, "1/4 model.args.how=slow: begins")
     process.kill()
     process.wait()
 
-    process = start(*words)  # which waits for the first, or begins it anew
+    process = compare(*words)  # which waits for the first, or begins it anew
     _until(process, "3/4 model.args.how=poor: begins")
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
     left = [c for c in children if c.is_running() and "flows.train" in " ".join(c.cmdline())]
     assert not left, "a training outlived its search"
-    assert _query(place, "select status from runs where name like 'search-%'") == [("KILLED",)]
+    assert query(place, "select status from runs where name like 'search-%'") == [("KILLED",)]
 
-    process = start(*words)
+    process = compare(*words)
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     assert "going on: 2 of 4 have ended" in err and "1/4" not in err and "2/4" not in err
@@ -79,22 +67,22 @@ def test_a_search_comes_to_its_end_whatever_comes_between(start: Start, place: P
     assert [row[3] for row in rows] == ["FINISHED", "FINISHED", "PRUNED", "FAILED"]
     assert "4 trials by grid: 2 finished, 1 pruned, 1 failed" in out
 
-    ((parent, status),) = _query(
+    ((parent, status),) = query(
         place, "select run_uuid, status from runs where name like 'search-%'"
     )
     assert status == "FINISHED"
-    told = dict(_query(place, f"select key, value from tags where run_uuid = '{parent}'"))
+    told = dict(query(place, f"select key, value from tags where run_uuid = '{parent}'"))
     best = told["best"].partition("=")[2]
     assert best in ("slow", "good") and told["best"] == f"model.args.how={best}"
     value = f"run_uuid = '{told['best.run_id']}' and key = 'val/accuracy' and value = "
-    assert _query(place, f"select step from latest_metrics where {value}{told['best.value']}")
+    assert query(place, f"select step from latest_metrics where {value}{told['best.value']}")
     assert told["best.command"] in out and told["best.command"].endswith(f"how {best}")
     assert "--search" not in told["best.command"] and "--optim.lr=0.01" in told["best.command"]
-    params = _query(place, f"select key, value from params where run_uuid = '{parent}'")
+    params = query(place, f"select key, value from params where run_uuid = '{parent}'")
     assert params == [("model.args.how", best)]
-    ((pruned,),) = _query(place, "select run_uuid from tags where key = 'pruned'")
+    ((pruned,),) = query(place, "select run_uuid from tags where key = 'pruned'")
     poor = f"run_uuid = '{pruned}' and key = 'model.args' and value like '%poor%'"
-    assert _query(place, f"select key from params where {poor}")
+    assert query(place, f"select key from params where {poor}")
     kept = {file.name for file in (place / "mlartifacts").rglob(f"{parent}/artifacts/**/*")}
     assert {"comparison.html", "comparison.csv", "history.png", "speed.png"} <= kept
     (state,) = (place / ".headroom/comparisons").glob("*/comparison.json")
@@ -102,10 +90,10 @@ def test_a_search_comes_to_its_end_whatever_comes_between(start: Start, place: P
     assert sorted(one["number"] for one in ended) == [1, 2, 3, 4]
 
 
-def test_nothing_is_trained_where_an_end_can_not_be(start: Start, place: Path) -> None:
+def test_nothing_is_trained_where_an_end_can_not_be(compare: Start, place: Path) -> None:
     (place / "own.py").write_text(MODEL)
     words = ("--search", "tpe", "--model.name=own:Net", "--vary", "model.args.scale=0..4")
-    process = start(*words)
+    process = compare(*words)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 2 and "begins" not in err
     assert "own:Net" in err and "(with model.args.scale=0)" in err, err

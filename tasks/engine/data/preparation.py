@@ -23,7 +23,7 @@ from tasks.engine.files import prepared_cache
 from tasks.engine.files.fingerprint import Hashing, Origin, origin_of, refuse_changed
 from tasks.engine.files.source_data import DataError, Raw, cache_folder, check_memory
 from tasks.engine.files.tokens import Tokens, default_text
-from tasks.engine.settings.data_config import TABLE_FILES, TOKEN_SOURCES, DataConfig
+from tasks.engine.settings.data_config import SPLIT, TABLE_FILES, TOKEN_SOURCES, DataConfig
 
 _OUTPUTS = {
     "classification": "classes",
@@ -32,7 +32,6 @@ _OUTPUTS = {
     "tokens": "different tokens",
 }
 
-NEWER = ("test_fraction", "split", "split_column")  # settings of the split
 NOTES_SAID = 5  # in the terminal; all stand in the manifest and the run
 
 log = logging.getLogger(__name__)
@@ -142,13 +141,11 @@ def _given(data: DataConfig, batch_size: int, seed: int) -> tuple[Raw, Origin] |
 
 
 def _refuse_split(data: DataConfig) -> None:
-    for name in NEWER:
-        value = getattr(data, name)
-        if value != type(data).model_fields[name].default:
-            raise DataError(
-                f"data.{name}: has no meaning for the data sets and loaders of {data.source} (got "
-                f"{value!r}), whose rows are split by your code; drop it, or return arrays"
-            )
+    for name, value in data.own_split.items():
+        raise DataError(
+            f"data.{name}: has no meaning for the data sets and loaders of {data.source} (got "
+            f"{value!r}), whose rows are split by your code; drop it, or return arrays"
+        )
 
 
 def _origin(data: DataConfig) -> Origin:
@@ -188,8 +185,7 @@ def _settings(data: DataConfig) -> dict[str, Any]:
     else:
         unused |= {"context", "vocab"}
     # What was prepared before there were these stays as it was called.
-    fields = type(data).model_fields
-    unused |= {name for name in NEWER if getattr(data, name) == fields[name].default}
+    unused |= {*SPLIT} - {*data.own_split}
     return data.model_dump(exclude=unused)
 
 

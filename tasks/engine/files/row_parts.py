@@ -35,13 +35,11 @@ class RowParts:
 
 def parted(raw: Raw, labels: Labels, data: DataConfig) -> RowParts:
     """The parts; the same for the same seed. Errors: DataError."""
-    given = raw.validation is not None
-    for name in ("test_fraction", "split"):
-        if given and getattr(data, name) != type(data).model_fields[name].default:
-            raise DataError(
-                f"data.{name}: has no meaning where {raw.label} gives validation rows of its own; "
-                "drop it, or let it give all rows as one"
-            )
+    for name in data.own_split if raw.validation is not None else ():
+        raise DataError(
+            f"data.{name}: has no meaning where {raw.label} gives validation rows of its own; "
+            "drop it, or let it give all rows as one"
+        )
     if data.split == "random":
         return _random(raw, labels, data)
     rows = len(labels.values)

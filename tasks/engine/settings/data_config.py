@@ -24,6 +24,7 @@ FILE_SOURCES = (*TABLE_FILES, "npz", "npy", "safetensors", "images")
 TOKEN_SOURCES = ("text", "tokens")
 UNORDERED = ("digits", "images", "synthetic")  # rows as they lie say nothing of time
 SOURCES = ("digits", *FILE_SOURCES, "synthetic", *TOKEN_SOURCES)
+SPLIT = ("test_fraction", "split", "split_column")
 # The sources that look at a setting.
 TAKEN_BY: dict[str, tuple[str, ...]] = {
     "drop": TABLE_FILES,
@@ -132,6 +133,12 @@ class DataConfig(Section):
     def _known_source(cls, name: str) -> str:
         return known_or_imported(name, SOURCES)
 
+    @property
+    def own_split(self) -> dict[str, Any]:
+        """The settings of SPLIT that are not at their defaults."""
+        given = {name: getattr(self, name) for name in SPLIT}
+        return {n: v for n, v in given.items() if v != type(self).model_fields[n].default}
+
     @model_validator(mode="after")
     def _path_fits_source(self) -> DataConfig:
         takes = (*FILE_SOURCES, *TOKEN_SOURCES)
@@ -160,13 +167,8 @@ class DataConfig(Section):
                 f"args: are for a source of your own, package.module:factory (got {self.source}); "
                 "drop them"
             )
-        for name in (
-            "drop",
-            "missing",
-            "na",
-            "decimal",
-            "split_column",
-        ):  # the others have no effect, and are told
+        # The others have no effect, and are told.
+        for name in ("drop", "missing", "na", "decimal", "split_column"):
             takes, default = (
                 TAKEN_BY[name],
                 type(self).model_fields[name].get_default(call_default_factory=True),

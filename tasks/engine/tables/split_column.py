@@ -59,11 +59,12 @@ class _Column:
             array = compute.utf8_trim_whitespace(array)
             empty = compute.is_in(array, value_set=pa.array(self._nothing, pa.string()))
             array = compute.if_else(empty, pa.scalar(None, pa.string()), array)
-        missing = np.asarray(compute.is_null(array, nan_is_null=True).to_pylist(), dtype=bool)
-        if missing.any() and not self._holes:
-            self._first = self._rows + int(np.argmax(missing))
-        self._holes += int(missing.sum())
-        if missing.any():  # which is refused when all has been counted
+        missing = compute.is_null(array, nan_is_null=True)
+        holes = compute.sum(missing).as_py() or 0
+        if holes and not self._holes:
+            self._first = self._rows + compute.index(missing, True).as_py()
+        self._holes += holes
+        if holes:  # which is refused when all has been counted
             keys = np.zeros(len(array), dtype=np.int64)
         else:
             keys = self._times(array) if self._data.split == "time" else _hashes(array)

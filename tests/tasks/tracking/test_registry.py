@@ -15,22 +15,10 @@ from tasks.engine.models.model_folder import keep
 from tasks.tracking import mlflow_store
 from tasks.tracking.mlflow_run import REGISTERED, Sender, create
 from tasks.tracking.where import Where
+from tests.tasks.tracking.test_logged_model import SPECS
 
 # Of MLflow, which asks pandas for the schema of the example.
 pytestmark = pytest.mark.filterwarnings("ignore:Operation with range")
-
-SPEC: dict[str, Any] = {
-    "model": "mlp",
-    "args": {"hidden": [4]},
-    "task": "classification",
-    "source": "csv",
-    "input_shape": [2],
-    "outputs": 3,
-    "class_names": ["x", "y", "z"],
-    "feature_names": ["a", "b"],
-    "offset": [1.0, 2.0],
-    "scale": [3.0, 4.0],
-}
 
 
 @pytest.fixture
@@ -47,7 +35,7 @@ def _ready(where: Where, name: str) -> Sender:
     folder = Path(where.runs) / name
     folder.mkdir(parents=True)
     model = builtin.build("mlp", input_shape=(2,), outputs=3, args={"hidden": [4]})
-    keep(model, SPEC, {"x": np.zeros((2, 2), "float32")}, folder / "model")
+    keep(model, SPECS["rows"], {"x": np.zeros((2, 2), "float32")}, folder / "model")
     return create(
         client, where, experiment_id=experiment, folder=folder, name=name, params={}, tags={}
     )
