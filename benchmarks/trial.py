@@ -28,7 +28,7 @@ from tasks.engine.device.precision import autocast
 from tasks.engine.models import builtin
 from tasks.engine.settings.read_settings import override
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.training import trainer
+from tasks.engine.training import check_training
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class Trial:
     @property
     def work(self) -> int:
         """Multiply-adds of the forward pass of one batch."""
-        return self.config.train.batch_size * trainer.check(self.config, self.data).work
+        return self.config.train.batch_size * check_training.check(self.config, self.data).work
 
     def autocast(self) -> Callable[[], AbstractContextManager[object]]:
         return autocast(self.precision, self.target)

@@ -76,6 +76,7 @@ def train(
             config.device,
             precision=config.train.precision,
             limit_mib=config.memory.limit_mib,
+            launch=config.launch,
             leases=record.leases,
         )
         data = record.timed(

@@ -13,8 +13,9 @@ from prefect.cache_policies import NO_CACHE
 from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.device.detection import check_limit, detect, resolve_precision
 from tasks.engine.device.leases import Leases
+from tasks.engine.launch.processes import processes_of
 from tasks.engine.memory.leaks import baseline
-from tasks.engine.settings.run_config import DeviceConfig
+from tasks.engine.settings.run_config import DeviceConfig, LaunchConfig
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ def detect_device(
     *,
     precision: str = "auto",
     limit_mib: float | None = None,
+    launch: LaunchConfig = LaunchConfig(),  # noqa: B008 (frozen)
     leases: Leases | None = None,
 ) -> DeviceFacts:
     """The device to train on, held by `leases` from then on. Raises DeviceError where it cannot be
@@ -32,6 +34,7 @@ def detect_device(
     facts = detect(device.name, require=device.require, leases=None if device.share else leases)
     resolve_precision(precision, facts)
     check_limit(facts, limit_mib)
+    processes_of(launch, facts)
     if facts.fell_back:
         log.warning("device.name: fell back to the %s", facts.reason)
     # After the probe's own arithmetic: the workspaces that it leaves are not this run's.

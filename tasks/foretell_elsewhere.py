@@ -17,7 +17,7 @@ from tasks.engine.forecast.forecast import forecast, largest_micro_batch
 from tasks.engine.settings.import_path_checks import check as check_imports
 from tasks.engine.settings.read_settings import ConfigError, override
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.training import trainer
+from tasks.engine.training import check_training
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -84,7 +84,7 @@ def foretell_elsewhere(config: RunConfig, asked: dict[str, float]) -> list[Elsew
     check(config.data)
     here = detect("cpu")
     data = prepare(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
-    trainer.check(config, data)
+    check_training.check(config, data)
     return [_on(config, data, here, name, size) for name, size in asked.items()]
 
 

@@ -23,7 +23,7 @@ from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError, override
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.build import settled, steps_of
-from tasks.engine.training import trainer
+from tasks.engine.training import check_training
 from tasks.tracking.where import TrackingError, where
 
 BAD_INPUT = (ConfigError, DataError, ModelError, DeviceError, TrackingError, Unforeseeable)
@@ -55,7 +55,7 @@ def looked_at(
     known = {} if known is None else known
     if (key := repr(how)) not in known:
         known[key] = prepare(how[0], batch_size=how[1], seed=how[2])
-    trainer.check(config, known[key])
+    check_training.check(config, known[key])
     return known[key]
 
 
@@ -64,7 +64,7 @@ def check_fit(config: RunConfig, data: DataFacts) -> None:
 
     Raises ModelError, ConfigError or TrackingError.
     """
-    weights_bytes = trainer.check(config, data).weights_bytes
+    weights_bytes = check_training.check(config, data).weights_bytes
     log_points = steps_of(config, data) // config.train.log_every
     if config.train.patience:  # as many epochs as it will take at least
         log_points = min(log_points, log_points * config.train.patience // config.train.epochs)

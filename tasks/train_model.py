@@ -12,6 +12,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from tasks.engine.base.facts import DataFacts, DeviceFacts, TrainFacts
+from tasks.engine.distributed.ranks import asked as ranks_asked
+from tasks.engine.launch import agent
+from tasks.engine.launch.processes import processes_of
+from tasks.engine.launch.rank import Job, train_together
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.training import trainer
 from tasks.engine.training.loop import Stop
@@ -42,6 +46,19 @@ def train_model(
                 return None
             return Stop("", ends=number != signal.SIGUSR1, act=signals.deliver)
 
+        processes, ranks = processes_of(config.launch, device), ranks_asked()
+        if processes > 1 or not ranks.is_alone:
+            job = Job(config, data, past, Path(folder), resumes)
+            if not ranks.is_alone:  # it was started as one of them
+                return train_together(job, device, ranks, log=log, asked=asked)
+            return agent.train(
+                job,
+                device,
+                processes=processes,
+                restarts=config.run.retries,
+                log=log,
+                asked=asked,
+            )
         return trainer.train(
             config,
             device,

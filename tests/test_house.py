@@ -28,6 +28,7 @@ FILES = sorted(
 ENGINE_ROOMS = (
     "base",
     "settings",
+    "distributed",
     "memory",
     "device",
     "report",
@@ -42,6 +43,7 @@ ENGINE_ROOMS = (
     "checkpoint",
     "forecast",
     "training",
+    "launch",
     "predict",
 )
 TASKS_ROOMS = ("process", "serving", "tracking")

@@ -38,6 +38,7 @@ TITLES = {
     "checkpoint": "what it goes on from",
     "memory": "what it may take",
     "gate": "what it is compared with",
+    "launch": "how many processes train together",
     "run": "what it is called in MLflow",
 }
 _DESCRIPTION = """\

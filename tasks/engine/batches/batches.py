@@ -28,6 +28,15 @@ class Batches(Protocol):
         """Mean seconds of a copy that runs beside the steps, where no phase of theirs shows it."""
 
     @property
+    def weight(self) -> float:
+        """How much the mean of all ranks counts the batch that came last: its rows here times the
+        ranks by those of the whole batch; 1 for a process that trains alone."""
+
+    @property
+    def rows_of_whole(self) -> int | None:
+        """Rows of that batch on all ranks together; None: those that came."""
+
+    @property
     def begins_again(self) -> bool:
         """Whether the epoch that a checkpoint was taken in is taken from its start."""
 

@@ -35,6 +35,7 @@ class Loaded:
 
     residency = "loader"
     begins_again = False
+    weight, rows_of_whole = 1.0, None
     copy_s = None  # copies run in the stream that computes, where the h2d phase shows them
 
     def __init__(

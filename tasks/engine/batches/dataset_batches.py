@@ -34,6 +34,7 @@ class _Kept:
     """What rows have in common wherever they are kept."""
 
     begins_again = False
+    weight, rows_of_whole = 1.0, None
 
     def __init__(self, first: Tensor | np.ndarray, layout: Layout) -> None:
         self._layout = layout

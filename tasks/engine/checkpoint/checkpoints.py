@@ -26,6 +26,7 @@ from tasks.engine.checkpoint.host_copies import HostCopies
 from tasks.engine.checkpoint.kept_steps import steps
 from tasks.engine.checkpoint.nested_state import Unkeepable, taken_apart
 from tasks.engine.checkpoint.training_state import Stateful
+from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import CheckpointConfig
 
@@ -56,11 +57,14 @@ class Checkpoints:
         *,
         about: Mapping[str, Any],
         resumes: bool = False,
+        ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """about: what the next one to go on has to match. resumes: whether to go on from what is
-        there."""
-        self.folder, self._chosen, self._copies = folder, chosen, copies
+        there. ranks: the lead writes and reads, and tells the others."""
+        off = CheckpointConfig(every_s=None)
+        self.folder, self._chosen, self._copies = folder, chosen if ranks.is_lead else off, copies
+        self._ranks = ranks
         self._about, self._resumes, self._now_s = dict(about), resumes, now_s
         self._parts: dict[str, Stateful] = {}
         self._writer: threading.Thread | None = None
@@ -85,7 +89,9 @@ class Checkpoints:
     def resumed(self) -> Position:
         """Put all parts to where the newest intact checkpoint has them; the start where there is
         none. Raises Mismatch and Newer, and Damaged where there are only damaged ones."""
-        found = newest(self.folder) if self._resumes else None
+        found = newest(self.folder) if self._resumes and self._ranks.is_lead else None
+        if self._resumes:
+            found = self._ranks.of_lead(found)
         if found is None:
             return Position()
         changed = refuse_another(found.about, self._about)

@@ -20,7 +20,7 @@ MAY_DIFFER = (
     *("train.epochs", "train.max_steps", "train.max_s", "train.until", "train.patience"),
     *("train.log_every", "train.compile"),
 )
-MAY_DIFFER_IN = ("checkpoint", "memory", "run")
+MAY_DIFFER_IN = ("checkpoint", "memory", "launch", "run")
 
 
 def identity(config: RunConfig, data: DataFacts, *, device_type: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ TORCH_OPTIMIZERS = (
 )
 SCHEDULES = ("cosine", "constant")
 LOSSES = ("auto", "cross_entropy", "bce", "mse")
+_COUNT = re.compile(r"[1-9][0-9]{0,2}|10[01][0-9]|102[0-4]")
 _DEVICE = re.compile(r"(auto|cpu|mps|(cuda|rocm|xpu)(:[0-9]{1,4})?)")
 
 
@@ -190,6 +191,26 @@ class TrainConfig(Section):
         return self
 
 
+class LaunchConfig(Section):
+    processes: Text = "1"
+    """Processes that train one model together, each on a device of its own and on its share of each
+    batch: a number, or auto: one for each GPU here. On a CPU they share its cores. For several
+    machines: docs/many-devices.md."""
+
+    @field_validator("processes", mode="before")
+    @classmethod
+    def _count(cls, value: Any) -> Any:
+        text = str(value) if type(value) is int else value
+        if text != "auto" and not (isinstance(text, str) and _COUNT.fullmatch(text)):
+            raise ValueError("must be auto, or a whole number from 1 to 1,024")
+        return text
+
+    @property
+    def count(self) -> int | None:
+        """Of processes; None: one for each GPU."""
+        return None if self.processes == "auto" else int(self.processes)
+
+
 class CheckpointConfig(Section):
     every_s: Annotated[Float, Field(gt=0, le=10**7)] | None = 300.0
     """Seconds between two checkpoints, from which a training that was ended goes on; also one at
@@ -278,6 +299,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     memory: MemoryConfig = MemoryConfig()
     gate: GateConfig = GateConfig()
+    launch: LaunchConfig = LaunchConfig()
     run: RunSettings = RunSettings()
 
     def flat(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,17 +26,18 @@ from tasks.engine.step.nan_origin import Seen
 from tasks.engine.step.optimizer_step import Loss, Step
 
 
+def with_batch_of(config: RunConfig, rows: int) -> RunConfig:
+    """The settings of a training of batches of so many rows."""
+    accumulate = min(config.train.accumulate, rows)
+    update = {"batch_size": rows, "accumulate": accumulate}
+    return config.model_copy(update={"train": config.train.model_copy(update=update)})
+
+
 def settled(config: RunConfig, data: DataFacts) -> RunConfig:
     """The settings with what the data decides: a loader's batches are as large as they are."""
     if data.batch_rows is None or data.batch_rows == config.train.batch_size:
         return config
-    train = config.train.model_copy(
-        update={
-            "batch_size": data.batch_rows,
-            "accumulate": min(config.train.accumulate, data.batch_rows),
-        }
-    )
-    return config.model_copy(update={"train": train})
+    return with_batch_of(config, data.batch_rows)
 
 
 def steps_of(config: RunConfig, data: DataFacts) -> int:
@@ -120,14 +121,19 @@ def step_of(
     micro: Fitting,
     mark: Callable[[str], None],
     outputs: list[tuple[str, Tensor]] | None = None,
+    parallel: nn.Module | None = None,
+    weight: Callable[[], float] | None = None,
 ) -> Step:
     """The plain step. precision: as resolved for the device; mark: told where a phase ends.
-    outputs: where to keep what a loss of the user's own was given; see suspects.Seen."""
+    outputs: where to keep what a loss of the user's own was given; see suspects.Seen. parallel,
+    weight: where several processes train it; see Step."""
     loss = loss_of(config.train, data, device)
     if outputs is not None and is_import(config.train.loss):
         loss = Seen(config.train.loss, loss, outputs)
     forward = forward_of(config)(model)
-    return Step(
+    if parallel is not None:
+        forward, model = replace(forward, model=parallel), parallel
+    step = Step(
         compute=_Compute(model, loss) if isinstance(forward, Plain) else _OwnCompute(forward, loss),
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
@@ -135,7 +141,9 @@ def step_of(
         clip_norm=config.optim.clip_norm,
         micro=micro,
         mark=mark,
+        parallel=parallel,
     )
+    return step if weight is None else replace(step, weight=weight)
 
 
 def optimizer_of(config: RunConfig, model: nn.Module) -> optim.Optimizer:

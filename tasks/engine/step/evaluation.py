@@ -19,6 +19,7 @@ from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.batches.batches import Batches
 from tasks.engine.data.run_warnings import ALIKE
+from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.memory.memory_meter import clear_frames
 from tasks.engine.models.model_call import Forward, Plain
 from tasks.engine.scores import figures
@@ -62,6 +63,7 @@ class Evaluator:
     metrics: Metrics = field(default_factory=dict)  # the user's own, the mean over the rows each
     target_scale: tuple[float, ...] = (1.0,)  # a regression's error in the target's units, over it
     cells: list[Cells] = field(default_factory=list)  # of the classification judged last; or none
+    ranks: Ranks = Ranks()  # each judges its share, and all are told the same
 
     @property
     def told(self) -> Cells | None:
@@ -94,15 +96,17 @@ def evaluate(
     Raises oom.MemoryExhausted.
     """
     model.eval()
+    evaluator.ranks.same_buffers(model)
     while True:
-        rows = min(evaluator.micro.rows, len(batches))
+        rows = min(evaluator.ranks.all_of(min(evaluator.micro.rows, len(batches))))
         try:
             with told_in("eval"):
                 found = _evaluated(model, batches, evaluator, rows)
             return {k if k == ALIKE else f"{part}/{k}": v for k, v in found.items()}
         except MemoryExhausted as error:
             # Fewer rows that come from the host take less of the device.
-            if rows == 1 or batches.residency not in ("pinned", "host"):
+            may_read_less = batches.residency in ("pinned", "host") and evaluator.ranks.is_alone
+            if rows == 1 or not may_read_less:
                 raise
             clear_frames(error)
         evaluator.micro.rows = -(-rows // 2)
@@ -113,20 +117,27 @@ def _evaluated(
     model: nn.Module, batches: Batches, evaluator: Evaluator, rows_at_once: int
 ) -> dict[str, float]:
     found: list[dict[str, Tensor]] = []
-    rows = len(batches)
-    kept = KeptRows(evaluator.task, rows)
+    rows = 0
+    kept = KeptRows(evaluator.task, len(batches))
     forward = evaluator.forward(model)
     for x, y in batches.in_order(rows_at_once):
         with evaluator.phases.counting_once("eval", (x, y)):
             batch = _summed_batch(forward, x, y, evaluator)
-        for outputs, targets in batch.pairs:
-            kept.add(outputs, targets)
-        found.append(batch.values)
+        values = batch.values
+        if batches.weight:
+            rows += nested.rows_of(y)
+            for outputs, targets in batch.pairs:
+                kept.add(outputs, targets)
+        else:  # another rank's row, to keep the others company
+            values = {name: torch.zeros_like(value) for name, value in values.items()}
+        found.append(values)
         del x, y, batch  # gone before the next ones come
         if len(found) == FOLDED:
             found = [_added(found)]
     evaluator.phases.meter.phase("eval")
     sums = {name: total.item() for name, total in _added(found).items()}
+    sums = evaluator.ranks.sums({**sums, "rows": rows})
+    rows = int(sums["rows"])
     loss = sums["loss"] / rows
     own = {name: sums[f"own/{name}"] / rows for name in evaluator.metrics}
     return {"loss": loss, **_counted(evaluator.task, sums, loss), **_scored(evaluator, kept), **own}
@@ -150,7 +161,7 @@ def _counted(task: str, sums: dict[str, float], loss: float) -> dict[str, float]
 def _scored(evaluator: Evaluator, kept: KeptRows) -> dict[str, float]:
     """The figures that need the rows; and whether all were given the same answer, of more than
     one."""
-    found = kept.on_host()
+    found = _of_all(evaluator.ranks, kept.on_host())
     evaluator.cells.clear()
     if found is None:
         return {}
@@ -166,6 +177,14 @@ def _scored(evaluator: Evaluator, kept: KeptRows) -> dict[str, float]:
     # The offset is in no difference.
     amounts = [(part * scale).reshape(len(part), -1).numpy() for part in (outputs, targets)]
     return figures.of_amounts(*amounts) | alike
+
+
+def _of_all(ranks: Ranks, ours: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+    """What all ranks kept, in no order of the rows."""
+    if ranks.is_alone:
+        return ours
+    kept = [pair for pair in ranks.all_of(ours) if pair is not None]
+    return (torch.cat([p[0] for p in kept]), torch.cat([p[1] for p in kept])) if kept else None
 
 
 def _summed_batch(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _Sums:

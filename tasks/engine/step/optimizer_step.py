@@ -5,7 +5,7 @@ device, so that the host can run ahead; micro-batches give the gradients of the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tasks.engine.base import nested
+from tasks.engine.distributed.parallel import unsynchronized
 from tasks.engine.step.micro_batches import Fitting, Fixed
 from tasks.engine.step.optim import Optimizer
 
@@ -27,6 +28,10 @@ class Watched(Enum):
     TIMED = "timed"  # phase by phase: taken plainly, also where steps are replayed as a whole
     WHOLE = "whole"  # timed as it is taken
     COUNTED = "counted"  # storage by storage: the plain step only
+
+
+def _one() -> float:
+    return 1.0
 
 
 class Outcome(NamedTuple):
@@ -55,6 +60,10 @@ class Step:
     clip_norm: float | None
     micro: Fitting  # how many rows go through the model at once
     mark: Callable[[str], None]  # a phase ends
+    # Of a model that several processes train: as it is called, and how much their mean counts the
+    # rows of this one.
+    parallel: nn.Module | None = None
+    weight: Callable[[], float] = _one
 
     def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> Outcome:
         loss = self.micro.fit(self.gradients, (x, y))
@@ -74,21 +83,24 @@ class Step:
         count = nested.rows_of(y)
         whole = rows >= count
         parts = [(x, y)] if whole else nested.split((x, y), rows, whole=count)
-        for part_x, part_y in parts:
-            with self.autocast():
-                loss = self.compute(part_x, part_y)
-            if not whole:
-                loss = loss * (nested.rows_of(part_y) / count)
-            self.mark("forward")
-            self.scaler.scale(loss).backward()
-            self.mark("backward")
+        weight = self.weight()
+        for i, (part_x, part_y) in enumerate(parts, start=1):
+            is_last = i == len(parts)
+            with nullcontext() if is_last else unsynchronized(self.parallel):
+                with self.autocast():
+                    loss = self.compute(part_x, part_y)
+                if not whole or weight != 1:
+                    loss = loss * (weight * nested.rows_of(part_y) / count)
+                self.mark("forward")
+                self.scaler.scale(loss).backward()
+            self.mark("communication" if is_last and self.parallel is not None else "backward")
             losses.append(loss.detach())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def forward(self, x: Any, y: Any) -> None:
         """Only through model and loss, in micro-batches as of now: to see a mistake once more."""
         for part in nested.split((x, y), self.micro.rows, whole=nested.rows_of(y)):
-            with self.autocast():
+            with unsynchronized(self.parallel), self.autocast():
                 self.compute(*part)
 
     def recordable(self) -> Step:

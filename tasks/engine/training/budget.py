@@ -7,8 +7,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from itertools import count
 
 from tasks.engine.base.units import seconds
+from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import TrainConfig
 from tasks.engine.training.loop import Stop
@@ -37,6 +39,34 @@ class Budget:
         if stop is None and self._now_s() >= self._end_s:
             return Stop(self._why)
         return stop
+
+
+def agreed(stop: Asked, ranks: Ranks, *, every: int) -> Asked:
+    """The same where one process trains; else what the lead is told, every so many steps, since
+    all have to end at the same one."""
+    if ranks.is_alone:
+        return stop
+    calls = count(1)
+
+    def agree() -> Stop | None:
+        if next(calls) % every:
+            return None
+        found = stop() if ranks.is_lead else None
+        if not ranks.lead_says(found is not None):
+            return None
+        reason, ends = ranks.of_lead((found.reason, found.ends) if found else ("", True))
+        return found or Stop(reason, ends=ends, act=leave if ends and not reason else lambda: None)
+
+    return agree
+
+
+class Left(Exception):
+    """The training ended for now, since its lead was asked to; there is a checkpoint."""
+
+
+def leave() -> None:
+    """Raises Left."""
+    raise Left
 
 
 def ends_at(until: str, now_s: float) -> float:

@@ -18,6 +18,7 @@ from tasks.engine.base.timing import Stopwatch, wait
 from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoints import Checkpoints, Position
 from tasks.engine.data.run_warnings import ALIKE
+from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.scores.figures import Cells
 from tasks.engine.step.best_weights import Best
 from tasks.engine.step.build import Plan
@@ -57,6 +58,7 @@ class Tools:
     outputs: list[tuple[str, Tensor]] = field(default_factory=list)  # see nan_origin.Seen
     checkpoints: Checkpoints = field(default_factory=Checkpoints.none)
     stop: Callable[[], Stop | None] = lambda: None  # asked after each step
+    ranks: Ranks = Ranks()
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,13 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
     """
     t, watch = tools, tools.watch
     step_metrics = StepMetrics(
-        t.device, phases=t.phases, watch=watch, rate=t.rate, speeds=t.speeds, log=t.log
+        t.device,
+        phases=t.phases,
+        watch=watch,
+        rate=t.rate,
+        speeds=t.speeds,
+        log=t.log,
+        ranks=t.ranks,
     )
     metrics: dict[str, float] = {}
     of_epoch = train.steps(plan.batch_size)
@@ -110,10 +118,11 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
                 step, batch = step + 1, batch + 1
                 with t.phases.counting((x, y)):
                     outcome = t.step(x, y, norm=is_log_point(step), watched=t.phases.watched)
-                rows += rows_of(y)
+                step_rows = train.rows_of_whole or rows_of(y)
+                rows += step_rows
                 sums = row_sums(x, y) if train.residency == "loader" else ()
                 nan_origin = NanOrigin(sums, tuple(t.outputs))
-                step_metrics.add(outcome, rows=rows_of(y), nan_origin=nan_origin)
+                step_metrics.add(outcome, rows=step_rows, nan_origin=nan_origin)
                 t.outputs.clear()
                 if step == first_step:
                     wait(t.device)

@@ -17,13 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.field_types import is_import
 from tasks.engine.base.import_paths import told_of
+from tasks.engine.batches.batches import Batches
 from tasks.engine.diagnosis.tensor_names import unsaved
 from tasks.engine.memory.memory_meter import clear_frames, is_oom
 from tasks.engine.models import predictor
 from tasks.engine.models.model_call import Outputs
+from tasks.engine.models.model_folder import keep
 from tasks.engine.settings.model_args import ModelError
+from tasks.engine.training.training_batches import example, first_rows
 
 # Of the largest output. Both are computed on one device, so that only the order of sums differs.
 NEAR = 1e-3
@@ -31,6 +35,21 @@ NEAR_ENOUGH = 2e-2  # where products are rounded to 10 bits and fewer: tf32, bf1
 NUMBERS = (int, float, np.ndarray, np.generic)
 
 log = logging.getLogger(__name__)
+
+
+def leave_model(
+    model: nn.Module,
+    spec: dict[str, Any],
+    data: DataFacts,
+    val: Batches,
+    folder: Path,
+    *,
+    precision: str,
+) -> None:
+    """Write the model to `folder`, with two rows as an example. Raises as check_reloads does."""
+    x = first_rows(val)
+    keep(model, spec, example(data, x), folder)
+    check_reloads(model, x, folder, precision=precision)
 
 
 def check_reloads(model: nn.Module, x: Any, folder: Path, *, precision: str) -> None:

@@ -6,7 +6,7 @@ step it has just enqueued. It refuses to go on after a loss that is not finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tasks.engine.base.timing import Stopwatch, new_event
+from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.step.nan_origin import NOBODY, NanOrigin
 from tasks.engine.step.optimizer_step import Outcome
 from tasks.engine.step.phases import Phases
@@ -51,6 +52,7 @@ class _Packed:
     timed: tuple[int, int]  # steps and rows that the speed counts
     epoch: int
     nan_origin: list[NanOrigin]  # of each step
+    own: Sequence[Tensor]  # losses of this rank's rows, where there are others
 
 
 class StepMetrics:
@@ -65,14 +67,17 @@ class StepMetrics:
         rate: Callable[[int], float],
         speeds: Callable[[float], dict[str, float]],
         log: Log,
+        ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
     ) -> None:
         """rate: learning rate of step 0, 1, ... speeds: more of them, from the samples a second."""
         self._device, self._phases, self._watch = device, phases, watch
-        self._rate, self._speeds, self._log = rate, speeds, log
+        self._rate, self._speeds, self._log, self._ranks = rate, speeds, log, ranks
         self._losses: list[Tensor] = []
+        self._own: list[Tensor] = []  # of this rank, since all were asked for theirs
         self._norms: list[Tensor] = []
         self._points: list[_Point] = []
         self._nan_origins: list[NanOrigin] = []
+        self._local: list[Tensor] = []  # the same losses as in _losses, of this rank's rows
         self._timed = (0, 0)  # steps and rows since the last reading
         self._began: Any = None
         self._step = 0
@@ -90,18 +95,20 @@ class StepMetrics:
     def add(self, outcome: Outcome, *, rows: int, nan_origin: NanOrigin = NOBODY) -> None:
         """One more step was taken. nan_origin: what is to blame if its loss is no number."""
         self._step += 1
-        self._losses.append(outcome.loss)
+        (self._losses if self._ranks.is_alone else self._own).append(outcome.loss)
         self._nan_origins.append(nan_origin)
         self._timed = (self._timed[0] + 1, self._timed[1] + rows)
 
     def point(self, outcome: Outcome) -> None:
         """The step just added is a log point. Reads, when the last reading is long enough ago."""
+        self._agree()
         norm = outcome.grad_norm
         if norm is not None:
             self._norms.append(norm)
         at = None if norm is None else len(self._norms) - 1
         self._points.append(_Point(self._step, self._rate(self._step - 1), len(self._losses), at))
-        if perf_counter() - self._read_s >= READ_EVERY_S:
+        # Several ranks read at the same points: then all find a loss that is no number.
+        if not self._ranks.is_alone or perf_counter() - self._read_s >= READ_EVERY_S:
             self.read()
 
     def read(self) -> None:
@@ -119,6 +126,7 @@ class StepMetrics:
 
     def drain(self) -> None:
         """Wait for the device and log all there is. Raises Diverged."""
+        self._agree()
         self.read()
         waiting, self._on_its_way = self._on_its_way, None
         self._take(waiting)
@@ -148,6 +156,13 @@ class StepMetrics:
         self._timed = (0, 0)
         self._began = self._mark()
 
+    def _agree(self) -> None:
+        """Losses of the ranks become those of the whole batches."""
+        if self._own:
+            own, self._own = torch.stack([loss.float() for loss in self._own]), []
+            self._local.append(own)
+            self._losses += self._ranks.mean(own.clone()).unbind()
+
     def _mark(self) -> Any:
         """A timed event where the device is now; nothing on a CPU, whose clock is the host's."""
         if self._device.type == "cpu":
@@ -175,10 +190,11 @@ class StepMetrics:
             self._timed,
             self._epoch,
             self._nan_origins,
+            self._local,
         )
         self._began = ready
         self._losses, self._norms, self._points, self._timed = [], [], [], (0, 0)
-        self._nan_origins = []
+        self._nan_origins, self._local = [], []
         return packed
 
     def _take(self, packed: _Packed | None) -> None:
@@ -227,9 +243,22 @@ class StepMetrics:
     def _refuse_unfinite(self, losses: list[float], packed: _Packed) -> None:
         for step, loss in enumerate(losses, start=packed.first_step):
             if not math.isfinite(loss):
-                nan_origin = packed.nan_origin[step - packed.first_step]
-                raise Diverged(self._diverged(step, loss, packed.epoch, nan_origin))
+                at = step - packed.first_step
+                diverged = self._diverged(step, loss, packed.epoch, packed.nan_origin[at])
+                raise Diverged(self._blamed_rank(diverged, packed.own, at))
             self._last_good = (step, loss)
+
+    def _blamed_rank(self, diverged: str, own: Sequence[Tensor], at: int) -> str:
+        """The same, of the first rank whose own loss is no number. All ranks are here."""
+        if self._ranks.is_alone:
+            return diverged
+        is_mine = not torch.cat([*own])[at].isfinite().item()
+        told = self._ranks.all_of((is_mine, diverged))
+        bad = [rank for rank, (is_bad, _) in enumerate(told) if is_bad]
+        if not bad:
+            return diverged
+        named = "rank" if len(bad) == 1 else "ranks"
+        return f"{told[bad[0]][1]} (seen by {named} {', '.join(map(str, bad))} of {len(told)})"
 
     def _diverged(self, step: int, loss: float, epoch: int, nan_origin: NanOrigin) -> str:
         good = "no step was good"

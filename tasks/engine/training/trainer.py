@@ -4,7 +4,6 @@ measures. Everything that holds device memory lives and dies inside `train`, als
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -23,58 +22,42 @@ from tasks.engine.device.detection import resolve_precision
 from tasks.engine.device.memory_limit import limited
 from tasks.engine.device.precision import matmul_mode
 from tasks.engine.diagnosis import explain
+from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.files.source_data import DataError
 from tasks.engine.forecast.admission import admit
 from tasks.engine.memory import glibc_heap, memory_meter
 from tasks.engine.memory.allocator_history import recording
 from tasks.engine.memory.allocator_stats import give_back
 from tasks.engine.memory.broken_device import outlived
-from tasks.engine.models.model_folder import keep
 from tasks.engine.scores import by_class, figures
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step import own_model, own_optim
-from tasks.engine.step.build import model_of, plan_of, rate_of, settled, spec_of, steps_of
+from tasks.engine.step.build import (
+    model_of,
+    plan_of,
+    rate_of,
+    settled,
+    spec_of,
+    steps_of,
+    with_batch_of,
+)
 from tasks.engine.step.cpu_threads import fitting_threads
 from tasks.engine.step.cuda_graph import may_replay, own_stream
 from tasks.engine.step.evaluation import evaluate
 from tasks.engine.step.micro_batches import MemoryExhausted
 from tasks.engine.step.optimizer_step import Step
-from tasks.engine.step.own_model import Checked
-from tasks.engine.training.budget import Asked, Budget, ends_at
+from tasks.engine.training.budget import Asked, Budget, agreed
+from tasks.engine.training.check_training import check
 from tasks.engine.training.loop import Tools, batch_of, fit
 from tasks.engine.training.oom_files import OutOfMemory, draw, told, unwatched
-from tasks.engine.training.reload_check import check_reloads
+from tasks.engine.training.rank_facts import of_ranks
+from tasks.engine.training.reload_check import leave_model
 from tasks.engine.training.similar_runs import Past, foretold
 from tasks.engine.training.step_metrics import Log
 from tasks.engine.training.throughput import peak_of, peak_tags, rates, timings
-from tasks.engine.training.training_batches import example, fed, first_rows, put_aside
+from tasks.engine.training.training_batches import fed, put_aside
 from tasks.engine.training.training_parts import checkpoints_of, training_parts
-
-
-@ends_told
-def check(config: RunConfig, data: DataFacts) -> Checked:
-    """Refuse what can't be trained before a device is touched; what two rows have shown.
-
-    Raises models.ModelError for the model and ConfigError for a setting that contradicts the data.
-    """
-    config = settled(config, data)
-    if data.endless and config.train.max_steps is None:
-        raise ConfigError(
-            f"train.max_steps: is needed, since the training loader of {data.source} has no "
-            "length; set it to the optimizer steps of the whole run, or give its data set a __len__"
-        )
-    if config.train.until is not None:
-        ends_at(config.train.until, time.time())
-    own_optim.check(config.optim, steps=steps_of(config, data))
-    checked = own_model.check(config, data)
-    if config.train.batch_size > data.train_rows:
-        raise ConfigError(
-            f"train.batch_size: must be at most the {data.train_rows} training rows "
-            f"(got {config.train.batch_size})"
-        )
-    return checked
 
 
 def train(
@@ -87,9 +70,11 @@ def train(
     log: Log,
     resumes: bool = False,
     asked: Asked = lambda: None,
+    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> TrainFacts:
     """Train as `config` says and write the model to `folder`/model, checkpoints to
-    `folder`/checkpoints. resumes: go on from the newest. asked: whether somebody wants one.
+    `folder`/checkpoints. resumes: go on from the newest. asked: whether somebody wants one. ranks:
+    the processes that train it together, joined; the lead of them writes.
 
     `log(metrics, step)` is called at every log point. Raises readings.Diverged for a loss that is
     not finite, and whatever PyTorch raises; the frames of an exception are cleared of tensors.
@@ -102,9 +87,10 @@ def train(
             data,
             past=past,
             folder=folder,
-            log=log,
+            log=log if ranks.is_lead else _unlogged,
             resumes=resumes,
             asked=asked,
+            ranks=ranks,
         )
     except BaseException as error:
         # Prefect keeps the exception of a failed task, and with it every tensor of its frames.
@@ -132,6 +118,7 @@ def _train(
     log: Log,
     resumes: bool,
     asked: Asked,
+    ranks: Ranks,
 ) -> TrainFacts:
     watch = Stopwatch()
     config = settled(config, data)
@@ -144,7 +131,8 @@ def _train(
     with ExitStack() as stack:
         stack.enter_context(glibc_heap.kept(device))
         stack.enter_context(matmul_mode(precision))
-        batch_work = config.train.batch_size * work
+        here = ranks.largest_share(config.train.batch_size)
+        batch_work = here * work
         threads = stack.enter_context(
             fitting_threads(batch_work, device, fixed=config.train.deterministic)
         )
@@ -155,7 +143,7 @@ def _train(
         if device.type != "cpu":
             give_back(device)  # what was cached by then is no part of the run, and escapes a limit
         admission = admit(
-            config,
+            with_batch_of(config, here),
             data,
             facts,
             past_peak_bytes=past.peak_bytes(),
@@ -167,8 +155,9 @@ def _train(
         ledger, source = stack.enter_context(limited(facts, config.memory.limit_mib))
         meter = memory_meter.Meter(device, source)  # before the model and the rows: they count too
         model = model_of(config, data, device)
-        recorder = stack.enter_context(recording(device, folder=folder, on=config.memory.snapshot))
-        rows, val = fed(config, facts, data, model)
+        snapshot = config.memory.snapshot and ranks.is_lead
+        recorder = stack.enter_context(recording(device, folder=folder, on=snapshot))
+        rows, val = fed(config, facts, data, model, rank=ranks.rank, size=ranks.size)
         stack.callback(rows.close)
         stack.callback(val.close)
         parts = training_parts(
@@ -186,10 +175,15 @@ def _train(
             threads=threads,
             graphs=admission.fits_graph
             and may_replay(config, facts, precision, steps=steps_of(config, data)),
+            ranks=ranks,
         )
-        checkpoints = checkpoints_of(config, data, model, folder=folder, resumes=resumes)
+        if not ranks.is_lead:  # what is drawn from here on, is drawn for other rows
+            torch.manual_seed(config.train.seed + ranks.rank)
+        checkpoints = checkpoints_of(
+            config, data, model, folder=folder, resumes=resumes, ranks=ranks
+        )
         stack.callback(checkpoints.close)
-        checkpoints.follow(**parts.stateful(model, watch))
+        checkpoints.follow(**parts.stateful(model, watch, is_lead=ranks.is_lead))
         tools = Tools(
             device=device,
             step=parts.tuned,
@@ -204,7 +198,8 @@ def _train(
             best=parts.best,
             outputs=parts.outputs,
             checkpoints=checkpoints,
-            stop=Budget(config.train, asked),
+            stop=agreed(Budget(config.train, asked), ranks, every=config.train.log_every),
+            ranks=ranks,
         )
         exhausted = mistake = None
         tested: dict[str, float] = {}
@@ -212,7 +207,9 @@ def _train(
             with outlived(device):
                 fitted = fit(model, rows, val, plan=plan_of(config), tools=tools)
                 if data.test_rows and not fitted.stopped:
-                    with closing(put_aside(config, facts, data, model)) as test:
+                    with closing(
+                        put_aside(config, facts, data, model, rank=ranks.rank, size=ranks.size)
+                    ) as test:
                         tested = evaluate(model, test, parts.evaluator, part="test")
                     watch.lap("eval")
         except MemoryExhausted as error:
@@ -246,15 +243,13 @@ def _train(
         }
         stats = parts.phases.meter.stats()
         held_bytes = memory_meter.allocated_bytes(device)
-        if config.memory.snapshot:
+        if snapshot:
             title = f"Memory of a training step on {facts.name}"
             draw(parts.phases.accounts.ledger, folder, title=title, lines=[])
         watch.lap("log")
-        spec = spec_of(config, data, outputs=checked.outputs)
-        x = first_rows(val)
-        keep(model, spec, example(data, x), folder / "model")
-        check_reloads(model, x, folder / "model", precision=precision)
-        del x
+        if ranks.is_lead:
+            spec = spec_of(config, data, outputs=checked.outputs)
+            leave_model(model, spec, data, val, folder / "model", precision=precision)
         watch.lap("checkpoint")
         alike = bool(fitted.metrics.pop(ALIKE, 0))
         tested.pop(ALIKE, None)
@@ -262,14 +257,16 @@ def _train(
         classes = {
             part: by_class.written(cells, data.class_names, folder, part=part)
             for part, cells in judged.items()
-            if cells is not None
+            if cells is not None and ranks.is_lead
         }
+        measured |= timings(tools, fitted, rows=rows, replays=parts.tuned.replays)
+        by_rank = of_ranks(ranks, facts.name, measured)
     return TrainFacts(
         metrics={
             **fitted.metrics,
             **tested,
-            **timings(tools, fitted, rows=rows, replays=parts.tuned.replays),
             **measured,
+            **by_rank.metrics,
         },
         tags={
             "precision": precision,
@@ -280,6 +277,7 @@ def _train(
             **parts.tags(),
             **checkpoints.tags(),
             **peak_tags(peak),
+            **by_rank.tags,
         },
         steps=fitted.steps,
         epochs=fitted.epochs,
@@ -291,6 +289,10 @@ def _train(
         warnings=of_results(data, fitted.metrics, loss=config.train.loss, alike=alike),
         classes=classes,
     )
+
+
+def _unlogged(metrics: dict[str, float], step: int) -> None:
+    """Of a rank that is not the lead."""
 
 
 def _mistake(error: Exception, model: nn.Module, step: Step) -> str | None:

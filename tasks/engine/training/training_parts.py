@@ -4,9 +4,11 @@ evaluator, the clocks and accounts; and what they have measured when it is over.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +22,14 @@ from tasks.engine.checkpoint.host_copies import HostCopies
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS
 from tasks.engine.checkpoint.training_state import RandomNumbers, Scaler, Stateful, Weights
 from tasks.engine.device.memory_limit import room_bytes
+from tasks.engine.distributed.parallel import replicated, unsynchronized
+from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.allocator_history import Recorder
 from tasks.engine.memory.memory_by_owner import BEST, MemoryByOwner, Owned
 from tasks.engine.memory.memory_meter import Meter
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.agreed_micro_batches import AgreedMicroBatches
 from tasks.engine.step.best_weights import Best
 from tasks.engine.step.build import forward_of, optimizer_of, plan_of, step_of
 from tasks.engine.step.choose_step import TunedStep
@@ -68,9 +73,12 @@ class TrainingParts:
     best: Best
     outputs: list[tuple[str, Tensor]]  # see suspects.Seen
 
-    def stateful(self, model: nn.Module, watch: Stopwatch) -> dict[str, Stateful]:
-        """What its next step depends on, beside the rows."""
+    def stateful(
+        self, model: nn.Module, watch: Stopwatch, *, is_lead: bool = True
+    ) -> dict[str, Stateful]:
+        """What its next step depends on, beside the rows. Random numbers are the lead's."""
         assert isinstance(self.evaluator.micro, MicroBatches)
+        random = {"random": RandomNumbers(next(model.parameters()).device)} if is_lead else {}
         return {
             "model": Weights(model),
             "optimizer": self.optimizer,
@@ -80,7 +88,7 @@ class TrainingParts:
             "best": self.best,
             "step": self.tuned,
             "times": watch,
-            "random": RandomNumbers(next(model.parameters()).device),
+            **random,
         }
 
     def measured(self) -> dict[str, float]:
@@ -118,15 +126,18 @@ def training_parts(
     micro_rows: int,
     threads: int,
     graphs: bool,
+    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> TrainingParts:
     """Everything for one training of `model` on the rows of `fed`, those to validate on last.
 
     precision: as resolved for the device; ledger: as limits.limited() yields it; recorder: of the
     device's history; known: what runs alike measured of compiling; micro_rows: of a micro-batch to
-    start with; threads: to try beside those of now; graphs: whether steps may be replayed.
+    start with; threads: to try beside those of now; graphs: whether steps may be replayed. ranks:
+    who trains it, each on its share of a batch.
     """
     device = torch.device(facts.name)
     batch_size = config.train.batch_size
+    here = ranks.largest_share(batch_size)
     optimizer = optimizer_of(config, model)
 
     best = Best(keeps=config.train.keep == "best")
@@ -140,13 +151,19 @@ def training_parts(
         count_every=COUNT_EVERY if device.type == "cpu" else None,
     )
     fitting = partial(
-        MicroBatches,
+        _fitting,
         device=device,
         model=model,
         accounts=phases.accounts,
         witness=_Witness(recorder, phases.meter),
     )
-    micro = fitting(micro_rows, whole=batch_size, what="training", give_back=fed[0].give_back)
+    parallel: nn.Module | None = None
+    kind: Callable[..., MicroBatches] = MicroBatches
+    if not ranks.is_alone:
+        parallel = replicated(model, device=device, mark=phases.mark)
+        alone = partial(unsynchronized, parallel)
+        kind = partial(AgreedMicroBatches, ranks=ranks, unsynchronized=alone)
+    micro = fitting(kind, micro_rows, whole=here, what="training", give_back=fed[0].give_back)
     outputs: list[tuple[str, Tensor]] = []
     step = step_of(
         config,
@@ -158,18 +175,22 @@ def training_parts(
         micro=micro,
         mark=phases.mark,
         outputs=outputs,
+        parallel=parallel,
+        weight=lambda: fed[0].weight,
     )
     # What is chosen by timing may be chosen otherwise the next time.
-    is_timed = config.train.deterministic and config.train.compile == "auto"
+    # And ranks that tried something out would wait for one another.
+    is_timed = config.train.deterministic or not ranks.is_alone
+    is_timed &= config.train.compile == "auto"
     steps = plan_of(config).steps(fed[0].steps(batch_size))
     tuned = TunedStep(
         step,
         mode="off" if is_timed else config.train.compile,
         steps=steps,
-        rows=0 if data.batch is not None else min(batch_size, data.train_rows),
+        rows=0 if data.batch is not None else min(here, data.train_rows),
         wait=partial(wait, device),
-        graphs=graphs,
-        threads=threads,
+        graphs=graphs and ranks.is_alone,
+        threads=threads if ranks.is_alone else torch.get_num_threads(),
         known=known,
         recorded=partial(_recorded, owned, phases),
     )
@@ -178,22 +199,33 @@ def training_parts(
         task=data.task,
         loss=loss_of(config.train, data, device),
         autocast=step.autocast,
-        micro=fitting(most, whole=most, what="eval", give_back=fed[1].give_back),
+        micro=fitting(MicroBatches, most, whole=most, what="eval", give_back=fed[1].give_back),
         phases=phases,
         forward=forward_of(config),
         metrics={n: in_units(m, data, device) for n, m in metrics_of(config.train).items()},
         target_scale=data.target_scale,
+        ranks=ranks,
     )
     return TrainingParts(optimizer, phases, micro, step, tuned, evaluator, steps, best, outputs)
 
 
+def _fitting(kind: Callable[..., MicroBatches], rows: int, **how: Any) -> MicroBatches:
+    return kind(rows, **how)
+
+
 def checkpoints_of(
-    config: RunConfig, data: DataFacts, model: nn.Module, *, folder: Path, resumes: bool
+    config: RunConfig,
+    data: DataFacts,
+    model: nn.Module,
+    *,
+    folder: Path,
+    resumes: bool,
+    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> Checkpoints:
     """Those of a training, in the folder of its run. Raises ConfigError where the first one would
     find no room."""
     device = next(model.parameters()).device
-    if config.checkpoint.is_on:
+    if config.checkpoint.is_on and ranks.is_lead:
         # The weights, the state of an optimizer as large as Adam's, and the best weights.
         weights_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         refuse_no_room(folder, weights_bytes * (4 if config.train.keep == "best" else 3))
@@ -203,6 +235,7 @@ def checkpoints_of(
         HostCopies(device),
         about=identity(config, data, device_type=device.type),
         resumes=resumes,
+        ranks=ranks,
     )
 
 

@@ -33,7 +33,7 @@ from tasks.engine.step.losses import loss_of
 from tasks.engine.step.micro_batches import Fixed
 from tasks.engine.step.optim import make
 from tasks.engine.step.optimizer_step import Step, Watched
-from tasks.engine.training import trainer
+from tasks.engine.training import check_training, trainer
 from tasks.engine.training.step_metrics import Diverged
 
 Own = Callable[[str, str], None]
@@ -431,7 +431,7 @@ def test_a_builtin_model_takes_loaders_of_one_tensor_that_tell_their_classes(
             {"model": {"name": "linear"}, "data": {"source": "other:f"}}
         )
         with pytest.raises(ModelError, match=words):
-            trainer.check(config, prepare(config.data))
+            check_training.check(config, prepare(config.data))
         __import__("sys").modules.pop("other")
 
 

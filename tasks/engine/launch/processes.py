@@ -1,0 +1,55 @@
+"""How many processes train, and on which devices. It refuses more than there are GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from tasks.engine.base.facts import DeviceFacts
+from tasks.engine.device.detection import DeviceError, detect
+from tasks.engine.device.leases import Leases, folder
+from tasks.engine.distributed.ranks import Ranks
+from tasks.engine.memory.leaks import baseline
+from tasks.engine.settings.run_config import DeviceConfig, LaunchConfig
+
+
+def processes_of(launch: LaunchConfig, facts: DeviceFacts) -> int:
+    """Processes that train where the first has this device. Raises DeviceError."""
+    if launch.count == 1:
+        return 1
+    if facts.kind == "cpu":
+        count = launch.count or 1
+    else:
+        here = torch.accelerator.device_count()
+        count = launch.count or here
+        if count > here:
+            raise DeviceError(
+                f"launch.processes: must be at most {here}, one for each {facts.kind} device of "
+                f"this machine (got {count})"
+            )
+    if count > 1 and not (dist.is_available() and facts.kind in ("cpu", "cuda", "rocm", "xpu")):
+        raise DeviceError(
+            f"launch.processes: several processes cannot train together on {facts.kind} with this "
+            f"PyTorch (got {count}); use 1"
+        )
+    return count
+
+
+def device_of(ranks: Ranks, first: DeviceFacts, asked: DeviceConfig) -> DeviceFacts:
+    """The device of a rank, where the first one on this host has `first`; the others follow by
+    their index, and are leased until this process ends. Raises DeviceError."""
+    if first.index is None or not ranks.local:
+        return replace(first, baseline_bytes=baseline(first.name).bytes)
+    others = [i for i in range(torch.accelerator.device_count()) if i != first.index]
+    name = f"{first.name.partition(':')[0]}:{others[ranks.local - 1]}"
+    leases = None
+    if not asked.share:
+        leases = Leases(folder(), wait_s=asked.wait_s, holder=f"rank {ranks.rank} of a training")
+        _held.append(leases)
+    found = detect(name, leases=leases)
+    return replace(found, baseline_bytes=baseline(found.name).bytes)
+
+
+_held: list[Leases] = []

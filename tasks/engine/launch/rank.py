@@ -1,0 +1,204 @@
+"""What a process of a rank does: it joins the others, trains its share and proves that it gave its
+memory back. `python -m tasks.engine.launch.rank` is such a process: it is started by PyTorch's
+launcher, gets its job from the process that asked for it, and tells that one all that happens.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tasks.engine.base.facts import DataFacts, DeviceFacts, TrainFacts
+from tasks.engine.distributed.ranks import (
+    Ranks,
+    asked,
+    is_lost_peer,
+    joined,
+    refuse_different,
+    tell_failure,
+    told_failure,
+)
+from tasks.engine.launch.processes import device_of
+from tasks.engine.memory.leaks import release
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.training import trainer
+from tasks.engine.training.budget import Asked, Left, leave
+from tasks.engine.training.loop import Stop
+from tasks.engine.training.rank_facts import of_ranks
+from tasks.engine.training.similar_runs import Past
+from tasks.engine.training.step_metrics import Log
+
+MIB = 1024**2
+ADDRESS = "HEADROOM_RANKS"  # where a rank finds the process that asked for it
+LOST = 3  # exit code of a rank that lost another one: the launcher starts all anew
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks are asked to do together."""
+
+    config: RunConfig
+    data: DataFacts
+    past: Past
+    folder: Path
+    resumes: bool
+
+
+class LostRank(RuntimeError):
+    """Another rank is gone without a word."""
+
+
+def train_together(
+    job: Job, device: DeviceFacts, ranks: Ranks, *, log: Log, asked: Asked = lambda: None
+) -> TrainFacts:
+    """What the ranks have trained; on the lead with what all of them measured.
+
+    Raises what trainer.train raises; LostRank where another rank is gone, and RuntimeError with its
+    words where another one failed.
+    """
+    with joined(ranks, torch.device(device.name)) as store:
+        try:
+            refuse_different(ranks, _same(job, device))
+            told = ranks.of_lead((job.past, job.resumes))
+            facts = trainer.train(
+                job.config,
+                device,
+                job.data,
+                past=told[0],
+                folder=job.folder,
+                log=log,
+                resumes=told[1],
+                asked=asked,
+                ranks=ranks,
+            )
+            held = release(
+                device.name, baseline_bytes=device.baseline_bytes, held_bytes=facts.held_bytes
+            )
+            leaked = {"memory/leaked_mib": held.leaked_bytes / MIB}
+            released = of_ranks(ranks, device.name, leaked)
+        except Left:
+            raise
+        except Exception as error:
+            if is_lost_peer(error):
+                failed = told_failure(store)
+                if failed is None:
+                    raise LostRank(f"another rank was lost: {error}") from None
+                raise RuntimeError(failed) from None
+            tell_failure(store, ranks, str(error) or type(error).__name__)
+            raise
+    metrics = facts.metrics | released.metrics
+    return replace(facts, metrics=metrics, tags=facts.tags | released.tags)
+
+
+def _same(job: Job, device: DeviceFacts) -> dict[str, Any]:
+    """What all ranks must have been started with."""
+    settings = {
+        k: v for k, v in job.config.flat().items() if not k.startswith(("run.", "data.path"))
+    }
+    data = job.data.fingerprint or (job.data.train_rows, job.data.val_rows)
+    return {**settings, "data": data, "torch": torch.__version__, "device.kind": device.kind}
+
+
+class _Sender(logging.Handler):
+    """Sends to the process that asked for this rank: values, and lines of the log."""
+
+    def __init__(self, connection: Connection, ranks: Ranks) -> None:
+        super().__init__(logging.INFO if ranks.is_lead else logging.WARNING)
+        self._connection, self._ranks, self._one = connection, ranks, threading.Lock()
+
+    def send(self, kind: str, *values: Any) -> None:
+        with self._one:
+            try:
+                self._connection.send((kind, self._ranks.rank, *values))
+            except OSError:  # nobody is left to hear it
+                os._exit(0)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if not self._ranks.is_lead:
+            text = f"rank {self._ranks.rank}: {text}"
+        self.send("line", record.name, record.levelno, text)
+
+
+class _Wishes:
+    """What the process that asked wants meanwhile; where it is gone, this one ends."""
+
+    def __init__(self, connection: Connection, sender: _Sender) -> None:
+        self._connection, self._sender = connection, sender
+        self._ends: list[bool] = []
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def __call__(self) -> Stop | None:
+        if not self._ends:
+            return None
+        ends = self._ends.pop()
+
+        def act() -> None:
+            self._sender.send("kept")
+            if ends:
+                leave()
+
+        return Stop("", ends=ends, act=act)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                self._ends.append(self._connection.recv())
+            except (EOFError, OSError):
+                os._exit(0)
+
+
+def main() -> int:
+    """The exit code: 0 where all was told, LOST where another rank is gone."""
+    ranks, connection = asked(), Client(os.environ[ADDRESS])
+    job, first = connection.recv()
+    sender = _Sender(connection, ranks)
+    logging.getLogger("tasks").addHandler(sender)
+    logging.getLogger("tasks").setLevel(logging.INFO)
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    sender.send("here", again)
+    job = replace(job, resumes=job.resumes or again > 0)
+    wishes = _Wishes(connection, sender)
+    log: Callable[[Mapping[str, float], int], None] = lambda metrics, step: sender.send(  # noqa: E731
+        "log", dict(metrics), step
+    )
+    try:
+        device = device_of(ranks, first, job.config.device)
+        facts = train_together(job, device, ranks, log=log, asked=wishes)
+    except Left:
+        sender.send("left")
+    except LostRank as error:
+        sender.send("lost", str(error))
+        return LOST
+    except Exception as error:
+        sender.send("failed", _sendable(error))
+    else:
+        sender.send("done", facts if ranks.is_lead else None)
+    return 0
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error without its frames; its words where it cannot be sent."""
+    bare = error.with_traceback(None)
+    bare.__cause__ = bare.__context__ = None
+    try:
+        pickle.loads(pickle.dumps(bare))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return bare
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

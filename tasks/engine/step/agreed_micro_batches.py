@@ -1,0 +1,58 @@
+"""Micro-batches of a model that several processes train: as many rows on each as fit on all. They
+are found out before the first step, without communication, since a rank that runs out of memory in
+the middle of it would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from tasks.engine.distributed.ranks import Ranks
+from tasks.engine.step.micro_batches import Failure, MemoryExhausted, MicroBatches
+
+T = TypeVar("T")
+
+
+class AgreedMicroBatches(MicroBatches):
+    """The size that the smallest needs, kept to the end of this process."""
+
+    def __init__(
+        self,
+        rows: int,
+        *,
+        ranks: Ranks,
+        unsynchronized: Callable[[], AbstractContextManager[Any]],
+        **others: Any,
+    ) -> None:
+        """others: of MicroBatches. unsynchronized: inside, no other rank is waited for."""
+        super().__init__(rows, **others)
+        self._ranks, self._unsynchronized = ranks, unsynchronized
+        self._is_agreed = False
+
+    def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
+        """What `attempt(*batch, rows)` returns. Raises MemoryExhausted on all ranks, where one of
+        them has no room for a row."""
+        if not self._is_agreed:
+            self._agree(attempt, batch)
+        return attempt(*batch, self.rows)
+
+    def ease(self, why: str) -> None:
+        """All would have to."""
+
+    def _agree(self, attempt: Callable[..., T], batch: Sequence[Any]) -> None:
+        before, failure = self._state(), None
+        try:
+            with self._unsynchronized():
+                super().fit(attempt, batch)
+        except MemoryExhausted as error:
+            failure = error.failure
+        self._restore(before)
+        told: list[tuple[int, Failure | None]] = self._ranks.all_of((self.rows, failure))
+        for rank, (_, found) in enumerate(told):
+            if found is not None:
+                raise MemoryExhausted(replace(found, text=f"on rank {rank}: {found.text}"))
+        self.rows = min(rows for rows, _ in told)
+        self._is_agreed = True
