@@ -16,6 +16,7 @@ from torch import Tensor
 from tasks.engine.base import nested
 from tasks.engine.base.import_paths import told_of
 from tasks.engine.batches.pinned_staging import PINNING, Mark
+from tasks.engine.batches.shared_loader import IndexBatches
 from tasks.engine.files.source_data import DataError
 from tasks.engine.memory.memory_meter import is_oom
 from tasks.engine.models.structured_inputs import LABELS
@@ -44,6 +45,7 @@ class Loaded:
         """look: at the targets of each batch, on the host."""
         self._loader, self._device, self._look = loader, device, look
         self._done = 0  # batches of the epoch
+        self.batch_rows = 0  # of the batch given last, those of the other ranks with them
         self._random: Tensor | None = None  # numbers to draw from, once the loader iterates
         self._batches = _length(loader)
         self.batch_size = _batch_size(loader)
@@ -98,7 +100,8 @@ class Loaded:
             )
 
     def _generators(self) -> list[torch.Generator]:
-        held = (self._loader, getattr(self._loader, "sampler", None))
+        names = ("sampler", "batch_sampler")
+        held = (self._loader, *(getattr(self._loader, name, None) for name in names))
         found = [getattr(holder, "generator", None) for holder in held]
         return [g for g in found if isinstance(g, torch.Generator)]
 
@@ -119,6 +122,7 @@ class Loaded:
     def _read(self, mark: Mark) -> Iterator[tuple[Any, Any]]:
         # Held by this frame alone: worker processes end with the iterator.
         found = _told(iter(self._loader))
+        sampler = getattr(self._loader, "batch_sampler", None)
         rows, done = 0, self._done if self._random is not None else 0
         if self._random is not None:
             torch.set_rng_state(self._random)
@@ -129,7 +133,10 @@ class Loaded:
             inputs, targets = self._moved(inputs), self._moved(self._look(targets, number))
             if self._device.type != "cpu":
                 mark("h2d")
-            rows += _rows(targets)
+            self.batch_rows = _rows(targets)
+            if isinstance(sampler, IndexBatches) and sampler.drawn:
+                self.batch_rows = sampler.drawn.popleft()
+            rows += self.batch_rows
             self._done = number
             yield inputs, targets
         self._done, self.begins_again = 0, False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -28,6 +28,11 @@ RESIDENT_SHARE = 0.5  # of the room; the rest is for the model, its gradients an
 MIB = 1024**2
 
 log = logging.getLogger(__name__)
+
+
+def ranges(rows: int, batch_size: int) -> list[range]:
+    """The rows of each batch, as they lie."""
+    return [range(rows)[at : at + batch_size] for at in range(0, rows, batch_size)]
 
 
 class _Kept:
@@ -51,6 +56,13 @@ class _Kept:
 
     def restore(self, state: dict[str, Any]) -> None:
         pass
+
+    def in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.in_ranges(ranges(len(self), batch_size))
+
+    def in_ranges(self, batches: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
+        """A batch of the rows of each range, as they lie; no other row is read."""
+        raise NotImplementedError
 
 
 class Resident(_Kept):
@@ -95,9 +107,10 @@ class Resident(_Kept):
             yield batch
             del batch  # before the next one
 
-    def in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for parts in zip(*(part.split(batch_size) for part in self._wholes()), strict=True):
-            yield self._layout.open(parts)
+    def in_ranges(self, batches: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
+        wholes = self._wholes()
+        for rows in batches:
+            yield self._layout.open(part[rows.start : rows.stop] for part in wholes)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self._parts
@@ -164,14 +177,11 @@ class Streamed(_Kept):
 
         return self._read(rows_from, most_rows=min(batch_size, len(order)), mark=mark)
 
-    def in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        starts = range(0, len(self), batch_size)
-
+    def in_ranges(self, batches: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
         def rows_from(batch: int) -> Iterator[Rows]:
-            ends = ((at, min(at + batch_size, len(self))) for at in starts[batch:])
-            return (self._layout.span(first, last) for first, last in ends)
+            return (self._layout.span(rows.start, rows.stop) for rows in batches[batch:])
 
-        return self._read(rows_from, most_rows=min(batch_size, len(self)), mark=lambda phase: None)
+        return self._read(rows_from, most_rows=max(map(len, batches)), mark=lambda phase: None)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return ()

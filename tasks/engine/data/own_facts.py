@@ -6,6 +6,7 @@ first batch that could not be learnt from.
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from tasks.engine.base.field_types import is_import
 from tasks.engine.batches.dataloaders import ENDLESS, Loaded
 from tasks.engine.batches.loader_targets import Targets, task_of
 from tasks.engine.batches.pinned_staging import PINNING
+from tasks.engine.batches.shared_loader import shared_loader
 from tasks.engine.data import run_warnings
 from tasks.engine.data.own_data import Feeding, Feeds, made
 from tasks.engine.files.source_data import DataError
@@ -78,8 +80,11 @@ def facts_of(data: DataConfig, feeds: Feeds) -> DataFacts:
     )
 
 
-def loaded(config: RunConfig, data: DataFacts, device: torch.device) -> tuple[Loaded, Loaded]:
-    """The loaders of a training on this device: the factory is asked again. Raises DataError."""
+def loaded(
+    config: RunConfig, data: DataFacts, device: torch.device, *, rank: int = 0, size: int = 1
+) -> tuple[Loaded, Loaded]:
+    """The loaders of a training on this device, of which this is one of `size` ranks: the factory
+    is asked again, and must be asked the same on every rank. Raises DataError."""
     feeds = made(config.data, feeding_of(config), pins=device.type in PINNING)
     if not isinstance(feeds, Feeds):
         raise DataError(
@@ -87,8 +92,9 @@ def loaded(config: RunConfig, data: DataFacts, device: torch.device) -> tuple[Lo
             "return the same each time"
         )
     is_own = is_import(config.train.loss)
+    share = partial(shared_loader, rank=rank, size=size, seed=config.train.seed)
     train, val = (
-        Loaded(loader, device, look=Targets(data.task, data.outputs, part, is_own))
+        Loaded(share(loader), device, look=Targets(data.task, data.outputs, part, is_own))
         for loader, part in ((feeds.train, "training"), (feeds.val, "validation"))
     )
     return train, val

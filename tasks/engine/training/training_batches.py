@@ -15,7 +15,9 @@ from torch import nn
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.batches.batches import Batches
-from tasks.engine.batches.dataset_batches import TRAIN_SHARE, VAL_SHARE, feed
+from tasks.engine.batches.dataloaders import Loaded
+from tasks.engine.batches.dataset_batches import TRAIN_SHARE, VAL_SHARE, Resident, Streamed, feed
+from tasks.engine.batches.rank_share import RankShare
 from tasks.engine.data import own_facts
 from tasks.engine.data import preparation as prepared
 from tasks.engine.device.memory_limit import rows_room_bytes
@@ -24,12 +26,20 @@ from tasks.engine.step.build import takes_channels_last
 
 
 def fed(
-    config: RunConfig, facts: DeviceFacts, data: DataFacts, model: nn.Module
+    config: RunConfig,
+    facts: DeviceFacts,
+    data: DataFacts,
+    model: nn.Module,
+    *,
+    rank: int = 0,
+    size: int = 1,
 ) -> tuple[Batches, Batches]:
-    """The rows to train on and those to validate on, where they are fastest to reach."""
+    """The rows to train on and those to validate on, where they are fastest to reach; of several
+    ranks a RankShare of each."""
     device = torch.device(facts.name)
     if data.batch is not None:
-        return own_facts.loaded(config, data, device)
+        loaders = own_facts.loaded(config, data, device, rank=rank, size=size)
+        return _shared(loaders[0], rank, size), _shared(loaders[1], rank, size)
     arrays = prepared.load(data)
     room = rows_room_bytes(config, facts)
     send = partial(
@@ -39,14 +49,23 @@ def fed(
         is_spare=config.data.memory_mib is not None,
     )
     rows = send(arrays.train_x, arrays.train_y, room_bytes=TRAIN_SHARE * room)
-    return rows, send(arrays.val_x, arrays.val_y, room_bytes=VAL_SHARE * room)
+    val = send(arrays.val_x, arrays.val_y, room_bytes=VAL_SHARE * room)
+    return _shared(rows, rank, size), _shared(val, rank, size)
 
 
-def put_aside(config: RunConfig, facts: DeviceFacts, data: DataFacts, model: nn.Module) -> Batches:
+def put_aside(
+    config: RunConfig,
+    facts: DeviceFacts,
+    data: DataFacts,
+    model: nn.Module,
+    *,
+    rank: int = 0,
+    size: int = 1,
+) -> Batches:
     """The rows to be judged once: they stay on the host."""
     arrays = prepared.load(data)
     assert arrays.test_x is not None and arrays.test_y is not None
-    return feed(
+    rows = feed(
         arrays.test_x,
         arrays.test_y,
         device=torch.device(facts.name),
@@ -54,11 +73,18 @@ def put_aside(config: RunConfig, facts: DeviceFacts, data: DataFacts, model: nn.
         is_spare=config.data.memory_mib is not None,
         room_bytes=0,
     )
+    return _shared(rows, rank, size)
+
+
+def _shared(batches: Resident | Streamed | Loaded, rank: int, size: int) -> Batches:
+    return RankShare(batches, rank=rank, size=size) if size > 1 else batches
 
 
 def first_rows(val: Batches) -> Any:
-    """The inputs of two rows to validate on, as a batch holds them."""
-    with closing(val.in_order(2)) as batches:  # type: ignore[type-var]
+    """The inputs of two rows to validate on, as a batch holds them; of a loader that several ranks
+    share, of one where its part of a batch has no more."""
+    whole = val.whole if isinstance(val, RankShare) else val
+    with closing(whole.in_order(2)) as batches:  # type: ignore[type-var]
         x, _ = next(batches)
         return nested.head(x, 2)
 

@@ -1,0 +1,83 @@
+"""One rank's rows of a training on several. The batches are those of one process, in its order; of
+each, a rank reads the part that is its own, and no other row. It refuses nothing: a loader that
+cannot be split is refused where it is made one of the rank's, in shared_loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tasks.engine.batches.dataloaders import Loaded
+from tasks.engine.batches.dataset_batches import Resident, Streamed, ranges
+from tasks.engine.batches.pinned_staging import Mark
+from tasks.engine.batches.shared_loader import Share
+
+
+class RankShare:
+    """Batches, of which this rank gets its part; a loader gives no other by itself.
+
+    After each batch, `rows` is how many the whole batch has, and `weight` what a mean over this
+    part counts for in the mean over the ranks: 0 where a row only fills in for none.
+    """
+
+    def __init__(self, batches: Resident | Streamed | Loaded, *, rank: int, size: int) -> None:
+        self.whole = batches
+        self.rows, self.weight = 0, 1.0
+        self._share = Share(rank, size)
+        self.residency = batches.residency
+        self.reason = f"{batches.reason}; part {rank + 1} of {size} of each batch"
+        self.steps, self.order = batches.steps, batches.order
+        self.state, self.restore = batches.state, batches.restore
+        self.tensors, self.give_back, self.close = batches.tensors, batches.give_back, batches.close
+
+    @property
+    def copy_s(self) -> float | None:
+        return self.whole.copy_s
+
+    @property
+    def begins_again(self) -> bool:
+        return self.whole.begins_again
+
+    def __len__(self) -> int:
+        """Rows of one epoch, those of the other ranks with them."""
+        return len(self.whole)
+
+    def shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[tuple[Any, Any]]:
+        """This rank's part of each of the batches: batch_size and order are those of all ranks."""
+        if isinstance(self.whole, Loaded):
+            return self._own(self.whole.shuffled(batch_size, order, mark))
+        chunks = order.split(batch_size)
+        parts = [chunk[self._share.part(len(chunk))] for chunk in chunks]
+        # All but the last are of one size, as the whole batches are, and the last is no larger.
+        found = self.whole.shuffled(len(parts[0]), torch.cat(parts), mark)
+        return self._told(found, map(len, chunks))
+
+    def in_order(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
+        """This rank's part of each of the batches, as the rows lie; as many on every rank."""
+        if isinstance(self.whole, Loaded):
+            return self._own(self.whole.in_order(batch_size))
+        wholes = ranges(len(self.whole), batch_size)
+        parts = [rows[self._share.part(len(rows))] for rows in wholes]
+        return self._told(self.whole.in_ranges(parts), map(len, wholes))
+
+    def _own(self, found: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        assert isinstance(self.whole, Loaded)
+        loaded = self.whole
+        return self._told(found, iter(lambda: loaded.batch_rows, -1))
+
+    def _told(
+        self, found: Iterator[tuple[Any, Any]], rows: Iterator[int]
+    ) -> Iterator[tuple[Any, Any]]:
+        """The same, with what is said of each; rows: of each whole batch, asked for after it came,
+        since batches may be read ahead."""
+        with closing(found):  # type: ignore[type-var]
+            for batch in found:
+                self.rows = next(rows)
+                self.weight = self._share.weight(self.rows)
+                yield batch
+                del batch  # gone before the next one comes
