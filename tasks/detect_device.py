@@ -13,7 +13,8 @@ from prefect.cache_policies import NO_CACHE
 from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.device.detection import check_limit, detect, resolve_precision
 from tasks.engine.device.leases import Leases
-from tasks.engine.launch.processes import processes_of
+from tasks.engine.distributed.ranks import asked
+from tasks.engine.launch.processes import own_name, processes_of
 from tasks.engine.memory.leaks import baseline
 from tasks.engine.settings.run_config import DeviceConfig, LaunchConfig
 
@@ -31,7 +32,9 @@ def detect_device(
 ) -> DeviceFacts:
     """The device to train on, held by `leases` from then on. Raises DeviceError where it cannot be
     what was asked, or others hold it for too long."""
-    facts = detect(device.name, require=device.require, leases=None if device.share else leases)
+    facts = detect(
+        own_name(device, asked()), require=device.require, leases=None if device.share else leases
+    )
     resolve_precision(precision, facts)
     check_limit(facts, limit_mib)
     processes_of(launch, facts)

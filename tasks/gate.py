@@ -29,7 +29,7 @@ WORST = 0.1  # of the good runs, which lie beyond the limits for three in a row 
 LOAD, BUSY = "speed/host_load", 1.25  # runnable processes a core: above, a speed says little
 SCORES = ("val/accuracy", "val/r2", "val/perplexity", "val/loss")  # a run is judged by the first
 LOWER_IS_BETTER = ("val/perplexity", "val/loss", "val/mae", "val/rmse")
-PHASES = ("data_wait", "h2d", "forward", "backward", "optimizer", "replay")
+PHASES = ("data_wait", "h2d", "forward", "backward", "communication", "optimizer", "replay")
 APART = ("run.", "gate.", "data.cache")  # settings that make no other training
 HUGE = 1e300  # MLflow's infinity
 

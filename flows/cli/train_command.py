@@ -68,6 +68,10 @@ def leave(code: int) -> NoReturn:
 
 
 def _train(asked: Namespace) -> int:
+    if int(os.environ.get("RANK", "0")):  # of torchrun; the first plays the flow
+        from tasks.engine.launch.rank import follow
+
+        return follow(asked.config)
     model, data = asked.config.model.name, asked.config.data
     told = f"{printable(model, limit=60)} on {printable(data.path or data.source, limit=60)}"
     print(f"{told}: loading PyTorch, Prefect and MLflow ...", file=sys.stderr, flush=True)

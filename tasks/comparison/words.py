@@ -23,6 +23,7 @@ PHASES = {  # of a step; what no phase holds is "other"
     "time/h2d_ms": "copy to the device",
     "time/forward_ms": "forward",
     "time/backward_ms": "backward",
+    "time/communication_ms": "communication",
     "time/optimizer_ms": "optimizer",
 }
 OWNERS = {

@@ -16,7 +16,7 @@ REPLAY = "replay"  # all of a step that is replayed from a graph, but for its da
 FAST = 0.05  # of the steps: what a step takes on a busy machine, where nothing else is in its way
 LEAST = 20  # steps: of fewer nobody knows
 GRAIN = 500  # of the logarithm of a step: one fifth of a per cent
-PHASES = ("data_wait", "h2d", "forward", "backward", "optimizer")
+PHASES = ("data_wait", "h2d", "forward", "backward", "communication", "optimizer")
 
 
 class PhaseClock(Protocol):

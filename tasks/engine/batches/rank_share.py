@@ -21,13 +21,13 @@ from tasks.engine.batches.shared_loader import Share
 class RankShare:
     """Batches, of which this rank gets its part; a loader gives no other by itself.
 
-    After each batch, `rows` is how many the whole batch has, and `weight` what a mean over this
-    part counts for in the mean over the ranks: 0 where a row only fills in for none.
+    After each batch, `rows_of_whole` is how many the whole batch has, and `weight` what a mean over
+    this part counts for in the mean over the ranks: 0 where a row only fills in for none.
     """
 
     def __init__(self, batches: Resident | Streamed | Loaded, *, rank: int, size: int) -> None:
         self.whole = batches
-        self.rows, self.weight = 0, 1.0
+        self.weight, self.rows_of_whole = 1.0, 0
         self._share = Share(rank, size)
         self.residency = batches.residency
         self.reason = f"{batches.reason}; part {rank + 1} of {size} of each batch"
@@ -77,7 +77,7 @@ class RankShare:
         since batches may be read ahead."""
         with closing(found):  # type: ignore[type-var]
             for batch in found:
-                self.rows = next(rows)
-                self.weight = self._share.weight(self.rows)
+                self.rows_of_whole = next(rows)
+                self.weight = self._share.weight(self.rows_of_whole)
                 yield batch
                 del batch  # gone before the next one comes

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
@@ -121,6 +122,9 @@ def joined(ranks: Ranks, device: torch.device) -> Iterator[Any]:
         yield None
         return
     store, rank, size = next(rendezvous("env://"))
+    # After a start anew the launcher's store still holds what the lost processes left there.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"headroom/{attempt}", store)
     backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(device.type, "gloo")
     dist.init_process_group(
         backend,

@@ -37,6 +37,22 @@ def processes_of(launch: LaunchConfig, facts: DeviceFacts) -> int:
     return count
 
 
+def own_name(asked: DeviceConfig, ranks: Ranks) -> str:
+    """The name of the device that a process of torchrun asks for: the GPU of its number on this
+    host. Raises DeviceError where one device is asked for by its index."""
+    if ranks.is_alone or asked.name == "cpu":
+        return asked.name
+    if ":" in asked.name:
+        raise DeviceError(
+            f"device.name: is {asked.name}, one device, and {ranks.on_host} processes train on "
+            "this machine; leave the index out"
+        )
+    if asked.name != "auto":
+        return f"{asked.name}:{ranks.local}"
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return "auto" if kind is None else f"{kind.type}:{ranks.local}"
+
+
 def device_of(ranks: Ranks, first: DeviceFacts, asked: DeviceConfig) -> DeviceFacts:
     """The device of a rank, where the first one on this host has `first`; the others follow by
     their index, and are leased until this process ends. Raises DeviceError."""

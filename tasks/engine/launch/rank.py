@@ -9,9 +9,10 @@ import logging
 import os
 import pickle
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 
 from tasks.engine.base.facts import DataFacts, DeviceFacts, TrainFacts
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import DeviceError, detect
 from tasks.engine.distributed.ranks import (
     Ranks,
     asked,
@@ -28,8 +31,11 @@ from tasks.engine.distributed.ranks import (
     tell_failure,
     told_failure,
 )
-from tasks.engine.launch.processes import device_of
-from tasks.engine.memory.leaks import release
+from tasks.engine.files.source_data import DataError
+from tasks.engine.launch.processes import device_of, own_name
+from tasks.engine.memory.leaks import baseline, release
+from tasks.engine.settings.model_args import ModelError
+from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.training import trainer
 from tasks.engine.training.budget import Asked, Left, leave
@@ -184,6 +190,30 @@ def main() -> int:
         sender.send("failed", _sendable(error))
     else:
         sender.send("done", facts if ranks.is_lead else None)
+    return 0
+
+
+def follow(config: RunConfig) -> int:
+    """Take part in a training whose lead is another process of torchrun, on this machine or not.
+    Returns the exit code: 0 trained, 1 failed, 2 bad input."""
+    ranks = asked()
+    try:
+        device = replace(
+            facts := detect(own_name(config.device, ranks)),
+            baseline_bytes=baseline(facts.name).bytes,
+        )
+        data = prepare(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
+        with tempfile.TemporaryDirectory(prefix="headroom-") as folder:
+            job = Job(config, data, Past(), Path(folder), resumes=False)
+            train_together(job, device, ranks, log=lambda metrics, step: None)
+    except Left:
+        return 0
+    except (ConfigError, DataError, ModelError, DeviceError) as error:
+        print(f"rank {ranks.rank}: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        print(f"rank {ranks.rank}: failed: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -27,8 +27,14 @@ STAGES = (
 )
 PHASES = tuple(
     (phase.replace("_", " "), f"time/{phase}_ms")
-    for phase in ("data_wait", "h2d", "forward", "backward", "optimizer")
+    for phase in ("data_wait", "h2d", "forward", "backward", "communication", "optimizer")
 )
+RANKS = {
+    "run_peak_allocated_mib": ("peak memory", mebibytes),
+    "leaked_mib": ("leaked", mebibytes),
+    "data_wait_ms": ("wait for data", milliseconds),
+    "communication_ms": ("communication", milliseconds),
+}
 DATA_PHASES = ("data wait", "h2d")
 HEADLINE_METRICS = (
     "val/accuracy",
@@ -159,7 +165,26 @@ def _device(tags: Mapping[str, str], metrics: Numbers) -> Section:
     watched += ["throttled"] if metrics.get("gpu/throttled") else []
     reason = (tags["device.reason"],) if "device.reason" in tags else ()
     facts = (*joined([*names, total, *versions]), *reason, *joined([*how, *watched]))
-    return Section("Device", facts)
+    return Section("Device", (*facts, *_ranks(tags, metrics)))
+
+
+def _ranks(tags: Mapping[str, str], metrics: Numbers) -> tuple[str, ...]:
+    """What several processes have measured, from the least to the most."""
+    if "ranks" not in tags:
+        return ()
+    told = []
+    for name, (words, unit) in RANKS.items():
+        least, most = (metrics.get(f"ranks/{name}_{which}") for which in ("least", "most"))
+        if least is None or most is None or not most:
+            continue
+        where = tags.get(f"ranks.{name}_most")
+        most_words = f"{unit(most)} on {where}" if where else unit(most)
+        told.append(
+            f"{words} {unit(least)} to {most_words}" if most > least else f"{words} {unit(most)}"
+        )
+    again = tags.get("ranks.restarts")
+    again_words = [f"began again {again} times after a lost one"] if again else []
+    return tuple(joined([f"{tags['ranks']} processes", *again_words, *told]))
 
 
 def _gate(tags: Mapping[str, str]) -> Section:

@@ -1,5 +1,5 @@
-"""What a training is refused by before a device is touched: settings that contradict its data, and a
-model that cannot be trained on it.
+"""What a training is refused by before a device is touched: settings that contradict its data, and
+a model that cannot be trained on it.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ from tasks.engine.memory.allocator_history import Recorder
 from tasks.engine.memory.memory_by_owner import BEST, MemoryByOwner, Owned
 from tasks.engine.memory.memory_meter import Meter
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.agreed_micro_batches import AgreedMicroBatches
 from tasks.engine.step.best_weights import Best
 from tasks.engine.step.build import forward_of, optimizer_of, plan_of, step_of
 from tasks.engine.step.choose_step import TunedStep
@@ -40,6 +39,7 @@ from tasks.engine.step.optim import Optimizer
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.phases import COUNT_EVERY, Phases
 from tasks.engine.step.verdict import Known
+from tasks.engine.training.agreed_micro_batches import AgreedMicroBatches
 
 
 @dataclass(frozen=True)

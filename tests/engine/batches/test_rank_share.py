@@ -43,7 +43,7 @@ def text(folder, rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 def taken(share: RankShare, found) -> list[tuple[torch.Tensor, torch.Tensor, float, int]]:
     """Each batch with what is told of it, by when it is used."""
-    return [(x.clone(), y.clone(), share.weight, share.rows) for x, y in found]
+    return [(x.clone(), y.clone(), share.weight, share.rows_of_whole) for x, y in found]
 
 
 def same_batches(make, *, size: int, batches) -> None:

@@ -98,7 +98,7 @@ def epoch(fed: Loaded | RankShare, *, judges: bool = False) -> list[tuple[list[i
     """The rows of each batch of an epoch, its weight and how many rows the whole batch has."""
     told = fed if isinstance(fed, RankShare) else None
     return [
-        (y.tolist(), told.weight if told else 1.0, told.rows if told else len(y))
+        (y.tolist(), told.weight if told else 1.0, told.rows_of_whole if told else len(y))
         for _, y in (fed.in_order(99) if judges else fed.shuffled(99, NO_ORDER, nothing))
     ]
 
