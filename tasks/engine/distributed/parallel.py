@@ -13,32 +13,49 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-
-def replicated(
-    model: nn.Module, *, device: torch.device, mark: Callable[[str], None]
-) -> DistributedDataParallel:
-    """The model, called so that its gradients become the mean over all ranks; all start with the
-    weights of the first. mark: told where the backward pass ends and only communication is left.
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    parallel = DistributedDataParallel(
-        model,
-        device_ids=None if device.type == "cpu" else [device],
-        gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # those of the lead are given to all before they are judged
-    )
-
-    # Without annotations, since PyTorch compares them with its classes, and not with their names.
-    def averaged(group, bucket):  # type: ignore[no-untyped-def]
-        if bucket.is_last():
-            mark("backward")
-        return default_hooks.allreduce_hook(group, bucket)
-
-    parallel.register_comm_hook(dist.group.WORLD, averaged)
-    return parallel
+from tasks.engine.distributed.ranks import Ranks
 
 
-def unsynchronized(model: nn.Module | None) -> AbstractContextManager[Any]:
-    """Inside, gradients are those of this process alone, and no other is waited for."""
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+class Parallel:
+    """The model, called like itself. At first it is alone; once `together` was called its gradients
+    become the mean over all ranks."""
+
+    def __init__(
+        self, model: nn.Module, ranks: Ranks, *, device: torch.device, mark: Callable[[str], None]
+    ) -> None:
+        """mark: told where the backward pass ends and only communication is left."""
+        self._model, self._ranks, self._device, self._mark = model, ranks, device, mark
+        self._together: DistributedDataParallel | None = None
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return (self._together or self._model)(*inputs, **named)
+
+    def alone(self) -> AbstractContextManager[Any]:
+        """Inside, gradients are those of this process, and no other is waited for."""
+        return nullcontext() if self._together is None else self._together.no_sync()
+
+    def together(self) -> None:
+        """From here on gradients are averaged, and all start with the weights of the lead. Call it
+        on all ranks after a backward pass, which shows the parameters that no loss reaches."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        has_unused = any(self._ranks.all_of(any(p.grad is None for p in trained)))
+        for parameter in trained:
+            parameter.grad = None  # those to come lie in its buckets
+        together = DistributedDataParallel(
+            self._model,
+            device_ids=None if self._device.type == "cpu" else [self._device],
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # those of the lead are given to all before they are judged
+            find_unused_parameters=has_unused,
+        )
+
+        # Without annotations, since PyTorch compares them with its classes, and not with names.
+        def averaged(group, bucket):  # type: ignore[no-untyped-def]
+            if bucket.is_last():
+                self._mark("backward")
+            return default_hooks.allreduce_hook(group, bucket)
+
+        together.register_comm_hook(dist.group.WORLD, averaged)
+        self._together = together

@@ -6,7 +6,7 @@ as those of Hugging Face. It refuses an answer without a tensor. It travels with
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ class NoOutputs(TypeError):
 class Plain:
     """The forward pass of a built-in model: a tensor in, a tensor out."""
 
-    model: nn.Module
+    model: Callable[..., Any]
 
     def __call__(self, x: Any) -> tuple[Tensor, Tensor | None]:
         """The outputs, and the loss where the model gives one itself: never."""
@@ -40,7 +40,7 @@ class Free:
     inputs have an entry `labels` and the model returns a loss, that one counts.
     """
 
-    model: nn.Module
+    model: Callable[..., Any]
     untaken: frozenset[str]
     takes_loss: bool
     only: str | None = None

@@ -17,6 +17,7 @@ from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.field_types import is_import
 from tasks.engine.batches.dataloaders import ENDLESS
 from tasks.engine.device.precision import autocast
+from tasks.engine.distributed.parallel import Parallel
 from tasks.engine.models.model_call import Forward, Plain, free
 from tasks.engine.settings.run_config import FUSED, RunConfig
 from tasks.engine.step import optim, own_model, own_optim
@@ -91,7 +92,7 @@ def forward_of(config: RunConfig) -> Callable[[nn.Module], Forward]:
 class _Compute:
     """The loss of a micro-batch. No closure: see oom.Fitting.fit."""
 
-    model: nn.Module
+    model: Callable[[Tensor], Any]
     loss: Loss
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ def step_of(
     micro: Fitting,
     mark: Callable[[str], None],
     outputs: list[tuple[str, Tensor]] | None = None,
-    parallel: nn.Module | None = None,
+    parallel: Parallel | None = None,
     weight: Callable[[], float] | None = None,
 ) -> Step:
     """The plain step. precision: as resolved for the device; mark: told where a phase ends.
@@ -132,9 +133,11 @@ def step_of(
         loss = Seen(config.train.loss, loss, outputs)
     forward = forward_of(config)(model)
     if parallel is not None:
-        forward, model = replace(forward, model=parallel), parallel
+        forward = replace(forward, model=parallel)
     step = Step(
-        compute=_Compute(model, loss) if isinstance(forward, Plain) else _OwnCompute(forward, loss),
+        compute=_Compute(parallel or model, loss)
+        if isinstance(forward, Plain)
+        else _OwnCompute(forward, loss),
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled=precision == "fp16"),
         autocast=autocast(precision, device),

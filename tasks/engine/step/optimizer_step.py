@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tasks.engine.base import nested
-from tasks.engine.distributed.parallel import unsynchronized
+from tasks.engine.distributed.parallel import Parallel
 from tasks.engine.step.micro_batches import Fitting, Fixed
 from tasks.engine.step.optim import Optimizer
 
@@ -62,7 +62,7 @@ class Step:
     mark: Callable[[str], None]  # a phase ends
     # Of a model that several processes train: as it is called, and how much their mean counts the
     # rows of this one.
-    parallel: nn.Module | None = None
+    parallel: Parallel | None = None
     weight: Callable[[], float] = _one
 
     def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> Outcome:
@@ -86,7 +86,7 @@ class Step:
         weight = self.weight()
         for i, (part_x, part_y) in enumerate(parts, start=1):
             is_last = i == len(parts)
-            with nullcontext() if is_last else unsynchronized(self.parallel):
+            with nullcontext() if is_last else self._alone():
                 with self.autocast():
                     loss = self.compute(part_x, part_y)
                 if not whole or weight != 1:
@@ -100,8 +100,11 @@ class Step:
     def forward(self, x: Any, y: Any) -> None:
         """Only through model and loss, in micro-batches as of now: to see a mistake once more."""
         for part in nested.split((x, y), self.micro.rows, whole=nested.rows_of(y)):
-            with unsynchronized(self.parallel), self.autocast():
+            with self._alone(), self.autocast():
                 self.compute(*part)
+
+    def _alone(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.parallel is None else self.parallel.alone()
 
     def recordable(self) -> Step:
         """The same step at the size of now, without what a recording can't hold: other ways out,

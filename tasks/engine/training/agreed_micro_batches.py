@@ -6,7 +6,6 @@ the middle of it would leave the others waiting.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -24,13 +23,12 @@ class AgreedMicroBatches(MicroBatches):
         rows: int,
         *,
         ranks: Ranks,
-        unsynchronized: Callable[[], AbstractContextManager[Any]],
+        together: Callable[[], None],
         **others: Any,
     ) -> None:
-        """others: of MicroBatches. unsynchronized: inside, no other rank is waited for."""
+        """others: of MicroBatches. together: from there on the ranks wait for each other."""
         super().__init__(rows, **others)
-        self._ranks, self._unsynchronized = ranks, unsynchronized
-        self._is_agreed = False
+        self._ranks, self._together, self._is_agreed = ranks, together, False
 
     def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
         """What `attempt(*batch, rows)` returns. Raises MemoryExhausted on all ranks, where one of
@@ -45,8 +43,7 @@ class AgreedMicroBatches(MicroBatches):
     def _agree(self, attempt: Callable[..., T], batch: Sequence[Any]) -> None:
         before, failure = self._state(), None
         try:
-            with self._unsynchronized():
-                super().fit(attempt, batch)
+            super().fit(attempt, batch)
         except MemoryExhausted as error:
             failure = error.failure
         self._restore(before)
@@ -55,4 +52,5 @@ class AgreedMicroBatches(MicroBatches):
             if found is not None:
                 raise MemoryExhausted(replace(found, text=f"on rank {rank}: {found.text}"))
         self.rows = min(rows for rows, _ in told)
+        self._together()
         self._is_agreed = True

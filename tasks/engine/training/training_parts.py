@@ -22,7 +22,7 @@ from tasks.engine.checkpoint.host_copies import HostCopies
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS
 from tasks.engine.checkpoint.training_state import RandomNumbers, Scaler, Stateful, Weights
 from tasks.engine.device.memory_limit import room_bytes
-from tasks.engine.distributed.parallel import replicated, unsynchronized
+from tasks.engine.distributed.parallel import Parallel
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.allocator_history import Recorder
@@ -157,12 +157,11 @@ def training_parts(
         accounts=phases.accounts,
         witness=_Witness(recorder, phases.meter),
     )
-    parallel: nn.Module | None = None
+    parallel: Parallel | None = None
     kind: Callable[..., MicroBatches] = MicroBatches
     if not ranks.is_alone:
-        parallel = replicated(model, device=device, mark=phases.mark)
-        alone = partial(unsynchronized, parallel)
-        kind = partial(AgreedMicroBatches, ranks=ranks, unsynchronized=alone)
+        parallel = Parallel(model, ranks, device=device, mark=phases.mark)
+        kind = partial(AgreedMicroBatches, ranks=ranks, together=parallel.together)
     micro = fitting(kind, micro_rows, whole=here, what="training", give_back=fed[0].give_back)
     outputs: list[tuple[str, Tensor]] = []
     step = step_of(
