@@ -4,9 +4,10 @@ the gradients are averaged while the backward pass goes on.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,22 +40,27 @@ class Parallel:
         on all ranks after a backward pass, which shows the parameters that no loss reaches."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+        mark = self._mark
         trained = [p for p in self._model.parameters() if p.requires_grad]
         has_unused = any(self._ranks.all_of(any(p.grad is None for p in trained)))
         for parameter in trained:
             parameter.grad = None  # those to come lie in its buckets
-        together = DistributedDataParallel(
+        # Buffers of the lead are given to all before they are judged. PyTorch 2.13 has a new name.
+        known = inspect.signature(DistributedDataParallel).parameters
+        buffers = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in known)
+        together = cast(Any, DistributedDataParallel)(
             self._model,
             device_ids=None if self._device.type == "cpu" else [self._device],
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # those of the lead are given to all before they are judged
             find_unused_parameters=has_unused,
+            **{buffers: False},
         )
 
-        # Without annotations, since PyTorch compares them with its classes, and not with names.
+        # It holds nothing that leads back to `together`: a garbage collection does not see through
+        # PyTorch's reducer. It has no annotations: PyTorch compares them with classes, not names.
         def averaged(group, bucket):  # type: ignore[no-untyped-def]
             if bucket.is_last():
-                self._mark("backward")
+                mark("backward")
             return default_hooks.allreduce_hook(group, bucket)
 
         together.register_comm_hook(dist.group.WORLD, averaged)

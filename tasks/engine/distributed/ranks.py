@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,8 @@ from torch.distributed.rendezvous import rendezvous
 T = TypeVar("T")
 PATIENCE_S = 600.0  # for the others at a collective: a data set may be prepared meanwhile
 TOLD_S = 3.0  # for the word of another rank's failure, which comes beside the broken connection
-_FAILURE = "headroom/failure"
+_FAILURE = "failure"
+_joined = count()  # how often this process has
 # Of gloo, NCCL and the store, where the process at the other end is gone.
 _LOST = re.compile(
     r"gloo|Connection (closed|reset|refused)|Broken pipe|NCCL|ncclRemoteError|Socket|"
@@ -122,9 +124,9 @@ def joined(ranks: Ranks, device: torch.device) -> Iterator[Any]:
         yield None
         return
     store, rank, size = next(rendezvous("env://"))
-    # After a start anew the launcher's store still holds what the lost processes left there.
+    # The launcher's store still holds what lost processes and trainings before this one left there.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"headroom/{attempt}", store)
+    store = PrefixStore(f"headroom/{attempt}/{next(_joined)}", store)
     backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(device.type, "gloo")
     dist.init_process_group(
         backend,

@@ -1,0 +1,222 @@
+"""Several ranks train what one process trains: held against it, number by number."""
+
+import itertools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tasks.engine.base.facts import TrainFacts
+from tasks.engine.checkpoint.kept_steps import steps
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.distributed.ranks import Differ, Ranks, asked
+from tasks.engine.launch.processes import device_of
+from tasks.engine.launch.rank import Job, train_together
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.training.budget import Left, leave
+from tasks.engine.training.loop import Stop
+from tasks.engine.training.similar_runs import Past
+from tasks.engine.training.step_metrics import Diverged
+from tests.ranks import on_ranks
+
+Sections = dict[str, Any]
+Told = tuple[TrainFacts | None, dict[int, float], str]
+
+# What one process and several must learn alike: a batch of 63 is no multiple of 2 or of 3 ranks,
+# and the last one of an epoch has 1,438 % 63 = 52 rows.
+TRAININGS: dict[str, Sections] = {
+    "mlp": {"train": {"epochs": 2, "batch_size": 63}},
+    "cnn, accumulated": {
+        "model": {"name": "cnn", "args": {"width": 8}},
+        "train": {"epochs": 1, "batch_size": 64, "accumulate": 4},
+    },
+    "clipped": {"optim": {"clip_norm": 0.05, "name": "sgd"}, "train": {"epochs": 1}},
+    "a last batch of one row": {"train": {"epochs": 2, "batch_size": 479}},
+    "own batch norm": {"model": {"name": "ranks_own:Normed"}, "train": {"epochs": 1}},
+    "unused parameters": {"model": {"name": "ranks_own:Unused"}, "train": {"epochs": 1}},
+}
+OWN = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+class Linear(nn.Module):
+    def __init__(self, outputs):
+        super().__init__()
+        self.layer = nn.Linear(64, outputs)
+
+    def forward(self, x):
+        return self.layer(x.flatten(1))
+
+class Unused(Linear):
+    def __init__(self, outputs):
+        super().__init__(outputs)
+        self.spare = nn.Linear(3, 3)
+
+class Normed(Linear):
+    def __init__(self, outputs):
+        super().__init__(outputs)
+        self.norm = nn.BatchNorm1d(64, momentum=0.5)
+
+    def forward(self, x):
+        self.norm(x.flatten(1))  # keeps statistics, and changes nothing
+        return super().forward(x)
+
+class Greedy(Linear):
+    def forward(self, x):
+        if self.training and dist.get_rank() == 1 and len(x) > 9:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return super().forward(x)
+
+class Poisoned(Linear):
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + self.training
+        bad = self.training and dist.get_rank() == 1 and self.calls == 8
+        return super().forward(x) * (float("nan") if bad else 1)
+"""
+
+
+def _config(sections: Sections, folder: Path) -> RunConfig:
+    return RunConfig.model_validate({"data": {"cache": str(folder / "data")}, **sections})
+
+
+def _train(sections: Sections, folder: Path, *, stop_at: int = 0, resumes: bool = False) -> Told:
+    """Facts, losses by step, and the error of one rank; it is one of those that torchrun set."""
+    torch.set_num_threads(1)
+    sys.path.insert(0, os.environ["TESTS_PATH"])
+    config, losses = _config(sections, folder), {}
+    device, data = (
+        device_of(asked(), detect("cpu"), config.device),
+        prepare(_config(sections, folder).data),
+    )
+    calls = itertools.count(1)
+
+    def stop() -> Stop | None:
+        return Stop("", act=leave) if next(calls) == stop_at else None
+
+    def log(metrics: dict[str, float], step: int) -> None:
+        losses.update({step: metrics["train/loss"]} if "train/loss" in metrics else {})
+
+    ranks = asked()
+    job = Job(config, data, Past(), folder, resumes)
+    try:
+        return train_together(job, device, ranks, log=log, asked=stop), losses, ""
+    except Left:
+        return None, losses, "left"
+    except Exception as error:
+        return None, losses, f"{type(error).__name__}: {error}"
+
+
+def _train_all(folder: Path) -> list[Told]:
+    return [_train(s, folder / name) for name, s in TRAININGS.items()]
+
+
+@pytest.fixture(scope="module")
+def own_modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "ranks_own.py").write_text(OWN)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def found(own_modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("TESTS_PATH", str(own_modules))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, own_modules: Path) -> tuple[Path, list[Told]]:
+    folder = tmp_path_factory.mktemp("alone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TESTS_PATH", str(own_modules))
+        patch.setattr(sys, "path", [*sys.path])
+        return folder, _train_all(folder)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_learn_what_one_process_learns(
+    alone: tuple[Path, list[Told]], tmp_path: Path, size: int
+) -> None:
+    found = on_ranks(size, _train_all, tmp_path, joined=False)
+    for i, name in enumerate(TRAININGS):
+        one, losses, _ = alone[1][i]
+        lead, theirs, error = found[0][i]
+        assert one is not None and lead is not None, (name, error)
+        assert theirs == pytest.approx(losses, rel=2e-5), name
+        compared = {k: v for k, v in one.metrics.items() if k.startswith("val/")}
+        assert {k: lead.metrics[k] for k in compared} == pytest.approx(compared, rel=1e-4), name
+        if name != "own batch norm":  # whose statistics are those of the lead's rows
+            ours = torch.load(alone[0] / name / "model" / "weights.pt")
+            weights = torch.load(tmp_path / name / "model" / "weights.pt")
+            for key, value in ours.items():
+                torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-6, msg=name)
+        assert all(rank[i][0].metrics["val/loss"] == lead.metrics["val/loss"] for rank in found)
+        assert lead.tags["ranks"] == str(size)
+        least, most = (lead.metrics[f"ranks/run_peak_allocated_mib_{w}"] for w in ("least", "most"))
+        assert 0 < least <= most and lead.metrics["ranks/leaked_mib_most"] == 0
+        assert lead.metrics["time/communication_ms"] > 0
+
+
+def _stopped(folder: Path) -> Told:
+    return _train({"train": {"epochs": 3, "log_every": 5}}, folder, stop_at=6)
+
+
+def _resumed(folder: Path) -> Told:
+    return _train({"train": {"epochs": 3, "log_every": 5}}, folder, resumes=True)
+
+
+def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_any_number(tmp_path: Path) -> None:
+    whole = _train({"train": {"epochs": 3, "log_every": 5}}, tmp_path / "whole")
+    told = on_ranks(2, _stopped, tmp_path / "ranks", joined=False)
+    assert [error for _, _, error in told] == ["left", "left"]
+    assert steps(tmp_path / "ranks" / "checkpoints")[0] == 30
+    again = on_ranks(3, _resumed, tmp_path / "ranks", joined=False)[0]
+    assert again[0] is not None and whole[0] is not None, again[2]
+    assert again[0].tags["resumed_from_step"] == "30"
+    kept = {step: loss for step, loss in whole[1].items() if step > 30}
+    assert again[1] == pytest.approx(kept, rel=2e-5)
+    assert again[0].metrics["val/loss"] == pytest.approx(whole[0].metrics["val/loss"], rel=1e-4)
+
+
+def _different(folder: Path) -> Told:
+    rank = asked().rank
+    return _train({"train": {"epochs": 1, "seed": 3 * rank}}, folder)
+
+
+def _faults(folder: Path) -> list[Told]:
+    def own(name: str) -> Sections:
+        return {"model": {"name": f"ranks_own:{name}"}, "train": {"epochs": 1}}
+
+    return [
+        _train(own("Greedy"), folder / "greedy"),
+        _train(own("Poisoned"), folder / "poisoned"),
+        _different(folder / "different"),
+    ]
+
+
+def test_what_one_rank_meets_all_are_told(tmp_path: Path) -> None:
+    greedy, poisoned, different = zip(*on_ranks(2, _faults, tmp_path, joined=False), strict=True)
+    for facts, _, error in greedy:
+        assert facts is not None, error
+        assert facts.tags["micro_batch"] == "8"
+    recovered = {w: greedy[0][0].metrics[f"ranks/ooms_recovered_{w}"] for w in ("least", "most")}
+    assert recovered == {"least": 0, "most": 2}
+    for _, _, error in poisoned:  # its eighth call is the seventh step: the first is tried before
+        assert error.startswith(f"{Diverged.__name__}: train.loss: became nan at step 7")
+        assert error.endswith("(seen by rank 1 of 2)")
+    for _, _, error in different:
+        assert error.startswith(f"{Differ.__name__}: train.seed: is 0 on rank 0 and 3 on rank 1")
+
+
+def test_a_process_that_trains_alone_agrees_with_itself() -> None:
+    ranks = Ranks()
+    assert ranks.all_of(3) == [3] and ranks.of_lead("x") == "x" and ranks.lead_says(True)
+    assert ranks.sums({"a": 2.0}) == {"a": 2.0} and ranks.largest_share(5) == 5
+    assert asked({}) == ranks
+    assert asked({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == (
+        Ranks(3, 4, 1, 2)
+    )
