@@ -5,10 +5,12 @@ first batch that could not be learnt from.
 
 from __future__ import annotations
 
+import random
 from contextlib import closing
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -84,7 +86,11 @@ def loaded(
     config: RunConfig, data: DataFacts, device: torch.device, *, rank: int = 0, size: int = 1
 ) -> tuple[Loaded, Loaded]:
     """The loaders of a training on this device, of which this is one of `size` ranks: the factory
-    is asked again, and must be asked the same on every rank. Raises DataError."""
+    is asked again, with PyTorch's random numbers in the same state on every rank. Raises DataError.
+    """
+    if size > 1:  # a factory that draws rows by numbers that nobody seeded draws them alike
+        random.seed(config.train.seed)
+        np.random.seed(config.train.seed % 2**32)
     feeds = made(config.data, feeding_of(config), pins=device.type in PINNING)
     if not isinstance(feeds, Feeds):
         raise DataError(
