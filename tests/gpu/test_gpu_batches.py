@@ -140,8 +140,8 @@ def test_ranks_take_the_batches_of_one_process_and_know_what_each_is_of(room_byt
         for got_x, got_y in share.shuffled(20, order, nothing):
             assert torch.equal(got_x.cpu(), torch.from_numpy(x)[got_y.cpu()])
             own = got_y.tolist() if share.weight else []
-            assert share.weight == pytest.approx(len(own) * 3 / share.rows)
-            taken.append((own, share.rows))
+            assert share.weight == pytest.approx(len(own) * 3 / share.rows_of_whole)
+            taken.append((own, share.rows_of_whole))
         assert sum(len(got) for _, got in share.in_order(20)) == (36, 36, 31)[rank]
         found.append(taken)
     for parts, (chunk, count) in zip(zip(*found, strict=True), wholes, strict=True):

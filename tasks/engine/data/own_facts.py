@@ -89,9 +89,10 @@ def loaded(
     is asked again, with PyTorch's random numbers in the same state on every rank. Raises DataError.
     """
     if size > 1:  # a factory that draws rows by numbers that nobody seeded draws them alike
-        random.seed(config.train.seed)
-        np.random.seed(config.train.seed % 2**32)
+        _seed(config.train.seed)
     feeds = made(config.data, feeding_of(config), pins=device.type in PINNING)
+    if rank:  # what its rows draw, they draw for other rows
+        _seed(config.train.seed + rank)
     if not isinstance(feeds, Feeds):
         raise DataError(
             f"data.source: {config.data.source} gave loaders at first and arrays now; let it "
@@ -104,6 +105,12 @@ def loaded(
         for loader, part in ((feeds.train, "training"), (feeds.val, "validation"))
     )
     return train, val
+
+
+def _seed(seed: int) -> None:
+    """Of the random numbers that are not PyTorch's."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _first(loaded: Loaded) -> tuple[Any, Any]:

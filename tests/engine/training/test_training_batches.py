@@ -1,5 +1,6 @@
 """Where a training takes its rows from, as one process and as one of several ranks."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,12 +104,16 @@ def test_rows_that_a_factory_draws_are_the_same_on_every_rank(own: Own, tmp_path
     config = RunConfig.model_validate({"data": data, "train": {"batch_size": 8, "seed": 3}})
     facts = prepare(config.data, batch_size=8, seed=3)
     found: list[list[Any]] = [[], []]
+    after: list[tuple[float, float]] = []
     for rank in range(2):
         np.random.seed(rank)
+        random.seed(rank)
         shares = fed(config, detect("cpu"), facts, MODEL, rank=rank, size=2)
         for part, share in zip(found, map(sure, shares), strict=True):
             part.append(parts_of(share, share.in_order(8)))
+        after.append((random.random(), np.random.random()))
     rows = [row for part in found for batch in together(part) for row in batch]
+    assert not set(after[0]) & set(after[1]), "augmentations of other rows are others"
     assert len(rows) == 40 == len(torch.tensor(rows).unique(dim=0))
 
 
