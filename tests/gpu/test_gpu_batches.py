@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tasks.engine.batches.dataloaders import Loaded
 from tasks.engine.batches.dataset_batches import Resident, Streamed, feed
 from tasks.engine.batches.memory_format import row_order
+from tasks.engine.batches.rank_share import RankShare
 from tasks.engine.data.token_windows import rows_of
 from tasks.engine.device.detection import detect
 from tasks.engine.memory.leaks import baseline, release
@@ -124,6 +125,28 @@ def test_tokens_above_32767_and_images_arrive_as_they_were(tmp_path, room_bytes)
     for got, numbers in fed.shuffled(7, row_order(40, seed=0, epoch=0), nothing):
         assert got.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(got.cpu(), torch.from_numpy(images)[numbers.cpu()])
+
+
+@pytest.mark.parametrize("room_bytes", [0, PLENTY])
+def test_ranks_take_the_batches_of_one_process_and_know_what_each_is_of(room_bytes) -> None:
+    """The next part is read, and sent, while the loop is at the one before."""
+    x, y = rows(count=101)
+    order, wholes, found = row_order(101, seed=0, epoch=0), [], []
+    for chunk in order.split(20):
+        wholes.append((sorted(chunk.tolist()), len(chunk)))
+    for rank in range(3):
+        share = RankShare(feed(x, y, device=GPU, room_bytes=room_bytes), rank=rank, size=3)
+        taken = []
+        for got_x, got_y in share.shuffled(20, order, nothing):
+            assert torch.equal(got_x.cpu(), torch.from_numpy(x)[got_y.cpu()])
+            own = got_y.tolist() if share.weight else []
+            assert share.weight == pytest.approx(len(own) * 3 / share.rows_of_whole)
+            taken.append((own, share.rows_of_whole))
+        assert sum(len(got) for _, got in share.in_order(20)) == (36, 36, 31)[rank]
+        found.append(taken)
+    for parts, (chunk, count) in zip(zip(*found, strict=True), wholes, strict=True):
+        assert sorted(row for own, _ in parts for row in own) == chunk
+        assert {told for _, told in parts} == {count}
 
 
 def test_an_iteration_that_ends_early_leaves_nothing_behind() -> None:

@@ -114,6 +114,7 @@ def shared_loader(loader: Any, *, rank: int, size: int, seed: int) -> Any:
     shared = copy.copy(loader)
     batches = IndexBatches(loader.batch_sampler, Share(rank, size), seed=seed)
     object.__setattr__(shared, "batch_sampler", batches)
+    shared._iterator = None  # of workers that stay, which know the other sampler
     shared.in_order = loader.in_order or size > 1  # as the rows of its batches are counted
     return shared
 

@@ -5,10 +5,12 @@ first batch that could not be learnt from.
 
 from __future__ import annotations
 
+import random
 from contextlib import closing
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -84,8 +86,13 @@ def loaded(
     config: RunConfig, data: DataFacts, device: torch.device, *, rank: int = 0, size: int = 1
 ) -> tuple[Loaded, Loaded]:
     """The loaders of a training on this device, of which this is one of `size` ranks: the factory
-    is asked again, and must be asked the same on every rank. Raises DataError."""
+    is asked again, with PyTorch's random numbers in the same state on every rank. Raises DataError.
+    """
+    if size > 1:  # a factory that draws rows by numbers that nobody seeded draws them alike
+        _seed(config.train.seed)
     feeds = made(config.data, feeding_of(config), pins=device.type in PINNING)
+    if rank:  # what its rows draw, they draw for other rows
+        _seed(config.train.seed + rank)
     if not isinstance(feeds, Feeds):
         raise DataError(
             f"data.source: {config.data.source} gave loaders at first and arrays now; let it "
@@ -98,6 +105,12 @@ def loaded(
         for loader, part in ((feeds.train, "training"), (feeds.val, "validation"))
     )
     return train, val
+
+
+def _seed(seed: int) -> None:
+    """Of the random numbers that are not PyTorch's."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _first(loaded: Loaded) -> tuple[Any, Any]:

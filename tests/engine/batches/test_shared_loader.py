@@ -162,6 +162,25 @@ def test_an_order_of_its_own_has_no_effect_on_the_random_numbers_of_others() -> 
     assert (found[2] == expected[2]).all()
 
 
+class Drawing:
+    """Draws a batch at a time."""
+
+    batch_size = 3
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self):
+        for _ in range(5):
+            yield [*torch.randint(10**6, (1,)).tolist(), random.random(), np.random.random()]
+
+
+def test_no_number_of_an_order_is_drawn_twice() -> None:
+    loader = shared_loader(DataLoader(Rows(), batch_sampler=Drawing()), rank=0, size=1, seed=0)
+    drawn = [tuple(batch) for _ in range(2) for batch in loader.batch_sampler]
+    assert all(len(set(numbers)) == 10 for numbers in zip(*drawn, strict=True))
+
+
 def test_the_order_is_of_the_seed() -> None:
     orders = [
         list(shared_loader(KINDS["shuffled"](), rank=0, size=1, seed=seed).batch_sampler)
@@ -186,12 +205,26 @@ def test_a_loader_that_is_resumed_goes_on_with_the_next_epoch(kind: str, size: i
         assert rank or found == series[1:]
 
 
+@forks
 def test_an_epoch_that_was_left_says_nothing_of_the_next() -> None:
     """What was drawn ahead and never taken is forgotten."""
-    share = one_of("its own batch sampler", 0, 2)
+    share = one_of("its own batch sampler", 0, 2, num_workers=1)
     for _ in share.shuffled(9, NO_ORDER, nothing):
         break
-    assert sum(rows for *_, rows in epoch(share)) == 21
+    for rows, weight, of in epoch(share):
+        assert weight * of == 2 * len(rows)
+
+
+@forks
+def test_workers_that_were_there_before_do_not_go_on_with_the_whole_batches() -> None:
+    """A factory may keep its loader, which the look at the first batch has started."""
+    loader = DataLoader(Rows(), 4, num_workers=1, persistent_workers=True)
+    before = Loaded(loader, CPU)
+    assert next(before.in_order(4))[1].tolist() == [0, 1, 2, 3]
+    share = RankShare(Loaded(shared_loader(loader, rank=1, size=2, seed=0), CPU), rank=1, size=2)
+    assert epoch(share)[0] == ([2, 3], 1.0, 4)
+    share.close()
+    before.close()
 
 
 def test_a_shared_loader_is_the_users_in_all_else() -> None:
@@ -201,12 +234,15 @@ def test_a_shared_loader_is_the_users_in_all_else() -> None:
     def together(rows: list) -> list:
         return rows
 
-    loader = Mine(Rows(), 4, collate_fn=together, timeout=3, num_workers=1, prefetch_factor=5)
+    how = {"timeout": 3, "num_workers": 1, "prefetch_factor": 5, "in_order": False}
+    loader = Mine(Rows(), 4, collate_fn=together, **how)
     shared = shared_loader(loader, rank=1, size=2, seed=0)
     assert type(shared) is Mine and shared is not loader and shared.dataset is loader.dataset
     for name in ("batch_size", "collate_fn", "timeout", "num_workers", "prefetch_factor"):
         assert getattr(shared, name) == getattr(loader, name), name
     assert type(loader.batch_sampler) is BatchSampler, "theirs is as it was"
+    assert shared.in_order, "or nobody could tell which batch came"
+    assert not shared_loader(loader, rank=0, size=1, seed=0).in_order
 
 
 class Stream(IterableDataset):

@@ -111,8 +111,13 @@ def test_what_is_learnt_is_told_by_the_targets(
     assert (facts.fingerprint == "") == (facts.batch is not None)
 
 
-def test_a_data_set_is_split_by_the_settings_and_shuffled_by_the_seed(own: Own) -> None:
-    facts = _facts(own, "TensorDataset(X, Y)", validation_fraction=0.25)
+@pytest.mark.parametrize(
+    "returns", ["TensorDataset(X, Y)", "DataLoader(TensorDataset(X, Y), 8, shuffle=True)"]
+)
+def test_a_data_set_is_split_by_the_settings_and_shuffled_by_the_seed(
+    own: Own, returns: str
+) -> None:
+    facts = _facts(own, returns, validation_fraction=0.25)
     assert (facts.train_rows, facts.val_rows, facts.batch_rows) == (15, 5, 8)
     orders = []
     for _ in range(2):
