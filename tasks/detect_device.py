@@ -16,7 +16,8 @@ from tasks.engine.device.leases import Leases
 from tasks.engine.distributed.ranks import asked
 from tasks.engine.launch.processes import own_name, processes_of
 from tasks.engine.memory.leaks import baseline
-from tasks.engine.settings.run_config import DeviceConfig, LaunchConfig
+from tasks.engine.settings.launch_config import LaunchConfig
+from tasks.engine.settings.run_config import DeviceConfig
 
 log = logging.getLogger(__name__)
 

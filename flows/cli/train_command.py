@@ -72,8 +72,8 @@ def _train(asked: Namespace) -> int:
         from tasks.engine.launch.rank import follow
 
         return follow(asked.config)
-    model, data = asked.config.model.name, asked.config.data
-    told = f"{printable(model, limit=60)} on {printable(data.path or data.source, limit=60)}"
+    data, model = asked.config.data, printable(asked.config.model.name, limit=60)
+    told = f"{model} on {printable(data.path or data.source, limit=60)}"
     print(f"{told}: loading PyTorch, Prefect and MLflow ...", file=sys.stderr, flush=True)
     from tasks.engine.data.preparation import check as check_data
     from tasks.engine.files.source_data import DataError

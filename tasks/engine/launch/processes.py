@@ -12,7 +12,8 @@ from tasks.engine.device.detection import DeviceError, detect
 from tasks.engine.device.leases import Leases, folder
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.memory.leaks import baseline
-from tasks.engine.settings.run_config import DeviceConfig, LaunchConfig
+from tasks.engine.settings.launch_config import LaunchConfig
+from tasks.engine.settings.run_config import DeviceConfig
 
 
 def processes_of(launch: LaunchConfig, facts: DeviceFacts) -> int:

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tasks.engine.base.field_types import IMPORT, Bool, Float, Int, Section, Text, known_or_imported
 from tasks.engine.settings.data_config import DataConfig
+from tasks.engine.settings.launch_config import LaunchConfig
 
 MODELS = ("linear", "mlp", "cnn", "transformer")
 FUSED = ("adamw", "sgd")
@@ -23,7 +24,6 @@ TORCH_OPTIMIZERS = (
 )
 SCHEDULES = ("cosine", "constant")
 LOSSES = ("auto", "cross_entropy", "bce", "mse")
-_COUNT = re.compile(r"[1-9][0-9]{0,2}|10[01][0-9]|102[0-4]")
 _DEVICE = re.compile(r"(auto|cpu|mps|(cuda|rocm|xpu)(:[0-9]{1,4})?)")
 
 
@@ -189,26 +189,6 @@ class TrainConfig(Section):
                 f"(got {self.accumulate} for a batch of {self.batch_size})"
             )
         return self
-
-
-class LaunchConfig(Section):
-    processes: Text = "1"
-    """Processes that train one model together, each on a device of its own and on its share of each
-    batch: a number, or auto: one for each GPU here. On a CPU they share its cores. For several
-    machines: docs/many-devices.md."""
-
-    @field_validator("processes", mode="before")
-    @classmethod
-    def _count(cls, value: Any) -> Any:
-        text = str(value) if type(value) is int else value
-        if text != "auto" and not (isinstance(text, str) and _COUNT.fullmatch(text)):
-            raise ValueError("must be auto, or a whole number from 1 to 1,024")
-        return text
-
-    @property
-    def count(self) -> int | None:
-        """Of processes; None: one for each GPU."""
-        return None if self.processes == "auto" else int(self.processes)
 
 
 class CheckpointConfig(Section):

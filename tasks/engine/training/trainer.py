@@ -262,12 +262,7 @@ def _train(
         measured |= timings(tools, fitted, rows=rows, replays=parts.tuned.replays)
         by_rank = of_ranks(ranks, facts.name, measured)
     return TrainFacts(
-        metrics={
-            **fitted.metrics,
-            **tested,
-            **measured,
-            **by_rank.metrics,
-        },
+        metrics={**fitted.metrics, **tested, **measured, **by_rank.metrics},
         tags={
             "precision": precision,
             "threads": str(threads),
