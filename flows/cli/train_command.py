@@ -69,9 +69,9 @@ def leave(code: int) -> NoReturn:
 
 def _train(asked: Namespace) -> int:
     if int(os.environ.get("RANK", "0")):  # of torchrun; the first plays the flow
-        from tasks.engine.launch.rank import follow
+        from tasks.engine.launch import rank
 
-        return follow(asked.config)
+        return rank.follow(asked.config)
     data, model = asked.config.data, printable(asked.config.model.name, limit=60)
     told = f"{model} on {printable(data.path or data.source, limit=60)}"
     print(f"{told}: loading PyTorch, Prefect and MLflow ...", file=sys.stderr, flush=True)
@@ -293,8 +293,7 @@ def _explain_device(asked: Namespace) -> int:
 
     from tasks.engine.device.detection import explain
 
-    signs: dict[Any, str] = {True: "yes", False: "NO", None: "-"}
-    table = Table("check", "ok", "finding", "remedy")
+    table, signs = Table("check", "ok", "finding", "remedy"), {True: "yes", False: "NO", None: "-"}
     for check in explain(asked.config.device.name):
         table.add_row(check.name, signs[check.ok], check.finding, check.remedy)
     Console().print(table)

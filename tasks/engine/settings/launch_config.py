@@ -1,5 +1,5 @@
-"""How many processes train one model. It refuses what is no number of them; whether there are devices
-for so many is found out later.
+"""How many processes train one model. It refuses what is no number of them; whether there are
+devices for so many is found out later.
 """
 
 from __future__ import annotations

@@ -37,4 +37,9 @@ def check(config: RunConfig, data: DataFacts) -> Checked:
             f"train.batch_size: must be at most the {data.train_rows} training rows "
             f"(got {config.train.batch_size})"
         )
+    if (config.launch.count or 1) > config.train.batch_size:
+        raise ConfigError(
+            f"train.batch_size: must be at least launch.processes, {config.launch.count} "
+            f"(got {config.train.batch_size})"
+        )
     return checked
