@@ -1,0 +1,117 @@
+"""How much faster several processes train one model than one does, on this machine: in turns, each
+training in processes of its own, by the speed of its steps after the first epoch.
+
+`python -m benchmarks.distributed [ROUNDS]`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.conditions import publish
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import detect
+from tasks.engine.launch import agent
+from tasks.engine.launch.processes import processes_of
+from tasks.engine.launch.rank import Job
+from tasks.engine.settings.launch_config import LaunchConfig
+from tasks.engine.settings.read_settings import from_mapping
+from tasks.engine.training import trainer
+from tasks.engine.training.similar_runs import Past
+
+ROUNDS = 5
+PROCESSES = 2  # on a CPU; else as many as there are GPUs
+TRAININGS: dict[str, dict[str, Any]] = {
+    "cnn on digits, batch 64": {"model": {"name": "cnn"}, "train": {"epochs": 12}},
+    "cnn on digits, batch 256": {
+        "model": {"name": "cnn"},
+        "train": {"epochs": 20, "batch_size": 256},
+    },
+    "mlp on digits, batch 64": {"train": {"epochs": 60}},
+    "mlp of 2 x 1024, batch 512": {
+        "model": {"args": {"hidden": [1024, 1024]}},
+        "train": {"epochs": 30, "batch_size": 512},
+    },
+}
+
+
+def main(rounds: int) -> None:
+    """Train in turns, print, keep."""
+    publish("distributed", "Several processes that train one model", _lines(rounds))
+
+
+def _lines(rounds: int) -> Iterator[str]:
+    first = detect()
+    count = processes_of(LaunchConfig(processes="auto"), first)
+    count = count if first.kind != "cpu" else PROCESSES
+    yield f"""
+- Samples a second over the steps after the first epoch, median of {rounds} rounds in turns; times
+  faster: the median of the rounds' ratios, and the least and the most of them.
+- One process takes the threads that it finds fastest. Several share the cores; all batches are the
+  same. communication: what of a step is left for it after the backward pass, on the first rank.
+
+| training | 1 process | {count} processes | times faster | communication |
+|:--|--:|--:|--:|--:|"""
+    for name, sections in TRAININGS.items():
+        found: dict[int, list[dict[str, float]]] = {1: [], count: []}
+        for _ in range(rounds):
+            for processes, runs in found.items():
+                runs.append(_in_a_child(sections, processes, first.name))
+        ratios = [b["speed"] / a["speed"] for a, b in zip(*found.values(), strict=True)]
+        one, several = (median(run["speed"] for run in runs) for runs in found.values())
+        share = median(run["communication"] for run in found[count])
+        spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
+        yield (
+            f"| {name} | {one:,.0f} | {several:,.0f} | {median(ratios):.2f} {spread} "
+            f"| {share:.0%} of a step |"
+        )
+
+
+def _in_a_child(sections: dict[str, Any], processes: int, device: str) -> dict[str, float]:
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(read)
+        with os.fdopen(write, "w") as pipe:
+            json.dump(_train(sections, processes, device), pipe)
+            pipe.flush()
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    found: dict[str, float] = json.loads(said)
+    return found
+
+
+def _train(sections: dict[str, Any], processes: int, device: str) -> dict[str, float]:
+    config = from_mapping({"data": {"source": "digits"}, **sections})
+    data = prepare(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
+    speeds: list[tuple[float, float]] = []
+    first_epoch = -(-data.train_rows // config.train.batch_size)
+
+    def log(metrics: dict[str, float], step: int) -> None:
+        if step > first_epoch and "speed/samples_per_s" in metrics:
+            speeds.append((metrics["speed/samples_per_s"], metrics["speed/steps_per_s"]))
+
+    with tempfile.TemporaryDirectory() as name:
+        facts, folder = detect(device), Path(name)
+        if processes == 1:
+            trained = trainer.train(config, facts, data, folder=folder, log=log)
+        else:
+            job = Job(config, data, Past(), folder, resumes=False)
+            trained = agent.train(job, facts, processes=processes, restarts=0, log=log)
+    speed, steps = (median(values) for values in zip(*speeds, strict=True))
+    communication_ms = trained.metrics.get("time/communication_ms", 0.0)
+    return {"speed": speed, "communication": communication_ms * steps / 1000}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else ROUNDS)
