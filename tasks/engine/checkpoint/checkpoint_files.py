@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor
 from tasks.engine.checkpoint.kept_steps import steps
 from tasks.engine.checkpoint.nested_state import put_together
 
-FORMAT = 1
+FORMAT, SHARDED = 1, 2  # of one file of tensors, and of a file for each rank
 
 
 class Damaged(ValueError):
@@ -53,10 +53,27 @@ def write(
 
     Raises OSError. What lay there under the same step is replaced.
     """
+    name, digest = put_tensors(folder, step, tensors)
+    files = {"tensors": name, "sha256": digest}
+    put_record(folder, step, about=about, plain=plain, files=files, format=FORMAT)
+    drop_others(folder, step, keep={name})
+
+
+def put_tensors(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    *,
+    part: str = "",
+    metadata: dict[str, str] | None = None,
+) -> tuple[str, str]:
+    """The name of a file with these tensors, and its SHA-256. part: which of several files of a
+    step it is. metadata: what safetensors keeps beside them. Raises OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    whole, half = _tensors(folder, step), _half(_tensors(folder, step))
+    whole = folder / f"{_stem(step)}{part}.safetensors"
+    half = _half(whole)
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, half)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, half, metadata)
         with open(half, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fchmod(file.fileno(), 0o600)
@@ -64,39 +81,59 @@ def write(
         # A name of its own for each writing: one of the same step stays whole until it is replaced.
         named = whole.with_name(f"{whole.stem}-{digest[:16]}.safetensors")
         os.rename(half, named)
-        record = {"format": FORMAT, "step": step, "about": dict(about), "plain": plain}
-        record |= {"tensors": named.name, "sha256": digest}
-        body = json.dumps(record).encode()
-        _put(_record(folder, step), hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
     except SafetensorError as error:  # how it tells of a full disk
         raise OSError(str(error)) from None
     finally:
         half.unlink(missing_ok=True)
-    _drop_unnamed(folder, step, keep=named.name)
+    return named.name, digest
+
+
+def put_record(
+    folder: Path,
+    step: int,
+    *,
+    about: Mapping[str, Any],
+    plain: Any,
+    files: Mapping[str, Any],
+    format: int,
+) -> None:
+    """What makes a checkpoint of files that are there already. Raises OSError."""
+    record = {"format": format, "step": step, "about": dict(about), "plain": plain, **files}
+    body = json.dumps(record).encode()
+    _put(_record(folder, step), hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
 
 
 def read_about(folder: Path, step: int) -> dict[str, Any]:
     """What a checkpoint says of itself. Raises Damaged and Newer."""
-    about: dict[str, Any] = _read_record(folder, step)["about"]
+    about: dict[str, Any] = read_record(folder, step)["about"]
     return about
 
 
 def read(folder: Path, step: int) -> Checkpoint:
     """The checkpoint of that step. Raises Damaged and Newer."""
-    record = _read_record(folder, step)
-    path = folder / str(record["tensors"])
+    record = read_record(folder, step)
+    path = intact(folder / str(record["tensors"]), record["sha256"])
     try:
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != record["sha256"]:
-            raise Damaged(f"{path} was changed since it was written")
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise Damaged(f"{path}: {error}") from None
     return Checkpoint(step, record["about"], put_together(record["plain"], tensors))
 
 
-def _read_record(folder: Path, step: int) -> dict[str, Any]:
+def intact(path: Path, digest: str) -> Path:
+    """The file, where it is what was written. Raises Damaged."""
+    try:
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise Damaged(f"{path}: {error}") from None
+    if found != digest:
+        raise Damaged(f"{path} was changed since it was written")
+    return path
+
+
+def read_record(folder: Path, step: int) -> dict[str, Any]:
+    """What the record of that step holds. Raises Damaged and Newer."""
     path = _record(folder, step)
     try:
         digest, _, body = path.read_bytes().partition(b"\n")
@@ -105,7 +142,7 @@ def _read_record(folder: Path, step: int) -> dict[str, Any]:
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise Damaged(f"{path} was changed since it was written")
     record: dict[str, Any] = json.loads(body)
-    if record["format"] > FORMAT:
+    if record["format"] > SHARDED:
         raise Newer(f"{path} was written by a newer version (format {record['format']})")
     if record["step"] != step:
         raise Damaged(f"{path} is of step {record['step']}")
@@ -117,12 +154,13 @@ def keep_only(folder: Path, wanted: set[int]) -> None:
     for step in set(steps(folder)) - wanted:
         with suppress(OSError):
             _record(folder, step).unlink()  # first: what has no record is no checkpoint
-        _drop_unnamed(folder, step)
+        drop_others(folder, step)
 
 
-def _drop_unnamed(folder: Path, step: int, keep: str = "") -> None:
-    for file in folder.glob(f"{_tensors(folder, step).stem}-*.safetensors"):
-        if file.name != keep:
+def drop_others(folder: Path, step: int, keep: Collection[str] = ()) -> None:
+    """Remove what files of tensors this step has beside these."""
+    for file in folder.glob(f"{_stem(step)}-*.safetensors"):
+        if file.name not in keep:
             with suppress(OSError):
                 file.unlink()
 
@@ -148,12 +186,12 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _tensors(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:012d}.safetensors"
+def _stem(step: int) -> str:
+    return f"step-{step:012d}"
 
 
 def _record(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:012d}.json"
+    return folder / f"{_stem(step)}.json"
 
 
 def _half(path: Path) -> Path:
