@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tasks.engine.base.seeds import random_state, set_random_state
+from tasks.engine.distributed.shards import placed
 from tasks.engine.step.best_weights import tensors_of
 
 
@@ -53,7 +54,7 @@ class Weights:
                 if isinstance(tensor, nn.Parameter):
                     raise Mismatch(f"model.name: {name} was {was} and is {now}")
                 tensor.data = state[name].to(tensor.device)  # a buffer that grows
-            tensor.copy_(state[name])
+            tensor.copy_(placed(state[name], tensor))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasks.engine.base.units import mebibytes
+from tasks.engine.distributed.shards import local
 from tasks.engine.memory.caching_allocator import Event, Give, Take
 from tasks.engine.memory.operation_names import Lines, described, name_of, shaped, tensors_of
 
@@ -115,7 +116,7 @@ class AllocationLog(TorchDispatchMode):
 
     def own(self, owner: str, tensors: Iterable[Tensor]) -> None:
         """The storages of these tensors belong to `owner`, also those made before."""
-        for tensor in tensors:
+        for tensor in map(local, tensors):
             entry = self._entry(tensor, line="", what=shaped(tensor))
             if entry is not None:
                 entry.owner = owner

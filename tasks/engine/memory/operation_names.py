@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tasks.engine.distributed.shards import local
+
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 _OURS = (f"{_HERE}{os.sep}allocation_log.py", __file__)
@@ -54,9 +56,9 @@ def _python_line() -> str:
 
 
 def tensors_of(out: Any) -> Iterator[Tensor]:
-    """All tensors that an operation returned."""
+    """All tensors that an operation returned: of one shared out among ranks, what is here."""
     if isinstance(out, Tensor):
-        yield out
+        yield local(out)
     elif isinstance(out, (list, tuple)):
         for one in out:
             yield from tensors_of(one)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tasks.engine.distributed.shards import placed
 from tasks.engine.scores.figures import Cells
 
 
@@ -69,7 +70,7 @@ class Best:
         for name, tensor in tensors_of(model) if self.waited else ():
             kept = self._kept.get(name, tensor)
             if kept.shape == tensor.shape:
-                tensor.copy_(kept)
+                tensor.copy_(placed(kept, tensor))
             else:  # a buffer that has grown since
                 tensor.data = kept.to(tensor.device)
         return {**self._metrics, "train/best_epoch": float(self.epoch)}

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tasks.engine.distributed.shards import placed
+
 
 class Optimizer:
     """Parameters, their gradients and their state; GradScaler's contract for fused optimizers."""
@@ -213,7 +215,7 @@ def _like(parameters: list[nn.Parameter], kept: list[Tensor]) -> list[Tensor]:
     if not kept:
         return []
     return [
-        torch.empty_like(p, requires_grad=False).copy_(tensor)
+        torch.empty_like(p, requires_grad=False).copy_(placed(tensor, p))
         for p, tensor in zip(parameters, kept, strict=True)
     ]
 

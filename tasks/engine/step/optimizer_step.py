@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tasks.engine.base import nested
 from tasks.engine.distributed.parallel import Parallel
+from tasks.engine.distributed.shards import full
 from tasks.engine.step.micro_batches import Fitting, Fixed
 from tasks.engine.step.optim import Optimizer
 
@@ -124,7 +125,7 @@ class Step:
     def _grad_norm(self) -> Tensor:
         if self.clip_norm is None:
             return total_norm(self.optimizer)
-        return nn.utils.clip_grad_norm_(self.optimizer.params, self.clip_norm)
+        return full(nn.utils.clip_grad_norm_(self.optimizer.params, self.clip_norm))
 
 
 def _unmarked(phase: str) -> None:
@@ -133,4 +134,5 @@ def _unmarked(phase: str) -> None:
 
 def total_norm(optimizer: Optimizer) -> Tensor:
     """The Euclidean norm of all gradients together."""
-    return nn.utils.get_total_norm([p.grad for p in optimizer.params if p.grad is not None])
+    grads = [p.grad for p in optimizer.params if p.grad is not None]
+    return full(nn.utils.get_total_norm(grads))

@@ -1,0 +1,391 @@
+"""A model that is shared out among ranks trains as it does on one, holds its share, and goes on
+from a checkpoint of any number of ranks."""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+from tasks.engine.checkpoint import checkpoint_files, sharded_files
+from tasks.engine.checkpoint.checkpoint_files import Checkpoint, Damaged
+from tasks.engine.checkpoint.nested_state import taken_apart
+from tasks.engine.checkpoint.training_state import Mismatch, Weights
+from tasks.engine.device.precision import autocast
+from tasks.engine.distributed.ranks import Ranks
+from tasks.engine.distributed.sharding import load_whole, sharded, units, whole_state
+from tasks.engine.memory.allocation_log import AllocationLog
+from tasks.engine.memory.memory_by_owner import MemoryByOwner
+from tasks.engine.models import builtin
+from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.step import optim
+from tasks.engine.step.micro_batches import Fixed
+from tasks.engine.step.optimizer_step import Step, Watched
+from tests.ranks import on_ranks
+
+CPU = torch.device("cpu")
+STEPS, SAVED, ROWS = 5, 2, 12
+MODELS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
+    "mlp": ((20,), 5, {"hidden": [256, 128]}),
+    "cnn": ((3, 8, 8), 5, {"width": 48}),
+    "transformer": ((16,), 50, {"width": 64, "layers": 3}),
+    "linear": ((20,), 1, {}),  # one row of weights: the second rank has none
+    "tied": ((256,), 5, {}),
+}
+
+
+class _Tied(nn.Sequential):
+    """Two of its layers have the same weights."""
+
+    def __init__(self) -> None:
+        layers = [nn.Linear(256, 256) for _ in range(4)]
+        layers[3].weight = layers[1].weight
+        super().__init__(*layers, nn.Linear(256, 5))
+
+
+def _model(name: str) -> nn.Module:
+    shape, outputs, args = MODELS[name]
+    torch.manual_seed(1)
+    if name == "tied":
+        return _Tied()
+    model = builtin.build(name, input_shape=shape, outputs=outputs, args=args)
+    return model.to(memory_format=torch.channels_last) if name == "cnn" else model  # type: ignore[call-overload,no-any-return]
+
+
+def _rows(name: str) -> tuple[Tensor, Tensor]:
+    shape, outputs, _ = MODELS[name]
+    torch.manual_seed(2)
+    if name == "transformer":
+        return torch.randint(outputs, (ROWS, *shape)), torch.randint(outputs, (ROWS, *shape))
+    return torch.randn(ROWS, *shape), torch.randint(outputs, (ROWS,))
+
+
+def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    outputs = model(x)
+    if outputs.shape[-1] == 1:
+        return (outputs - 1).square().mean()
+    return functional.cross_entropy(outputs.flatten(0, -2), y.flatten())
+
+
+class _Run:
+    """A training, shared out where there are ranks, through the step of every training."""
+
+    def __init__(
+        self, name: str, *, precision: str = "fp32", micro: int = ROWS, **how: Any
+    ) -> None:
+        self.model, (x, y) = _model(name), _rows(name)
+        self.rank, size = 0, 1
+        if dist.is_initialized():
+            self.rank, size = dist.get_rank(), dist.get_world_size()
+            if self.rank:
+                with torch.no_grad():  # whatever they were: all begin with those of the first
+                    next(self.model.parameters()).zero_()
+            self.model = sharded(self.model, device=CPU, **({"recompute": False} | how))
+        self.ranks = Ranks(self.rank, size)
+        self.batch = x.chunk(size)[self.rank], y.chunk(size)[self.rank]
+        self.optimizer = optim.make(
+            "adamw",
+            self.model.parameters(),
+            lr=1e-2,
+            weight_decay=0.1,
+            momentum=0.9,
+            beta2=0.99,
+            undecayed=optim.undecayed(self.model),
+        )
+        self.step = Step(
+            compute=partial(_loss, self.model),
+            optimizer=self.optimizer,
+            scaler=torch.amp.GradScaler("cpu", enabled=precision == "fp16", init_scale=2.0**10),
+            autocast=autocast(precision, CPU),
+            clip_norm=1.0,
+            micro=Fixed(micro),
+            mark=lambda phase: None,
+            parallel=self.model if size > 1 else None,
+        )
+
+    def steps(self, count: int, **between: Callable[[], Any]) -> list[float]:
+        """Losses and norms of the gradients of so many steps."""
+        told: list[float] = []
+        for _ in range(count):
+            between.get("before", lambda: None)()
+            loss, norm = self.step(*self.batch, norm=True, watched=Watched.NOT)
+            assert norm is not None
+            told += [self.ranks.mean(loss.clone()).item(), norm.item()]
+        return told
+
+    @torch.inference_mode()
+    def judge(self) -> float:
+        """As an evaluation does, in whose mode nothing may be made that training uses."""
+        return self.ranks.mean(_loss(self.model, *self.batch)).item()
+
+    def state(self, tensors: dict[str, Tensor]) -> Any:
+        parts = {"model": Weights(self.model), "optimizer": self.optimizer}
+        return taken_apart({name: part.state() for name, part in parts.items()}, tensors)
+
+    def save(self, folder: Path) -> None:
+        tensors: dict[str, Tensor] = {}
+        plain, how = self.state(tensors), {"step": SAVED, "about": {"by": self.ranks.size}}
+        if self.ranks.is_alone:
+            checkpoint_files.write(folder, plain=plain, tensors=tensors, **how)  # type: ignore[arg-type]
+        else:
+            part = sharded_files.part_of(tensors, is_lead=self.ranks.is_lead)
+            sharded_files.write(folder, self.ranks, plain=plain, part=part, **how)  # type: ignore[arg-type]
+
+    def load(self, folder: Path) -> Checkpoint:
+        mesh = None if self.ranks.is_alone else init_device_mesh("cpu", (self.ranks.size,))
+        found = sharded_files.read(folder, SAVED, self.ranks, mesh=mesh)
+        Weights(self.model).restore(found.state["model"])
+        self.optimizer.restore(found.state["optimizer"])
+        return found
+
+
+def _held() -> dict[str, float]:
+    """MiB by owner in the largest moment of a step, by the accounting of a training."""
+    run, ledger = _Run("transformer"), AllocationLog(CPU)
+
+    def owned() -> dict[str, list[Tensor]]:
+        params = list(run.optimizer.params)
+        grads = [p.grad for p in params if p.grad is not None]
+        state = run.optimizer.state_tensors()
+        return {"parameters": params, "gradients": grads, "optimizer_state": state}
+
+    run.steps(1)
+    with MemoryByOwner(ledger, owned).counting(run.batch):
+        run.steps(1)
+    ledger.begin_step()  # what is left of it
+    ledger.own("rest", [torch.ones(1)])
+    return {owner: size / 2**20 for owner, size in ledger.owners_at_peak().items()}
+
+
+def _refused(run: _Run, folder: Path, spoil: Callable[[Path], Any]) -> list[str]:
+    """What each rank is told where the first has spoilt a copy of a checkpoint."""
+    copy = folder.with_name("spoilt")
+    if run.ranks.is_lead:
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(folder, copy)
+        spoil(copy)
+    try:
+        run.ranks.of_lead(None)
+        run.load(copy)
+    except (Damaged, Mismatch) as error:
+        return run.ranks.all_of(f"{type(error).__name__}: {error}")
+    return []
+
+
+def _flip(file: Path) -> None:
+    body = bytearray(file.read_bytes())
+    body[-1] ^= 1
+    file.write_bytes(body)
+
+
+def _second(folder: Path) -> Path:
+    (file,) = folder.glob("*-1of2-*.safetensors")
+    return file
+
+
+def _mistakes(folder: Path) -> dict[str, Any]:
+    """What goes wrong with checkpoints of two ranks."""
+    run, made = _Run("mlp"), folder / "mlp-2"
+    told = {
+        "damaged": _refused(run, made, lambda copy: _flip(_second(copy))),
+        "missing": _refused(run, made, lambda copy: _second(copy).unlink()),
+        "no record": _refused(run, made, lambda copy: next(copy.glob("*.json")).unlink()),
+        "other": _refused(_Run("linear"), made, lambda copy: None),
+    }
+    full = pytest.MonkeyPatch()
+    if not run.ranks.is_lead:
+        full.setattr(sharded_files, "put_tensors", _disk_full)
+    with full.context(), pytest.raises(OSError, match="^No space left on device$"):
+        run.save(folder / "full")
+    return told | {"full": sorted(p.suffix for p in (folder / "full").iterdir())}
+
+
+def _disk_full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _played(folder: Path) -> dict[str, Any]:
+    """What the ranks of one start have seen, by name; of one process too."""
+    told: dict[str, Any] = {"held": _held()}
+    for name in MODELS:
+        run = _Run(name)
+        told[name] = run.steps(SAVED)
+        run.save(folder / f"{name}-{run.ranks.size}")
+        told[name] += run.steps(STEPS - SAVED)
+        for size in (1, 2):
+            before = folder / f"{name}-{size}"
+            if before.is_dir() and size != run.ranks.size:
+                told[f"{name} after {size}"] = _after(name, before)
+    for name in ("cnn", "transformer"):
+        told[f"{name} recomputed"] = _Run(name, recompute=True).steps(STEPS)
+        told[f"{name} in parts"] = _Run(name, micro=2).steps(STEPS)
+    told["bf16"] = _Run("transformer", precision="bf16").steps(STEPS)
+    told["fp16"] = _Run("mlp", precision="fp16").steps(STEPS)
+    run = _Run("transformer")
+    told["judged"] = run.judge()
+    told["after judging"] = run.steps(STEPS, before=run.judge)
+    run.judge()
+    told["is shared out"] = all(hasattr(p, "device_mesh") for p in run.model.parameters())
+    if not run.ranks.is_alone:
+        told["whole"] = whole = whole_state(run.model)
+        other = _Run("transformer")
+        load_whole(other.model, whole)
+        told["loaded"] = other.judge() - run.judge()
+    if run.ranks.size == 2:
+        told |= _mistakes(folder)
+    return told
+
+
+def _after(name: str, folder: Path) -> list[float]:
+    run = _Run(name)
+    size = int(folder.name[-1])
+    assert run.load(folder).about == {"by": size}
+    return run.steps(STEPS - SAVED)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> dict[str, Any]:
+    return _played(folder)
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, one: dict[str, Any]) -> list[dict[str, Any]]:
+    """By two ranks, which find the checkpoints of one."""
+    return on_ranks(2, _played, folder)
+
+
+@pytest.fixture(scope="module")
+def three(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By three, which find those of one and of two."""
+    return on_ranks(3, _played, folder)
+
+
+Seen = list[dict[str, Any]]
+KINDS = [
+    *MODELS,
+    "cnn recomputed",
+    "transformer recomputed",
+    "cnn in parts",
+    "transformer in parts",
+]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "after judging"])
+def test_losses_and_norms_are_those_of_one_process(
+    kind: str, one: dict[str, Any], two: Seen, three: Seen
+) -> None:
+    for seen in (*two, *three):
+        assert seen[kind] == pytest.approx(one[kind], rel=2e-4, abs=1e-6)
+    assert one[kind][0] != pytest.approx(one[kind][-2], rel=0.01), "nothing was learnt"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_that_of_one_process(
+    precision: str, one: dict[str, Any], two: Seen, three: Seen
+) -> None:
+    for seen in (*two, *three):
+        assert seen[precision][::2] == pytest.approx(one[precision][::2], rel=0.01)  # losses
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_checkpoint_goes_on_on_another_number_of_ranks(
+    name: str, folder: Path, one: dict[str, Any], two: Seen, three: Seen
+) -> None:
+    rest = pytest.approx(one[name][2 * SAVED :], rel=2e-4, abs=1e-6)
+    assert all(seen[f"{name} after 1"] == rest for seen in (*two, *three))
+    assert all(seen[f"{name} after 2"] == rest for seen in three)
+    for size in (2, 3):
+        assert _after(name, folder / f"{name}-{size}") == rest
+
+
+def test_nothing_of_a_checkpoint_is_pickled(folder: Path, three: Seen) -> None:
+    kinds = {file.suffix for file in (folder / "transformer-3").iterdir()}
+    assert kinds == {".json", ".safetensors"}
+    checkpoint_files.keep_only(folder / "linear-3", set())
+    assert not list((folder / "linear-3").iterdir()), "files of ranks were left"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        ("damaged", r"Damaged: .*-1of2-\w+.safetensors was changed since it was written"),
+        ("missing", r"Damaged: .*No such file or directory: .*-1of2-\w+.safetensors'"),
+        ("no record", r"Damaged: .*/step-000000000002.json: No such file or directory"),
+        ("other", r"Mismatch: model.name: only the checkpoint has 3.bias"),
+    ],
+)
+def test_what_is_no_checkpoint_of_this_model_is_told_alike_on_all_ranks(
+    mistake: str, told: str, two: Seen
+) -> None:
+    for seen in two:
+        first, second = seen[mistake]
+        assert first == second and re.fullmatch(told, first)
+
+
+def test_where_one_rank_cannot_write_there_is_no_checkpoint(two: Seen) -> None:
+    assert two[0]["full"] == [".safetensors"]
+
+
+def test_a_rank_of_two_holds_half_of_weights_gradients_and_moments(
+    one: dict[str, Any], two: Seen, three: Seen
+) -> None:
+    owners = ("parameters", "gradients", "optimizer_state")
+    whole = sum(one["held"][owner] for owner in owners)
+    for ranks in (two, three):
+        for seen in ranks:
+            share = sum(seen["held"][owner] for owner in owners) / whole
+            assert 0.9 / len(ranks) < share < 1.05 / len(ranks) < 0.6
+
+
+def test_an_evaluation_leaves_the_model_shared_out(one: dict[str, Any], two: Seen) -> None:
+    assert [seen["is shared out"] for seen in two] == [True, True]
+    assert two[0]["judged"] == pytest.approx(one["judged"])
+
+
+def test_the_whole_model_is_the_first_ranks_to_have_and_to_give(two: Seen) -> None:
+    first, second = two
+    assert {n: t.shape for n, t in first["whole"].items()} == {
+        n: t.shape for n, t in _model("transformer").state_dict().items()
+    }
+    assert not second["whole"] and first["loaded"] == second["loaded"] == 0.0
+
+
+def _units(model: nn.Module) -> list[str]:
+    found = set(map(id, units(model)))
+    return [name for name, module in model.named_modules() if id(module) in found]
+
+
+def test_blocks_are_what_lists_hold_but_for_small_and_tied_ones() -> None:
+    assert _units(_model("transformer")) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert _units(_model("tied")) == ["0", "2"]
+    assert _units(_model("mlp")) == ["3"], "the first layer is small"
+    assert _units(_model("linear")) == []
+
+
+def test_a_block_that_is_most_of_a_model_is_looked_into() -> None:
+    nested = nn.Sequential(_model("transformer"), nn.Linear(50, 2))
+    assert _units(nested) == ["0.blocks.0", "0.blocks.1", "0.blocks.2"]
+    in_lists = nn.ModuleList([nn.ModuleList([nn.Linear(256, 256)]) for _ in range(3)])
+    assert _units(in_lists) == ["0.0", "1.0", "2.0"], "lists themselves are never called"
+
+
+def test_a_parameter_without_rows_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ConfigError, match="^train.parallel: fsdp shares out rows, and scale of"):
+        sharded(model, device=CPU, recompute=False)
