@@ -6,13 +6,13 @@ torch.optim optimizer imports the compiler, which costs about two seconds at eve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tasks.engine.distributed.shards import placed
+from tasks.engine.distributed.shards import local, placed
 
 
 class Optimizer:
@@ -126,13 +126,13 @@ class AdamW(Optimizer):
         try:
             for weight_decay, part in self._by_decay(which):
                 torch._fused_adamw_(
-                    [self.params[i] for i in part],
-                    [_gradient(self.params[i]) for i in part],
-                    [self.means[i] for i in part],
-                    [self.squares[i] for i in part],
+                    _local(self.params, part),
+                    [local(_gradient(self.params[i])) for i in part],
+                    _local(self.means, part),
+                    _local(self.squares, part),
                     [],
                     [self.steps[i] for i in part],
-                    lr=self.lr,  # type: ignore[arg-type] # a number or a tensor: it has both
+                    lr=self.lr,
                     beta1=self.beta1,
                     beta2=self.beta2,
                     weight_decay=weight_decay,
@@ -186,12 +186,12 @@ class Sgd(Optimizer):
             self.momenta = [torch.zeros_like(p) for p in self.params]
         for weight_decay, part in self._by_decay(self._with_grads()):
             torch._fused_sgd_(
-                [self.params[i] for i in part],
-                [_gradient(self.params[i]) for i in part],
-                [self.momenta[i] for i in part] if self.momentum else [],
+                _local(self.params, part),
+                [local(_gradient(self.params[i])) for i in part],
+                _local(self.momenta, part) if self.momentum else [],
                 weight_decay=weight_decay,
                 momentum=self.momentum,
-                lr=self.lr,  # type: ignore[arg-type] # a number or a tensor: it has both overloads
+                lr=self.lr,
                 dampening=0.0,
                 nesterov=self.momentum > 0,
                 maximize=False,
@@ -218,6 +218,11 @@ def _like(parameters: list[nn.Parameter], kept: list[Tensor]) -> list[Tensor]:
         torch.empty_like(p, requires_grad=False).copy_(placed(tensor, p))
         for p, tensor in zip(parameters, kept, strict=True)
     ]
+
+
+def _local(tensors: Sequence[Tensor], which: list[int]) -> list[Tensor]:
+    """What the kernels work on: each element by itself, so that a rank's own part will do."""
+    return [local(tensors[i]) for i in which]
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tasks.engine.base.field_types import is_import
 from tasks.engine.base.import_paths import found, told_of
+from tasks.engine.distributed.shards import placed
 from tasks.engine.memory.memory_meter import is_oom
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import FUSED, OptimConfig
@@ -53,6 +54,8 @@ class Given(Optimizer):
 
     def restore(self, state: Any) -> None:
         self._inner.load_state_dict(state)
+        for p, kept in self._inner.state.items():
+            kept |= {k: placed(v, p) for k, v in kept.items() if getattr(v, "shape", 0) == p.shape}
 
 
 def make(

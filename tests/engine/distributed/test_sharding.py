@@ -2,6 +2,7 @@
 from a checkpoint of any number of ranks."""
 
 import errno
+import math
 import os
 import re
 import shutil
@@ -24,16 +25,19 @@ from tasks.engine.checkpoint.training_state import Mismatch, Weights
 from tasks.engine.device.precision import autocast
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.distributed.sharding import load_whole, sharded, units, whole_state
+from tasks.engine.distributed.shards import local
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.models import builtin
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.step import optim
+from tasks.engine.settings.run_config import OptimConfig, RunConfig
+from tasks.engine.step.build import optimizer_of
 from tasks.engine.step.micro_batches import Fixed
 from tasks.engine.step.optimizer_step import Step, Watched
 from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
+KEPT = ["mlp", "cnn", "transformer", "linear", "tied", "linear by sgd", "tied by Adam"]
 STEPS, SAVED, ROWS = 5, 2, 12
 MODELS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
     "mlp": ((20,), 5, {"hidden": [256, 128]}),
@@ -81,7 +85,13 @@ class _Run:
     """A training, shared out where there are ranks, through the step of every training."""
 
     def __init__(
-        self, name: str, *, precision: str = "fp32", micro: int = ROWS, **how: Any
+        self,
+        name: str,
+        *,
+        precision: str = "fp32",
+        micro: int = ROWS,
+        optimizer: str = "adamw",
+        recompute: bool = False,
     ) -> None:
         self.model, (x, y) = _model(name), _rows(name)
         self.rank, size = 0, 1
@@ -90,18 +100,11 @@ class _Run:
             if self.rank:
                 with torch.no_grad():  # whatever they were: all begin with those of the first
                     next(self.model.parameters()).zero_()
-            self.model = sharded(self.model, device=CPU, **({"recompute": False} | how))
+            self.model = sharded(self.model, device=CPU, recompute=recompute)
         self.ranks = Ranks(self.rank, size)
         self.batch = x.chunk(size)[self.rank], y.chunk(size)[self.rank]
-        self.optimizer = optim.make(
-            "adamw",
-            self.model.parameters(),
-            lr=1e-2,
-            weight_decay=0.1,
-            momentum=0.9,
-            beta2=0.99,
-            undecayed=optim.undecayed(self.model),
-        )
+        config = RunConfig(optim=OptimConfig(name=optimizer, lr=1e-2, weight_decay=0.1))
+        self.optimizer = optimizer_of(config, self.model)
         self.step = Step(
             compute=partial(_loss, self.model),
             optimizer=self.optimizer,
@@ -217,8 +220,8 @@ def _disk_full(*_: Any, **__: Any) -> None:
 def _played(folder: Path) -> dict[str, Any]:
     """What the ranks of one start have seen, by name; of one process too."""
     told: dict[str, Any] = {"held": _held()}
-    for name in MODELS:
-        run = _Run(name)
+    for name in KEPT:
+        run = _run(name)
         told[name] = run.steps(SAVED)
         run.save(folder / f"{name}-{run.ranks.size}")
         told[name] += run.steps(STEPS - SAVED)
@@ -230,6 +233,7 @@ def _played(folder: Path) -> dict[str, Any]:
         told[f"{name} recomputed"] = _Run(name, recompute=True).steps(STEPS)
         told[f"{name} in parts"] = _Run(name, micro=2).steps(STEPS)
     told["bf16"] = _Run("transformer", precision="bf16").steps(STEPS)
+    told["infinite"] = _infinite()
     told["fp16"] = _Run("mlp", precision="fp16").steps(STEPS)
     run = _Run("transformer")
     told["judged"] = run.judge()
@@ -246,8 +250,26 @@ def _played(folder: Path) -> dict[str, Any]:
     return told
 
 
+def _infinite() -> float:
+    """How far a step of fp16 moves the weights where the last rank's gradients are infinite."""
+    run = _Run("mlp", precision="fp16")
+    run.steps(1)
+    before = [local(p).detach().clone() for p in run.optimizer.params]
+    run.step.gradients(*run.batch, rows=ROWS)
+    if run.rank == run.ranks.size - 1:
+        local(run.optimizer.params[-2].grad)[-1] = math.inf  # type: ignore[arg-type]
+    run.step._update()
+    pairs = zip(before, map(local, run.optimizer.params), strict=True)
+    return sum((one - other).abs().sum().item() for one, other in pairs)
+
+
+def _run(name: str) -> _Run:
+    model, _, optimizer = name.partition(" by ")
+    return _Run(model, optimizer=optimizer or "adamw")
+
+
 def _after(name: str, folder: Path) -> list[float]:
-    run = _Run(name)
+    run = _run(name)
     size = int(folder.name[-1])
     assert run.load(folder).about == {"by": size}
     return run.steps(STEPS - SAVED)
@@ -302,7 +324,7 @@ def test_half_precision_is_that_of_one_process(
         assert seen[precision][::2] == pytest.approx(one[precision][::2], rel=0.01)  # losses
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", KEPT)
 def test_a_checkpoint_goes_on_on_another_number_of_ranks(
     name: str, folder: Path, one: dict[str, Any], two: Seen, three: Seen
 ) -> None:
@@ -350,6 +372,10 @@ def test_a_rank_of_two_holds_half_of_weights_gradients_and_moments(
         for seen in ranks:
             share = sum(seen["held"][owner] for owner in owners) / whole
             assert 0.9 / len(ranks) < share < 1.05 / len(ranks) < 0.6
+
+
+def test_a_step_that_is_infinite_on_one_rank_is_skipped_by_all(two: Seen, three: Seen) -> None:
+    assert [seen["infinite"] for seen in (*two, *three)] == [0.0] * 5
 
 
 def test_an_evaluation_leaves_the_model_shared_out(one: dict[str, Any], two: Seen) -> None:
