@@ -44,6 +44,7 @@ LONGEST = (
     "test_predict",
     "test_prefect_away",
     "test_resume",
+    "test_sharding",
     "test_secrets",
     "test_mlflow_sender",
     "test_logged_model",
