@@ -109,6 +109,11 @@ def read_about(folder: Path, step: int) -> dict[str, Any]:
     return about
 
 
+def is_sharded(folder: Path, step: int) -> bool:
+    """Whether it has a file for each rank; see sharded_files. Raises Damaged and Newer."""
+    return bool(read_record(folder, step)["format"] == SHARDED)
+
+
 def read(folder: Path, step: int) -> Checkpoint:
     """The checkpoint of that step. Raises Damaged and Newer."""
     record = read_record(folder, step)

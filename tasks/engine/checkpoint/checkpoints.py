@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from tasks.engine.base.units import mebibytes
 from tasks.engine.checkpoint import checkpoint_files
@@ -25,8 +26,9 @@ from tasks.engine.checkpoint.compatibility import refuse_another
 from tasks.engine.checkpoint.host_copies import HostCopies
 from tasks.engine.checkpoint.kept_steps import steps
 from tasks.engine.checkpoint.nested_state import Unkeepable, taken_apart
+from tasks.engine.checkpoint.sharded_files import Part, part_of, write_parts
 from tasks.engine.checkpoint.training_state import Stateful
-from tasks.engine.distributed.ranks import Ranks
+from tasks.engine.distributed.ranks import Ranks, is_lost_peer
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import CheckpointConfig
 
@@ -58,13 +60,18 @@ class Checkpoints:
         about: Mapping[str, Any],
         resumes: bool = False,
         ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
+        mesh: DeviceMesh | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """about: what the next one to go on has to match. resumes: whether to go on from what is
-        there. ranks: the lead writes and reads, and tells the others."""
+        there. ranks: the lead writes and reads, and tells the others. mesh: that the model is
+        shared out over; then each writes and reads its share, when the lead says so."""
         off = CheckpointConfig(every_s=None)
-        self.folder, self._chosen, self._copies = folder, chosen if ranks.is_lead else off, copies
-        self._ranks = ranks
+        keeps = ranks.is_lead or mesh is not None
+        self.folder, self._chosen, self._copies = folder, chosen if keeps else off, copies
+        self._ranks, self._mesh = ranks, mesh
+        self._together = Ranks() if mesh is None else ranks
+        self._writers = self._together.apart()
         self._about, self._resumes, self._now_s = dict(about), resumes, now_s
         self._parts: dict[str, Stateful] = {}
         self._writer: threading.Thread | None = None
@@ -89,9 +96,11 @@ class Checkpoints:
     def resumed(self) -> Position:
         """Put all parts to where the newest intact checkpoint has them; the start where there is
         none. Raises Mismatch and Newer, and Damaged where there are only damaged ones."""
-        found = newest(self.folder) if self._resumes and self._ranks.is_lead else None
-        if self._resumes:
-            found = self._ranks.of_lead(found)
+        found = None
+        if self._resumes and self._mesh is not None:
+            found = newest(self.folder, self._ranks, self._mesh)
+        elif self._resumes:
+            found = self._ranks.of_lead(newest(self.folder) if self._ranks.is_lead else None)
         if found is None:
             return Position()
         changed = refuse_another(found.about, self._about)
@@ -113,13 +122,13 @@ class Checkpoints:
     def step_done(self, position: Position) -> None:
         """Keep the training, if it is time to; this step is done."""
         every = self._chosen.every_steps
-        if (every and position.step % every == 0) or self._is_late():
+        if (every and position.step % every == 0) or self._together.lead_says(self._is_late()):
             self.save(position)
 
     def epoch_done(self, position: Position, *, is_best: bool) -> None:
         """The same after an epoch and its evaluation."""
-        spent_s = self._now_s() - self._saved_at
-        if is_best and self._chosen.is_on and self._cost_s <= COST_SHARE * spent_s:
+        is_cheap = self._cost_s <= COST_SHARE * (self._now_s() - self._saved_at)
+        if is_best and self._chosen.is_on and self._together.lead_says(is_cheap):
             self.save(position, is_best=True)
         else:
             self.step_done(position)
@@ -127,9 +136,11 @@ class Checkpoints:
     def save(self, position: Position, *, is_best: bool = False, last: bool = False) -> None:
         """Keep the training as it is now. While another one is being written that is passed over;
         the last one is waited for."""
-        if not self._chosen.is_on or (position.step == self._saved_step and not last):
+        if not self._chosen.is_on:
             return
-        if self._writer is not None and self._writer.is_alive() and not last:
+        is_busy = self._writer is not None and self._writer.is_alive()
+        is_due = last or not (is_busy or position.step == self._saved_step)
+        if not self._together.lead_says(is_due):
             return
         self._wait()
         if position.step != self._saved_step:
@@ -150,7 +161,7 @@ class Checkpoints:
     def finish(self, position: Position) -> None:
         """Keep the training as it is at its end, and of its checkpoints only this one."""
         self.save(position, last=True)
-        if self._saved_step == position.step:
+        if self._saved_step == position.step and self._ranks.is_lead:
             checkpoint_files.keep_only(self.folder, {position.step})
 
     def let_go_on(self) -> None:
@@ -174,7 +185,8 @@ class Checkpoints:
             self._told(f"no checkpoint can be written: {error}, which only pickling could keep")
             self._saved_at = self._now_s()
             return
-        copies = self._copies.take(tensors)
+        part = part_of(tensors, is_lead=self._ranks.is_lead)
+        part = replace(part, tensors=self._copies.take(part.tensors))
         self._saved_at, self._saved_step = self._now_s(), position.step
         self.copy_s += self._saved_at - began_s
         best_step = position.step if is_best else self._best_step
@@ -185,20 +197,31 @@ class Checkpoints:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
             self._copies.wait()
             try:
-                checkpoint_files.write(
-                    self.folder, step=position.step, about=about, plain=plain, tensors=copies
-                )
-            except OSError as error:
+                self._write(position.step, about=about, plain=plain, part=part)
+            except (OSError, RuntimeError) as error:
+                if not isinstance(error, OSError) and not is_lost_peer(error):
+                    raise
                 self._saved_step = -1
-                self._told(f"a checkpoint could not be written ({error.strerror or error})")
+                told = getattr(error, "strerror", None) or error
+                self._told(f"a checkpoint could not be written ({told})")
                 return
             self._best_step, self.written = best_step, self.written + 1
-            kept = set(steps(self.folder)[: self._chosen.keep])
-            checkpoint_files.keep_only(self.folder, kept | {position.step, best_step or 0})
+            if self._ranks.is_lead:
+                kept = set(steps(self.folder)[: self._chosen.keep])
+                checkpoint_files.keep_only(self.folder, kept | {position.step, best_step or 0})
             self._cost_s = self._now_s() - began_s
 
         self._writer = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._writer.start()
+
+    def _write(self, step: int, *, about: Mapping[str, Any], plain: Any, part: Part) -> None:
+        if self._mesh is None:
+            tensors = part.tensors
+            checkpoint_files.write(
+                self.folder, step=step, about=about, plain=plain, tensors=tensors
+            )
+        else:
+            write_parts(self.folder, self._writers, step=step, about=about, plain=plain, part=part)
 
     def _told(self, text: str) -> None:
         """Once for each reason: the training goes on, and the checkpoints before stay."""
@@ -212,15 +235,25 @@ class Checkpoints:
             self._writer = None
 
 
-def newest(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint that is as it was written; None where none was.
+def newest(
+    folder: Path,
+    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
+    mesh: DeviceMesh | None = None,
+) -> Checkpoint | None:
+    """The newest checkpoint that is as it was written; None where none was. ranks, mesh: who reads
+    it together, and what it is then shared out over.
 
     Raises Damaged where all are damaged, and Newer.
     """
     problem = None
-    for step in steps(folder):
+    for step in ranks.of_lead(steps(folder)):
         try:
-            return checkpoint_files.read(folder, step)
+            if mesh is None and not checkpoint_files.is_sharded(folder, step):
+                return checkpoint_files.read(folder, step)
+            # torch.distributed.checkpoint costs a second.
+            from tasks.engine.checkpoint.sharded_reading import read
+
+            return read(folder, step, ranks, mesh=mesh)
         except Damaged as error:
             problem = problem or error
             log.warning("checkpoint: %s; going on from the one before", error)

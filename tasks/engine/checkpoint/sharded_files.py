@@ -1,41 +1,21 @@
 """Checkpoints of several ranks: each rank writes a file of the rows that it holds (safetensors, as
 torch.distributed.checkpoint lays them out), and the first one the record that makes a checkpoint of
-them. Any number of ranks reads it. It refuses what is not, file by file, what was written, and no
-part of it is pickled.
+them. No part of it is pickled, and where one rank cannot write there is none.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, empty
 
-from tasks.engine.checkpoint.checkpoint_files import (
-    SHARDED,
-    Checkpoint,
-    Damaged,
-    Newer,
-    drop_others,
-    intact,
-    put_record,
-    put_tensors,
-    read_record,
-)
-from tasks.engine.checkpoint.nested_state import put_together
+from tasks.engine.checkpoint.checkpoint_files import SHARDED, drop_others, put_record, put_tensors
 from tasks.engine.distributed.ranks import Ranks
+from tasks.engine.distributed.shards import local
 
 
 @dataclass(frozen=True)
@@ -51,15 +31,16 @@ def part_of(tensors: Mapping[str, Tensor], *, is_lead: bool) -> Part:
     """Of tensors that are shared out this rank's rows; the others are the first rank's to write."""
     part = Part({}, {})
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            part.tensors[name] = tensor.to_local()
-            part.offsets[name] = list(tensor.__create_chunk_list__()[0].offsets)
+        chunks = getattr(tensor, "__create_chunk_list__", None)  # of a DTensor, for checkpoints
+        if chunks is not None:
+            part.tensors[name] = local(tensor)
+            part.offsets[name] = list(chunks()[0].offsets)
         elif is_lead:
             part.tensors[name] = tensor
     return part
 
 
-def write(
+def write_parts(
     folder: Path, ranks: Ranks, *, step: int, about: Mapping[str, Any], plain: Any, part: Part
 ) -> None:
     """A checkpoint in `folder`, whole or not at all; about and plain are those of the first rank.
@@ -86,45 +67,3 @@ def write(
     problem = ranks.all_of(problem)[0]
     if problem:
         raise OSError(problem)
-
-
-def read(folder: Path, step: int, ranks: Ranks, *, mesh: DeviceMesh | None) -> Checkpoint:
-    """The checkpoint of that step, of however many ranks. What was shared out is so again over this
-    mesh; without one it is whole. Collective. Raises Damaged and Newer, on all ranks alike."""
-    problem: ValueError | None = None
-    record: dict[str, Any] = {}
-    try:
-        record = read_record(folder, step)
-        files = record.get("files") or [(record["tensors"], record["sha256"])]
-        for name, digest in files[ranks.rank :: ranks.size]:  # each is read by somebody
-            intact(folder / name, digest)
-    except (Damaged, Newer) as error:
-        problem = error
-    problem = next(filter(None, ranks.all_of(problem)), None)
-    if problem is not None:
-        raise problem
-    reader = HuggingFaceStorageReader(str(folder))
-    reader.fs = _Only([str(folder / name) for name, _ in files])
-    shared_out = set(record.get("sharded", ())) if mesh is not None else set()
-    tensors: dict[str, Tensor] = {}
-    for name, found in reader.read_metadata().state_dict_metadata.items():
-        assert isinstance(found, TensorStorageMetadata)
-        size, dtype = found.size, found.properties.dtype
-        if name in shared_out:
-            tensors[name] = empty(*size, dtype=dtype, device_mesh=mesh, placements=[Shard(0)])
-        else:
-            tensors[name] = torch.empty(size, dtype=dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that a single process is one
-        load(dict(tensors), storage_reader=reader, no_dist=ranks.is_alone)
-    return Checkpoint(step, record["about"], put_together(record["plain"], tensors))
-
-
-class _Only(FileSystem):
-    """The files of one checkpoint: their folder holds others too."""
-
-    def __init__(self, files: list[str]) -> None:
-        self._files = files
-
-    def ls(self, path: str | os.PathLike[str]) -> list[str]:
-        return self._files

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from typing import Any, TypeVar
@@ -47,6 +47,7 @@ class Ranks:
     size: int = 1
     local: int = 0
     on_host: int = 1
+    group: Any = None  # that they agree in; None: that of all collectives
 
     @property
     def is_lead(self) -> bool:
@@ -62,8 +63,13 @@ class Ranks:
         if self.is_alone:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
+        dist.all_gather_object(found, value, group=self.group)
         return found
+
+    def apart(self) -> Ranks:
+        """The same, to agree beside the training: what a thread of its own asks with `all_of` is
+        not mixed up with what the training sends. All must call it."""
+        return self if self.is_alone else replace(self, group=dist.new_group(backend="gloo"))
 
     def of_lead(self, value: T) -> T:
         """What the lead gave. All must call it."""

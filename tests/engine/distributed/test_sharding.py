@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
-from tasks.engine.checkpoint import checkpoint_files, sharded_files
+from tasks.engine.checkpoint import checkpoint_files, sharded_files, sharded_reading
 from tasks.engine.checkpoint.checkpoint_files import Checkpoint, Damaged
+from tasks.engine.checkpoint.checkpoints import Checkpoints, Position
+from tasks.engine.checkpoint.host_copies import HostCopies
 from tasks.engine.checkpoint.nested_state import taken_apart
 from tasks.engine.checkpoint.training_state import Mismatch, Weights
 from tasks.engine.device.precision import autocast
@@ -30,7 +33,7 @@ from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.models import builtin
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import OptimConfig, RunConfig
+from tasks.engine.settings.run_config import CheckpointConfig, OptimConfig, RunConfig
 from tasks.engine.step.build import optimizer_of
 from tasks.engine.step.micro_batches import Fixed
 from tasks.engine.step.optimizer_step import Step, Watched
@@ -145,11 +148,13 @@ class _Run:
             checkpoint_files.write(folder, plain=plain, tensors=tensors, **how)  # type: ignore[arg-type]
         else:
             part = sharded_files.part_of(tensors, is_lead=self.ranks.is_lead)
-            sharded_files.write(folder, self.ranks, plain=plain, part=part, **how)  # type: ignore[arg-type]
+            sharded_files.write_parts(folder, self.ranks, plain=plain, part=part, **how)  # type: ignore[arg-type]
+
+    def mesh(self) -> DeviceMesh | None:
+        return None if self.ranks.is_alone else init_device_mesh("cpu", (self.ranks.size,))
 
     def load(self, folder: Path) -> Checkpoint:
-        mesh = None if self.ranks.is_alone else init_device_mesh("cpu", (self.ranks.size,))
-        found = sharded_files.read(folder, SAVED, self.ranks, mesh=mesh)
+        found = sharded_reading.read(folder, SAVED, self.ranks, mesh=self.mesh())
         Weights(self.model).restore(found.state["model"])
         self.optimizer.restore(found.state["optimizer"])
         return found
@@ -216,6 +221,40 @@ def _mistakes(folder: Path) -> dict[str, Any]:
     return told | {"full": sorted(p.suffix for p in (folder / "full").iterdir())}
 
 
+def _checkpoints(run: _Run, folder: Path, *, resumes: bool = False) -> Checkpoints:
+    """As a training has them, after every step if nothing is being written."""
+    found = Checkpoints(
+        folder / "kept",
+        CheckpointConfig(every_s=1e-3),
+        HostCopies(CPU),
+        about={"settings": {}, "data": "", "device": "cpu", "torch": ""},
+        resumes=resumes,
+        ranks=run.ranks,
+        mesh=run.mesh(),
+    )
+    found.follow(model=Weights(run.model), optimizer=run.optimizer)
+    return found
+
+
+def _left(folder: Path) -> int:
+    """How many checkpoints were written while a training went on, which ends before its time."""
+    run = _Run("transformer")
+    with closing(_checkpoints(run, folder)) as checkpoints:
+        for step in range(1, SAVED + 1):
+            checkpoints.let_go_on()
+            run.steps(1)
+            checkpoints.step_done(Position(step=step))
+        checkpoints.finish(Position(step=SAVED))
+    return checkpoints.written
+
+
+def _resumed(folder: Path) -> list[float]:
+    run = _Run("transformer")
+    with closing(_checkpoints(run, folder, resumes=True)) as checkpoints:
+        assert checkpoints.resumed() == Position(step=SAVED)
+    return run.steps(STEPS - SAVED)
+
+
 def _disk_full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -232,6 +271,10 @@ def _played(folder: Path) -> dict[str, Any]:
             before = folder / f"{name}-{size}"
             if before.is_dir() and size != run.ranks.size:
                 told[f"{name} after {size}"] = _after(name, before)
+    if run.ranks.size == 2:
+        told["left"] = _left(folder)
+    if not run.ranks.is_alone:
+        told["resumed"] = _resumed(folder)
     if run.ranks.size > 2:
         return told
     told["recomputed"] = _Run("transformer", recompute=True).steps(STEPS)
@@ -329,6 +372,16 @@ def test_a_checkpoint_goes_on_on_another_number_of_ranks(
     assert all(seen[f"{name} after 2"] == rest for seen in three)
     for size in (2, 3):
         assert _after(name, folder / f"{name}-{size}") == rest
+
+
+def test_a_training_keeps_its_shares_while_it_goes_on(
+    folder: Path, one: dict[str, Any], two: Seen, three: Seen
+) -> None:
+    rest = pytest.approx(one["transformer"][2 * SAVED :], rel=2e-4)
+    assert all(seen["left"] >= 1 for seen in two)
+    assert all(seen["resumed"] == rest for seen in (*two, *three))
+    assert _resumed(folder) == rest, "on one process"
+    assert len(list((folder / "kept").iterdir())) == 3, "one record, and two files of tensors"
 
 
 def test_nothing_of_a_checkpoint_is_pickled(folder: Path, three: Seen) -> None:
