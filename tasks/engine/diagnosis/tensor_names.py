@@ -146,7 +146,12 @@ def _inside(path: str, value: Any, without: Iterable[str] = ()) -> Iterator[tupl
             held = object.__getattribute__(value, "__dict__")
         except AttributeError:
             return
-        tables = [held[name] for name in _REGISTERED if name in held and name not in without]
+        # FSDP keeps a tuple under such a name, beside the modules that are its own.
+        tables = [
+            held[name]
+            for name in _REGISTERED
+            if isinstance(held.get(name), dict) and name not in without
+        ]
         for table in (*tables, held):
             for name, one in table.items():
                 is_empty = one is None or (isinstance(one, dict | list | tuple | set) and not one)

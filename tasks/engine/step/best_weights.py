@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tasks.engine.distributed.shards import placed
+from tasks.engine.distributed.shards import local, placed
 from tasks.engine.scores.figures import Cells
 
 
@@ -58,7 +58,8 @@ class Best:
         self._is_now = False
         for name, tensor in tensors_of(model):
             kept = self._kept.get(name)
-            if kept is None or kept.shape != tensor.shape:
+            is_other = kept is None or (local(kept) is kept) != (local(tensor) is tensor)
+            if kept is None or is_other or kept.shape != tensor.shape:
                 self._kept[name] = kept = torch.empty_like(tensor, device="cpu")
             kept.copy_(tensor)
 

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.overrides import wrap_torch_function
 
 from tasks.engine.diagnosis.explain import explained
+from tasks.engine.diagnosis.tensor_names import reached
 from tasks.engine.diagnosis.traceback_frames import own_line
 from tasks.engine.memory.memory_meter import clear_frames
 
@@ -842,3 +843,14 @@ def test_a_batch_beside_fake_tensors_is_not_read() -> None:
             model(ids)
         told = explained(caught.value, model, (ids, Y), lambda: model(ids)) or ""
     assert "the input float32 (2, 3, 2) in layer 1 (Linear(in_features=4, out_features=2" in told
+
+
+def test_an_object_that_calls_something_else_its_modules_is_looked_into() -> None:
+    """FSDP keeps a tuple under that name: a mistake in such a model was told as one of ours."""
+
+    class State:
+        def __init__(self) -> None:
+            self._modules = ()
+            self.kept = torch.ones(2)
+
+    assert dict(reached([("state", State())], set()))["state.kept"].tolist() == [1.0, 1.0]
