@@ -18,7 +18,7 @@ from tasks.engine.settings.run_config import RunConfig
 MAY_DIFFER = (
     *("device.name", "device.require", "data.path", "data.memory_mib"),
     *("train.epochs", "train.max_steps", "train.max_s", "train.until", "train.patience"),
-    *("train.log_every", "train.compile"),
+    *("train.log_every", "train.compile", "train.parallel"),
 )
 MAY_DIFFER_IN = ("checkpoint", "memory", "launch", "run")
 

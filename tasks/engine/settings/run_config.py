@@ -122,6 +122,9 @@ class TrainConfig(Section):
     """The same at a time of the host's clock: HH:MM, the next there is, or YYYY-MM-DD HH:MM."""
     batch_size: Annotated[Int, Field(ge=1, le=10**7)] = 64
     """Rows of one optimizer step."""
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    """How several processes train one model: each with all of it (ddp, and auto), or with its share
+    of weights, gradients and optimizer state (fsdp), for models that one device does not hold."""
     accumulate: Annotated[Int, Field(ge=1, le=10**5)] = 1
     """Micro-batches that one batch is split into; their gradients are summed before the step."""
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
@@ -211,6 +214,9 @@ class MemoryConfig(Section):
     limit_mib: Annotated[Float, Field(gt=0, le=2**30)] | None = None
     """The most memory this run may allocate on its device, in MiB. A CPU, which has no allocator
     that keeps it, counts all tensors, which makes short steps slower."""
+    recompute: Bool = False
+    """Drop what the forward pass of a block leaves, and compute it again for its backward pass:
+    activations take less memory, a step about a third more time."""
     wait_s: Annotated[Float, Field(ge=0, le=10**6)] = 0.0
     """Seconds to wait for memory that other processes hold, where not even one row fits. Then the
     run is refused."""

@@ -34,7 +34,6 @@ from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.build import (
-    model_of,
     plan_of,
     rate_of,
     settled,
@@ -53,6 +52,7 @@ from tasks.engine.training.loop import Tools, batch_of, fit
 from tasks.engine.training.oom_files import OutOfMemory, draw, told, unwatched
 from tasks.engine.training.rank_facts import of_ranks
 from tasks.engine.training.reload_check import leave_model
+from tasks.engine.training.shared_model import held, whole
 from tasks.engine.training.similar_runs import Past, foretold
 from tasks.engine.training.step_metrics import Log
 from tasks.engine.training.throughput import peak_of, peak_tags, rates, timings
@@ -154,7 +154,7 @@ def _train(
         stack.enter_context(seeded(config.train.seed, deterministic=config.train.deterministic))
         ledger, source = stack.enter_context(limited(facts, config.memory.limit_mib))
         meter = memory_meter.Meter(device, source)  # before the model and the rows: they count too
-        model = model_of(config, data, device)
+        model = held(config, data, device, ranks)
         snapshot = config.memory.snapshot and ranks.is_lead
         recorder = stack.enter_context(recording(device, folder=folder, on=snapshot))
         rows, val = fed(config, facts, data, model, rank=ranks.rank, size=ranks.size)
@@ -247,9 +247,10 @@ def _train(
             title = f"Memory of a training step on {facts.name}"
             draw(parts.phases.accounts.ledger, folder, title=title, lines=[])
         watch.lap("log")
+        logged = whole(model, config, data, device, ranks)
         if ranks.is_lead:
             spec = spec_of(config, data, outputs=checked.outputs)
-            leave_model(model, spec, data, val, folder / "model", precision=precision)
+            leave_model(logged, spec, data, val, folder / "model", precision=precision)
         watch.lap("checkpoint")
         alike = bool(fitted.metrics.pop(ALIKE, 0))
         tested.pop(ALIKE, None)

@@ -40,6 +40,7 @@ from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.phases import COUNT_EVERY, Phases
 from tasks.engine.step.verdict import Known
 from tasks.engine.training.agreed_micro_batches import AgreedMicroBatches
+from tasks.engine.training.shared_model import called, mesh_of
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def training_parts(
     parallel: Parallel | None = None
     kind: Callable[..., MicroBatches] = MicroBatches
     if not ranks.is_alone:
-        parallel = Parallel(model, ranks, device=device, mark=phases.mark)
+        parallel = called(model, ranks, device=device, mark=phases.mark)
         kind = partial(AgreedMicroBatches, ranks=ranks, together=parallel.together)
     micro = fitting(kind, micro_rows, whole=here, what="training", give_back=fed[0].give_back)
     outputs: list[tuple[str, Tensor]] = []
@@ -235,6 +236,7 @@ def checkpoints_of(
         about=identity(config, data, device_type=device.type),
         resumes=resumes,
         ranks=ranks,
+        mesh=mesh_of(model),
     )
 
 

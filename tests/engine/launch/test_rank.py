@@ -34,6 +34,11 @@ TRAININGS: dict[str, Sections] = {
         "model": {"name": "cnn", "args": {"width": 8}},
         "train": {"epochs": 1, "batch_size": 64, "accumulate": 4},
     },
+    "shared out": {
+        "model": {"args": {"hidden": [512, 256]}},
+        "train": {"epochs": 2, "batch_size": 63, "accumulate": 2, "parallel": "fsdp"},
+        "memory": {"recompute": True},
+    },
     "clipped": {"optim": {"clip_norm": 0.05, "name": "sgd"}, "train": {"epochs": 1}},
     "a last batch of one row": {"train": {"epochs": 2, "batch_size": 479}},
     "own batch norm": {"model": {"name": "ranks_own:Normed"}, "train": {"epochs": 1}},
@@ -153,28 +158,44 @@ def test_ranks_learn_what_one_process_learns(
             ours = torch.load(alone[0] / name / "model" / "weights.pt")
             weights = torch.load(tmp_path / name / "model" / "weights.pt")
             for key, value in ours.items():
-                torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-6, msg=name)
+                torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-5, msg=name)
         assert all(rank[i][0].metrics["val/loss"] == lead.metrics["val/loss"] for rank in found)
         assert lead.tags["ranks"] == str(size)
+        # What a model is shared out over stays known to PyTorch: four bytes a rank.
+        kept_mib = 4 * size / 2**20 if name == "shared out" else 0
         least, most = (lead.metrics[f"ranks/run_peak_allocated_mib_{w}"] for w in ("least", "most"))
-        assert 0 < least <= most and lead.metrics["ranks/leaked_mib_most"] == 0
+        assert 0 < least <= most and lead.metrics["ranks/leaked_mib_most"] <= kept_mib
         assert lead.metrics["time/communication_ms"] > 0
 
 
-def _stopped(folder: Path) -> Told:
-    return _train({"train": {"epochs": 3, "log_every": 5}}, folder, stop_at=6)
+def _stopped(folder: Path, parallel: str) -> Told:
+    return _train(_three_epochs(parallel), folder, stop_at=6)
 
 
-def _resumed(folder: Path) -> Told:
-    return _train({"train": {"epochs": 3, "log_every": 5}}, folder, resumes=True)
+def _resumed(folder: Path, parallel: str) -> Told:
+    return _train(_three_epochs(parallel), folder, resumes=True)
 
 
-def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_any_number(tmp_path: Path) -> None:
-    whole = _train({"train": {"epochs": 3, "log_every": 5}}, tmp_path / "whole")
-    told = on_ranks(2, _stopped, tmp_path / "ranks", joined=False)
+def _three_epochs(parallel: str = "auto") -> Sections:
+    return {"train": {"epochs": 3, "log_every": 5, "parallel": parallel}}
+
+
+@pytest.mark.parametrize(
+    ("before", "size", "after"),
+    [("ddp", 3, "ddp"), ("fsdp", 3, "fsdp"), ("fsdp", 1, "auto"), ("ddp", 2, "fsdp")],
+)
+def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_any_number(
+    tmp_path: Path, before: str, size: int, after: str
+) -> None:
+    whole = _train(_three_epochs(), tmp_path / "whole")
+    told = on_ranks(2, _stopped, tmp_path / "ranks", before, joined=False)
     assert [error for _, _, error in told] == ["left", "left"]
     assert steps(tmp_path / "ranks" / "checkpoints")[0] == 30
-    again = on_ranks(3, _resumed, tmp_path / "ranks", joined=False)[0]
+    again = (
+        _resumed(tmp_path / "ranks", after)
+        if size == 1
+        else on_ranks(size, _resumed, tmp_path / "ranks", after, joined=False)[0]
+    )
     assert again[0] is not None and whole[0] is not None, again[2]
     assert again[0].tags["resumed_from_step"] == "30"
     kept = {step: loss for step, loss in whole[1].items() if step > 30}
