@@ -93,7 +93,7 @@ def untagged() -> TagsContext:
 
 def own_key() -> str:
     """What a flow run that Prefect starts again is known by; empty for one that is played once."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":  # torchrun starts lost processes again
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun starts lost processes again
         return f"torchrun {os.environ.get('TORCHELASTIC_RUN_ID', '')}".strip()
     return f"flow run {flow_run.id}" if deployment.id and flow_run.id else ""
 

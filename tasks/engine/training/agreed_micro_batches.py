@@ -54,3 +54,15 @@ class AgreedMicroBatches(MicroBatches):
         self.rows = min(rows for rows, _ in told)
         self._together()
         self._is_agreed = True
+
+
+class FixedMicroBatches(MicroBatches):
+    """One size for all, of a model that is shared out: to try again, a rank would need the others.
+    Where it does not fit, the training ends, and says so."""
+
+    def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
+        """What `attempt(*batch, rows)` returns."""
+        return attempt(*batch, self.rows)
+
+    def ease(self, why: str) -> None:
+        """All would have to."""

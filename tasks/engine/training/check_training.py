@@ -15,6 +15,9 @@ from tasks.engine.step.build import settled, steps_of
 from tasks.engine.step.own_model import Checked
 from tasks.engine.training.budget import ends_at
 
+# They work on whole parameters, and PyTorch has no way to share that out.
+NOT_SHARED = ("Adafactor", "Rprop")
+
 
 @ends_told
 def check(config: RunConfig, data: DataFacts) -> Checked:
@@ -41,5 +44,10 @@ def check(config: RunConfig, data: DataFacts) -> Checked:
         raise ConfigError(
             f"train.batch_size: must be at least launch.processes, {config.launch.count} "
             f"(got {config.train.batch_size})"
+        )
+    if config.train.parallel == "fsdp" and config.optim.name in NOT_SHARED:
+        raise ConfigError(
+            f"optim.name: {config.optim.name} cannot train a model that is shared out "
+            "(train.parallel is fsdp); choose another, or ddp"
         )
     return checked

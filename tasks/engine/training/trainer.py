@@ -52,7 +52,7 @@ from tasks.engine.training.loop import Tools, batch_of, fit
 from tasks.engine.training.oom_files import OutOfMemory, draw, told, unwatched
 from tasks.engine.training.rank_facts import of_ranks
 from tasks.engine.training.reload_check import leave_model
-from tasks.engine.training.shared_model import held, whole
+from tasks.engine.training.shared_model import held, mesh_of, whole
 from tasks.engine.training.similar_runs import Past, foretold
 from tasks.engine.training.step_metrics import Log
 from tasks.engine.training.throughput import peak_of, peak_tags, rates, timings
@@ -219,7 +219,9 @@ def _train(
         except (ConfigError, DataError):
             raise  # a sentence by now, though the words of PyTorch are in it
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            mistake = _mistake(error, model, parts.plain)
+            # To see it once more, a rank would need the others.
+            may_look = mesh_of(model) is None
+            mistake = _mistake(error, model, parts.plain) if may_look else None
             if mistake is None:
                 raise
         if mistake is not None:

@@ -39,7 +39,7 @@ from tasks.engine.step.optim import Optimizer
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.phases import COUNT_EVERY, Phases
 from tasks.engine.step.verdict import Known
-from tasks.engine.training.agreed_micro_batches import AgreedMicroBatches
+from tasks.engine.training.agreed_micro_batches import AgreedMicroBatches, FixedMicroBatches
 from tasks.engine.training.shared_model import called, mesh_of
 
 
@@ -160,9 +160,13 @@ def training_parts(
     )
     parallel: Parallel | None = None
     kind: Callable[..., MicroBatches] = MicroBatches
+    of_eval: Callable[..., MicroBatches] = MicroBatches
     if not ranks.is_alone:
+        micro_rows = min(ranks.all_of(micro_rows))
         parallel = called(model, ranks, device=device, mark=phases.mark)
         kind = partial(AgreedMicroBatches, ranks=ranks, together=parallel.together)
+    if mesh_of(model) is not None:
+        kind = of_eval = FixedMicroBatches
     micro = fitting(kind, micro_rows, whole=here, what="training", give_back=fed[0].give_back)
     outputs: list[tuple[str, Tensor]] = []
     step = step_of(
@@ -199,7 +203,7 @@ def training_parts(
         task=data.task,
         loss=loss_of(config.train, data, device),
         autocast=step.autocast,
-        micro=fitting(MicroBatches, most, whole=most, what="eval", give_back=fed[1].give_back),
+        micro=fitting(of_eval, most, whole=most, what="eval", give_back=fed[1].give_back),
         phases=phases,
         forward=forward_of(config),
         metrics={n: in_units(m, data, device) for n, m in metrics_of(config.train).items()},

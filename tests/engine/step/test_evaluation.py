@@ -239,7 +239,7 @@ def test_where_one_row_of_the_device_does_not_fit_it_ends(residency: str) -> Non
 
     class Narrow:
         def __init__(self) -> None:
-            self.residency = residency
+            self.residency, self.weight = residency, 1.0
 
         def __len__(self) -> int:
             return len(batches)

@@ -326,6 +326,7 @@ class _Narrow:
     """Rows from the host, of which a device takes only so many at once, one batch at a time."""
 
     residency, copy_s, begins_again = "host", None, False
+    weight, rows_of_whole = 1.0, None
 
     def __init__(self, rows: int, *, most: int, from_step: int = 1) -> None:
         self._rows, self._most, self._from = _data(rows, seed=2), most, from_step

@@ -478,6 +478,8 @@ def test_a_structure_is_split_by_its_rows_and_described_in_plain_values() -> Non
 class _Kept:
     """Batches as they are."""
 
+    weight = 1.0
+
     def __init__(self, *batches: Any) -> None:
         self._batches = batches
 
