@@ -22,7 +22,7 @@ from tasks.engine.forecast.admission import Admission
 from tasks.engine.models import predictor
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.training import trainer
+from tasks.engine.training import shared_model, trainer
 from tasks.engine.training.oom_files import OutOfMemory
 from tasks.engine.training.step_metrics import Diverged
 from tasks.preflight import BAD_INPUT
@@ -281,14 +281,14 @@ KEPT: list[torch.Tensor] = []
 
 @pytest.mark.parametrize("on_leak", ["warn", "fail"])
 def test_a_leak_is_found_and_its_owner_named(on_leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = trainer.model_of
+    real = shared_model.model_of
 
     def leaky(*arguments: Any) -> torch.nn.Module:
         model = real(*arguments)
         KEPT.append(next(model.parameters()))
         return model
 
-    monkeypatch.setattr(trainer, "model_of", leaky)
+    monkeypatch.setattr(shared_model, "model_of", leaky)
     try:
         if on_leak == "fail":
             with pytest.raises(LeakError, match="memory.on_leak: .* held by .*KEPT"):
