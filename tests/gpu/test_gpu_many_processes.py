@@ -1,0 +1,54 @@
+"""Several processes on several GPUs, by NCCL."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tasks.engine.base.facts import TrainFacts
+from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import DeviceError, detect
+from tasks.engine.launch import agent
+from tasks.engine.launch.processes import processes_of
+from tasks.engine.launch.rank import Job
+from tasks.engine.settings.launch_config import LaunchConfig
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.training import trainer
+from tasks.engine.training.similar_runs import Past
+
+pytestmark = pytest.mark.gpu
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two processes need two GPUs")
+
+
+def test_more_processes_than_gpus_are_refused_and_auto_is_one_for_each() -> None:
+    here, facts = torch.cuda.device_count(), detect("cuda:0")
+    assert processes_of(LaunchConfig(processes="auto"), facts) == here
+    with pytest.raises(DeviceError, match=f"launch.processes: must be at most {here}, one for"):
+        processes_of(LaunchConfig(processes=str(here + 1)), facts)
+
+
+def _train(folder: Path, processes: int, **train: Any) -> tuple[TrainFacts, dict[int, float]]:
+    sections = {"model": {"name": "cnn"}, "train": {"epochs": 2, "precision": "fp32", **train}}
+    made = {"data": {"cache": str(folder.parent / "data")}, **sections}
+    config, losses = RunConfig.model_validate(made), {}
+    data, device = prepare(config.data), detect("cuda:0")
+
+    def log(metrics: dict[str, float], step: int) -> None:
+        losses.update({step: metrics["train/loss"]} if "train/loss" in metrics else {})
+
+    if processes == 1:
+        return trainer.train(config, device, data, folder=folder, log=log), losses
+    job = Job(config, data, Past(), folder, resumes=False)
+    return agent.train(job, device, processes=processes, restarts=0, log=log), losses
+
+
+@needs_two
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_gpus_learn_what_one_learns(tmp_path: Path, parallel: str) -> None:
+    one, losses = _train(tmp_path / "one", 1)
+    two, theirs = _train(tmp_path / "two", 2, parallel=parallel)
+    assert theirs == pytest.approx(losses, rel=5e-3)
+    assert two.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=2e-2)
+    assert two.tags["ranks"] == "2" and len(two.tags["ranks.devices"].split(", ")) == 2
+    assert two.metrics["ranks/leaked_mib_most"] < 0.001
