@@ -17,6 +17,9 @@ from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.training import trainer
 from tasks.engine.training.similar_runs import Past
 
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
+
 pytestmark = pytest.mark.gpu
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two processes need two GPUs")
 
