@@ -12,9 +12,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from fcntl import LOCK_EX, flock
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -24,6 +22,7 @@ from tasks.serving.processes import (
     Part,
     ServeError,
     SettingError,
+    alone,
     log_path,
     parts,
     port_from,
@@ -41,11 +40,18 @@ PORTS = {"prefect": PREFECT_PORT, "mlflow": MLFLOW_PORT}
 
 def main(argv: Sequence[str]) -> int:
     """Do what the command line says. Returns the exit code: 0, 1 failed, 2 a bad setting."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.serve", description=__doc__)
-    parser.add_argument("action", choices=["up", "down", "status", "ui"])
+    return obey(argv, {"up": up, "down": down, "status": status, "ui": ui}, "tasks.serve", __doc__)
+
+
+def obey(
+    argv: Sequence[str], actions: Mapping[str, Callable[[], int]], module: str, about: str | None
+) -> int:
+    """Do one of the actions; what is wrong is told in a sentence."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    parser.add_argument("action", choices=list(actions))
     action = parser.parse_args(argv).action
     try:
-        return {"up": up, "down": down, "status": status, "ui": ui}[action]()
+        return actions[action]()
     except ServeError as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, SettingError) else 1
@@ -59,41 +65,59 @@ def main(argv: Sequence[str]) -> int:
 
 def up() -> int:
     """Bring everything up, or say that it is, and print the addresses."""
+    print(_addresses(begun(FOLDER, _plan).addresses))
+    return 0
+
+
+def begun(
+    folder: Path, planned: Callable[[Mapping[str, Part]], service_up.Plan]
+) -> service_up.Plan:
+    """The plan, of which everything is up. planned: makes one, given what is up."""
     signal.signal(signal.SIGTERM, _leave)
     # A worker ends itself by SIGINT. Started from a script's background job it would inherit that
     # SIGINT is ignored, and then never end.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with _alone():
-        alive = parts(FOLDER)
-        plan, gone = _plan(alive), ", ".join(n for n in _names() if n not in alive)
+    with alone(folder):
+        alive = parts(folder)
+        plan = planned(alive)
+        gone = ", ".join(name for name in plan.addresses if name not in alive)
         if not gone:
             print("It is up already.")
         else:
             if alive:
-                print(f"{gone}: had ended (logs: {FOLDER}), and is started again.", flush=True)
+                print(f"{gone}: had ended (logs: {folder}), and is started again.", flush=True)
             service_up.bring_up(plan, alive)
-    print(_addresses(plan.addresses))
-    return 0
+    return plan
 
 
 def down() -> int:
     """End what `up` started, and nothing else."""
-    with _alone():
-        names = parts(FOLDER)
-        service_down.take_down(FOLDER)
+    return ended(FOLDER)
+
+
+def ended(folder: Path) -> int:
+    """End what is up of the service that has this folder."""
+    with alone(folder):
+        names = parts(folder)
+        service_down.take_down(folder)
     print("Down: " + ", ".join(names) + "." if names else "Nothing is up.")
     return 0
 
 
 def status() -> int:
     """Print what is up. Returns 1 where something that was brought up is not."""
-    alive = parts(FOLDER)
+    return told(FOLDER, _names())
+
+
+def told(folder: Path, names: Sequence[str]) -> int:
+    """Print which of these parts are up."""
+    alive = parts(folder)
     if not alive:
         print("Nothing is up.")
         return 1
-    states = {name: _state(name, alive.get(name)) for name in _names()}
+    states = {name: _state(name, alive.get(name)) for name in names}
     for name, state in states.items():
-        known = alive[name].address if name in alive else f"log: {log_path(FOLDER, name)}"
+        known = alive[name].address if name in alive else f"log: {log_path(folder, name)}"
         print(f"{name:8} {state:10} {known}")
     return 0 if set(states.values()) == {"up"} else 1
 
@@ -173,17 +197,10 @@ def _names() -> list[str]:
 
 def _plan(up: Mapping[str, Part]) -> service_up.Plan:
     """Where each part is, or will be, on a port that nobody holds."""
-    chosen, names = where(), _names()
-    ports = {n: port_from(*PORTS[n]) for n in PORTS if n in names and n not in up}
-    addresses = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
-    addresses |= {"worker": socket.gethostname()} | {name: up[name].address for name in up}
-    if addresses["prefect"] == (address := addresses.get("mlflow")):
-        both = address.rpartition(":")[2]
-        raise SettingError(
-            f"{MLFLOW_PORT[0]}: must differ from {PREFECT_PORT[0]} (both are {both})"
-        )
-    for name, port in ports.items():
-        require_free(port, PORTS[name][0])
+    chosen = where()
+    ports = {name: PORTS[name] for name in _names() if name in PORTS}
+    addresses = {**placed(ports, up), "worker": socket.gethostname()}
+    addresses |= {name: part.address for name, part in up.items()}
     return service_up.Plan(
         project=PROJECT,
         folder=FOLDER,
@@ -194,13 +211,23 @@ def _plan(up: Mapping[str, Part]) -> service_up.Plan:
     )
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """One `up` or `down` at a time; a second one waits, then finds it done."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    with open(FOLDER / "lock", "w") as lock:
-        flock(lock, LOCK_EX)
-        yield
+def placed(
+    ports: Mapping[str, tuple[str, int]], up: Mapping[str, Part], *, host: str = "127.0.0.1"
+) -> dict[str, str]:
+    """The addresses of parts whose ports the environment may name; those that are not up get one
+    that nobody holds. Raises ServeError where there is none."""
+    found = {name: up[name].address for name in ports if name in up}
+    for name, (variable, usual) in ports.items():
+        if name not in up:
+            address = f"http://{host}:{port_from(variable, usual)}"
+            if other := next((n for n, a in found.items() if a == address), None):
+                both = address.rpartition(":")[2]
+                raise SettingError(
+                    f"{variable}: must differ from {ports[other][0]} (both are {both})"
+                )
+            require_free(port_from(variable, usual), variable, host)
+            found[name] = address
+    return found
 
 
 def _state(name: str, part: Part | None) -> str:
@@ -211,8 +238,7 @@ def _state(name: str, part: Part | None) -> str:
 
 
 def _addresses(addresses: Mapping[str, str]) -> str:
-    api = f"{addresses['prefect']}/api"
-    run = f"PREFECT_API_URL={api} {_command('prefect')} deployment run train/train-on-demand"
+    run = train_command(addresses, "train-on-demand")
     log = FOLDER.relative_to(PROJECT)
     return "\n".join(
         [
@@ -226,6 +252,12 @@ def _addresses(addresses: Mapping[str, str]) -> str:
             "stop       make serve-down",
         ]
     )
+
+
+def train_command(addresses: Mapping[str, str], deployment: str) -> str:
+    """How a person asks for a training."""
+    api = f"PREFECT_API_URL={addresses['prefect']}/api"
+    return f"{api} {_command('prefect')} deployment run train/{deployment}"
 
 
 def _mlflow_page(addresses: Mapping[str, str]) -> str:

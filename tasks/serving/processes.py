@@ -9,18 +9,22 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 from uuid import uuid4
 
 import psutil
 
+from tasks.process.redaction import redacted
 from tasks.serving.prefect_http import FLOW_RUN
 
 MARK = "HEADROOM_SERVE"  # in the environment of all we start: the value is drawn once for a folder
 PART = "HEADROOM_SERVE_PART"  # and of which part it is: its name and address
+STORES = ("postgres", "s3")  # the parts that the others write to
+WORKER = "worker"  # how the names of those parts begin that have runs as their children
 
 
 class ServeError(RuntimeError):
@@ -39,6 +43,15 @@ class Part:
     process: psutil.Process
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """One `up` or `down` at a time; a second one waits, then finds it done."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        flock(lock, LOCK_EX)
+        yield
+
+
 def start(
     name: str,
     command: Sequence[str],
@@ -47,8 +60,10 @@ def start(
     folder: Path,
     env: Mapping[str, str],
     cwd: Path,
+    user: str | None = None,
 ) -> Part:
-    """Start one process in a session of its own; what it prints goes to `folder`/`name`.log."""
+    """Start one process in a session of its own; what it prints goes to `folder`/`name`.log. user:
+    whose it becomes, where this process is root's."""
     with open(log_path(folder, name), "w") as log:
         # Not a child of ours once we have gone, and nothing to close: init collects it.
         process = subprocess.Popen(
@@ -59,6 +74,9 @@ def start(
             cwd=cwd,
             env={**env, PART: f"{name} {address}"},
             start_new_session=True,
+            user=user,
+            group=user,
+            extra_groups=[] if user else None,
         )
     try:
         return Part(address, psutil.Process(process.pid))
@@ -143,9 +161,8 @@ def died(name: str, folder: Path, *, lines: int = 15) -> ServeError:
     """An error that shows the end of a part's log."""
     path = log_path(folder, name)
     tail = path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
-    return ServeError(
-        "\n".join([f"{name} ended while starting; its last lines:", *tail, str(path)])
-    )
+    said = "\n".join([f"{name} ended while starting; its last lines:", *tail, str(path)])
+    return ServeError(redacted(said))
 
 
 def port_from(variable: str, default: int) -> int:
@@ -156,17 +173,17 @@ def port_from(variable: str, default: int) -> int:
     return int(text)
 
 
-def require_free(port: int, variable: str) -> None:
+def require_free(port: int, variable: str, host: str = "127.0.0.1") -> None:
     """Raises ServeError where somebody else listens on that port."""
     with closing(socket.socket()) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers will
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
             return
         except OSError as error:
             reason = _holder(port) or error.strerror
     raise ServeError(
-        f"{variable}: port {port} on 127.0.0.1 can't be had: {reason}; end that, or choose another "
+        f"{variable}: port {port} on {host} can't be had: {reason}; end that, or choose another "
         f"port: {variable}={port + 1 if port < 65535 else port - 1}"
     )
 

@@ -4,7 +4,7 @@ back and closes its record; then the worker, the server and MLflow. Ends nothing
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import psutil
 
 from tasks.serving import prefect_http
 from tasks.serving.prefect_http import FLOW_RUN
-from tasks.serving.processes import PART, await_end, end, marked, parts
+from tasks.serving.processes import PART, STORES, WORKER, await_end, end, marked, parts
 
 RUN_S = 90.0  # for runs to end: give the device back, and send what MLflow has not got yet
 
@@ -24,19 +24,20 @@ def take_down(folder: Path, *, but: Collection[str] = ()) -> None:
     end it in good order, and the next `up` takes it over.
     """
     up = parts(folder)
-    spares = bool(but) or not {"worker", "prefect"} <= up.keys()
+    workers = [part.process for name, part in up.items() if name.startswith(WORKER)]
+    spares = bool(but) or not workers or "prefect" not in up
     if not spares:
-        _end_worker(folder, up["worker"].process, f"{up['prefect'].address}/api")
-    for name, part in up.items():
+        _end_workers(folder, workers, f"{up['prefect'].address}/api")
+    for name, part in sorted(up.items(), key=lambda p: p[0] in STORES):  # still written to
         if name in but:
             continue
-        if spares and name == "worker":
+        if spares and name.startswith(WORKER):
             part.process.kill()  # told to end, it would take its run with it
         end([part.process], wait_s=20)
     _sweep(folder, spares=spares, but=but)
 
 
-def _end_worker(folder: Path, worker: psutil.Process, api: str) -> None:
+def _end_workers(folder: Path, workers: Sequence[psutil.Process], api: str) -> None:
     """A worker that is told to end while a run goes on kills the run's process the hard way: no
     `finally`, and the run says Running for ever. So the runs are cancelled before."""
     is_paused = False
@@ -45,17 +46,17 @@ def _end_worker(folder: Path, worker: psutil.Process, api: str) -> None:
             if not prefect_http.is_paused(api):
                 prefect_http.pause(api, paused=True)  # else the worker would start the next one
                 is_paused = True
-        _end_runs(folder, worker, api)
-        end([worker], wait_s=20)
+        _end_runs(folder, workers, api)
+        end(workers, wait_s=20)
     finally:
         if is_paused:
             with suppress(OSError):
                 prefect_http.pause(api, paused=False)
 
 
-def _end_runs(folder: Path, worker: psutil.Process, api: str) -> None:
-    """Cancel the worker's runs as the UI would; it signals their processes, which give their memory
-    back and close their records. Those of a worker that has died this one does not know."""
+def _end_runs(folder: Path, workers: Sequence[psutil.Process], api: str) -> None:
+    """Cancel the workers' runs as the UI would; it signals their processes, which give their memory
+    back and close their records. Those of a worker that has died none of these knows."""
     runs = {p: env[FLOW_RUN] for p, env in marked(folder).items() if FLOW_RUN in env}
     if not runs:
         return
@@ -63,7 +64,7 @@ def _end_runs(folder: Path, worker: psutil.Process, api: str) -> None:
     print(f"Cancelling {len(ids)} run{'s' * (len(ids) > 1)} ...", flush=True)
     signalled: set[psutil.Process] = set()
     with suppress(OSError, psutil.Error):  # no answer: then the signal that it would have sent
-        family = set(worker.children(recursive=True))
+        family = {child for worker in workers for child in worker.children(recursive=True)}
         for run in ids:
             prefect_http.cancel(api, run)
         signalled = family

@@ -8,15 +8,18 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fcntl import LOCK_EX, flock
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tasks.serving import crashed_flow_runs, local_prefect, prefect_http, service_down
 from tasks.serving.processes import (
     MARK,
+    STORES,
+    WORKER,
     Part,
     ServeError,
     died,
@@ -33,6 +36,16 @@ OTHERS = ("PREFECT_API_KEY", "PREFECT_UI_API_URL", "PREFECT_SERVER_UI_API_URL", 
 
 
 @dataclass(frozen=True)
+class Program:
+    """How a part is started, where that is not as `make serve` does it."""
+
+    command: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)  # of this part alone: its passwords
+    user: str | None = None  # whose it becomes, where this process is root's
+    is_ready: Callable[[], bool] | None = None  # where no health endpoint tells
+
+
+@dataclass(frozen=True)
 class Plan:
     """What is to be brought up, and where."""
 
@@ -42,6 +55,13 @@ class Plan:
     experiment: str
     runs: Path  # of the runs' journals
     addresses: Mapping[str, str]  # by part; no mlflow where a tracking server has the runs
+    programs: Mapping[str, Program] = field(default_factory=dict)  # by part
+    deployments: Sequence[str] = ("--all",)  # as `prefect deploy` is told
+    env: Mapping[str, str] = field(default_factory=dict)  # of all parts
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.addresses["prefect"]).hostname or "127.0.0.1"
 
     @property
     def api(self) -> str:
@@ -49,22 +69,28 @@ class Plan:
 
 
 def bring_up(plan: Plan, up: Mapping[str, Part]) -> None:
-    """Server and MLflow at once, then the deployments, then the worker; but what is `up`.
+    """What the servers need; server and MLflow at once; the deployments; the workers; but what is
+    `up`.
 
     A training that goes on, though what has started it died, is left alone, and ended with the
     service. Raises ServeError, with the end of the log of what failed.
     """
     found = dict(up)
     try:
-        _provide_database()
-        for name in plan.addresses.keys() & HEALTH.keys() - up.keys():
-            found[name] = _start(name, plan)
+        if "prefect" not in plan.programs:
+            _provide_database()
+        missing = [name for name in plan.addresses if name not in up]
+        stores = [name for name in missing if name in STORES]
+        found |= {name: _start(name, plan) for name in stores}
+        for name in stores:
+            _await(name, found[name], plan, plan.programs[name].is_ready)
+        found |= {name: _start(name, plan) for name in missing if name in HEALTH}
         _await("prefect", found["prefect"], plan)
         _deploy(plan)
-        if "worker" not in up:
-            is_online = partial(prefect_http.worker_is_online, plan.api, since=time.time())
-            worker = _start("worker", plan)
-            _await("worker", worker, plan, lambda: is_online(worker.address))
+        is_online = partial(prefect_http.worker_is_online, plan.api, since=time.time())
+        workers = {name: _start(name, plan) for name in missing if name.startswith(WORKER)}
+        for name, worker in workers.items():
+            _await(name, worker, plan, partial(is_online, worker.address))
         if "mlflow" in found:
             _await("mlflow", found["mlflow"], plan)
     except OSError as error:
@@ -77,18 +103,31 @@ def bring_up(plan: Plan, up: Mapping[str, Part]) -> None:
 
 def _start(name: str, plan: Plan) -> Part:
     address = plan.addresses[name]
-    python = [sys.executable, "-m"]
-    prefect, port = [*python, "prefect", "--no-prompt"], address.rpartition(":")[2]
-    command = {
-        "prefect": [*prefect, "server", "start", "--host", "127.0.0.1", "--port", port],
-        "mlflow": [*python, "tasks.serve", "ui"],
-        "worker": [*prefect, "worker", "start", "--pool", prefect_http.POOL, "--type", "process"]
-        + ["--name", address, "--limit", "1"],  # one GPU, one run; the next waits
-    }[name]
-    env = _environment(plan)
+    program = plan.programs.get(name) or program_of(name, address)
+    env = {**_environment(plan), **program.env}
+    return start(
+        name,
+        program.command,
+        address=address,
+        folder=plan.folder,
+        env=env,
+        cwd=plan.project,
+        user=program.user,
+    )
+
+
+def program_of(name: str, address: str) -> Program:
+    """How `make serve` starts a part."""
+    python, url = [sys.executable, "-m"], urlsplit(address)
+    prefect = [*python, "prefect", "--no-prompt"]
+    if name == "prefect":
+        at = ["--host", str(url.hostname), "--port", str(url.port)]
+        return Program([*prefect, "server", "start", *at])
     if name == "mlflow":
-        env["HEADROOM_MLFLOW_PORT"] = port
-    return start(name, command, address=address, folder=plan.folder, env=env, cwd=plan.project)
+        return Program([*python, "tasks.serve", "ui"], {"HEADROOM_MLFLOW_PORT": str(url.port)})
+    worker = [*prefect, "worker", "start", "--pool", prefect_http.POOL, "--type", "process"]
+    # One GPU, one run; the next waits.
+    return Program([*worker, "--name", address, "--limit", "1"])
 
 
 def _deploy(plan: Plan) -> None:
@@ -103,7 +142,7 @@ def _deploy(plan: Plan) -> None:
         print(f"Skipped {missed} scheduled run(s) whose time passed; the latest takes their place.")
     if prefect_http.is_paused(plan.api):
         print("The work pool is paused, so nothing will run. In Prefect's UI it can be resumed.")
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", *plan.deployments]
     env, nothing = _environment(plan), subprocess.DEVNULL
     with open(log_path(plan.folder, "deploy"), "w") as log:
         done = subprocess.run(
@@ -131,7 +170,7 @@ def _environment(plan: Plan) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in OTHERS}
     # Leases in memory would be lost with the server, and their slots taken for ever.
     leases = "prefect.server.concurrency.lease_storage.filesystem"
-    not_proxied = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
+    not_proxied = ",".join(filter(None, [os.environ.get("NO_PROXY"), plan.host]))
     return {
         **kept,
         "PREFECT_API_URL": plan.api,
@@ -143,6 +182,7 @@ def _environment(plan: Plan) -> dict[str, str]:
         "MLFLOW_TRACKING_URI": plan.tracking_uri,
         "MLFLOW_EXPERIMENT_NAME": plan.experiment,
         "NO_PROXY": not_proxied,
+        **plan.env,
         MARK: mark_of(plan.folder),
     }
 

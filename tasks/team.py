@@ -1,0 +1,151 @@
+"""A team's service on one machine: MLflow's and Prefect's servers on PostgreSQL, artifacts in an S3
+store, two workers as two hosts. `python -m tasks.team up`, `down`, `status`. It is the service of
+serve.py with other stores: nothing listens to another machine, and all that it keeps lies outside
+the project.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tasks import serve
+from tasks.serving import service_up, team_hosts
+from tasks.serving.processes import STORES, Part, SettingError
+from tasks.serving.service_up import Program
+from tasks.serving.team_stores import GIVEN, Stores
+from tasks.tracking.mlflow_pages import EXPERIMENTS_PAGE
+from tasks.tracking.where import where
+
+HOSTS = {"worker-1": "host-1", "worker-2": "host-2"}
+POSTGRES_PORT = ("HEADROOM_POSTGRES_PORT", 5433)
+S3_PORT = ("HEADROOM_S3_PORT", 9000)
+DEPLOYMENTS = ("--prefect-file", "prefect-team.yaml", "--name", "train-team")
+REPOSITORY = "HEADROOM_REPOSITORY"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what the command line says. Returns the exit code: 0, 1 failed, 2 a bad setting."""
+    return serve.obey(argv, {"up": up, "down": down, "status": status}, "tasks.team", __doc__)
+
+
+def folder() -> Path:
+    """Where a team's data, passwords, checkouts and logs lie."""
+    if named := os.environ.get("HEADROOM_TEAM_FOLDER"):
+        return Path(named).absolute()
+    if not os.geteuid():  # root's home is closed to the user that PostgreSQL runs as
+        return Path("/var/lib/headroom/team")
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "headroom" / "team"
+
+
+def up() -> int:
+    """Bring everything up, or say that it is, and print the addresses."""
+    place = folder()
+    place.mkdir(mode=0o711, parents=True, exist_ok=True)
+    # Only the servers get them: not the workers, and not what these start.
+    given = {name: os.environ.pop(name) for name in GIVEN if os.environ.get(name)}
+    plan = serve.begun(place, lambda alive: _plan(place, alive, given))
+    print(_told(plan))
+    return 0
+
+
+def down() -> int:
+    """End what `up` started, and nothing else; what it kept stays."""
+    serve.ended(folder())
+    team_hosts.hosts(list(HOSTS.values())).remove()
+    return 0
+
+
+def status() -> int:
+    """Print what is up. Returns 1 where something that was brought up is not."""
+    given = {name: os.environ[name] for name in GIVEN if os.environ.get(name)}
+    stores = Stores(folder(), "", "", given).names
+    return serve.told(folder(), [*stores, *serve.PORTS, *HOSTS])
+
+
+def _plan(place: Path, up: Mapping[str, Part], given: Mapping[str, str]) -> service_up.Plan:
+    if not (serve.PROJECT / "prefect-team.yaml").is_file():
+        raise SettingError(f"prefect-team.yaml: is not in {serve.PROJECT}")
+    hosts = team_hosts.hosts(list(HOSTS.values()))
+    repository = os.environ.get(REPOSITORY) or _code(place)
+    stores = Stores(place, "", "", given)
+    why_not = hosts.make()
+    if why_not and not up:
+        print(f"Both workers are on this host: {why_not}.", flush=True)
+    host = "127.0.0.1" if why_not else hosts.servers
+    addresses = {}
+    if "postgres" in stores.names:  # which only the servers ask
+        addresses = serve.placed({"postgres": POSTGRES_PORT}, up)
+    # The S3 store is asked by all: MLflow sends who downloads a model there.
+    ports = {"s3": S3_PORT, **serve.PORTS} if "s3" in stores.names else serve.PORTS
+    addresses |= {**serve.placed(ports, up, host=host), **HOSTS}
+    stores = Stores(place, addresses.get("postgres", ""), addresses.get("s3", ""), given)
+    of_prefect, of_mlflow = stores.server_env()
+    programs = stores.programs()
+    prefect = service_up.program_of("prefect", addresses["prefect"])
+    programs["prefect"] = Program(prefect.command, of_prefect)
+    port = addresses["mlflow"].rpartition(":")[2]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", port]
+    programs["mlflow"] = Program([*command, "--workers", "2"], of_mlflow)
+    for part, name in HOSTS.items():
+        own = place / "hosts" / name
+        own.mkdir(parents=True, exist_ok=True)
+        words = service_up.program_of(part, name).command
+        env = {"PREFECT_HOME": str(own / "prefect"), "HEADROOM_HOST_FOLDER": str(own)}
+        programs[part] = Program(words if why_not else hosts.inside(name, words), env)
+    return service_up.Plan(
+        project=serve.PROJECT,
+        folder=place,
+        tracking_uri=addresses["mlflow"],
+        experiment=where().experiment,
+        runs=place / "hosts",
+        addresses=addresses,
+        programs=programs,
+        deployments=DEPLOYMENTS,
+        env={"PREFECT_HOME": str(place / "prefect"), REPOSITORY: repository},
+    )
+
+
+def _code(place: Path) -> str:
+    """A repository with the project's newest commit, which the workers clone."""
+    code = place / "code.git"
+    commands = [["init", "--quiet", "--bare", "--initial-branch=main", str(code)]]
+    source = f"file://{serve.PROJECT}"
+    commands += [["--git-dir", str(code), "fetch", "--quiet", "--depth=1", source, "+HEAD:main"]]
+    for command in commands:
+        try:
+            done = subprocess.run(["git", *command], capture_output=True, text=True)
+        except FileNotFoundError:
+            raise SettingError("git: is not here; workers bring the code with it") from None
+        if done.returncode:
+            raise SettingError(
+                f"{REPOSITORY}: name the repository that workers clone; "
+                f"{serve.PROJECT} can't be ({done.stderr.strip().splitlines()[-1]})"
+            )
+    return f"file://{code}"
+
+
+def _told(plan: service_up.Plan) -> str:
+    at, place = plan.addresses, plan.folder
+    stores = [f"{name:10} {at[name]}" for name in STORES if name in at]
+    return "\n".join(
+        [
+            f"Prefect    {at['prefect']}",
+            f"MLflow     {at['mlflow']}{EXPERIMENTS_PAGE}",
+            *stores,
+            f"workers    {', '.join(HOSTS.values())}; one run at a time each, of the newest commit",
+            "           For this machine only. The servers ask for no password; the stores do.",
+            f"train now  {serve.train_command(at, 'train-team')}",
+            f"at a desk  MLFLOW_TRACKING_URI={at['mlflow']} make train",
+            f"data, logs {place}/",
+            "stop       make team-down",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
