@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train test test-cuda test-ui lint docs ui serve serve-down bench mutants chaos clean
+.PHONY: help setup train test test-cuda test-ui lint docs ui serve serve-down team team-down bench mutants chaos clean
 
 help:
 	@echo 'make train        train on the best device here:  make train ARGS="--train.epochs 5"'
@@ -13,6 +13,8 @@ help:
 	@echo 'make ui           the runs in MLflow, at the address that it prints'
 	@echo 'make serve        Prefect server, worker, schedules and MLflow on this machine'
 	@echo 'make serve-down   end exactly those'
+	@echo 'make team         the same for a team: PostgreSQL, an S3 store, two workers as two hosts'
+	@echo 'make team-down    end exactly those; what they keep stays'
 	@echo 'make lint         formatter, linter, type checker'
 	@echo 'make docs         what the pages show of the code, written anew: rooms, settings'
 	@echo 'make bench        the benchmarks'
@@ -36,7 +38,7 @@ setup: .venv/.ready
 train: .venv/.ready
 	$(BIN)/python -m flows.train $(ARGS)
 
-test: .venv/.ready
+test: .venv/.team
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-cuda: .venv/.ready
@@ -66,6 +68,17 @@ serve: .venv/.ready
 
 serve-down: .venv/.ready
 	$(BIN)/python -m tasks.serve down
+
+team: .venv/.team
+	$(BIN)/python -m tasks.team up
+
+team-down: .venv/.ready
+	$(BIN)/python -m tasks.team down
+
+# What asks PostgreSQL and S3; nothing else needs it.
+.venv/.team: .venv/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[team]'
+	@touch $@
 
 bench: .venv/.bench
 	$(BIN)/python -m benchmarks.startup

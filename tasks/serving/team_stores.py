@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tasks.process.redaction import redacted
-from tasks.serving.processes import ServeError, SettingError
+from tasks.serving.processes import STORES, ServeError, SettingError
 from tasks.serving.service_up import Program
 
 BUCKET, USER = "mlflow", "headroom"
@@ -49,25 +49,34 @@ class Stores:
     @property
     def names(self) -> list[str]:
         """The parts that have to be started."""
-        has_databases = {PREFECT_DATABASE, MLFLOW_DATABASE} <= self.given.keys()
-        found = ["postgres"] * (not has_databases) + ["s3"] * (ARTIFACTS not in self.given)
+        needed = {
+            "postgres": not {PREFECT_DATABASE, MLFLOW_DATABASE} <= self.given.keys(),
+            "s3": ARTIFACTS not in self.given,
+        }
+        return [name for name in STORES if needed[name]]
+
+    @property
+    def passwords(self) -> dict[str, str]:
+        """Drawn once, by the names of the stores."""
+        file = self.folder / "passwords.json"
+        with suppress(FileExistsError):
+            opened = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            with open(opened, "w") as new:
+                json.dump({name: secrets.token_urlsafe(24) for name in STORES}, new)
+        found: dict[str, str] = json.loads(file.read_text())
         return found
 
     def programs(self) -> dict[str, Program]:
         """How they are started, by their names; made ready where they are new."""
-        known = _passwords(self.folder / "passwords.json")
-        own = {
-            "postgres": lambda: self._postgres(known["postgres"]),
-            "s3": lambda: self._s3(known["s3"]),
-        }
-        return {name: own[name]() for name in self.names}
+        own = {"postgres": self._postgres, "s3": self._s3}
+        return {name: own[name](self.passwords[name]) for name in self.names}
 
     def server_env(self) -> tuple[dict[str, str], dict[str, str]]:
         """What Prefect's server and MLflow's are told, each in its environment.
 
         Raises SettingError where a database that the environment names is not there.
         """
-        known = _passwords(self.folder / "passwords.json")
+        known = self.passwords
         login = f"{USER}:{known['postgres']}@{urlsplit(self.postgres).netloc}"
         prefect = {PREFECT_DATABASE: f"postgresql+asyncpg://{login}/prefect"}
         mlflow = {
@@ -133,16 +142,6 @@ def refusal(uri: str) -> str:
         said = str(getattr(error, "orig", None) or error).strip() or type(error).__name__
         return f"can't be used: {redacted(said.splitlines()[0])}"
     return ""
-
-
-def _passwords(file: Path) -> dict[str, str]:
-    """Drawn once. A password in the arguments of a process would be for all to see."""
-    with suppress(FileExistsError):
-        opened = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        with open(opened, "w") as new:
-            json.dump({name: secrets.token_urlsafe(24) for name in ("postgres", "s3")}, new)
-    found: dict[str, str] = json.loads(file.read_text())
-    return found
 
 
 def _postgres_programs(data: Path) -> Path:

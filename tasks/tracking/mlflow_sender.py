@@ -21,6 +21,9 @@ from typing import Any
 # MLflow's defaults wait four minutes for a server that is away; the journal waits better.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
+# Where its address is not to be had, the thread of MLflow's telemetry takes a variable out of the
+# environment while a request reads it, which then fails.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it is imported)
 from mlflow.exceptions import MlflowException  # noqa: E402
