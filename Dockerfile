@@ -10,10 +10,12 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /headroom
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml constraints.txt README.md LICENSE prefect-team.yaml ./
 COPY flows flows
 COPY tasks tasks
-RUN pip install --no-cache-dir --constraint constraints.txt torch --editable . \
+# For compose.yaml: [team], which is what its servers need.
+ARG EXTRA=
+RUN pip install --no-cache-dir --constraint constraints.txt torch --editable ".${EXTRA}" \
     && python -m tasks.first_use
 
 # No mlflow.yaml beside `tasks`: mlflow.db and mlartifacts then lie in the folder of the run.

@@ -73,6 +73,7 @@ def _plan(place: Path, up: Mapping[str, Part], given: Mapping[str, str]) -> serv
     hosts = team_hosts.hosts(list(HOSTS.values()))
     repository = os.environ.get(REPOSITORY) or _code(place)
     stores = Stores(place, "", "", given)
+    stores.require()
     why_not = hosts.make()
     if why_not and not up:
         print(f"Both workers are on this host: {why_not}.", flush=True)

@@ -24,6 +24,7 @@ from tasks.process.redaction import redacted
 from tasks.serving.processes import STORES, ServeError, SettingError
 from tasks.serving.service_up import Program
 
+INSTALLED = Path("/usr/lib/postgresql")  # where Debian has a folder for each version
 BUCKET, USER = "mlflow", "headroom"
 CONNECTIONS = 300  # a server's pools, and trainings that write to the database themselves
 PREFECT_DATABASE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
@@ -71,31 +72,35 @@ class Stores:
         own = {"postgres": self._postgres, "s3": self._s3}
         return {name: own[name](self.passwords[name]) for name in self.names}
 
-    def server_env(self) -> tuple[dict[str, str], dict[str, str]]:
-        """What Prefect's server and MLflow's are told, each in its environment.
+    def require(self) -> None:
+        """Raises SettingError where something is not there that all of it needs."""
+        if not find_spec("psycopg2") or not find_spec("boto3") or not find_spec("nanio"):
+            raise SettingError(EXTRA)
+        if "postgres" in self.names:
+            _postgres_programs(self.folder / "postgres")
+        for variable in (PREFECT_DATABASE, MLFLOW_DATABASE):
+            if variable in self.given and (why := refusal(self.given[variable])):
+                raise SettingError(f"{variable}: {redacted(self.given[variable])} {why}")
 
-        Raises SettingError where a database that the environment names is not there.
-        """
+    def server_env(self) -> tuple[dict[str, str], dict[str, str]]:
+        """What Prefect's server and MLflow's are told, each in its environment."""
         known = self.passwords
         login = f"{USER}:{known['postgres']}@{urlsplit(self.postgres).netloc}"
         prefect = {PREFECT_DATABASE: f"postgresql+asyncpg://{login}/prefect"}
-        mlflow = {
-            MLFLOW_DATABASE: f"postgresql://{login}/mlflow",
+        mlflow = {MLFLOW_DATABASE: f"postgresql://{login}/mlflow"}
+        own_s3 = {
             ARTIFACTS: f"s3://{BUCKET}",
             "MLFLOW_S3_ENDPOINT_URL": self.s3,
             "AWS_ACCESS_KEY_ID": USER,
             "AWS_SECRET_ACCESS_KEY": known["s3"],
             "AWS_DEFAULT_REGION": "us-east-1",
         }
-        if ARTIFACTS in self.given:
-            mlflow = {MLFLOW_DATABASE: mlflow[MLFLOW_DATABASE]}
-        for variable in (PREFECT_DATABASE, MLFLOW_DATABASE):
-            if variable in self.given and (why := refusal(self.given[variable])):
-                raise SettingError(f"{variable}: {redacted(self.given[variable])} {why}")
-        given = dict(self.given)
-        prefect |= {k: given.pop(k) for k in (PREFECT_DATABASE,) if k in given}
+        prefect |= {k: v for k, v in self.given.items() if k in prefect}
+        mlflow |= {k: v for k, v in self.given.items() if k not in prefect}
+        if ARTIFACTS not in self.given:
+            mlflow |= own_s3
         # With jobs it would take 1.7 GB and half a minute.
-        return prefect, {**mlflow, **given, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        return prefect, {**mlflow, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 
     def _postgres(self, password: str) -> Program:
         data = self.folder / "postgres"
@@ -112,8 +117,6 @@ class Stores:
         return Program(command, user=user, is_ready=lambda: not refusal(uri))
 
     def _s3(self, password: str) -> Program:
-        if not find_spec("nanio"):
-            raise SettingError(EXTRA)
         data = self.folder / "s3"
         (data / BUCKET).mkdir(mode=0o700, parents=True, exist_ok=True)  # buckets are folders
         at = urlsplit(self.s3)
@@ -136,8 +139,6 @@ def refusal(uri: str) -> str:
             engine.connect().close()
         finally:
             engine.dispose()
-    except ModuleNotFoundError:
-        return f"can't be asked: {EXTRA}"
     except (SQLAlchemyError, TypeError) as error:
         said = str(getattr(error, "orig", None) or error).strip() or type(error).__name__
         return f"can't be used: {redacted(said.splitlines()[0])}"
@@ -148,7 +149,7 @@ def _postgres_programs(data: Path) -> Path:
     """The folder of initdb and postgres: of the version that made `data`, else of the newest."""
     version = data / "PG_VERSION"
     made_by = version.read_text().strip() if version.is_file() else "*"
-    there = [f.parent for f in Path("/usr/lib/postgresql").glob(f"{made_by}/bin/initdb")]
+    there = [f.parent for f in INSTALLED.glob(f"{made_by}/bin/initdb")]
     there.sort(key=lambda folder: float(folder.parent.name))
     if there:
         return there[-1]
