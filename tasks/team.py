@@ -78,9 +78,9 @@ def _plan(place: Path, up: Mapping[str, Part], given: Mapping[str, str]) -> serv
     if why_not and not up:
         print(f"Both workers are on this host: {why_not}.", flush=True)
     host = "127.0.0.1" if why_not else hosts.servers
-    addresses = {}
-    if "postgres" in stores.names:  # which only the servers ask
-        addresses = serve.placed({"postgres": POSTGRES_PORT}, up)
+    ports = {"postgres": POSTGRES_PORT} if "postgres" in stores.names else {}
+    addresses = serve.placed(ports, up)  # of this host alone: only the servers ask it
+    addresses = {n: a.replace("http:", "postgresql:") for n, a in addresses.items()}
     # The S3 store is asked by all: MLflow sends who downloads a model there.
     ports = {"s3": S3_PORT, **serve.PORTS} if "s3" in stores.names else serve.PORTS
     addresses |= {**serve.placed(ports, up, host=host), **HOSTS}
@@ -91,7 +91,8 @@ def _plan(place: Path, up: Mapping[str, Part], given: Mapping[str, str]) -> serv
     programs["prefect"] = Program(prefect.command, of_prefect)
     port = addresses["mlflow"].rpartition(":")[2]
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", port]
-    programs["mlflow"] = Program([*command, "--workers", "2"], of_mlflow)
+    pages = {"MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": addresses["mlflow"]}  # else they show no run
+    programs["mlflow"] = Program([*command, "--workers", "2"], {**of_mlflow, **pages})
     for part, name in HOSTS.items():
         own = place / "hosts" / name
         own.mkdir(parents=True, exist_ok=True)
@@ -123,9 +124,9 @@ def _code(place: Path) -> str:
         except FileNotFoundError:
             raise SettingError("git: is not here; workers bring the code with it") from None
         if done.returncode:
+            why = next((line for line in done.stderr.splitlines() if "fatal:" in line), "refused")
             raise SettingError(
-                f"{REPOSITORY}: name the repository that workers clone; "
-                f"{serve.PROJECT} can't be ({done.stderr.strip().splitlines()[-1]})"
+                f"{REPOSITORY}: must name what the workers clone; {serve.PROJECT} can't be ({why})"
             )
     return f"file://{code}"
 

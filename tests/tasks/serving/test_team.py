@@ -91,7 +91,9 @@ def test_a_project_that_cannot_be_cloned_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "PROJECT", tmp_path)
-    with pytest.raises(SettingError, match=r"^HEADROOM_REPOSITORY: name the repository"):
+    with pytest.raises(
+        SettingError, match=r"^HEADROOM_REPOSITORY: must name what the workers clone; .* \(fatal: "
+    ):
         team._code(tmp_path)
 
 
