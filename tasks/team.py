@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tasks import serve
+from tasks.process.redaction import redacted
 from tasks.serving import service_up, team_hosts
 from tasks.serving.processes import STORES, Part, SettingError
 from tasks.serving.service_up import Program
@@ -68,12 +69,9 @@ def status() -> int:
 
 
 def _plan(place: Path, up: Mapping[str, Part], given: Mapping[str, str]) -> service_up.Plan:
-    if not (serve.PROJECT / "prefect-team.yaml").is_file():
-        raise SettingError(f"prefect-team.yaml: is not in {serve.PROJECT}")
-    hosts = team_hosts.hosts(list(HOSTS.values()))
-    repository = os.environ.get(REPOSITORY) or _code(place)
-    stores = Stores(place, "", "", given)
+    hosts, stores = team_hosts.hosts(list(HOSTS.values())), Stores(place, "", "", given)
     stores.require()
+    repository = _repository(place)
     why_not = hosts.make()
     if why_not and not up:
         print(f"Both workers are on this host: {why_not}.", flush=True)
@@ -93,12 +91,7 @@ def _plan(place: Path, up: Mapping[str, Part], given: Mapping[str, str]) -> serv
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", port]
     pages = {"MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": addresses["mlflow"]}  # else they show no run
     programs["mlflow"] = Program([*command, "--workers", "2"], {**of_mlflow, **pages})
-    for part, name in HOSTS.items():
-        own = place / "hosts" / name
-        own.mkdir(parents=True, exist_ok=True)
-        words = service_up.program_of(part, name).command
-        env = {"PREFECT_HOME": str(own / "prefect"), "HEADROOM_HOST_FOLDER": str(own)}
-        programs[part] = Program(words if why_not else hosts.inside(name, words), env)
+    programs |= {part: _worker(part, place, None if why_not else hosts) for part in HOSTS}
     return service_up.Plan(
         project=serve.PROJECT,
         folder=place,
@@ -112,8 +105,24 @@ def _plan(place: Path, up: Mapping[str, Part], given: Mapping[str, str]) -> serv
     )
 
 
-def _code(place: Path) -> str:
-    """A repository with the project's newest commit, which the workers clone."""
+def _worker(part: str, place: Path, hosts: team_hosts.Hosts | None) -> Program:
+    name = HOSTS[part]
+    own = place / "hosts" / name
+    own.mkdir(parents=True, exist_ok=True)
+    words = service_up.program_of(part, name).command
+    env = {"PREFECT_HOME": str(own / "prefect"), "HEADROOM_HOST_FOLDER": str(own)}
+    return Program(hosts.inside(name, words) if hosts else words, env)
+
+
+def _repository(place: Path) -> str:
+    """What the workers clone: what the environment names, or one with the newest commit here."""
+    if named := os.environ.get(REPOSITORY):
+        if redacted(named) != named:  # Prefect would keep it, and show it
+            raise SettingError(
+                f"{REPOSITORY}: must hold no login (got {redacted(named)}); a token stands in a "
+                "Secret block that prefect-team.yaml names"
+            )
+        return named
     code = place / "code.git"
     commands = [["init", "--quiet", "--bare", "--initial-branch=main", str(code)]]
     source = f"file://{serve.PROJECT}"

@@ -94,7 +94,14 @@ def test_a_project_that_cannot_be_cloned_is_refused(
     with pytest.raises(
         SettingError, match=r"^HEADROOM_REPOSITORY: must name what the workers clone; .* \(fatal: "
     ):
-        team._code(tmp_path)
+        team._repository(tmp_path)
+    monkeypatch.setenv("HEADROOM_REPOSITORY", "https://example.com/ours.git")
+    assert team._repository(tmp_path) == "https://example.com/ours.git"
+    for login in ("ann:s3cretword@", "ghp_s3cretword@"):
+        monkeypatch.setenv("HEADROOM_REPOSITORY", f"https://{login}example.com/ours.git")
+        with pytest.raises(SettingError, match="must hold no login") as caught:
+            team._repository(tmp_path)
+        assert "s3cretword" not in str(caught.value)
 
 
 def test_the_workers_clone_the_newest_commit_whatever_was_cloned_before(
@@ -106,7 +113,7 @@ def test_the_workers_clone_the_newest_commit_whatever_was_cloned_before(
     subprocess.run([*git, "init", "-q", "-b", "other"], check=True)
     for words in (["-m", "one"], ["--amend", "-m", "two"]):
         subprocess.run([*git, "commit", "-q", "--allow-empty", *words], check=True)
-        code = team._code(tmp_path)
+        code = team._repository(tmp_path)
         there = ["git", "ls-remote", code, "HEAD", "main"]
         said = subprocess.run(there, check=True, capture_output=True, text=True).stdout
         head = [*git, "rev-parse", "HEAD"]
