@@ -26,6 +26,8 @@ POSTGRES_PORT = ("HEADROOM_POSTGRES_PORT", 5433)
 S3_PORT = ("HEADROOM_S3_PORT", 9000)
 DEPLOYMENTS = ("--prefect-file", "prefect-team.yaml", "--name", "train-team")
 REPOSITORY = "HEADROOM_REPOSITORY"
+# By default what does not answer for 5 s is killed, with all that it is told: 64 runs are enough.
+UVICORN = "--timeout-worker-healthcheck 120"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -90,7 +92,8 @@ def _plan(place: Path, up: Mapping[str, Part], given: Mapping[str, str]) -> serv
     port = addresses["mlflow"].rpartition(":")[2]
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", port]
     pages = {"MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": addresses["mlflow"]}  # else they show no run
-    programs["mlflow"] = Program([*command, "--workers", "2"], {**of_mlflow, **pages})
+    command += ["--workers", "2", "--uvicorn-opts", UVICORN]
+    programs["mlflow"] = Program(command, {**of_mlflow, **pages})
     programs |= {part: _worker(part, place, None if why_not else hosts) for part in HOSTS}
     return service_up.Plan(
         project=serve.PROJECT,

@@ -36,6 +36,8 @@ EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # another host may be making the tables of a new database
 LOCKED_S = 15.0  # that another process may hold a database file
 PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+# The last: it went while it answered.
+AWAY = (http.ConnectionError, http.RetryError, http.Timeout, http.ChunkedEncodingError)
 # What a database says that is there, and will take nobody for a moment.
 BUSY = re.compile("starting up|shutting down|recovery mode|too many|database is locked", re.I)
 
@@ -172,7 +174,7 @@ def may_come(error: BaseException, where: Where | None) -> bool:
     if where is None or where.required:
         return False
     chain = _chain(error)
-    if any(isinstance(e, http.ConnectionError | http.RetryError | http.Timeout) for e in chain):
+    if any(isinstance(e, AWAY) for e in chain):
         return not any(isinstance(e, http.SSLError) for e in chain)
     found = [e for e in chain if isinstance(e, OperationalError | sqlite3.OperationalError)]
     if not found:

@@ -219,6 +219,28 @@ def test_a_server_that_refuses_is_wrong_and_one_that_can_not_now_is_away(
     assert "can't be used: MlflowException" in mlflow_store.explained(caught.value, required)
 
 
+def test_a_server_that_goes_while_it_answers_is_away(tmp_path: Path) -> None:
+    """One of 64 runs that began at once was refused for that."""
+
+    class Goes(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "99")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Goes) as going:
+        threading.Thread(target=going.serve_forever, daemon=True).start()
+        where = _where(tmp_path, f"http://127.0.0.1:{going.server_port}")
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            mlflow_store.open_experiment(where)
+        going.shutdown()
+    assert mlflow_store.may_come(caught.value, where)
+    assert "is away (" in mlflow_store.explained(caught.value, where)
+
+
 def test_a_server_that_is_silent_is_not_waited_for(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(journal, "SILENT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
