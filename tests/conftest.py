@@ -29,7 +29,9 @@ LIBRARIES = (
 )
 LONGEST = (
     "test_scheduled",
+    "test_team",
     "test_readme",
+    "test_postgresql",
     "test_train_command",
     "test_fuzz_readers",
     "test_train",
