@@ -15,7 +15,7 @@ from pathlib import Path
 from tasks import serve
 from tasks.process.redaction import redacted
 from tasks.serving import service_up, team_hosts
-from tasks.serving.processes import STORES, Part, SettingError
+from tasks.serving.processes import STORES, Part, SettingError, parts
 from tasks.serving.service_up import Program
 from tasks.serving.team_stores import GIVEN, Stores
 from tasks.tracking.mlflow_pages import EXPERIMENTS_PAGE
@@ -51,7 +51,12 @@ def up() -> int:
     place.mkdir(mode=0o711, parents=True, exist_ok=True)
     # Only the servers get them: not the workers, and not what these start.
     given = {name: os.environ.pop(name) for name in GIVEN if os.environ.get(name)}
-    plan = serve.begun(place, lambda alive: _plan(place, alive, given))
+    try:
+        plan = serve.begun(place, lambda alive: _plan(place, alive, given))
+    except BaseException:  # whatever it is, Ctrl-C too: no host is left without a worker
+        if not parts(place):
+            team_hosts.hosts(list(HOSTS.values())).remove()
+        raise
     print(_told(plan))
     return 0
 

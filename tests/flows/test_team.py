@@ -232,6 +232,15 @@ def test_what_is_not_there_is_one_sentence(
     assert re.search(rf"^{variable}: .*{said}", told[-1], re.IGNORECASE), told
     assert "s3cretword" not in "".join(told) and "Traceback" not in told
     assert not parts(tmp_path / "team")
+    assert not Path("/run/netns/headroom202-host-1").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces take root")
+def test_a_start_that_fails_leaves_no_host_behind(team: Team, tmp_path: Path) -> None:
+    held = {"HEADROOM_POSTGRES_PORT": team.address("postgres").rpartition(":")[2]}
+    held |= {"HEADROOM_TEAM_FOLDER": str(tmp_path), "HEADROOM_TEAM_NETWORK": "10.83.202"}
+    assert "HEADROOM_POSTGRES_PORT: port " in team.does("up", code=1, **held)
+    assert not Path("/run/netns/headroom202-host-1").exists()
 
 
 @pytest.mark.timeout(600)
