@@ -91,6 +91,7 @@ bench: .venv/.bench
 	$(BIN)/python -m benchmarks.quality
 	$(BIN)/python -m benchmarks.forecast
 	$(BIN)/python -m benchmarks.compare
+	$(BIN)/python -m benchmarks.distributed
 
 # What the benchmarks compare with; nothing else needs it.
 .venv/.bench: .venv/.ready
