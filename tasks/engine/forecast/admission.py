@@ -51,6 +51,7 @@ def admit(
     past_peak_bytes: float | None,
     past_micro_batch: int | None,
     past_reserved_bytes: float | None = None,
+    is_shared_out: bool = False,
     free: Callable[[], int | None] | None = None,
     nvml: Callable[[], Nvml] = look_nvml,
     now: Callable[[], float] = time.monotonic,
@@ -59,12 +60,15 @@ def admit(
     """What the training may start with, at the latest after memory.wait_s.
 
     past_*: of finished runs alike, what tensors held and the allocator reserved at most, and the
-    micro-batch that fitted; None where there are none. Raises DeviceError where not even one row
-    at a time fits.
+    micro-batch that fitted; None where there are none. is_shared_out: whether the model is, among
+    several processes. Raises DeviceError where not even one row at a time fits.
     """
     rows = min(asked_micro_batch(config), past_micro_batch or config.train.batch_size)
     if device.kind == "cpu" and config.memory.limit_mib is None:
         return Admission(None, "", rows, "a cpu without memory.limit_mib gives what it has")
+    if is_shared_out or config.memory.recompute:  # a forecast would ask for too much
+        how = "shared out" if is_shared_out else "computed again"
+        return Admission(None, "", rows, f"what is {how} is not forecast")
     # A limit is the whole process's: what it holds from before is not for this training.
     held_bytes = allocator(torch.device(device.name)).read().get("reserved", 0)
     asked = _Asked(config, data, device, rows, past_peak_bytes, past_reserved_bytes, held_bytes)

@@ -66,7 +66,8 @@ def alike(config: RunConfig, device: DeviceFacts, data: DataFacts) -> str:
         [o.name, o.momentum > 0, o.clip_norm is not None],
         [t.batch_size, t.accumulate, precision, t.deterministic, config.memory.limit_mib, graphs],
         [keeps_best(config) and device.kind == "cpu"],  # beside the weights that are trained
-        *([] if config.launch.count == 1 else [config.launch.processes]),
+        *([] if config.launch.count == 1 else [config.launch.processes, t.parallel]),
+        *(["recompute"] if config.memory.recompute else []),
     ]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 

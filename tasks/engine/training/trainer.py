@@ -52,7 +52,7 @@ from tasks.engine.training.loop import Tools, batch_of, fit
 from tasks.engine.training.oom_files import OutOfMemory, draw, told, unwatched
 from tasks.engine.training.rank_facts import of_ranks
 from tasks.engine.training.reload_check import leave_model
-from tasks.engine.training.shared_model import held, mesh_of, whole
+from tasks.engine.training.shared_model import held, is_shared_out, mesh_of, whole
 from tasks.engine.training.similar_runs import Past, foretold
 from tasks.engine.training.step_metrics import Log
 from tasks.engine.training.throughput import peak_of, peak_tags, rates, timings
@@ -149,6 +149,7 @@ def _train(
             past_peak_bytes=past.peak_bytes(),
             past_reserved_bytes=past.reserved_bytes(),
             past_micro_batch=past.micro_batch(),
+            is_shared_out=is_shared_out(config, ranks),
         )
         # After the forecasts, which build a model of the user's own as often as memory is short.
         stack.enter_context(seeded(config.train.seed, deterministic=config.train.deterministic))

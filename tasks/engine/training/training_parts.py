@@ -194,7 +194,7 @@ def training_parts(
         rows=0 if data.batch is not None else min(here, data.train_rows),
         wait=partial(wait, device),
         graphs=graphs and ranks.is_alone,
-        threads=threads if ranks.is_alone else torch.get_num_threads(),
+        threads=threads,
         known=known,
         recorded=partial(_recorded, owned, phases),
     )

@@ -159,6 +159,18 @@ def test_nobody_waits_for_what_the_whole_device_does_not_have(data, gpu):
     assert machine.slept == [] and "wait_s" not in str(caught.value)
 
 
+def test_what_takes_less_than_a_forecast_knows_is_not_refused(data, gpu):
+    def admitted(config: RunConfig, **more):
+        past = {"past_peak_bytes": None, "past_micro_batch": None}
+        return admit(config, data, gpu, **past, **more, **Machine(1.0).seams())
+
+    with pytest.raises(DeviceError):
+        admitted(config_of())
+    assert admitted(config_of(), is_shared_out=True).reason == "what is shared out is not forecast"
+    again = admitted(config_of(recompute=True))
+    assert again.reason == "what is computed again is not forecast" and again.micro_batch == 256
+
+
 def test_a_gpu_that_tells_nothing_is_no_reason_to_refuse(data, gpu):
     found = asked(config_of(), data, gpu, Machine(None))
     assert found.micro_batch == 256
