@@ -166,7 +166,7 @@ def test_two_trainings_at_once_are_two_hosts_with_the_code_of_the_commit(team: T
     try:
         loaded = pyfunc.load_model(f"models:/{model.model_id}")
     finally:
-        set_tracking_uri("")
+        set_tracking_uri(None)
     assert loaded.metadata.run_id in {run.info.run_id for run in runs}
     keys = {
         found["Key"]

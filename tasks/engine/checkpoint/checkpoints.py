@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from tasks.engine.base.units import mebibytes
 from tasks.engine.checkpoint import checkpoint_files
@@ -31,6 +30,9 @@ from tasks.engine.checkpoint.training_state import Stateful
 from tasks.engine.distributed.ranks import Ranks, is_lost_peer
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import CheckpointConfig
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 MIB = 1024**2
 # At a best epoch one is written where the last one cost at most this share of the time since.

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+
+from tasks.engine.settings.read_settings import ConfigError
 
 T = TypeVar("T")
 PATIENCE_S = 600.0  # for the others at a collective: a data set may be prepared meanwhile
@@ -33,10 +33,6 @@ _LOST = re.compile(
     r"recvValue|TCPStore|Timed out",
     re.IGNORECASE,
 )
-
-
-class Differ(ValueError):
-    """The processes of one training were started with different things; the text names them."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +125,10 @@ def joined(ranks: Ranks, device: torch.device) -> Iterator[Any]:
     if ranks.is_alone:
         yield None
         return
+    # Here: not every PyTorch is built with them.
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
     store, rank, size = next(rendezvous("env://"))
     # The launcher's store still holds what lost processes and trainings before this one left there.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -151,14 +151,14 @@ def joined(ranks: Ranks, device: torch.device) -> Iterator[Any]:
 def refuse_different(ranks: Ranks, things: Mapping[str, Any]) -> None:
     """All ranks must have been started with the same things, by name.
 
-    Raises Differ on each of them.
+    Raises ConfigError on each of them.
     """
     found = ranks.all_of(dict(things))
     for name, ours in found[0].items():
         for rank, theirs in enumerate(found):
             if theirs.get(name) != ours:
                 told = f"{ours!r:.80} on rank 0 and {theirs.get(name)!r:.80} on rank {rank}"
-                raise Differ(f"{name}: is {told}; start all processes of a training alike")
+                raise ConfigError(f"{name}: is {told}; start all processes of a training alike")
 
 
 def tell_failure(store: Any, ranks: Ranks, text: str) -> None:

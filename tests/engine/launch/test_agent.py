@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,12 @@ def _train(folder: Path, fault: str = "", epochs: int = 3, **more: Any) -> tuple
 
 
 def _left() -> list[psutil.Process]:
-    mine = psutil.Process().children(recursive=True)
-    return [p for p in mine if "torch.distributed.run" in " ".join(p.cmdline())]
+    """Launchers that this process has started and that still run."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            found += [process] * ("torch.distributed.run" in process.cmdline())
+    return found
 
 
 def test_a_lost_process_begins_again_with_the_others_and_every_value_is_logged_once(

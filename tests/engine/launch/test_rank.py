@@ -13,9 +13,10 @@ from tasks.engine.base.facts import TrainFacts
 from tasks.engine.checkpoint.kept_steps import steps
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
-from tasks.engine.distributed.ranks import Differ, Ranks, asked
+from tasks.engine.distributed.ranks import Ranks, asked
 from tasks.engine.launch.processes import device_of
 from tasks.engine.launch.rank import Job, train_together
+from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.training.budget import Left, leave
 from tasks.engine.training.loop import Stop
@@ -230,7 +231,9 @@ def test_what_one_rank_meets_all_are_told(tmp_path: Path) -> None:
         assert error.startswith(f"{Diverged.__name__}: train.loss: became nan at step 7")
         assert error.endswith("(seen by rank 1 of 2)")
     for _, _, error in different:
-        assert error.startswith(f"{Differ.__name__}: train.seed: is 0 on rank 0 and 3 on rank 1")
+        assert error.startswith(
+            f"{ConfigError.__name__}: train.seed: is 0 on rank 0 and 3 on rank 1"
+        )
 
 
 def test_a_process_that_trains_alone_agrees_with_itself() -> None:
