@@ -29,9 +29,7 @@ LIBRARIES = (
 )
 LONGEST = (
     "test_scheduled",
-    "test_team",
     "test_readme",
-    "test_postgresql",
     "test_train_command",
     "test_fuzz_readers",
     "test_train",
@@ -51,6 +49,9 @@ LONGEST = (
     "test_mlflow_sender",
     "test_logged_model",
     "test_left_runs",
+    # They load both cores: not beside test_scheduled, whose server has to answer in time.
+    "test_team",
+    "test_postgresql",
 )
 
 
