@@ -27,12 +27,15 @@ LIBRARIES = (
     *("mlflow.pyfunc", "mlflow.store.tracking.sqlalchemy_store", "mlflow.system_metrics"),
     *("sklearn.datasets", "sklearn.linear_model", "sklearn.metrics"),
 )
+# Those that load both cores (test_team, test_postgresql) stand apart from each other, and from
+# test_scheduled, whose server has to answer in time.
 LONGEST = (
     "test_scheduled",
     "test_readme",
     "test_train_command",
     "test_fuzz_readers",
     "test_train",
+    "test_team",
     "test_chaos",
     "test_runs",
     "test_retry",
@@ -49,8 +52,6 @@ LONGEST = (
     "test_mlflow_sender",
     "test_logged_model",
     "test_left_runs",
-    # They load both cores: not beside test_scheduled, whose server has to answer in time.
-    "test_team",
     "test_postgresql",
 )
 
