@@ -11,8 +11,8 @@ import pickle
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -175,12 +175,9 @@ def main() -> int:
     sender.send("here", again)
     job = replace(job, resumes=job.resumes or again > 0)
     wishes = _Wishes(connection, sender)
-    log: Callable[[Mapping[str, float], int], None] = lambda metrics, step: sender.send(  # noqa: E731
-        "log", dict(metrics), step
-    )
     try:
         device = device_of(ranks, first, job.config.device)
-        facts = train_together(job, device, ranks, log=log, asked=wishes)
+        facts = train_together(job, device, ranks, log=partial(sender.send, "log"), asked=wishes)
     except Left:
         sender.send("left")
     except LostRank as error:

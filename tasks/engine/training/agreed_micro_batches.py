@@ -15,7 +15,19 @@ from tasks.engine.step.micro_batches import Failure, MemoryExhausted, MicroBatch
 T = TypeVar("T")
 
 
-class AgreedMicroBatches(MicroBatches):
+class FixedMicroBatches(MicroBatches):
+    """One size for all, of a model that is shared out: to try again, a rank would need the others.
+    Where it does not fit, the training ends, and says so."""
+
+    def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
+        """What `attempt(*batch, rows)` returns."""
+        return attempt(*batch, self.rows)
+
+    def ease(self, why: str) -> None:
+        """All would have to."""
+
+
+class AgreedMicroBatches(FixedMicroBatches):
     """The size that the smallest needs, kept to the end of this process."""
 
     def __init__(
@@ -35,15 +47,12 @@ class AgreedMicroBatches(MicroBatches):
         them has no room for a row."""
         if not self._is_agreed:
             self._agree(attempt, batch)
-        return attempt(*batch, self.rows)
-
-    def ease(self, why: str) -> None:
-        """All would have to."""
+        return super().fit(attempt, batch)
 
     def _agree(self, attempt: Callable[..., T], batch: Sequence[Any]) -> None:
         before, failure = self._state(), None
         try:
-            super().fit(attempt, batch)
+            MicroBatches.fit(self, attempt, batch)
         except MemoryExhausted as error:
             failure = error.failure
         self._restore(before)
@@ -54,15 +63,3 @@ class AgreedMicroBatches(MicroBatches):
         self.rows = min(rows for rows, _ in told)
         self._together()
         self._is_agreed = True
-
-
-class FixedMicroBatches(MicroBatches):
-    """One size for all, of a model that is shared out: to try again, a rank would need the others.
-    Where it does not fit, the training ends, and says so."""
-
-    def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
-        """What `attempt(*batch, rows)` returns."""
-        return attempt(*batch, self.rows)
-
-    def ease(self, why: str) -> None:
-        """All would have to."""

@@ -4,6 +4,7 @@ it, or the loaders of the user's own; and two rows of them, as an example for th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -40,14 +41,8 @@ def fed(
     if data.batch is not None:
         loaders = own_facts.loaded(config, data, device, rank=rank, size=size)
         return _shared(loaders[0], rank, size), _shared(loaders[1], rank, size)
-    arrays = prepared.load(data)
+    arrays, send = prepared.load(data), _sending(config, device, model)
     room = rows_room_bytes(config, facts)
-    send = partial(
-        feed,
-        device=device,
-        channels_last=takes_channels_last(config, model),
-        is_spare=config.data.memory_mib is not None,
-    )
     rows = send(arrays.train_x, arrays.train_y, room_bytes=TRAIN_SHARE * room)
     val = send(arrays.val_x, arrays.val_y, room_bytes=VAL_SHARE * room)
     return _shared(rows, rank, size), _shared(val, rank, size)
@@ -65,15 +60,19 @@ def put_aside(
     """The rows to be judged once: they stay on the host."""
     arrays = prepared.load(data)
     assert arrays.test_x is not None and arrays.test_y is not None
-    rows = feed(
-        arrays.test_x,
-        arrays.test_y,
-        device=torch.device(facts.name),
+    send = _sending(config, torch.device(facts.name), model)
+    return _shared(send(arrays.test_x, arrays.test_y, room_bytes=0), rank, size)
+
+
+def _sending(
+    config: RunConfig, device: torch.device, model: nn.Module
+) -> Callable[..., Resident | Streamed]:
+    return partial(
+        feed,
+        device=device,
         channels_last=takes_channels_last(config, model),
         is_spare=config.data.memory_mib is not None,
-        room_bytes=0,
     )
-    return _shared(rows, rank, size)
 
 
 def _shared(batches: Resident | Streamed | Loaded, rank: int, size: int) -> Batches:

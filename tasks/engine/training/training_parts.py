@@ -151,13 +151,12 @@ def training_parts(
         ),
         count_every=COUNT_EVERY if device.type == "cpu" else None,
     )
-    fitting = partial(
-        _fitting,
-        device=device,
-        model=model,
-        accounts=phases.accounts,
-        witness=_Witness(recorder, phases.meter),
-    )
+    shared: dict[str, Any] = {
+        "device": device,
+        "model": model,
+        "accounts": phases.accounts,
+        "witness": _Witness(recorder, phases.meter),
+    }
     parallel: Parallel | None = None
     kind: Callable[..., MicroBatches] = MicroBatches
     of_eval: Callable[..., MicroBatches] = MicroBatches
@@ -167,7 +166,7 @@ def training_parts(
         kind = partial(AgreedMicroBatches, ranks=ranks, together=parallel.together)
     if mesh_of(model) is not None:
         kind = of_eval = FixedMicroBatches
-    micro = fitting(kind, micro_rows, whole=here, what="training", give_back=fed[0].give_back)
+    micro = kind(micro_rows, whole=here, what="training", give_back=fed[0].give_back, **shared)
     outputs: list[tuple[str, Tensor]] = []
     step = step_of(
         config,
@@ -203,7 +202,7 @@ def training_parts(
         task=data.task,
         loss=loss_of(config.train, data, device),
         autocast=step.autocast,
-        micro=fitting(of_eval, most, whole=most, what="eval", give_back=fed[1].give_back),
+        micro=of_eval(most, whole=most, what="eval", give_back=fed[1].give_back, **shared),
         phases=phases,
         forward=forward_of(config),
         metrics={n: in_units(m, data, device) for n, m in metrics_of(config.train).items()},
@@ -211,10 +210,6 @@ def training_parts(
         ranks=ranks,
     )
     return TrainingParts(optimizer, phases, micro, step, tuned, evaluator, steps, best, outputs)
-
-
-def _fitting(kind: Callable[..., MicroBatches], rows: int, **how: Any) -> MicroBatches:
-    return kind(rows, **how)
 
 
 def checkpoints_of(
