@@ -47,6 +47,7 @@ caption { text-align: left; color: var(--soft); }
 td, th { padding: .15rem .8rem .15rem 0; vertical-align: top; text-align: left; }
 th { font-weight: 500; color: var(--soft); } th + th { text-align: right; }
 td.n { text-align: right; white-space: nowrap; } td.b { width: 45%; vertical-align: middle; }
+.bars td { overflow-wrap: normal; }
 .bar { height: .55rem; border-radius: 2px; background: var(--bar); }
 img { display: block; max-width: 100%; margin: 1rem 0; border: 1px solid var(--line);
   border-radius: 4px; }
@@ -131,7 +132,7 @@ def _table(block: Block) -> str:
         f'<td class="b"><div class="bar" style="width:{100 * bar.length:.1f}%"></div></td></tr>'
         for bar in block.bars
     )
-    return f"<table><caption>{escape(block.title)}</caption>{rows}</table>"
+    return f'<table class="bars"><caption>{escape(block.title)}</caption>{rows}</table>'
 
 
 def _details(title: str, values: Mapping[str, Any] | None) -> str:
