@@ -30,7 +30,10 @@ from tasks.tracking.where import where
 
 log = logging.getLogger(__name__)
 # Settings that say nothing of what is trained, or stand first in the name.
-NOT_VARIED = ("run.", "gate.", "checkpoint.", "device.", "model.name", "data.source", "data.path")
+NOT_VARIED = (
+    *("run.", "gate.", "checkpoint.", "device.", "model.name", "data.source", "data.path"),
+    *("launch.nodes", "launch.port", "launch.wait_s"),
+)
 PLAIN = (str, int, float)
 NAME_LETTERS = 48  # of a name that nobody gave
 RETRY_WAIT_S = 600.0  # at most

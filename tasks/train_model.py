@@ -46,8 +46,9 @@ def train_model(
                 return None
             return Stop("", ends=number != signal.SIGUSR1, act=signals.deliver)
 
-        processes, ranks = processes_of(config.launch, device), ranks_asked()
-        if processes > 1 or not ranks.is_alone:
+        ranks = ranks_asked()
+        processes = processes_of(config.launch, device)
+        if processes > 1:
             job = Job(config, data, past, Path(folder), resumes)
             if not ranks.is_alone:  # it was started as one of them
                 return train_together(job, device, ranks, log=log, asked=asked)

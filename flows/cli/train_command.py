@@ -19,12 +19,11 @@ from typing import Any, NoReturn
 
 import psutil
 
+from flows.cli import dry_runs
 from flows.cli.flags import parse, resumed
 from tasks.engine.base.units import printable
-from tasks.engine.settings import unused_settings
 from tasks.engine.settings.import_path_checks import check as check_imports
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.yaml_file import to_yaml
 from tasks.process import restart, signals
 from tasks.process.redaction import redact_output, redacted
 from tasks.serving import crashed_flow_runs, local_prefect
@@ -40,12 +39,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         asked = parse(argv)
         if asked.explain_device:
-            return _explain_device(asked)
+            return dry_runs.explain_device(asked)
         check_imports(asked.config)
         if asked.dry_run:
-            return _dry_run(asked)
+            return dry_runs.dry_run(asked)
         if asked.forecast:
-            return _forecast(asked)
+            return dry_runs.forecast(asked)
         return _train(asked)
     except (ConfigError, TrackingError) as error:
         print(error, file=sys.stderr)
@@ -68,6 +67,8 @@ def leave(code: int) -> NoReturn:
 
 
 def _train(asked: Namespace) -> int:
+    if asked.config.launch.machines:  # before it is imported: of names that no server knows
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if int(os.environ.get("RANK", "0")):  # of torchrun; the first plays the flow
         from tasks.engine.launch import rank
 
@@ -83,6 +84,11 @@ def _train(asked: Namespace) -> int:
     except DataError as error:
         print(error, file=sys.stderr)
         return 2
+    if asked.config.launch.machines and "RANK" not in os.environ:
+        from tasks.engine.launch.machines import train_on_machines
+
+        _tell_lines()
+        return train_on_machines(asked.config, asked.words)
     journal.warm_up(where())
     return at_server(partial(_play, asked), debug=asked.debug)
 
@@ -248,53 +254,3 @@ def _set_up_prefect(api_url: str | None, *, debug: bool) -> None:
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
         os.environ.setdefault("PREFECT_LOGGING_INTERNAL_LEVEL", "CRITICAL")
     _tell_lines()
-
-
-def _dry_run(asked: Namespace) -> int:
-    from tasks.engine.device.detection import DeviceError, detect
-
-    print(to_yaml(asked.config.model_dump()), end="")
-    for line in unused_settings.told(asked.config):
-        print(f"# {line}")
-    device = asked.config.device
-    try:
-        facts = detect(device.name, require=device.require)
-    except DeviceError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"# device: {facts.name}: {facts.reason}")
-    return 0
-
-
-def _forecast(asked: Namespace) -> int:
-    from rich.console import Console
-
-    from tasks import foretell_elsewhere
-    from tasks.foretell import foretell
-    from tasks.preflight import BAD_INPUT
-
-    try:
-        if asked.elsewhere is not None:
-            sizes = foretell_elsewhere.sizes(asked.elsewhere)
-            found = foretell_elsewhere.foretell_elsewhere(asked.config, sizes)
-            Console().print(foretell_elsewhere.table(found, asked.config))
-            return 0 if any(one.fits for one in found) else 2
-        foreseen = foretell(asked.config)
-    except BAD_INPUT as error:
-        print(error, file=sys.stderr)
-        return 2
-    Console().print(foreseen.table())
-    return 0 if foreseen.fits else 2
-
-
-def _explain_device(asked: Namespace) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
-    from tasks.engine.device.detection import explain
-
-    table, signs = Table("check", "ok", "finding", "remedy"), {True: "yes", False: "NO", None: "-"}
-    for check in explain(asked.config.device.name):
-        table.add_row(check.name, signs[check.ok], check.finding, check.remedy)
-    Console().print(table)
-    return 0

@@ -69,12 +69,9 @@ def test_a_host_is_lost_and_the_other_goes_on_in_the_same_run(
     for n in (1, 2):
         environment = desk_environment(place / f"prefect-{n}") | {"GLOO_SOCKET_IFNAME": "eth0"}
         command = [
-            *(*hosts(n), PYTHON, "-m", "torch.distributed.run", "--nnodes", "1:2"),
-            *("--nproc-per-node", "1", "--rdzv-backend", "c10d", "--max-restarts", "3"),
-            *("--rdzv-endpoint", f"{NET}.1:29431", "--local-addr", f"{NET}.{n}"),
-            *("--rdzv-id", "night", "--rdzv-conf", f"is_host={2 - n},last_call_timeout=30"),
-            *("-m", "flows.train", "--model.name", "cnn", "--train.epochs", "40"),
-            *("--checkpoint.every_steps", "40", "--train.keep", "last"),
+            *(*hosts(n), PYTHON, "-m", "flows.train", "--launch.nodes", f"{NET}.1,{NET}.2"),
+            *("--model.name", "cnn", "--train.epochs", "40", "--train.keep", "last"),
+            *("--checkpoint.every_steps", "40"),
         ]
         with (place / f"host-{n}.log").open("w") as log:
             started.append(

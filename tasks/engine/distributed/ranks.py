@@ -25,7 +25,7 @@ from tasks.engine.settings.read_settings import ConfigError
 T = TypeVar("T")
 PATIENCE_S = 600.0  # for the others at a collective: a data set may be prepared meanwhile
 TOLD_S = 3.0  # for the word of another rank's failure, which comes beside the broken connection
-_FAILURE = "failure"
+_FAILURE, _SMALLER = "failure", "smaller"
 _joined = count()  # how often this process has
 # Of gloo, NCCL and the store, where the process at the other end is gone.
 _LOST = re.compile(
@@ -107,6 +107,11 @@ class Ranks:
         return -(-rows // self.size)
 
 
+def is_launched() -> bool:
+    """Whether a launcher such as torchrun has started this process."""
+    return "RANK" in os.environ
+
+
 def asked(environment: Mapping[str, str] = os.environ) -> Ranks:
     """The ranks that a launcher such as torchrun has set; alone where none has."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
@@ -132,7 +137,7 @@ def joined(ranks: Ranks, device: torch.device) -> Iterator[Any]:
     store, rank, size = next(rendezvous("env://"))
     # The launcher's store still holds what lost processes and trainings before this one left there.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"headroom/{attempt}/{next(_joined)}", store)
+    store = PrefixStore(attempt, PrefixStore(f"headroom/{next(_joined)}", store))
     backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(device.type, "gloo")
     dist.init_process_group(
         backend,
@@ -159,6 +164,22 @@ def refuse_different(ranks: Ranks, things: Mapping[str, Any]) -> None:
             if theirs.get(name) != ours:
                 told = f"{ours!r:.80} on rank 0 and {theirs.get(name)!r:.80} on rank {rank}"
                 raise ConfigError(f"{name}: is {told}; start all processes of a training alike")
+
+
+def tell_smaller(store: Any, rows: int) -> None:
+    """Leave for the processes that begin again that so many rows of a micro-batch are to be tried,
+    once more than before."""
+    store = store.underlying_store
+    store.set(f"{_SMALLER}/{store.add(_SMALLER, 1)}", str(rows))
+
+
+def told_smaller(store: Any) -> list[int]:
+    """The rows that were left by those before, one after the other."""
+    if store is None:
+        return []
+    store = store.underlying_store
+    count = store.add(_SMALLER, 0)
+    return [int(store.get(f"{_SMALLER}/{n}")) for n in range(1, count + 1)]
 
 
 def tell_failure(store: Any, ranks: Ranks, text: str) -> None:

@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from tasks.engine.base.facts import DeviceFacts, TrainFacts
+from tasks.engine.launch.processes import threads_of
 from tasks.engine.launch.rank import ADDRESS, Job
 from tasks.engine.training.budget import Asked
 from tasks.engine.training.step_metrics import Log
 
 ASK_EVERY_S = 0.1
+EASINGS = 10  # times that all may begin again with half the rows of a micro-batch
 END_S = 10.0  # for processes that were told to end
 LINES = 5  # of what the processes printed, where none of them told why it ended
 log = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ def train(
     Raises what the first failing of them raised, and RuntimeError where they ended without a word.
     """
     with _launched(job, device, processes=processes, restarts=restarts) as ranks:
-        return _Heard(ranks, log, asked).to_the_end()
+        return _Heard(ranks, restarts, log, asked).to_the_end()
 
 
 class _Ranks:
@@ -77,13 +79,14 @@ class _Ranks:
 class _Heard:
     """What the ranks have told so far."""
 
-    def __init__(self, ranks: _Ranks, log: Log, asked: Asked) -> None:
-        self._ranks, self._log, self._asked = ranks, log, asked
+    def __init__(self, ranks: _Ranks, restarts: int, log: Log, asked: Asked) -> None:
+        self._ranks, self._most, self._log, self._asked = ranks, restarts, log, asked
         self._stop: Any = None  # that the lead was told of
         self._failed: Exception | None = None
         self._left = False
         self._facts: TrainFacts | None = None
-        self._restarts = 0
+        self._restarts = self._eased = 0  # times that all began again; for lack of memory
+        self._is_easing = False
         self._logged: dict[str, int] = {}  # last steps, by the name of a metric
 
     def to_the_end(self) -> TrainFacts:
@@ -101,8 +104,8 @@ class _Heard:
                 break
         if self._facts is None:
             raise RuntimeError(self._wordless())
-        if self._restarts:
-            tags = self._facts.tags | {"ranks.restarts": str(self._restarts)}
+        if lost := self._restarts - self._eased:
+            tags = self._facts.tags | {"ranks.restarts": str(lost)}
             return replace(self._facts, tags=tags)
         return self._facts
 
@@ -115,7 +118,9 @@ class _Heard:
 
     def _hear(self, kind: str, rank: int, *told: Any) -> None:
         if kind == "here" and rank == 0:
-            self._restarts = told[0]
+            self._restarts, self._is_easing = told[0], False
+            if self._restarts - self._eased > self._most:
+                self._failed = RuntimeError(self._wordless())
         elif kind == "log":
             self._tell(*told)
         elif kind == "line":
@@ -123,7 +128,10 @@ class _Heard:
             logging.getLogger(name).log(level, "%s", text)
         elif kind == "failed":
             self._failed = told[0]
-        elif kind == "lost":
+        elif kind == "too large":
+            self._eased += not self._is_easing  # more than one may say so
+            self._is_easing = True
+        elif kind == "lost" and not self._is_easing:
             log.warning("a process of the training was lost; all go on from the last checkpoint")
         elif kind == "kept" and self._stop is not None and not self._stop.ends:
             self._stop.act()
@@ -154,7 +162,7 @@ def _launched(job: Job, device: DeviceFacts, *, processes: int, restarts: int) -
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                    *(f"--nproc-per-node={processes}", f"--max-restarts={restarts}"),
+                    *(f"--nproc-per-node={processes}", f"--max-restarts={restarts + EASINGS}"),
                     *("--monitor-interval=0.1", "-m", "tasks.engine.launch.rank"),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -176,9 +184,7 @@ def _launched(job: Job, device: DeviceFacts, *, processes: int, restarts: int) -
 def _environment(address: str, processes: int) -> dict[str, str]:
     project = str(Path(__file__).parents[3])
     path = os.pathsep.join(p for p in (project, os.environ.get("PYTHONPATH")) if p)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = str(max(1, (cores or 1) // processes))
-    given = {"OMP_NUM_THREADS": threads, **os.environ}
+    given = {"OMP_NUM_THREADS": str(threads_of(processes)), **os.environ}
     return given | {ADDRESS: address, "PYTHONPATH": path}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import torch
@@ -10,14 +11,23 @@ import torch.distributed as dist
 from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.device.detection import DeviceError, detect
 from tasks.engine.device.leases import Leases, folder
-from tasks.engine.distributed.ranks import Ranks
+from tasks.engine.distributed.ranks import Ranks, is_launched
+from tasks.engine.distributed.ranks import asked as ranks_asked
 from tasks.engine.memory.leaks import baseline
 from tasks.engine.settings.launch_config import LaunchConfig
 from tasks.engine.settings.run_config import DeviceConfig
 
 
 def processes_of(launch: LaunchConfig, facts: DeviceFacts) -> int:
-    """Processes that train where the first has this device. Raises DeviceError."""
+    """Processes that train where the first has this device: those that are there already, or are
+    to be started. Raises DeviceError."""
+    if is_launched():
+        return ranks_asked().size
+    if launch.machines:
+        raise DeviceError(
+            "launch.nodes: several machines train by `python -m flows.train` on each of them; a "
+            "flow that Prefect starts trains on one"
+        )
     if launch.count == 1:
         return 1
     if facts.kind == "cpu":
@@ -36,6 +46,12 @@ def processes_of(launch: LaunchConfig, facts: DeviceFacts) -> int:
             f"PyTorch (got {count}); use 1"
         )
     return count
+
+
+def threads_of(processes: int) -> int:
+    """Threads of each of so many processes that share the cores of this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // processes)
 
 
 def own_name(asked: DeviceConfig, ranks: Ranks) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import re
 import sys
 import tempfile
 import threading
@@ -29,7 +30,9 @@ from tasks.engine.distributed.ranks import (
     joined,
     refuse_different,
     tell_failure,
+    tell_smaller,
     told_failure,
+    told_smaller,
 )
 from tasks.engine.files.source_data import DataError
 from tasks.engine.launch.processes import device_of, own_name
@@ -38,6 +41,7 @@ from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.training import trainer
+from tasks.engine.training.agreed_micro_batches import TooLarge
 from tasks.engine.training.budget import Asked, Left, leave
 from tasks.engine.training.loop import Stop
 from tasks.engine.training.rank_facts import of_ranks
@@ -46,6 +50,7 @@ from tasks.engine.training.step_metrics import Log
 
 MIB = 1024**2
 ADDRESS = "HEADROOM_RANKS"  # where a rank finds the process that asked for it
+_logger = logging.getLogger("tasks.engine.launch.rank")  # also of a process that runs this file
 LOST = 3  # exit code of a rank that lost another one: the launcher starts all anew
 
 
@@ -69,21 +74,26 @@ def train_together(
 ) -> TrainFacts:
     """What the ranks have trained; on the lead with what all of them measured.
 
-    Raises what trainer.train raises; LostRank where another rank is gone, and RuntimeError with its
-    words where another one failed.
+    Raises what trainer.train raises, TooLarge among it, of which those who begin again will know;
+    LostRank where another rank is gone, and RuntimeError with its words where another one failed.
     """
+    tried: list[int] = []
     with joined(ranks, torch.device(device.name)) as store:
         try:
             refuse_different(ranks, _same(job, device))
-            told = ranks.of_lead((job.past, job.resumes))
+            past, resumes, tried = ranks.of_lead(
+                (job.past, job.resumes, told_smaller(store) if ranks.is_lead else [])
+            )
+            if tried:
+                past = Past(past.metrics | {"memory/micro_batch": min(tried)})
             facts = trainer.train(
                 job.config,
                 device,
                 job.data,
-                past=told[0],
+                past=past,
                 folder=job.folder,
                 log=log,
-                resumes=told[1],
+                resumes=resumes,
                 asked=asked,
                 ranks=ranks,
             )
@@ -94,16 +104,27 @@ def train_together(
             released = of_ranks(ranks, device.name, leaked)
         except Left:
             raise
+        except TooLarge as error:
+            _logger.warning("%s", error)
+            tell_smaller(store, error.smaller)
+            raise
         except Exception as error:
             if is_lost_peer(error):
                 failed = told_failure(store)
                 if failed is None:
-                    raise LostRank(f"another rank was lost: {error}") from None
+                    raise LostRank(f"another rank was lost{_why(error)}") from None
                 raise RuntimeError(failed) from None
             tell_failure(store, ranks, str(error) or type(error).__name__)
             raise
     metrics = facts.metrics | released.metrics
+    metrics |= {k: v + len(tried) for k, v in metrics.items() if "/ooms_recovered" in k}
     return replace(facts, metrics=metrics, tags=facts.tags | released.tags)
+
+
+def _why(error: Exception) -> str:
+    """Which address is gone, and how: gloo says it in the middle of a paragraph."""
+    found = re.search(r"error \[([^]]+)\]\S*: ([^.]*)", str(error))
+    return f": {found[1]} ({found[2]})" if found else ""
 
 
 def _same(job: Job, device: DeviceFacts) -> dict[str, Any]:
@@ -180,6 +201,9 @@ def main() -> int:
         facts = train_together(job, device, ranks, log=partial(sender.send, "log"), asked=wishes)
     except Left:
         sender.send("left")
+    except TooLarge:
+        sender.send("too large")
+        return LOST
     except LostRank as error:
         sender.send("lost", str(error))
         return LOST

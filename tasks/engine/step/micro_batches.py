@@ -61,7 +61,7 @@ def told_in(phase: str, *, step: Callable[[], int] = int) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_oom(error):
             raise
-        failure = Failure(_words(error), phase)
+        failure = Failure(words(error), phase)
     if failure is not None:
         raise MemoryExhausted(replace(failure, step=failure.step or step()))
 
@@ -163,7 +163,7 @@ class MicroBatches:
             except (RuntimeError, MemoryError) as error:
                 if not is_oom(error):
                     raise
-                failure = _words(error)
+                failure = words(error)
             # Only here, outside the except block, is the error gone and what its frames held.
             if failure is None:
                 self._calm += 1
@@ -194,7 +194,7 @@ class MicroBatches:
         except (RuntimeError, MemoryError) as error:
             if not is_oom(error):
                 raise
-            failure = _words(error)
+            failure = words(error)
         self._give_back()
         drop_cache(self._device)
         log.warning("out of memory in the optimizer step: caches given back, tried again")
@@ -231,7 +231,7 @@ class MicroBatches:
             # While all that it held is still there.
             self._witness.write()
             allocator = self._witness.reading()
-            text = _words(error)
+            text = words(error)
         else:
             self.recovered += 1
             return done
@@ -271,7 +271,7 @@ class MicroBatches:
             buffer.copy_(kept)
 
 
-def _words(error: BaseException) -> str:
+def words(error: BaseException) -> str:
     """What the error says; its frames let go of what they hold."""
     clear_frames(error)
     return str(error) or type(error).__name__

@@ -1,6 +1,6 @@
 """Micro-batches of a model that several processes train: as many rows on each as fit on all. They
 are found out before the first step, without communication, since a rank that runs out of memory in
-the middle of it would leave the others waiting.
+the middle of it leaves the others waiting: all then begin again, with less.
 """
 
 from __future__ import annotations
@@ -10,18 +10,41 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from tasks.engine.distributed.ranks import Ranks
-from tasks.engine.step.micro_batches import Failure, MemoryExhausted, MicroBatches
+from tasks.engine.memory.memory_meter import is_oom
+from tasks.engine.step.micro_batches import Failure, MemoryExhausted, MicroBatches, words
 
 T = TypeVar("T")
 
 
+class TooLarge(Exception):
+    """A micro-batch did not fit, where a rank cannot try again without the others."""
+
+    def __init__(self, rows: int, why: str) -> None:
+        super().__init__(
+            f"short of memory with micro-batches of {rows} rows: all begin again with "
+            f"{-(-rows // 2)}, from the last checkpoint ({'. '.join(why.split('. ')[:2])})"
+        )
+        self.smaller = -(-rows // 2)
+
+
 class FixedMicroBatches(MicroBatches):
-    """One size for all, of a model that is shared out: to try again, a rank would need the others.
-    Where it does not fit, the training ends, and says so."""
+    """One size for all, of a model that is shared out: to try again, a rank needs the others."""
 
     def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
-        """What `attempt(*batch, rows)` returns."""
-        return attempt(*batch, self.rows)
+        """What `attempt(*batch, rows)` returns. Raises TooLarge."""
+        try:
+            return attempt(*batch, self.rows)
+        except (RuntimeError, MemoryError) as error:
+            if self.rows == 1 or not is_oom(error):
+                raise
+            why = words(error)
+        raise TooLarge(self.rows, why)
+
+    def restore(self, state: list[Any]) -> None:
+        """Be as when `state` was taken, with no more rows than these."""
+        rows = self.rows
+        super().restore(state)
+        self.rows = min(rows, self.rows)
 
     def ease(self, why: str) -> None:
         """All would have to."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.device.detection import resolve_precision
+from tasks.engine.distributed.ranks import asked
 from tasks.engine.forecast.admission import Admission
 from tasks.engine.memory.allocation_log import MIB
 from tasks.engine.settings.run_config import RunConfig
@@ -59,6 +60,7 @@ def alike(config: RunConfig, device: DeviceFacts, data: DataFacts) -> str:
     t, o = config.train, config.optim
     precision = resolve_precision(t.precision, device)
     graphs = may_replay(config, device, precision, steps=steps_of(config, data))
+    processes = (config.launch.processes, asked().size)  # the second: of those torchrun started
     said = [
         [device.kind, device.model, device.total_bytes, device.torch_version],
         [data.task, data.input_shape, data.outputs, data.bytes],
@@ -66,7 +68,7 @@ def alike(config: RunConfig, device: DeviceFacts, data: DataFacts) -> str:
         [o.name, o.momentum > 0, o.clip_norm is not None],
         [t.batch_size, t.accumulate, precision, t.deterministic, config.memory.limit_mib, graphs],
         [keeps_best(config) and device.kind == "cpu"],  # beside the weights that are trained
-        *([] if config.launch.count == 1 else [config.launch.processes, t.parallel]),
+        *([] if processes == ("1", 1) else [*processes, t.parallel]),
         *(["recompute"] if config.memory.recompute else []),
     ]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]

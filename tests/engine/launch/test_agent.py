@@ -26,6 +26,7 @@ from tasks.engine.training.similar_runs import Past
 Own = Callable[[str, str], None]
 MODEL = """
 import os, signal, sys
+import torch
 from torch import nn
 
 class Linear(nn.Module):
@@ -41,18 +42,23 @@ class Linear(nn.Module):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "always lost" and is_one:
             os.kill(os.getpid(), signal.SIGKILL)
+        is_large = self.training and len(x) > 9 and self.calls > 15
+        if self.fault == "greedy" and os.environ["RANK"] == "1" and is_large:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
         if self.fault == "wrong" and is_one:
             raise ValueError("the thirtieth batch is not for me")
         return self.layer(x.flatten(1))
 """
 
 
-def _train(folder: Path, fault: str = "", epochs: int = 3, **more: Any) -> tuple[TrainFacts, list]:
+def _train(
+    folder: Path, fault: str = "", epochs: int = 3, parallel: str = "auto", **more: Any
+) -> tuple[TrainFacts, list]:
     config = RunConfig.model_validate(
         {
             "data": {"cache": str(folder / "data")},
             "model": {"name": "agents_own:Linear", "args": {"fault": fault}},
-            "train": {"epochs": epochs},
+            "train": {"epochs": epochs, "parallel": parallel},
             "checkpoint": {"every_steps": 10, "every_s": None},
         }
     )
@@ -88,6 +94,23 @@ def test_a_lost_process_begins_again_with_the_others_and_every_value_is_logged_o
     assert len(logged) == len(set(logged))
     assert {step for name, step in logged if name == "train/loss"} == {*range(10, 70, 10), 69}
     assert "going on from the checkpoint" in caplog.text
+    assert not _left()
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_where_memory_runs_out_in_one_all_begin_again_with_smaller_micro_batches(
+    own: Own, tmp_path: Path, caplog: pytest.LogCaptureFixture, parallel: str
+) -> None:
+    """In mid-training: under ddp what is found out before the first step is not begun again."""
+    own("agents_own", MODEL)
+    with caplog.at_level(logging.INFO, "tasks"):
+        facts, logged = _train(tmp_path, "greedy", parallel=parallel)
+    assert facts.steps == 69 and facts.tags["micro_batch"] == "8", facts.tags
+    assert "ranks.restarts" not in facts.tags  # none was lost
+    assert facts.metrics["memory/ooms_recovered"] == 2 == facts.metrics["ranks/ooms_recovered_most"]
+    assert len(logged) == len(set(logged)) and int(facts.tags["resumed_from_step"]) in (10, 20)
+    said = "rank 1: short of memory with micro-batches of 32 rows: all begin again with 16"
+    assert said in caplog.text and "was lost" not in caplog.text
     assert not _left()
 
 
