@@ -15,7 +15,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from benchmarks.conditions import publish
+from benchmarks.workloads import images
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.launch import agent
@@ -35,6 +38,16 @@ TRAININGS: dict[str, dict[str, Any]] = {
         "train": {"epochs": 20, "batch_size": 256},
     },
     "mlp on digits, batch 64": {"train": {"epochs": 60}},
+    "cnn on 3 x 32 x 32 images, batch 64": {
+        "data": {"source": "npz"},
+        "model": {"name": "cnn"},
+        "train": {"epochs": 3},
+    },
+    "the same, batch 256": {
+        "data": {"source": "npz"},
+        "model": {"name": "cnn"},
+        "train": {"epochs": 3, "batch_size": 256},
+    },
     "mlp of 2 x 1024, batch 512": {
         "model": {"args": {"hidden": [1024, 1024]}},
         "train": {"epochs": 30, "batch_size": 512},
@@ -54,32 +67,40 @@ def _lines(rounds: int) -> Iterator[str]:
     yield f"""
 - Samples a second over the steps after the first epoch, median of {rounds} rounds in turns; times
   faster: the median of the rounds' ratios, and the least and the most of them.
-- One process takes the threads that it finds fastest. Several share the cores; all batches are the
-  same. communication: what of a step is left for it after the backward pass, on the first rank.
+- One process takes the threads that it finds fastest, or one. Several share the cores; all batches
+  are the same. waits: the share of a step that is left for communication after the backward pass,
+  on the first rank.
 
-| training | 1 process | {count} processes | times faster | communication |
-|:--|--:|--:|--:|--:|"""
+| training | 1 process | one thread | {count} processes | times faster | than one thread | waits |
+|:--|--:|--:|--:|--:|--:|--:|"""
+    ways = {"1": (1, False), "1 thread": (1, True), "several": (count, False)}
     for name, sections in TRAININGS.items():
-        found: dict[int, list[dict[str, float]]] = {1: [], count: []}
+        found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for _ in range(rounds):
-            for processes, runs in found.items():
-                runs.append(_in_a_child(sections, processes, first.name))
-        ratios = [b["speed"] / a["speed"] for a, b in zip(*found.values(), strict=True)]
-        one, several = (median(run["speed"] for run in runs) for runs in found.values())
-        share = median(run["communication"] for run in found[count])
-        spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
-        yield (
-            f"| {name} | {one:,.0f} | {several:,.0f} | {median(ratios):.2f} {spread} "
-            f"| {share:.0%} of a step |"
-        )
+            for way, (processes, is_single) in ways.items():
+                found[way].append(_in_a_child(sections, processes, is_single, first.name))
+        speeds = {way: [run["speed"] for run in runs] for way, runs in found.items()}
+        share = median(run["communication"] for run in found["several"])
+        shown = " | ".join(f"{median(of):,.0f}" for of in speeds.values())
+        ratios = " | ".join(_ratio(speeds["several"], speeds[way]) for way in ("1", "1 thread"))
+        yield f"| {name} | {shown} | {ratios} | {share:.0%} of a step |"
 
 
-def _in_a_child(sections: dict[str, Any], processes: int, device: str) -> dict[str, float]:
+def _ratio(ours: list[float], theirs: list[float]) -> str:
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def _in_a_child(
+    sections: dict[str, Any], processes: int, is_single: bool, device: str
+) -> dict[str, float]:
     read, write = os.pipe()
     child = os.fork()
     if not child:
         os.close(read)
         with os.fdopen(write, "w") as pipe:
+            if is_single:
+                torch.set_num_threads(1)
             json.dump(_train(sections, processes, device), pipe)
             pipe.flush()
             os._exit(0)
@@ -92,6 +113,8 @@ def _in_a_child(sections: dict[str, Any], processes: int, device: str) -> dict[s
 
 
 def _train(sections: dict[str, Any], processes: int, device: str) -> dict[str, float]:
+    if sections.get("data"):
+        sections = {**sections, "data": images(4_000, Path(tempfile.gettempdir()))}
     config = from_mapping({"data": {"source": "digits"}, **sections})
     data = prepare(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
     speeds: list[tuple[float, float]] = []
