@@ -107,6 +107,7 @@ def train(
                     device.name,
                     baseline_bytes=device.baseline_bytes,
                     held_bytes=record.held_bytes,
+                    leaks=record.leaks,
                     on_leak=config.memory.on_leak,
                 )
             )

@@ -20,7 +20,7 @@ from uuid import uuid4
 from tasks import device_slots, serve
 from tasks import resume as earlier
 from tasks.device_tags import device_json, device_tags
-from tasks.engine.base.facts import DataFacts, DeviceFacts, ReleaseFacts, TrainFacts
+from tasks.engine.base.facts import DataFacts, DeviceFacts, Owner, ReleaseFacts, TrainFacts
 from tasks.engine.base.timing import Stopwatch
 from tasks.engine.settings import unused_settings
 from tasks.engine.settings.run_config import RunConfig
@@ -90,7 +90,7 @@ class Record:
         self.failure: Failure | None = None  # the first one
         self._oom: dict[str, Any] | None = None  # how memory ran out
         self._stopped = ""  # why it ended before it was done
-        self.held_bytes = 0  # on the device, at the end of the training
+        self.held_bytes, self.leaks = 0, tuple[Owner, ...]()  # at the end of the training
         self._files: dict[str, str] = {}  # of the folder, by name
         self._step = 0
         self._screen = ExitStack()
@@ -192,7 +192,7 @@ class Record:
 
     def trained(self, facts: TrainFacts) -> None:
         """Keep what the training measured."""
-        self.held_bytes = facts.held_bytes
+        self.held_bytes, self.leaks = facts.held_bytes, facts.leaks
         self._summary |= facts.metrics
         self.run["classes"] = facts.classes
         if self._progress is not None:  # its last line says what the report says

@@ -5,6 +5,8 @@ takes and returns plain facts; neither they nor its error hold a tensor.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -33,13 +35,23 @@ class LeakError(RuntimeError):
 
 @task(cache_policy=NO_CACHE)
 def release_memory(
-    device_name: str, *, baseline_bytes: int, held_bytes: int = 0, on_leak: str = "warn"
+    device_name: str,
+    *,
+    baseline_bytes: int,
+    held_bytes: int = 0,
+    leaks: Sequence[Owner] = (),
+    on_leak: str = "warn",
 ) -> ReleaseFacts:
     """What was given back, of what is in use now and of `held_bytes`, in use when training ended.
+    leaks: of the processes that trained, where these were others.
 
     Raises LeakError where something was not and on_leak is fail.
     """
     facts = release(device_name, baseline_bytes=baseline_bytes, held_bytes=held_bytes)
+    if leaks:
+        leaked_bytes = facts.leaked_bytes + sum(owner.bytes for owner in leaks)
+        owners = (*facts.owners, *leaks)
+        facts = replace(facts, ok=False, leaked_bytes=leaked_bytes, owners=owners)
     if facts.ok:
         return facts
     if facts.broken:  # by what has ended the run already

@@ -51,7 +51,7 @@ def train_model(
         if processes > 1:
             job = Job(config, data, past, Path(folder), resumes)
             if not ranks.is_alone:  # it was started as one of them
-                return train_together(job, device, ranks, log=log, asked=asked)
+                return train_together(job, device, ranks, log=log, asked=asked, is_flow=True)
             return agent.train(
                 job,
                 device,

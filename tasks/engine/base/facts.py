@@ -103,6 +103,8 @@ class TrainFacts:
     warnings: tuple[str, ...] = ()  # what a person should doubt in the results
     # Of a classification, by part of the rows: its figures by class, for the report; see by_class.
     classes: dict[str, Any] = field(default_factory=dict)
+    # What several processes that trained it did not give back; see ReleaseFacts.owners.
+    leaks: tuple[Owner, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,16 @@ class LostRank(RuntimeError):
 
 
 def train_together(
-    job: Job, device: DeviceFacts, ranks: Ranks, *, log: Log, asked: Asked = lambda: None
+    job: Job,
+    device: DeviceFacts,
+    ranks: Ranks,
+    *,
+    log: Log,
+    asked: Asked = lambda: None,
+    is_flow: bool = False,
 ) -> TrainFacts:
-    """What the ranks have trained; on the lead with what all of them measured.
+    """What the ranks have trained; on the lead with what all of them measured. is_flow: this is the
+    process of the flow, which will look for its leaks itself.
 
     Raises what trainer.train raises, TooLarge among it, of which those who begin again will know;
     LostRank where another rank is gone, and RuntimeError with its words where another one failed.
@@ -102,6 +109,7 @@ def train_together(
             )
             leaked = {"memory/leaked_mib": held.leaked_bytes / MIB}
             released = of_ranks(ranks, device.name, leaked)
+            leaks = ranks.all_of(() if is_flow else held.owners)
         except Left:
             raise
         except TooLarge as error:
@@ -118,7 +126,12 @@ def train_together(
             raise
     metrics = facts.metrics | released.metrics
     metrics |= {k: v + len(tried) for k, v in metrics.items() if "/ooms_recovered" in k}
-    return replace(facts, metrics=metrics, tags=facts.tags | released.tags)
+    of_all = tuple(
+        replace(owner, held_by=f"{owner.held_by}, on rank {rank}")
+        for rank, owners in enumerate(leaks)
+        for owner in owners
+    )
+    return replace(facts, metrics=metrics, tags=facts.tags | released.tags, leaks=of_all)
 
 
 def _why(error: Exception) -> str:

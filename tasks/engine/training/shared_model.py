@@ -13,6 +13,7 @@ from torch import nn
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.distributed.parallel import Parallel
 from tasks.engine.distributed.ranks import Ranks
+from tasks.engine.memory import leaks
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.build import model_of
 
@@ -26,7 +27,10 @@ def held(config: RunConfig, data: DataFacts, device: torch.device, ranks: Ranks)
     if is_shared_out(config, ranks):
         from tasks.engine.distributed.sharding import sharded
 
-        return sharded(model, device=device, recompute=recompute)
+        model = sharded(model, device=device, recompute=recompute)
+        if (mesh := mesh_of(model)) is not None:
+            leaks.keeps(mesh.mesh)  # in what PyTorch remembers of each operation
+        return model
     if recompute:
         from tasks.engine.distributed.sharding import recomputed, units
 

@@ -22,6 +22,7 @@ from tasks.engine.launch.rank import Job
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.training.loop import Stop
 from tasks.engine.training.similar_runs import Past
+from tasks.release_memory import LeakError, release_memory
 
 Own = Callable[[str, str], None]
 MODEL = """
@@ -45,6 +46,8 @@ class Linear(nn.Module):
         is_large = self.training and len(x) > 9 and self.calls > 15
         if self.fault == "greedy" and os.environ["RANK"] == "1" and is_large:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        if self.fault == "leak" and is_one:
+            sys.kept = [torch.ones(1000)]
         if self.fault == "wrong" and is_one:
             raise ValueError("the thirtieth batch is not for me")
         return self.layer(x.flatten(1))
@@ -119,6 +122,16 @@ def test_what_a_process_raises_is_raised_here_and_none_is_left(own: Own, tmp_pat
     with pytest.raises(ValueError, match="the thirtieth batch is not for me"):
         _train(tmp_path, "wrong")
     assert not _left()
+
+
+def test_what_a_process_does_not_give_back_is_told_with_its_rank(own: Own, tmp_path: Path) -> None:
+    own("agents_own", MODEL)
+    facts, _ = _train(tmp_path, "leak")
+    (leak,) = facts.leaks
+    assert leak.bytes == 4000 and leak.held_by.endswith("name 'kept', on rank 1"), leak
+    assert facts.metrics["ranks/leaked_mib_most"] == 4000 / 2**20
+    with pytest.raises(LeakError, match=r"4,000 bytes were not given back: .* on rank 1"):
+        release_memory.fn("cpu", baseline_bytes=0, leaks=facts.leaks, on_leak="fail")
 
 
 def test_processes_that_are_lost_again_and_again_end_the_training(own: Own, tmp_path: Path) -> None:

@@ -74,9 +74,7 @@ def test_a_port_that_others_use_is_refused(monkeypatch: pytest.MonkeyPatch, is_f
 
 
 def test_names_that_are_not_known_or_not_of_this_machine_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="launch.nodes: none of 203.0.113.1, .* is an address"
-    ):
+    with pytest.raises(ConfigError, match="launch.nodes: none of 203.0.113.1, .* is an address"):
         _meet(_launch("203.0.113.2,203.0.113.1"), threading.Event())
     with pytest.raises(ConfigError, match=r"launch.nodes: no-such-host.invalid is not known here"):
         _meet(_launch("127.0.0.1,no-such-host.invalid"), threading.Event())
