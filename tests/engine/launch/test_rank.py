@@ -167,6 +167,20 @@ def test_ranks_learn_what_one_process_learns(
         assert lead.metrics["time/communication_ms"] > 0
 
 
+def _compiled(folder: Path) -> list[Told]:
+    mlp = TRAININGS["mlp"]["train"] | {"compile": "default"}
+    return [_train({"train": mlp | {"parallel": p}}, folder / p) for p in ("ddp", "fsdp")]
+
+
+def test_ranks_learn_the_same_by_a_compiled_step(
+    alone: tuple[Path, list[Told]], tmp_path: Path
+) -> None:
+    _, losses, _ = alone[1][0]
+    for facts, theirs, error in on_ranks(2, _compiled, tmp_path, joined=False)[0]:
+        assert facts is not None and facts.tags["compiled"] == "default", error
+        assert theirs == pytest.approx(losses, rel=1e-4)
+
+
 def _stopped(folder: Path, parallel: str) -> Told:
     return _train(_three_epochs(parallel), folder, stop_at=6)
 
