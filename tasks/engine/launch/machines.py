@@ -28,6 +28,7 @@ from tasks.engine.settings.launch_config import LaunchConfig
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 
+ELASTIC = "torch.distributed.elastic"  # how its loggers begin
 ASK_EVERY_S = 0.2
 ANSWER_S = 5.0  # of a store whose port is open
 log = logging.getLogger(__name__)
@@ -43,9 +44,10 @@ def train_on_machines(config: RunConfig, arguments: Sequence[str]) -> int:
         raise ConfigError(str(error)) from None
     here = 1 if config.device.name == "cpu" else torch.accelerator.device_count()
     processes = config.launch.count or max(1, here)
-    with _met(config.launch) as (name, run_id):
+    with _met(config.launch) as (own_name, run_id):
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_of(processes)))
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks tell
+        for name in [n for n in logging.root.manager.loggerDict if n.startswith(ELASTIC)]:
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks tell
         start = api.elastic_launch(
             api.LaunchConfig(
                 min_nodes=1,  # so many go on where others are lost
@@ -56,7 +58,7 @@ def train_on_machines(config: RunConfig, arguments: Sequence[str]) -> int:
                 rdzv_endpoint=_address(config.launch),
                 rdzv_configs={"is_host": False, "timeout": config.launch.wait_s},
                 max_restarts=config.run.retries,
-                local_addr=name,
+                local_addr=own_name,
             ),
             sys.executable,
         )
