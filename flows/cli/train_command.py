@@ -230,6 +230,8 @@ def _play(asked: Namespace) -> int:
 def _plan_retry(asked: Namespace, error: Exception) -> None:
     """Another start after this one's end, in a new process, where the failure is one that it may
     cure. A first start that has not opened its run has its user there."""
+    if "RANK" in os.environ:  # torchrun starts it again, with the others
+        return
     from tasks.failures import classify
     from tasks.record import last_ended
     from tasks.resume import plan_retry
