@@ -22,6 +22,7 @@ import psutil
 from flows.cli import dry_runs
 from flows.cli.flags import parse, resumed
 from tasks.engine.base.units import printable
+from tasks.engine.launch import attempts
 from tasks.engine.settings.import_path_checks import check as check_imports
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.process import restart, signals
@@ -35,6 +36,11 @@ _prefect_away = threading.Event()  # nothing waits for its server any more
 
 def main(argv: Sequence[str]) -> int:
     """Run what the command line says. Returns the exit code."""
+    code = attempts.final()
+    return attempts.kept(_obey(argv)) if code is None else code
+
+
+def _obey(argv: Sequence[str]) -> int:
     redact_output()
     try:
         asked = parse(argv)
@@ -133,13 +139,15 @@ def _played(play: Callable[[], int], *, debug: bool) -> int:
             raise
         from prefect.settings import PREFECT_API_URL
 
+        from tasks.engine.distributed.ranks import BeginAgain
+
         api = PREFECT_API_URL.value() or ""
         if str(error).startswith("Failed to reach API") and not local_prefect.is_temporary(api):
             told = "does not answer; start that server, or name none: a run then starts its own"
             print(f"PREFECT_API_URL: {redacted(api)} {told}", file=sys.stderr)
             return 2
         print(f"failed: {error}", file=sys.stderr)
-        return 1
+        return attempts.AGAIN if isinstance(error, BeginAgain) else 1
 
 
 def show(run: Mapping[str, Any]) -> None:

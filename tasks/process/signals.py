@@ -47,9 +47,10 @@ def catch() -> None:
 
     Those that are ignored (nohup, a script's background job) stay ignored.
     """
+    is_lead = os.environ.get("RANK", "0") == "0"  # of torchrun's processes: it tells for all
     for number in ASKING:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _handle)
+            signal.signal(number, _handle if is_lead else signal.SIG_DFL)
 
 
 @contextmanager

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.conftest import desk_environment, query
+import pytest
+
+from tests.conftest import desk_environment, free_port, query
 
 Desk = Callable[..., subprocess.Popen[str]]
 
@@ -79,6 +81,40 @@ def test_torchrun_plays_one_flow_and_its_other_processes_know_of_no_tracking(pla
     assert process.returncode == 0, err
     assert out.count("FINISHED") == 1 and "2 processes" in out
     assert query(place, "select status from runs") == [("FINISHED",)]
+
+
+def test_torchrun_that_is_ended_leaves_a_checkpoint_of_that_step(place: Path) -> None:
+    process = _torchrun(place, "--model.name", "cnn", "--train.epochs", "3000")
+    until = time.monotonic() + 120
+    while not (place / "mlflow.db").exists() or not query(
+        place, "select 1 from metrics where key = 'train/loss'"
+    ):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert " is kept; go on with `python -m flows.train --resume" in err, err
+    assert err.count("terminated") == 1  # the lead alone says so
+    assert query(place, "select status from runs") == [("KILLED",)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is not set up")
+def test_what_is_wrong_on_several_machines_is_told_once(place: Path) -> None:
+    """By the first of them, which here is this machine by another address."""
+    asked = ("--launch.nodes", "127.0.0.1,127.0.0.2", "--launch.port", str(free_port()))
+    asked += ("--train.parallel", "fsdp", "--optim.name", "Adafactor", "--run.retries", "0")
+    both = []
+    for number in (1, 2):
+        command = [sys.executable, "-m", "flows.train", *asked]
+        env = desk_environment(place / f"prefect-{number}")
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        both.append(subprocess.Popen(command, cwd=place, env=env, text=True, **pipes))
+    said = [process.communicate(timeout=120)[0] for process in both]
+    by_code = dict(zip([process.returncode for process in both], said, strict=True))
+    assert by_code.keys() == {1, 2}, said
+    assert by_code[2].count("optim.name: Adafactor cannot train a model that is shared out") == 1
+    assert by_code[1].endswith("launch.nodes: 127.0.0.1 has ended, and told why\n")
+    assert "Traceback" not in "".join(said)
 
 
 def test_processes_that_cannot_train_are_refused_in_a_sentence(desk: Desk, place: Path) -> None:

@@ -35,6 +35,10 @@ _LOST = re.compile(
 )
 
 
+class BeginAgain(Exception):
+    """What ends this rank ends all, and may not come again where they begin anew."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """One of `size` processes; `local` is its number on this host, of `on_host`."""

@@ -20,9 +20,11 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 
 from tasks.engine.device.detection import DeviceError, detect
+from tasks.engine.launch import attempts
 from tasks.engine.launch.processes import threads_of
 from tasks.engine.settings.launch_config import LaunchConfig
 from tasks.engine.settings.read_settings import ConfigError
@@ -44,7 +46,7 @@ def train_on_machines(config: RunConfig, arguments: Sequence[str]) -> int:
         raise ConfigError(str(error)) from None
     here = 1 if config.device.name == "cpu" else torch.accelerator.device_count()
     processes = config.launch.count or max(1, here)
-    with _met(config.launch) as (own_name, run_id):
+    with _met(config.launch) as (own_name, run_id), attempts.kept_here():
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_of(processes)))
         for name in [n for n in logging.root.manager.loggerDict if n.startswith(ELASTIC)]:
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks tell
@@ -64,12 +66,19 @@ def train_on_machines(config: RunConfig, arguments: Sequence[str]) -> int:
         )
         try:
             start("-u", "-m", "flows.train", *arguments)
-        except ChildFailedError as error:
-            code = error.get_first_failure()[1].exitcode
-            return 128 - code if code < 0 else code
+            return 0
         except SignalException as error:
             return 128 + error.sigval
-    return 0
+        except ChildFailedError as error:
+            code = error.get_first_failure()[1].exitcode
+        except RendezvousError:
+            code = attempts.AGAIN
+        code = attempts.final() or code
+    if code != attempts.AGAIN:
+        return 128 - code if code < 0 else code
+    if own_name != config.launch.machines[0]:
+        log.error("launch.nodes: %s has ended, and told why", config.launch.machines[0])
+    return 1
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -24,6 +25,7 @@ from tasks.engine.base.facts import DataFacts, DeviceFacts, TrainFacts
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import DeviceError, detect
 from tasks.engine.distributed.ranks import (
+    BeginAgain,
     Ranks,
     asked,
     is_lost_peer,
@@ -35,6 +37,7 @@ from tasks.engine.distributed.ranks import (
     told_smaller,
 )
 from tasks.engine.files.source_data import DataError
+from tasks.engine.launch.attempts import AGAIN
 from tasks.engine.launch.processes import device_of, own_name
 from tasks.engine.memory.leaks import baseline, release
 from tasks.engine.settings.model_args import ModelError
@@ -50,8 +53,8 @@ from tasks.engine.training.step_metrics import Log
 
 MIB = 1024**2
 ADDRESS = "HEADROOM_RANKS"  # where a rank finds the process that asked for it
+LEAVE_S = 10  # for a checkpoint of all, after a signal
 _logger = logging.getLogger("tasks.engine.launch.rank")  # also of a process that runs this file
-LOST = 3  # exit code of a rank that lost another one: the launcher starts all anew
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Job:
     resumes: bool
 
 
-class LostRank(RuntimeError):
+class LostRank(BeginAgain):
     """Another rank is gone without a word."""
 
 
@@ -199,7 +202,7 @@ class _Wishes:
 
 
 def main() -> int:
-    """The exit code: 0 where all was told, LOST where another rank is gone."""
+    """The exit code: 0 where all was told, AGAIN where the launcher is to start all anew."""
     ranks, connection = asked(), Client(os.environ[ADDRESS])
     job, first = connection.recv()
     sender = _Sender(connection, ranks)
@@ -216,10 +219,10 @@ def main() -> int:
         sender.send("left")
     except TooLarge:
         sender.send("too large")
-        return LOST
+        return AGAIN
     except LostRank as error:
         sender.send("lost", str(error))
-        return LOST
+        return AGAIN
     except Exception as error:
         sender.send("failed", _sendable(error))
     else:
@@ -229,8 +232,11 @@ def main() -> int:
 
 def follow(config: RunConfig) -> int:
     """Take part in a training whose lead is another process of torchrun, on this machine or not.
-    Returns the exit code: 0 trained, 1 failed, 2 bad input."""
+    Returns the exit code: 0 trained, 1 failed, 2 bad input, AGAIN where all are to begin anew."""
     ranks = asked()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the lead has them all leave a checkpoint
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: signal.alarm(LEAVE_S))
     try:
         device = replace(
             facts := detect(own_name(config.device, ranks)),
@@ -246,6 +252,8 @@ def follow(config: RunConfig) -> int:
         print(f"rank {ranks.rank}: {error}", file=sys.stderr)
         return 2
     except Exception as error:
+        if isinstance(error, BeginAgain) or is_lost_peer(error):  # which the lead tells of
+            return AGAIN
         print(f"rank {ranks.rank}: failed: {error}", file=sys.stderr)
         return 1
     return 0

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from tasks.engine.distributed.ranks import Ranks
+from tasks.engine.distributed.ranks import BeginAgain, Ranks
 from tasks.engine.memory.memory_meter import is_oom
 from tasks.engine.step.micro_batches import Failure, MemoryExhausted, MicroBatches, words
 
 T = TypeVar("T")
 
 
-class TooLarge(Exception):
+class TooLarge(BeginAgain):
     """A micro-batch did not fit, where a rank cannot try again without the others."""
 
     def __init__(self, rows: int, why: str) -> None:
