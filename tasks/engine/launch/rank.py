@@ -101,7 +101,7 @@ def train_together(
                 device,
                 job.data,
                 past=past,
-                folder=job.folder,
+                folder=_of_all(job, ranks),
                 log=log,
                 resumes=resumes,
                 asked=asked,
@@ -137,6 +137,20 @@ def train_together(
     return replace(facts, metrics=metrics, tags=facts.tags | released.tags, leaks=of_all)
 
 
+def _of_all(job: Job, ranks: Ranks) -> Path:
+    """The folder of the run, as far as this rank sees it. Raises ConfigError, on all ranks, where
+    one does not see it and would have to."""
+    folder = Path(ranks.of_lead(str(job.folder.absolute())))
+    sees = ranks.all_of(folder.is_dir())
+    if job.config.train.parallel == "fsdp" and job.config.checkpoint.is_on and not all(sees):
+        raise ConfigError(
+            f"checkpoint: each rank writes its part, and rank {sees.index(False)} does not see "
+            f"{folder}; put runs (mlflow.yaml) on a disk that all machines share, or set "
+            "checkpoint.every_s to none"
+        )
+    return folder if folder.is_dir() else job.folder
+
+
 def _why(error: Exception) -> str:
     """Which address is gone, and how: gloo says it in the middle of a paragraph."""
     found = re.search(r"error \[([^]]+)\]\S*: ([^.]*)", str(error))
@@ -145,9 +159,8 @@ def _why(error: Exception) -> str:
 
 def _same(job: Job, device: DeviceFacts) -> dict[str, Any]:
     """What all ranks must have been started with."""
-    settings = {
-        k: v for k, v in job.config.flat().items() if not k.startswith(("run.", "data.path"))
-    }
+    own = ("run.", "data.path", "data.cache")  # places, which each machine may have its own of
+    settings = {k: v for k, v in job.config.flat().items() if not k.startswith(own)}
     data = job.data.fingerprint or (job.data.train_rows, job.data.val_rows)
     return {**settings, "data": data, "torch": torch.__version__, "device.kind": device.kind}
 

@@ -193,6 +193,30 @@ def _three_epochs(parallel: str = "auto") -> Sections:
     return {"train": {"epochs": 3, "log_every": 5, "parallel": parallel}}
 
 
+class Unseen(type(Path())):
+    def is_dir(self) -> bool:
+        return False
+
+
+def _apart(folder: Path) -> list[Told]:
+    """As under torchrun: only the lead knows the folder of the run."""
+    own, fsdp = folder / str(asked().rank), _three_epochs("fsdp")
+    own.mkdir(exist_ok=True)
+    told = [_train(fsdp, own, stop_at=6), _train(fsdp, own, resumes=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        if asked().rank:
+            patch.setattr("tasks.engine.launch.rank.Path", Unseen)
+        return [*told, _train(fsdp, own)]
+
+
+def test_all_ranks_keep_their_parts_in_the_folder_of_the_lead(tmp_path: Path) -> None:
+    for stopped, resumed, blind in on_ranks(2, _apart, tmp_path, joined=False):
+        assert stopped[2] == "left" and resumed[2] == ""
+        assert resumed[0].tags["resumed_from_step"] == "30"
+        assert blind[2].startswith("ConfigError: checkpoint: each rank writes its part, and rank 1")
+    assert not (tmp_path / "1" / "checkpoints").exists()
+
+
 @pytest.mark.parametrize(
     ("before", "size", "after"),
     [("ddp", 3, "ddp"), ("fsdp", 3, "fsdp"), ("fsdp", 1, "auto"), ("ddp", 2, "fsdp")],
