@@ -58,7 +58,7 @@ def train_on_machines(config: RunConfig, arguments: Sequence[str]) -> int:
                 run_id=run_id,
                 rdzv_backend="c10d",
                 rdzv_endpoint=_address(config.launch),
-                rdzv_configs={"is_host": False, "timeout": config.launch.wait_s},
+                rdzv_configs={"is_host": False},
                 max_restarts=config.run.retries,
                 local_addr=own_name,
             ),
@@ -96,7 +96,7 @@ def _met(launch: LaunchConfig) -> Iterator[tuple[str, str]]:
         name = _claimed(store, ours)
         if name is None:
             raise ConfigError(_taken(launch))
-        missing, told = list(names), 0.0
+        missing, is_told = list(names), False
         while missing := [n for n in missing if not store.check([f"here/{n}"])]:
             text = f"launch.nodes: {', '.join(missing)}"
             if time.monotonic() > until:
@@ -104,9 +104,9 @@ def _met(launch: LaunchConfig) -> Iterator[tuple[str, str]]:
                     f"{text} did not come to {_address(launch)} within {launch.wait_s:g} s; start "
                     "the same command there"
                 )
-            if not told:
+            if not is_told:
                 log.info("%s: waited for, up to %g s", text, launch.wait_s)
-                told = time.monotonic()
+                is_told = True
             time.sleep(ASK_EVERY_S)
         run_id = store.compare_set("id", "", uuid.uuid4().hex).decode()
         log.info("launch.nodes: all %d are there; %s tells of the run", len(names), names[0])
