@@ -10,7 +10,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.conditions import publish
+from benchmarks.turns import in_turns
 from benchmarks.workloads import images
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
@@ -39,12 +41,10 @@ TRAININGS: dict[str, dict[str, Any]] = {
     },
     "mlp on digits, batch 64": {"train": {"epochs": 60}},
     "cnn on 3 x 32 x 32 images, batch 64": {
-        "data": {"source": "npz"},
         "model": {"name": "cnn"},
         "train": {"epochs": 3},
     },
-    "the same, batch 256": {
-        "data": {"source": "npz"},
+    "cnn on 3 x 32 x 32 images, batch 256": {
         "model": {"name": "cnn"},
         "train": {"epochs": 3, "batch_size": 256},
     },
@@ -74,16 +74,27 @@ def _lines(rounds: int) -> Iterator[str]:
 | training | 1 process | one thread | {count} processes | times faster | than one thread | waits |
 |:--|--:|--:|--:|--:|--:|--:|"""
     ways = {"1": (1, False), "1 thread": (1, True), "several": (count, False)}
-    for name, sections in TRAININGS.items():
-        found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-        for _ in range(rounds):
-            for way, (processes, is_single) in ways.items():
-                found[way].append(_in_a_child(sections, processes, is_single, first.name))
-        speeds = {way: [run["speed"] for run in runs] for way, runs in found.items()}
-        share = median(run["communication"] for run in found["several"])
-        shown = " | ".join(f"{median(of):,.0f}" for of in speeds.values())
-        ratios = " | ".join(_ratio(speeds["several"], speeds[way]) for way in ("1", "1 thread"))
-        yield f"| {name} | {shown} | {ratios} | {share:.0%} of a step |"
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = images(4_000, Path(folder))
+        for name, sections in TRAININGS.items():
+            sections = {**sections, "data": drawn if "images" in name else {"source": "digits"}}
+            yield _row(name, sections, ways, rounds, first.name)
+
+
+def _row(
+    name: str,
+    sections: dict[str, Any],
+    ways: Mapping[str, tuple[int, bool]],
+    rounds: int,
+    device: str,
+) -> str:
+    runs = {way: partial(_in_a_child, sections, *asked, device) for way, asked in ways.items()}
+    found = in_turns(runs, rounds, warm_up=False)
+    speeds = {way: [run["speed"] for run in runs] for way, runs in found.items()}
+    share = median(run["communication"] for run in found["several"])
+    shown = " | ".join(f"{median(of):,.0f}" for of in speeds.values())
+    ratios = " | ".join(_ratio(speeds["several"], speeds[way]) for way in ("1", "1 thread"))
+    return f"| {name} | {shown} | {ratios} | {share:.0%} of a step |"
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> str:
@@ -113,9 +124,7 @@ def _in_a_child(
 
 
 def _train(sections: dict[str, Any], processes: int, device: str) -> dict[str, float]:
-    if sections.get("data"):
-        sections = {**sections, "data": images(4_000, Path(tempfile.gettempdir()))}
-    config = from_mapping({"data": {"source": "digits"}, **sections})
+    config = from_mapping(sections)
     data = prepare(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
     speeds: list[tuple[float, float]] = []
     first_epoch = -(-data.train_rows // config.train.batch_size)

@@ -82,7 +82,8 @@ def main(runs: int) -> None:
 
 
 def _lines(team: Team, runs: int) -> Iterator[str]:
-    idle = _rates(team, lambda: time.sleep(60))
+    spent, slept_s = _spent(team, lambda: time.sleep(60))
+    idle = {name: s / slept_s for name, s in spent.items()}
     yield f"""
 All servers and the trainings share this machine. Processor time of a server: of its processes.
 
@@ -194,18 +195,14 @@ def _of_runs(team: Team, runs: int, idle: dict[str, float]) -> tuple[dict[str, f
             time.sleep(2)
 
     play(2)  # each worker clones, and prepares its data
-    begun = time.monotonic()
-    spent = _spent(team, lambda: play(runs))
-    took_s = time.monotonic() - begun
+    spent, took_s = _spent(team, lambda: play(runs))
     return {n: (s - idle[n] * took_s) / runs for n, s in spent.items()}, took_s
 
 
 def _of_requests(team: Team, ask: Callable[[int], Any], idle: dict[str, float]) -> dict[str, float]:
     """Processor seconds of each server for one of them."""
     ask(0)
-    begun = time.monotonic()
-    spent = _spent(team, lambda: list(map(ask, range(REQUESTS))))
-    took_s = time.monotonic() - begun
+    spent, took_s = _spent(team, lambda: list(map(ask, range(REQUESTS))))
     return {n: max(0.0, s - idle[n] * took_s) / REQUESTS for n, s in spent.items()}
 
 
@@ -231,17 +228,12 @@ def _beats(team: Team) -> Callable[[int], Any]:
     return lambda n: call("POST", url, {"name": f"w{n % 100}", "heartbeat_interval_seconds": 30})
 
 
-def _rates(team: Team, play: Callable[[], Any]) -> dict[str, float]:
-    begun = time.monotonic()
-    spent = _spent(team, play)
-    took_s = time.monotonic() - begun
-    return {name: s / took_s for name, s in spent.items()}
-
-
-def _spent(team: Team, play: Callable[[], Any]) -> dict[str, float]:
-    before = team.cpu_s()
+def _spent(team: Team, play: Callable[[], Any]) -> tuple[dict[str, float], float]:
+    """Processor seconds of each server while it plays, and the seconds of that."""
+    before, begun = team.cpu_s(), time.monotonic()
     play()
-    return {name: after - before[name] for name, after in team.cpu_s().items()}
+    took_s = time.monotonic() - begun
+    return {name: after - before[name] for name, after in team.cpu_s().items()}, took_s
 
 
 def _cpu_s(process: psutil.Process) -> float:

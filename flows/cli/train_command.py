@@ -90,7 +90,7 @@ def _train(asked: Namespace) -> int:
     except DataError as error:
         print(error, file=sys.stderr)
         return 2
-    if asked.config.launch.machines and "RANK" not in os.environ:
+    if asked.config.launch.machines and not attempts.is_launched():
         from tasks.engine.launch.machines import train_on_machines
 
         _tell_lines()
@@ -238,7 +238,7 @@ def _play(asked: Namespace) -> int:
 def _plan_retry(asked: Namespace, error: Exception) -> None:
     """Another start after this one's end, in a new process, where the failure is one that it may
     cure. A first start that has not opened its run has its user there."""
-    if "RANK" in os.environ:  # torchrun starts it again, with the others
+    if attempts.is_launched():  # torchrun starts it again, with the others
         return
     from tasks.failures import classify
     from tasks.record import last_ended

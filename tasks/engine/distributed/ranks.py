@@ -111,11 +111,6 @@ class Ranks:
         return -(-rows // self.size)
 
 
-def is_launched() -> bool:
-    """Whether a launcher such as torchrun has started this process."""
-    return "RANK" in os.environ
-
-
 def asked(environment: Mapping[str, str] = os.environ) -> Ranks:
     """The ranks that a launcher such as torchrun has set; alone where none has."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:

@@ -14,6 +14,11 @@ FOLDER = "HEADROOM_ATTEMPTS"  # of this machine and this training
 AGAIN = 3  # exit code of a process that is to begin again, with the others
 
 
+def is_launched() -> bool:
+    """Whether a launcher such as torchrun has started this process."""
+    return "RANK" in os.environ
+
+
 @contextmanager
 def kept_here() -> Iterator[None]:
     """Inside, what this process starts keeps how it ended."""

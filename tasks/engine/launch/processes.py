@@ -11,8 +11,9 @@ import torch.distributed as dist
 from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.device.detection import DeviceError, detect
 from tasks.engine.device.leases import Leases, folder
-from tasks.engine.distributed.ranks import Ranks, is_launched
+from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.distributed.ranks import asked as ranks_asked
+from tasks.engine.launch.attempts import is_launched
 from tasks.engine.memory.leaks import baseline
 from tasks.engine.settings.launch_config import LaunchConfig
 from tasks.engine.settings.run_config import DeviceConfig

@@ -148,7 +148,7 @@ def _of_all(job: Job, ranks: Ranks) -> Path:
             f"{folder}; put runs (mlflow.yaml) on a disk that all machines share, or set "
             "checkpoint.every_s to none"
         )
-    return folder if folder.is_dir() else job.folder
+    return folder if sees[ranks.rank] else job.folder
 
 
 def _why(error: Exception) -> str:
