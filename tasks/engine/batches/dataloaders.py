@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from tasks.engine.memory.memory_meter import is_oom
 from tasks.engine.models.structured_inputs import LABELS
 
 ENDLESS = sys.maxsize  # steps of an epoch that nobody knows the end of
+WORKER_END_S = 5.0  # at most, from its broken connection to the end of a worker's process
 
 log = logging.getLogger(__name__)
 Look = Callable[[Any, int], Any]  # the targets of a batch and its number: what losses take
@@ -161,13 +164,23 @@ def _told(batches: Iterator[Any]) -> Iterator[Any]:
         except Exception as error:
             if is_oom(error) or str(error).startswith("DataLoader worker"):
                 raise  # a worker has died, by no word of the data
-            if isinstance(error, ConnectionError) and getattr(batches, "_workers", None):
+            if isinstance(error, ConnectionError) and (workers := getattr(batches, "_workers", ())):
+                _await_an_end(workers)
                 raise RuntimeError("DataLoader worker ended while it sent a batch") from None
             told = told_of(error)
         else:
             yield batch
             continue
         raise DataError(f"data.source: the loader raised: {told}")
+
+
+def _await_an_end(workers: Sequence[BaseProcess]) -> None:
+    """Until the worker whose connection broke has ended: PyTorch raises from the signal of its end
+    wherever this thread is then, and amid a lock of the loader's queues that lock stays held."""
+    ended = connection.wait([worker.sentinel for worker in workers], WORKER_END_S)
+    for worker in workers:
+        if worker.sentinel in ended:
+            worker.join()
 
 
 def _length(loader: Any) -> int:

@@ -1,6 +1,7 @@
 """A user's own DataLoader feeds the loop like any other rows, and its processes end with it."""
 
 import multiprocessing
+import time
 from collections import namedtuple
 
 import pytest
@@ -167,3 +168,31 @@ def test_a_loader_that_gives_nothing_is_refused() -> None:
     fed = Loaded(DataLoader(Liar(), batch_size=2), CPU)
     with pytest.raises(DataError, match="^data.source: the loader gave no rows; give it at least"):
         list(fed.in_order(1))
+
+
+class Broken:
+    """An iterator whose worker's connection breaks before the worker has ended."""
+
+    batch_size = 2
+
+    def __init__(self) -> None:
+        self._workers = [multiprocessing.get_context("fork").Process(target=time.sleep, args=[0.3])]
+        self._workers[0].start()
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise ConnectionResetError
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_worker_has_ended_when_its_loss_is_told() -> None:
+    """The signal of its end raised amid a lock of the loader's queues, which was never let go."""
+    loader = Broken()
+    with pytest.raises(RuntimeError, match="^DataLoader worker ended"):
+        list(Loaded(loader, CPU).in_order(1))
+    assert loader._workers[0].exitcode == 0
