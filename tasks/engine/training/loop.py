@@ -79,18 +79,19 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
     one after it, and at the latest when the epoch ends.
     """
     t, watch = tools, tools.watch
+    metrics: dict[str, float] = {}
+    of_epoch = train.steps(plan.batch_size)
+    last_step = plan.steps(of_epoch)
     step_metrics = StepMetrics(
         t.device,
         phases=t.phases,
         watch=watch,
         rate=t.rate,
         speeds=t.speeds,
+        last_step=last_step,
         log=t.log,
         ranks=t.ranks,
     )
-    metrics: dict[str, float] = {}
-    of_epoch = train.steps(plan.batch_size)
-    last_step = plan.steps(of_epoch)
     t.checkpoints.follow(rows=train, step_metrics=step_metrics)
     at = t.checkpoints.resumed()
     t.best.keep(model)  # where the epoch before was the best

@@ -66,10 +66,13 @@ class StepMetrics:
         watch: Stopwatch,
         rate: Callable[[int], float],
         speeds: Callable[[float], dict[str, float]],
+        last_step: int,
         log: Log,
         ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
     ) -> None:
-        """rate: learning rate of step 0, 1, ... speeds: more of them, from the samples a second."""
+        """rate: learning rate of step 0, 1, ... speeds: more of them, from the samples a second.
+        last_step: where a speed is told of the whole run, by another."""
+        self._last_step = last_step
         self._device, self._phases, self._watch = device, phases, watch
         self._rate, self._speeds, self._log, self._ranks = rate, speeds, log, ranks
         self._losses: list[Tensor] = []
@@ -224,7 +227,9 @@ class StepMetrics:
             if point.norm is not None:
                 metrics["train/grad_norm"] = norms[point.norm]
             if point is points[-1]:
-                metrics |= self._speed() | self._phases.meter.window()
+                metrics |= self._phases.meter.window()
+                if point.step != self._last_step:
+                    metrics |= self._speed()
             self._log(metrics, point.step)
         self._open += losses[begin:]
 

@@ -140,7 +140,7 @@ def test_it_logs_each_window_and_each_epoch() -> None:
     assert steps == [4, 8, 12, 16, 20, 21]
     assert [m["train/epoch"] for _, m in logged if "train/epoch" in m] == [1, 2, 3]
     speeds = [m["speed/samples_per_s"] for _, m in logged if "speed/samples_per_s" in m]
-    assert len(speeds) >= 3 and min(speeds) > 0
+    assert len(speeds) >= 2 and min(speeds) > 0
     losses = [m["train/loss"] for _, m in logged if "train/loss" in m]
     assert losses[-1] < losses[0]
 

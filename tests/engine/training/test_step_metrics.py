@@ -46,6 +46,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         watch=Stopwatch(),
         rate=lambda step: 0.1,
         speeds=lambda per_s: {"speed/tokens_per_s": 2 * per_s},
+        last_step=4,
         log=lambda metrics, step: logged.append((step, metrics)),
     )
     made.begin(0)
@@ -103,6 +104,16 @@ def test_each_window_has_the_speed_of_its_own_steps_by_the_devices_clock(made) -
     made.point(_step(made, 1.0))
     made.drain()
     assert [m["speed/samples_per_s"] for _, m in logged] == pytest.approx([400, 400, 400])
+
+
+def test_the_last_step_leaves_the_speed_to_the_whole_run(made) -> None:
+    """MLflow's curve had two values there: the last window's, and the run's."""
+    made, logged = made
+    for _ in range(4):
+        made.point(_step(made, 1.0))
+    made.drain()
+    assert ["speed/samples_per_s" in m for _, m in logged] == [True, True, True, False]
+    assert "speed/tokens_per_s" not in logged[-1][1]
 
 
 def test_a_bad_loss_is_found_one_reading_late_and_nothing_after_it_is_logged(made) -> None:
