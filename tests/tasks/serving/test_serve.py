@@ -25,7 +25,7 @@ from tasks.tracking.mlflow_store import open_experiment
 from tasks.tracking.where import where
 from tests.conftest import free_port
 
-SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+SLEEP = ["sleep", "60"]  # a program that becomes another has no environment for a moment
 ADDRESSES = {"prefect": "http://127.0.0.1:1", "mlflow": "http://127.0.0.1:2", "worker": "test"}
 
 
