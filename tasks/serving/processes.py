@@ -79,7 +79,10 @@ def start(
             extra_groups=[] if user else None,
         )
     try:
-        return Part(address, psutil.Process(process.pid))
+        started = psutil.Process(process.pid)
+        while not started.environ():  # just begun, it has none: nobody would know it for ours
+            time.sleep(0.001)
+        return Part(address, started)
     except psutil.NoSuchProcess:
         raise died(name, folder) from None
     finally:
