@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train test test-cuda test-ui lint docs ui serve serve-down team team-down bench mutants chaos clean
+.PHONY: help setup train test test-all test-cuda test-ui lint docs ui serve serve-down team team-down bench mutants chaos clean
 
 help:
 	@echo 'make train        train on the best device here:  make train ARGS="--train.epochs 5"'
-	@echo 'make test         the whole test suite'
+	@echo 'make test         the tests, but for those of whole programs: some four minutes'
+	@echo 'make test-all     all that need no GPU and no browser: a quarter of an hour'
 	@echo 'make test-cuda    the tests that need a CUDA device; CUDA_RUN=... names a command that brings one'
 	@echo 'make test-ui      the tests of MLflow pages in a browser that is here; PICTURES=docs writes those of the README'
 	@echo 'make ui           the runs in MLflow, at the address that it prints'
@@ -38,7 +39,10 @@ setup: .venv/.ready
 train: .venv/.ready
 	$(BIN)/python -m flows.train $(ARGS)
 
-test: .venv/.team
+test: .venv/.ready
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not ui and not slow' $(ARGS)
+
+test-all: .venv/.team
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-cuda: .venv/.ready

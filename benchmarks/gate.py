@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import harmonic_mean, median
+from statistics import median
 from typing import Any
 
 from benchmarks.conditions import publish
@@ -25,22 +25,20 @@ from tasks.engine.device.detection import detect
 from tasks.engine.settings.read_settings import from_mapping
 from tasks.engine.settings.run_config import GateConfig
 from tasks.engine.training import trainer
-from tasks.gate import FIGURES, GATES, LOAD, SIGMA, judged
+from tasks.gate import FIGURES, GATES, REFERENCE, SIGMA, SPEEDS, WAITED, judged
 
 RUNS = 100
 HISTORIES, LENGTH, BLOCK, PLANTED_AT, WITHIN = 500, 30, 5, 20, 3
-QUIET, LONGER = 1.0, 4
 TRAININGS: dict[str, dict[str, Any]] = {
     "mlp on digits, 1 thread": {"train": {"epochs": 200}},
     "cnn on digits, 2 threads": {"model": {"name": "cnn"}, "train": {"epochs": 24}},
 }
-SPEEDS = ("speed/samples_per_s", "time/fast_step_ms")
+NOT_JUDGED = "its speed is not judged"
 NOTES = f"""
 - {HISTORIES} histories of {LENGTH} runs each, drawn from the real ones in blocks of {BLOCK}. What
-  is planted is there from run {PLANTED_AT + 1} on, and has to be told by one of the first {WITHIN}.
+  is planted is there from run {PLANTED_AT + 1} on, and has to be told by one of the first {WITHIN};
+  or, of a speed, by one of the first {WITHIN} that are judged by theirs.
 - alarms: clean histories in which any run is told to be worse, larger or slower.
-- quiet: those of the runs during which less than {QUIET:g} processes a core wanted to run; longer:
-  {LONGER} of these in a row, taken as one training.
 - spread: the standard deviation that the middle half of the runs has, of the median.
 """
 
@@ -83,39 +81,28 @@ def _train(name: str, file: Path) -> None:
 
 def _report(noise: Mapping[str, Sequence[Metrics]]) -> Iterator[str]:
     yield NOTES.rstrip()
-    parts: dict[str, list[Metrics]] = {}
-    for name, all_runs in noise.items():
-        quiet = [run for run in all_runs if run[LOAD] < QUIET]
-        parts |= {name: [*all_runs], f"{name}, quiet": quiet, f"{name}, longer": _longer(quiet)}
-    for name, runs in parts.items():
+    for name, runs in noise.items():
         yield f"\n## {name}, {len(runs)} real runs\n"
-        if len(runs) < BLOCK:
-            yield "Too few."
-            continue
         yield "| figure | median | spread | furthest off |\n|:--|--:|--:|--:|"
-        for metric in (*(figure.metric for figure in FIGURES), "val/accuracy", "val/loss"):
-            yield _spread(metric, [run[metric] for run in runs if metric in run])
-        alarms, why = _told(runs, lambda run: run)
-        yield f"\n| planted | found within {WITHIN} runs |\n|:--|--:|"
-        yield f"| nothing | {len(alarms)} alarms in {HISTORIES} |"
-        for percent in (5, 20, 50):
-            yield _found(f"{percent} % slower", runs, _slower(1 + percent / 100), "slower")
+        figures = (*(figure.metric for figure in FIGURES), REFERENCE, WAITED)
+        for metric in (*figures, "val/accuracy", "val/loss"):
+            if known := [run[metric] for run in runs if metric in run]:
+                yield _spread(metric, known)
+        alarms, why, judged_share = _told(runs, lambda run: run)
+        yield f"\n{judged_share:.0%} of the runs are judged by their speed.\n"
+        yield f"| planted | found within {WITHIN} runs | {WITHIN} judged ones |\n|:--|--:|--:|"
+        yield f"| nothing | {len(alarms)} alarms in {HISTORIES} | |"
+        for percent in (5, 10, 20, 50):
+            planted = _slower(1 + percent / 100)
+            shares = [
+                len(_told(runs, planted, "slower", only_judged=only)[0]) / HISTORIES
+                for only in (False, True)
+            ]
+            yield f"| {percent} % slower | {shares[0]:.1%} | {shares[1]:.1%} |"
         yield _found("1 MiB leaked a run", runs, _more("memory/leaked_mib", 1.0), "larger")
         yield _found("accuracy 0.01 lower", runs, _more("val/accuracy", -0.01), "worse")
         for words in why[:3]:
             yield f"\nAn alarm: {words}"
-
-
-def _longer(runs: Sequence[Metrics]) -> list[Metrics]:
-    """So many in a row as one: a step is then as fast as in the fastest of them."""
-    found = []
-    for at in range(0, len(runs) - LONGER + 1, LONGER):
-        part = runs[at : at + LONGER]
-        speed = harmonic_mean([run[SPEEDS[0]] for run in part])
-        fast_ms = min(run[SPEEDS[1]] for run in part)
-        load = max(run[LOAD] for run in part)
-        found.append({**part[0], SPEEDS[0]: speed, SPEEDS[1]: fast_ms, LOAD: load})
-    return found
 
 
 def _spread(metric: str, values: Sequence[float]) -> str:
@@ -125,8 +112,10 @@ def _spread(metric: str, values: Sequence[float]) -> str:
 
 
 def _slower(times: float) -> Callable[[Metrics], Metrics]:
+    rate, step_ms = SPEEDS
+
     def planted(run: Metrics) -> Metrics:
-        return {**run, SPEEDS[0]: run[SPEEDS[0]] / times, SPEEDS[1]: run[SPEEDS[1]] * times}
+        return {**run, rate: run[rate] / times, step_ms: run[step_ms] * times}
 
     return planted
 
@@ -138,31 +127,42 @@ def _more(metric: str, by: float) -> Callable[[Metrics], Metrics]:
 def _found(
     what: str, runs: Sequence[Metrics], planted: Callable[[Metrics], Metrics], gate: str
 ) -> str:
-    return f"| {what} | {len(_told(runs, planted, gate)[0]) / HISTORIES:.1%} |"
+    return f"| {what} | {len(_told(runs, planted, gate)[0]) / HISTORIES:.1%} | |"
 
 
 def _told(
-    runs: Sequence[Metrics], planted: Callable[[Metrics], Metrics], gate: str = ""
-) -> tuple[list[int], list[str]]:
+    runs: Sequence[Metrics],
+    planted: Callable[[Metrics], Metrics],
+    gate: str = "",
+    *,
+    only_judged: bool = False,
+) -> tuple[list[int], list[str], float]:
     """The histories in which a run came out so, of the first with what is planted; without a gate:
-    in which any did, and why."""
-    draw, found, why = random.Random(0), [], []
+    in which any did, why, and the share of all runs that were judged by their speed. only_judged:
+    of those with what is planted others do not count."""
+    draw, found, why, judged_runs, seen = random.Random(0), [], [], 0, 0
     for number in range(HISTORIES):
         drawn: list[Metrics] = []
-        while len(drawn) < LENGTH:
+        while len(drawn) < 2 * LENGTH:
             at = draw.randrange(len(runs))
             drawn += [runs[(at + i) % len(runs)] for i in range(BLOCK)]
         before: list[dict[str, Any]] = []
-        for place, run in enumerate(drawn[: PLANTED_AT + WITHIN if gate else LENGTH]):
+        left = WITHIN
+        for place, run in enumerate(drawn if gate else drawn[:LENGTH]):
             now = planted(run) if place >= PLANTED_AT else run
             verdict = judged(now, before, GateConfig())
             before.insert(0, {"gate": verdict.gate, "metrics": now})
+            is_judged = NOT_JUDGED not in verdict.why
+            seen, judged_runs = seen + 1, judged_runs + is_judged
             is_told = verdict.gate == gate and place >= PLANTED_AT
             if is_told or (not gate and verdict.gate in GATES):
                 found.append(number)
                 why.append(f"run {place + 1}: {verdict.why}")
                 break
-    return found, why
+            left -= gate != "" and place >= PLANTED_AT and (is_judged or not only_judged)
+            if not left:
+                break
+    return found, why, judged_runs / seen
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ IN_A_ROW = 3  # this run and those just before it
 SIGMA = 1.4826  # of the median absolute deviation: the standard deviation of a normal one
 NEAR, FAR = 2.0, 8.0  # of these from the median: each of three in a row; a single run
 WORST = 0.1  # of the good runs, which lie beyond the limits for three in a row themselves
-LOAD, BUSY = "speed/host_load", 1.25  # runnable processes a core: above, a speed says little
+# Above these a speed says little: the machine was not free, or slower itself than it usually is.
+WAITED, BUSY = "time/core_wait_pct", 10.0
+REFERENCE, SLOWER = "time/reference_ms", 1.05  # times the median
 SCORES = ("val/accuracy", "val/r2", "val/perplexity", "val/loss")  # a run is judged by the first
 LOWER_IS_BETTER = ("val/perplexity", "val/loss", "val/mae", "val/rmse")
 PHASES = ("data_wait", "h2d", "forward", "backward", "communication", "optimizer", "replay")
@@ -138,11 +140,15 @@ def judged(now: Mapping[str, float], runs: History | None, gate: GateConfig) -> 
         return Verdict(runs[0]["gate"], f"none of the last {len(runs)} runs was ok to compare with")
     if len(good) < NEEDED:
         return Verdict(NEW, f"{len(good)} of the {NEEDED} runs that a comparison needs")
+    usual_ms = median([run[REFERENCE] for run in good if REFERENCE in run] or [math.inf])
+    not_judged = _disturbed(now, usual_ms)
+    now, *good = (_without_speed(run, usual_ms) for run in (now, *good))
+    before = [_without_speed(run["metrics"], usual_ms) for run in runs]
     told: dict[str, list[str]] = {kind: [] for kind in GATES}
     trend = []
     score = next((name for name in SCORES if name in now), None)
     for figure in (*([_score(score)] if score else []), *FIGURES):
-        seen = _Seen.of(figure, now, runs, good)
+        seen = _Seen.of(figure, now, before, good)
         if seen is None:
             continue
         trend.append(seen.trend())
@@ -153,8 +159,8 @@ def judged(now: Mapping[str, float], runs: History | None, gate: GateConfig) -> 
     worst = next((kind for kind in GATES if told[kind]), OK)
     why = "; ".join(words for kind in GATES for words in told[kind])
     why = why or f"within the limits of the last {len(good)} runs"
-    if _is_busy(now):
-        why += f"; its speed is not judged: {now[LOAD]:.1f} processes a core wanted to run"
+    if not_judged:
+        why += f"; its speed is not judged: {not_judged}"
     return Verdict(worst, why, trend)
 
 
@@ -171,14 +177,25 @@ def _good(runs: History) -> list[Mapping[str, float]]:
     return found
 
 
-def _is_busy(metrics: Mapping[str, float]) -> bool:
-    return metrics.get(LOAD, 0.0) > BUSY
+def _disturbed(metrics: Mapping[str, float], usual_ms: float) -> str:
+    """What kept the machine from its usual speed; empty: nothing that is known."""
+    if metrics.get(WAITED, 0.0) > BUSY:
+        return f"its threads had to wait for a core {metrics[WAITED]:.0f} % of the time"
+    slower = metrics.get(REFERENCE, 0.0) / usual_ms
+    if slower > SLOWER:
+        return f"the machine itself took {100 * (slower - 1):.0f} % longer for the same work"
+    return ""
+
+
+def _without_speed(metrics: Mapping[str, float], usual_ms: float) -> Mapping[str, float]:
+    """The same, but for the speeds of a machine that was kept from its own."""
+    if not _disturbed(metrics, usual_ms):
+        return metrics
+    return {name: value for name, value in metrics.items() if name not in SPEEDS}
 
 
 def _known(metrics: Mapping[str, float], name: str) -> float | None:
     value = metrics.get(name)
-    if _is_busy(metrics) and name in SPEEDS:
-        return None
     return value if value is not None and math.isfinite(value) and abs(value) < HUGE else None
 
 
@@ -189,19 +206,24 @@ class _Seen:
     figure: Figure
     now: float
     good: list[float]  # the newest first
-    before: list[float | None]  # of the runs just before, good or not
+    before: list[float]  # of the two runs before that measured it, good or not
 
     @classmethod
     def of(
-        cls, figure: Figure, now: Mapping[str, float], runs: History, good: Sequence[Any]
+        cls,
+        figure: Figure,
+        now: Mapping[str, float],
+        before: Sequence[Mapping[str, float]],
+        good: Sequence[Mapping[str, float]],
     ) -> _Seen | None:
         """None where this run, or too many of the good ones, did not measure it."""
-        values = [v for run in good if (v := _known(run, figure.metric)) is not None]
-        is_unknown = figure.metric not in now or (_is_busy(now) and figure.metric in SPEEDS)
-        if is_unknown or len(values) < NEEDED:
+        values, earlier = (
+            [value for run in of if (value := _known(run, figure.metric)) is not None]
+            for of in (good, before)
+        )
+        if figure.metric not in now or len(values) < NEEDED:
             return None
-        before = [_known(run["metrics"], figure.metric) for run in runs[: IN_A_ROW - 1]]
-        return cls(figure, now[figure.metric], values, before)
+        return cls(figure, now[figure.metric], values, earlier[: IN_A_ROW - 1])
 
     @property
     def middle(self) -> float:
@@ -215,7 +237,8 @@ class _Seen:
     @property
     def near(self) -> float:
         limit, is_lower_better = self.limit(NEAR, self.figure.near), self.figure.is_lower_better
-        worst = sorted(self.good, reverse=is_lower_better)[int(WORST * len(self.good))]
+        older = self.good[IN_A_ROW - 1 :]  # than the row, which may be good up to now
+        worst = sorted(older, reverse=is_lower_better)[int(WORST * len(older))]
         return max(limit, worst) if is_lower_better else min(limit, worst)
 
     @property
@@ -223,8 +246,8 @@ class _Seen:
         limit = self.limit(FAR, self.figure.far)
         return max(limit, self.near) if self.figure.is_lower_better else min(limit, self.near)
 
-    def is_beyond(self, value: float | None, limit: float) -> bool:
-        return value is not None and (value > limit) is self.figure.is_lower_better
+    def is_beyond(self, value: float, limit: float) -> bool:
+        return (value > limit) is self.figure.is_lower_better
 
     def passed(self) -> tuple[float, str] | None:
         """The limit that was passed, and by what; None where none was."""

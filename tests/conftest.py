@@ -27,33 +27,36 @@ LIBRARIES = (
     *("mlflow.pyfunc", "mlflow.store.tracking.sqlalchemy_store", "mlflow.system_metrics"),
     *("sklearn.datasets", "sklearn.linear_model", "sklearn.metrics"),
 )
-# Those that load both cores (test_team, test_postgresql) stand apart from each other, and from
-# test_scheduled, whose server has to answer in time.
-LONGEST = (
-    "test_scheduled",
+# Whole programs, with servers and several processes, and fuzzing: what `make test` leaves out. The
+# longest first; those that load both cores (team, postgresql) stand apart from each other, and from
+# scheduled, whose server has to answer in time.
+SLOW = (
+    "flows/test_scheduled",
     "test_readme",
-    "test_train_command",
-    "test_fuzz_readers",
-    "test_train",
-    "test_team",
+    "flows/cli/test_train_command",
+    "engine/tables/test_fuzz_readers",
+    "engine/launch/test_rank",
+    "flows/test_team",
+    "engine/launch/test_agent",
     "test_chaos",
-    "test_runs",
-    "test_retry",
-    "test_mlflow_away",
-    "test_read_tables",
-    "test_search",
-    "test_own",
-    "test_trainer",
-    "test_predict",
-    "test_prefect_away",
-    "test_resume",
-    "test_sharding",
-    "test_secrets",
-    "test_mlflow_sender",
-    "test_logged_model",
-    "test_left_runs",
-    "test_postgresql",
+    "flows/test_compare",
+    "flows/test_runs",
+    "flows/test_retry",
+    "flows/test_many_processes",
+    "tasks/tracking/test_mlflow_away",
+    "flows/test_search",
+    "flows/test_own",
+    "flows/test_predict",
+    "tasks/test_foretell_elsewhere",
+    "flows/cli/test_prefect_away",
+    "flows/test_resume",
+    "engine/distributed/test_sharding",
+    "flows/test_secrets",
+    "tasks/tracking/test_mlflow_sender",
+    "tasks/tracking/test_left_runs",
+    "tasks/tracking/test_postgresql",
 )
+LONGEST = ("flows/test_train", "engine/tables/test_read_tables", "engine/training/test_trainer")
 
 
 def warm_python(folder: Path, python: str) -> str:
@@ -98,10 +101,15 @@ def pytest_configure(config: pytest.Config) -> None:
         gc.freeze()  # else each search for leaks goes through two million objects of libraries
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long come first, so that none is left over for one worker at the end."""
-    files = {name: rank for rank, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: files.get(item.path.stem, len(files)))
+    ranks = {name: rank for rank, name in enumerate((*SLOW, *LONGEST))}
+    files = {item: item.nodeid.partition(".py")[0].removeprefix("tests/") for item in items}
+    items.sort(key=lambda item: ranks.get(files[item], len(ranks)))
+    for item in items:
+        if files[item] in SLOW:
+            item.add_marker("slow")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.settings.read_settings import override
 from tasks.engine.settings.run_config import GateConfig, RunConfig
-from tasks.gate import BUSY, LOAD, NEEDED, Verdict, judged, same
+from tasks.gate import BUSY, NEEDED, REFERENCE, WAITED, Verdict, judged, same
 
 # Samples a second and the fast step, in ms, of runs of one training on a machine that others use.
 NOISE = [
@@ -119,7 +119,8 @@ def test_five_per_cent_are_found_in_three_quiet_runs() -> None:
         ({SCORE: math.nan}, "worse", "val/accuracy nan, below the median"),
         ({SCORE: 0.5, LEAKED: 1.0}, "worse", "MiB leaked"),  # the most serious word, and all of it
         ({SPEED: 9e3, FAST: 4.0}, "slower", "4.00 ms where nothing is in its way"),
-        ({SPEED: 9e3, FAST: 4.0, LOAD: BUSY + 1}, "ok", "its speed is not judged: 2.2 processes"),
+        ({SPEED: 9e3, FAST: 4.0, WAITED: BUSY + 1}, "ok", "its speed is not judged: its threads"),
+        ({SPEED: 9e3, FAST: 4.0, WAITED: BUSY}, "slower", "4.00 ms where nothing is in its way"),
         ({SCORE: 0.99, SPEED: 9e6, FAST: 0.1, PEAK: 0.5}, "ok", "within the limits of the last 20"),
     ],
 )
@@ -128,6 +129,22 @@ def test_one_run_tells_what_no_noise_does(more: dict[str, float], gate: str, why
     found = _verdicts([*before, _run(QUIET[25], **more)])[-1]
     assert found.gate == gate
     assert why in found.why
+
+
+def test_a_machine_that_is_slower_itself_is_said_and_judges_no_speed() -> None:
+    """Every second run was slower by a tenth, and so was a fixed piece of work beside its steps."""
+    slow, usual = {REFERENCE: 0.11}, {REFERENCE: 0.1}
+    calm = QUIET[:23]
+    runs = [_run(noise, **usual) for noise in calm[:20]]
+    both = [[_run(noise, slower=1.1, **slow), _run(noise, **usual)] for noise in calm]
+    found = _verdicts([*runs, *sum(both, [])])
+    assert {one.gate for one in found[NEEDED:]} == {"ok"}
+    said = "its speed is not judged: the machine itself took 10 % longer for the same work"
+    assert [said in one.why for one in found[20:26]] == [True, False] * 3
+    # A training that is slower is found all the same, by the runs that can be judged.
+    both = [[_run(noise, slower=1.2, **slow), _run(noise, slower=1.1, **usual)] for noise in calm]
+    gates = _gates([*runs, *sum(both[:3], [])])
+    assert gates[20:] == ["ok"] * 5 + ["slower"]
 
 
 def test_a_metric_that_is_better_lower_and_one_that_too_few_have() -> None:

@@ -6,16 +6,20 @@ points, where the host has waited anyway. Seconds inside, milliseconds in the re
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from contextlib import suppress
 from math import exp, log
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 REPLAY = "replay"  # all of a step that is replayed from a graph, but for its data
 FAST = 0.05  # of the steps: what a step takes on a busy machine, where nothing else is in its way
 LEAST = 20  # steps: of fewer nobody knows
 GRAIN = 500  # of the logarithm of a step: one fifth of a per cent
+SIDE, REFERENCE_EVERY_S = 192, 0.05  # of a square matrix whose product takes some 0.1 ms
 PHASES = ("data_wait", "h2d", "forward", "backward", "communication", "optimizer")
 
 
@@ -41,20 +45,34 @@ class PhaseClock(Protocol):
     def fast_step_s(self) -> float | None:
         """Seconds of a step that only one timed step in twenty is faster than."""
 
+    def reference_s(self) -> float | None:
+        """The same of a fixed piece of work between the steps: how fast the machine itself was.
+        None where too few were timed, or none."""
+
 
 class HostClock:
     """For a CPU, where work is done when the call returns. Times every step."""
 
     def __init__(self) -> None:
         self._totals: dict[str, float] = defaultdict(float)
-        self._counts: Counter[int] = Counter()  # steps by the logarithm of their seconds
+        self._fast, self._reference = _Fast(), _Fast()
+        with _disable_current_modes():  # nobody's memory
+            self._matrix, self._product = torch.ones(2, SIDE, SIDE, dtype=torch.float32)
+        self._next_reference = 0.0
         self._steps = 0
         self._first = self._last = 0.0
         self._begun = False
 
     def begin(self, *, sample: bool) -> None:
         if self._last > self._first:  # the step before has come to its end
-            self._counts[round(GRAIN * log(self._last - self._first))] += 1
+            self._fast.add(self._last - self._first)
+        now = perf_counter()
+        if now >= self._next_reference:
+            with _disable_current_modes():
+                began = perf_counter()
+                torch.mm(self._matrix, self._matrix, out=self._product)
+                self._reference.add(perf_counter() - began)
+            self._next_reference = now + REFERENCE_EVERY_S
         self._begun = True
         self._first = self._last = perf_counter()
 
@@ -68,7 +86,7 @@ class HostClock:
 
     def reset(self) -> None:
         self._totals.clear()
-        self._counts.clear()
+        self._fast, self._reference = _Fast(), _Fast()
         self._first = self._last
         self._steps = 0
 
@@ -81,6 +99,24 @@ class HostClock:
         return {phase: total / self._steps for phase, total in self._totals.items()}
 
     def fast_step_s(self) -> float | None:
+        return self._fast.seconds()
+
+    def reference_s(self) -> float | None:
+        return self._reference.seconds()
+
+
+class _Fast:
+    """Times of which one in twenty is shorter than what it tells, held as counts by their
+    logarithms."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def add(self, seconds: float) -> None:
+        if seconds > 0:
+            self._counts[round(GRAIN * log(seconds))] += 1
+
+    def seconds(self) -> float | None:
         if self._counts.total() < LEAST:
             return None
         left = FAST * self._counts.total()
@@ -136,6 +172,9 @@ class EventClock:
         timed = sorted(sum(step.values()) for step in self._timed[True] or self._timed[False])
         return timed[int(FAST * len(timed))] if len(timed) >= LEAST else None
 
+    def reference_s(self) -> float | None:
+        return None
+
     def _event(self) -> Any:
         event = new_event(self._device, timed=True)
         event.record()
@@ -160,13 +199,24 @@ def wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def core_wait_s() -> float | None:
+    """Seconds that the threads of this process, those that there are now, could have run and had no
+    core; None where the system does not tell (Documentation/scheduler/sched-stats.rst of Linux)."""
+    found = []
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # of a thread that has just ended
+            found.append(int(file.read_text().split()[1]))
+    return sum(found) / 1e9 if found else None
+
+
 class Stopwatch:
     """Wall seconds of named parts of a run, as the host sees them; parts may not nest."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._began = perf_counter()
-        self._last = self._began
+        self._last = self._begun_here = self._began
+        self._waited_s = core_wait_s()
 
     def lap(self, part: str) -> float:
         """Give the time since the last lap to `part`, and return it."""
@@ -178,6 +228,14 @@ class Stopwatch:
 
     def total_s(self) -> float:
         return perf_counter() - self._began
+
+    def core_wait_pct(self) -> float | None:
+        """What core_wait_s() tells of the time since this process began to watch, in per cent; of
+        several threads it may be above 100."""
+        now_s = core_wait_s()
+        if now_s is None or self._waited_s is None:
+            return None
+        return 100 * max(0.0, now_s - self._waited_s) / (perf_counter() - self._begun_here)
 
     def state(self) -> dict[str, float]:
         """All seconds so far."""

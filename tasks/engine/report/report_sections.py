@@ -222,6 +222,7 @@ def _time(metrics: Numbers) -> Section:
         ("time/log_s", "log {}"),
         ("time/checkpoint_s", "checkpoint {}"),
         ("time/unaccounted_pct", "{} % unaccounted"),
+        ("time/core_wait_pct", "waited for a core {} % of the time"),
     )
     blocks = (
         Block("stages of the run", bars(stages, whole=total_s, words=seconds)),

@@ -4,7 +4,6 @@ a second, and what share of the device's peak that is. What is not known of a de
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -74,7 +73,12 @@ def timings(tools: Tools, fitted: Fitted, *, rows: Batches, replays: int) -> dic
     fast_s = tools.phases.clock.fast_step_s()
     if fast_s is not None:
         found["time/fast_step_ms"] = 1000 * fast_s
-    found["speed/host_load"] = os.getloadavg()[0] / (os.cpu_count() or 1)
+    reference_s = tools.phases.clock.reference_s()
+    if reference_s is not None:
+        found["time/reference_ms"] = 1000 * reference_s
+    waited_pct = tools.watch.core_wait_pct()
+    if waited_pct is not None:
+        found["time/core_wait_pct"] = waited_pct
     if rows.copy_s is not None:
         found["time/h2d_ms"] = 1000 * rows.copy_s  # beside the steps, so that no phase holds it
     if phase_s:

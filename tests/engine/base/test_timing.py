@@ -1,9 +1,13 @@
+import os
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 
 from tasks.engine.base import timing
+from tasks.engine.memory.allocation_log import AllocationLog
 
 
 def test_on_a_cpu_phases_add_up_to_the_steps() -> None:
@@ -84,3 +88,61 @@ def test_a_fast_step_is_what_one_in_twenty_is_faster_than(monkeypatch: pytest.Mo
             clock.reset()
         now[0] += 1.0  # between two steps
     assert clock.fast_step_s() == pytest.approx(0.002, rel=0.002)
+
+
+def test_the_machine_is_timed_by_a_fixed_piece_of_work_between_the_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As often as time passes, not steps; it belongs to no step and to no phase."""
+    now, took = [0.0], iter([0.0001] * 20 + [0.0009] * 60)
+    monkeypatch.setattr(timing, "perf_counter", lambda: now[0])
+
+    def work(*_: object, **__: object) -> None:
+        now[0] += next(took)
+
+    clock = timing.HostClock()
+    monkeypatch.setattr(torch, "mm", work)
+    for _ in range(4 * 79):
+        clock.begin(sample=False)
+        now[0] += timing.REFERENCE_EVERY_S / 4
+        clock.mark("forward")
+    assert clock.reference_s() == pytest.approx(0.0001, rel=0.002)
+    assert clock.fast_step_s() == pytest.approx(timing.REFERENCE_EVERY_S / 4, rel=0.002)
+    assert sum(clock.seconds_per_step().values()) == pytest.approx(timing.REFERENCE_EVERY_S / 4)
+    clock.reset()
+    assert clock.reference_s() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_the_time_without_a_core_is_that_of_the_threads_that_wanted_one() -> None:
+    """Three that always do share one core: the one that is asked has it a third of the time."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    busy = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(2)]
+    try:
+        watch = timing.Stopwatch()
+        until = time.perf_counter() + 0.6
+        while time.perf_counter() < until:
+            pass
+        waited_pct = watch.core_wait_pct()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+        os.sched_setaffinity(0, cores)
+    assert waited_pct is not None and waited_pct > 30
+
+
+def test_a_system_that_does_not_tell_of_waiting_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timing, "core_wait_s", lambda: None)
+    assert timing.Stopwatch().core_wait_pct() is None
+
+
+def test_nobody_is_told_the_memory_of_that_work() -> None:
+    seen = AllocationLog(torch.device("cpu"))
+    with seen.active():
+        clock = timing.HostClock()
+        clock.begin(sample=False)
+    assert seen.peak_bytes == 0
