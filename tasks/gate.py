@@ -27,8 +27,8 @@ SIGMA = 1.4826  # of the median absolute deviation: the standard deviation of a 
 NEAR, FAR = 2.0, 8.0  # of these from the median: each of three in a row; a single run
 WORST = 0.1  # of the good runs, which lie beyond the limits for three in a row themselves
 # Above these a speed says little: the machine was not free, or slower itself than it usually is.
-WAITED, BUSY = "time/core_wait_pct", 10.0
-REFERENCE, SLOWER = "time/reference_ms", 1.05  # times the median
+WAITED, BUSY, BUSIEST = "time/core_wait_pct", 10.0, 50.0  # the mean; the fastest step in twenty
+REFERENCE, SLOWER = "time/reference_ms", 1.07  # times the fastest tenth
 SCORES = ("val/accuracy", "val/r2", "val/perplexity", "val/loss")  # a run is judged by the first
 LOWER_IS_BETTER = ("val/perplexity", "val/loss", "val/mae", "val/rmse")
 PHASES = ("data_wait", "h2d", "forward", "backward", "communication", "optimizer", "replay")
@@ -59,6 +59,7 @@ class Figure:
     near: float = 0.0
     far: float = 0.0
     unit: float = 0.0
+    busy: float = math.inf  # per cent of the time without a core, above which it says little
 
 
 FIGURES = (
@@ -67,12 +68,14 @@ FIGURES = (
         is_lower_better=False,
         near=0.3,
         far=0.67,
+        busy=BUSY,
     ),
     Figure(
         *("time/fast_step_ms", "slower", "a step takes {} where nothing is in its way"),
         value=milliseconds,
         near=0.025,
         far=2.0,
+        busy=BUSIEST,
     ),
     Figure(
         *("memory/run_peak_allocated_mib", "larger", "peak {}", mebibytes),
@@ -140,15 +143,13 @@ def judged(now: Mapping[str, float], runs: History | None, gate: GateConfig) -> 
         return Verdict(runs[0]["gate"], f"none of the last {len(runs)} runs was ok to compare with")
     if len(good) < NEEDED:
         return Verdict(NEW, f"{len(good)} of the {NEEDED} runs that a comparison needs")
-    usual_ms = median([run[REFERENCE] for run in good if REFERENCE in run] or [math.inf])
-    not_judged = _disturbed(now, usual_ms)
-    now, *good = (_without_speed(run, usual_ms) for run in (now, *good))
-    before = [_without_speed(run["metrics"], usual_ms) for run in runs]
+    references = sorted(run[REFERENCE] for run in good if REFERENCE in run)
+    usual_ms = references[len(references) // 10] if references else math.inf  # most may be slowed
     told: dict[str, list[str]] = {kind: [] for kind in GATES}
     trend = []
     score = next((name for name in SCORES if name in now), None)
     for figure in (*([_score(score)] if score else []), *FIGURES):
-        seen = _Seen.of(figure, now, before, good)
+        seen = _Seen.of(figure, now, runs, good, usual_ms)
         if seen is None:
             continue
         trend.append(seen.trend())
@@ -159,7 +160,7 @@ def judged(now: Mapping[str, float], runs: History | None, gate: GateConfig) -> 
     worst = next((kind for kind in GATES if told[kind]), OK)
     why = "; ".join(words for kind in GATES for words in told[kind])
     why = why or f"within the limits of the last {len(good)} runs"
-    if not_judged:
+    if not_judged := _disturbed(now, usual_ms, BUSIEST):
         why += f"; its speed is not judged: {not_judged}"
     return Verdict(worst, why, trend)
 
@@ -177,21 +178,14 @@ def _good(runs: History) -> list[Mapping[str, float]]:
     return found
 
 
-def _disturbed(metrics: Mapping[str, float], usual_ms: float) -> str:
+def _disturbed(metrics: Mapping[str, float], usual_ms: float, busy: float) -> str:
     """What kept the machine from its usual speed; empty: nothing that is known."""
-    if metrics.get(WAITED, 0.0) > BUSY:
-        return f"its threads had to wait for a core {metrics[WAITED]:.0f} % of the time"
+    if metrics.get(WAITED, 0.0) > busy:
+        return f"its threads had no core for {metrics[WAITED]:.0f} % of the time"
     slower = metrics.get(REFERENCE, 0.0) / usual_ms
     if slower > SLOWER:
         return f"the machine itself took {100 * (slower - 1):.0f} % longer for the same work"
     return ""
-
-
-def _without_speed(metrics: Mapping[str, float], usual_ms: float) -> Mapping[str, float]:
-    """The same, but for the speeds of a machine that was kept from its own."""
-    if not _disturbed(metrics, usual_ms):
-        return metrics
-    return {name: value for name, value in metrics.items() if name not in SPEEDS}
 
 
 def _known(metrics: Mapping[str, float], name: str) -> float | None:
@@ -213,17 +207,22 @@ class _Seen:
         cls,
         figure: Figure,
         now: Mapping[str, float],
-        before: Sequence[Mapping[str, float]],
+        runs: History,
         good: Sequence[Mapping[str, float]],
+        usual_ms: float,
     ) -> _Seen | None:
-        """None where this run, or too many of the good ones, did not measure it."""
-        values, earlier = (
-            [value for run in of if (value := _known(run, figure.metric)) is not None]
-            for of in (good, before)
+        """None where this run, or too many of the good ones, did not measure it undisturbed."""
+
+        def is_free(run: Mapping[str, float]) -> bool:
+            return figure.busy == math.inf or not _disturbed(run, usual_ms, figure.busy)
+
+        values, before = (
+            [v for run in of if is_free(run) and (v := _known(run, figure.metric)) is not None]
+            for of in (good, (run["metrics"] for run in runs))
         )
-        if figure.metric not in now or len(values) < NEEDED:
+        if figure.metric not in now or not is_free(now) or len(values) < NEEDED:
             return None
-        return cls(figure, now[figure.metric], values, earlier[: IN_A_ROW - 1])
+        return cls(figure, now[figure.metric], values, before[: IN_A_ROW - 1])
 
     @property
     def middle(self) -> float:
