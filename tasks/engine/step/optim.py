@@ -6,7 +6,7 @@ torch.optim optimizer imports the compiler, which costs about two seconds at eve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Optimizer:
         self.lr: float | Tensor = lr
         free = set(map(id, undecayed))
         self.decays = [0.0 if id(p) in free else weight_decay for p in self.params]
+        self._is_shared = any(local(p) is not p for p in self.params)
         self._applied = 0  # calls of the kernel that a step made before one of them failed
 
     def set_lr(self, lr: float) -> None:
@@ -69,6 +70,10 @@ class Optimizer:
     def restore(self, state: Any) -> None:
         """Be as when `state` was taken."""
         raise NotImplementedError
+
+    def _local(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What the kernels work on: each element by itself, so that a rank's own part will do."""
+        return [local(tensor) for tensor in tensors] if self._is_shared else tensors
 
     def _with_grads(self) -> list[int]:
         return [i for i, p in enumerate(self.params) if p.grad is not None]
@@ -126,10 +131,10 @@ class AdamW(Optimizer):
         try:
             for weight_decay, part in self._by_decay(which):
                 torch._fused_adamw_(
-                    _local(self.params, part),
-                    [local(_gradient(self.params[i])) for i in part],
-                    _local(self.means, part),
-                    _local(self.squares, part),
+                    self._local([self.params[i] for i in part]),
+                    self._local([_gradient(self.params[i]) for i in part]),
+                    self._local([self.means[i] for i in part]),
+                    self._local([self.squares[i] for i in part]),
                     [],
                     [self.steps[i] for i in part],
                     lr=self.lr,
@@ -186,9 +191,9 @@ class Sgd(Optimizer):
             self.momenta = [torch.zeros_like(p) for p in self.params]
         for weight_decay, part in self._by_decay(self._with_grads()):
             torch._fused_sgd_(
-                _local(self.params, part),
-                [local(_gradient(self.params[i])) for i in part],
-                _local(self.momenta, part) if self.momentum else [],
+                self._local([self.params[i] for i in part]),
+                self._local([_gradient(self.params[i]) for i in part]),
+                self._local([self.momenta[i] for i in part]) if self.momentum else [],
                 weight_decay=weight_decay,
                 momentum=self.momentum,
                 lr=self.lr,
@@ -218,11 +223,6 @@ def _like(parameters: list[nn.Parameter], kept: list[Tensor]) -> list[Tensor]:
         torch.empty_like(p, requires_grad=False).copy_(placed(tensor, p))
         for p, tensor in zip(parameters, kept, strict=True)
     ]
-
-
-def _local(tensors: Sequence[Tensor], which: list[int]) -> list[Tensor]:
-    """What the kernels work on: each element by itself, so that a rank's own part will do."""
-    return [local(tensors[i]) for i in which]
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

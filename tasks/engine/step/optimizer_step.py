@@ -21,6 +21,8 @@ from tasks.engine.step.optim import Optimizer
 
 Loss = Callable[[Any, Any], Tensor]  # the mean over the rows, a scalar
 
+ALONE = nullcontext()
+
 
 class Watched(Enum):
     """What is measured of a step while it is taken."""
@@ -87,7 +89,7 @@ class Step:
         weight = self.weight()
         for i, (part_x, part_y) in enumerate(parts, start=1):
             is_last = i == len(parts)
-            with nullcontext() if is_last else self._alone():
+            with ALONE if is_last else self._alone():
                 with self.autocast():
                     loss = self.compute(part_x, part_y)
                 if not whole or weight != 1:
@@ -105,7 +107,7 @@ class Step:
                 self.compute(*part)
 
     def _alone(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.parallel is None else self.parallel.alone()
+        return ALONE if self.parallel is None else self.parallel.alone()
 
     def recordable(self) -> Step:
         """The same step at the size of now, without what a recording can't hold: other ways out,

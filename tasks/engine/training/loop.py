@@ -24,7 +24,7 @@ from tasks.engine.step.best_weights import Best
 from tasks.engine.step.build import Plan
 from tasks.engine.step.evaluation import Evaluator, evaluate
 from tasks.engine.step.micro_batches import Fitting, told_in
-from tasks.engine.step.nan_origin import NanOrigin, row_sums
+from tasks.engine.step.nan_origin import NOBODY, NanOrigin, row_sums
 from tasks.engine.step.optim import Optimizer
 from tasks.engine.step.optimizer_step import Steps
 from tasks.engine.step.phases import Phases
@@ -122,7 +122,7 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
                 step_rows = train.rows_of_whole or rows_of(y)
                 rows += step_rows
                 sums = row_sums(x, y) if train.residency == "loader" else ()
-                nan_origin = NanOrigin(sums, tuple(t.outputs))
+                nan_origin = NanOrigin(sums, tuple(t.outputs)) if sums or t.outputs else NOBODY
                 step_metrics.add(outcome, rows=step_rows, nan_origin=nan_origin)
                 t.outputs.clear()
                 if step == first_step:

@@ -130,7 +130,7 @@ def test_rows_that_cannot_be_left_out_begin_their_epoch_again() -> None:
     train.begins_again = True
     fitted, calls, seen, *_ = kept_by(begin=at(4), train=train)
     assert len(seen) == 5 and fitted.steps == 9
-    assert calls[0] == ("step", replace(at(5), batch=1))
+    assert calls[0] == ("step", at(5)._replace(batch=1))
     assert train.given == [16, 16, 8, 16, 16]
 
 
