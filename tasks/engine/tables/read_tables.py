@@ -39,7 +39,7 @@ MIB = 1024**2
 SMALLEST_ROW_BYTES = 6  # a target of one byte, its label, three masks
 SPLIT_BYTES = {"random": 0, "time": 32, "group": 80}  # a row: keys, sorted, and their groups
 WORK_BYTES = 24 * MIB  # blocks under way
-BLOCK_BYTES = 1 * MIB  # of numbers; larger ones leave the processor's cache
+BLOCK_BYTES = 4 * MIB  # of numbers; smaller ones take longer, for what each block costs
 PAGE_BYTES = 4 * MIB  # of each Parquet column that is being read: pages of 1 MiB, packed and not
 
 
@@ -57,7 +57,7 @@ def budget(data: DataConfig, *, columns: int) -> Budget:
     allowed = allowed_bytes(data)
     return Budget(
         kept_bytes=allowed // 4,
-        block_rows=max(1024, BLOCK_BYTES // (8 * columns)),
+        block_rows=max(1024, min(BLOCK_BYTES, allowed // 128) // (8 * columns)),
         together=max(1, allowed // 4 // PAGE_BYTES),
     )
 
