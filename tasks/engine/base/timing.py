@@ -68,13 +68,14 @@ class HostClock:
             self._fast.add(self._last - self._first)
         now = perf_counter()
         if now >= self._next_reference:
+            self._next_reference = now + REFERENCE_EVERY_S
             with _disable_current_modes():
                 began = perf_counter()
                 torch.mm(self._matrix, self._matrix, out=self._product)
-                self._reference.add(perf_counter() - began)
-            self._next_reference = now + REFERENCE_EVERY_S
+                now = perf_counter()
+            self._reference.add(now - began)
         self._begun = True
-        self._first = self._last = perf_counter()
+        self._first = self._last = now
 
     def mark(self, phase: str) -> None:
         now = perf_counter()
