@@ -160,8 +160,9 @@ def judged(now: Mapping[str, float], runs: History | None, gate: GateConfig) -> 
     worst = next((kind for kind in GATES if told[kind]), OK)
     why = "; ".join(words for kind in GATES for words in told[kind])
     why = why or f"within the limits of the last {len(good)} runs"
-    if not_judged := _disturbed(now, usual_ms, BUSIEST):
-        why += f"; its speed is not judged: {not_judged}"
+    if not_judged := _disturbed(now, usual_ms, BUSY):
+        is_all = _disturbed(now, usual_ms, BUSIEST)
+        why += f"; its {'speed is' if is_all else 'samples/s are'} not judged: {not_judged}"
     return Verdict(worst, why, trend)
 
 

@@ -126,6 +126,7 @@ def test_five_per_cent_are_found_in_three_quiet_runs() -> None:
         ),
         ({SPEED: 9e3, FAST: 4.0, WAITED: BUSIEST}, "slower", "4.00 ms where nothing is in its way"),
         ({SPEED: 9e3, WAITED: BUSY + 1}, "ok", "within the limits of the last 20"),
+        ({SPEED: 9e3, WAITED: BUSY + 1}, "ok", "its samples/s are not judged: its threads"),
         ({SPEED: 9e3, WAITED: BUSY}, "slower", "9,000 samples/s, 9"),
         ({SCORE: 0.99, SPEED: 9e6, FAST: 0.1, PEAK: 0.5}, "ok", "within the limits of the last 20"),
     ],
