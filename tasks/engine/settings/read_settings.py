@@ -5,6 +5,7 @@ the dotted name, the rule and the value; it never guesses what was meant, only s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import inf
 from typing import Any
@@ -13,7 +14,9 @@ from pydantic import ValidationError
 
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.table import MAPPINGS, shown, table, unknown
-from tasks.engine.settings.yaml_file import Document, Refused, parse, parse_value, read_text, scalar
+from tasks.engine.settings.yaml_file import Document, Refused, parse, parse_value, read_text
+
+_NUMERAL = re.compile(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?")
 
 
 class ConfigError(ValueError):
@@ -35,6 +38,7 @@ def resolve(file: str | None, flags: Mapping[str, Any]) -> RunConfig:
     """
     sections: dict[str, Any] = {}
     document = Document()
+    told = []
     try:
         if file is not None:
             document = parse(read_text(file))
@@ -44,16 +48,16 @@ def resolve(file: str | None, flags: Mapping[str, Any]) -> RunConfig:
             _put(sections, document.value)
     except Refused as refused:
         place = "" if refused.line else f"{file or '--config'}: "
-        document.problems.append(Refused(place + refused.text, refused.line))
+        told.append(Refused(place + refused.text, refused.line))
     asked = {}
     for name, value in flags.items():
         document.lines.pop(name, None)
         try:
             asked[name] = _meant(name, value)
         except Refused as refused:
-            document.problems.append(Refused(f"{name}: {refused.text} (got {shown(value)})"))
+            told.append(Refused(f"{name}: {refused.text} (got {shown(value)})"))
     _put(sections, asked)
-    return _validated(sections, document, file)
+    return _validated(sections, document.lines, file, told)
 
 
 def override(config: RunConfig, overrides: Mapping[str, Any] | None) -> RunConfig:
@@ -78,20 +82,18 @@ def _over(config: RunConfig, name: str, settings: Mapping[str, Any]) -> RunConfi
         raise ConfigError(f"{name}: {rule} (got {shown(settings)})")
     sections = config.model_dump()
     _put(sections, settings)
-    return _validated(sections, Document(), None)
+    return _validated(sections, {}, None, [])
 
 
 def _meant(name: str, value: Any) -> Any:
     """The value that a flag's text stands for, by the kind of its setting. Raises Refused."""
     setting = ".".join(_path(name)[:2])
     kind = next((row.kind for row in table() if row.name == setting), "string")
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not value:
         return value
     if kind.endswith(" or null") and value.lower() in ("none", "null"):
         return None
-    if kind.startswith(("list", "dictionary")):
-        return parse_value(value)
-    return value if kind.startswith(("string", "one of")) or not value else scalar(value.strip())
+    return value if kind.startswith(("string", "one of")) else parse_value(value)
 
 
 def _put(sections: dict[str, Any], settings: Mapping[str, Any]) -> None:
@@ -120,16 +122,18 @@ def _path(name: str) -> list[str]:
     return name.split(".", 2 if name.startswith(tuple(f"{m}." for m in MAPPINGS)) else 1)
 
 
-def _validated(sections: dict[str, Any], document: Document, file: str | None) -> RunConfig:
-    """The config of the sections. What contradicts itself is not told where the file could not be
-    read: it may be a consequence of that."""
-    told, unread = document.problems, file is not None and not isinstance(document.value, dict)
+def _validated(
+    sections: dict[str, Any], lines: Mapping[str, int], file: str | None, told: list[Refused]
+) -> RunConfig:
+    """The config of the sections. What contradicts itself is not told where there was a mistake
+    before: it may be a consequence of that."""
+    is_read = not told
     try:
         config = RunConfig.model_validate(sections)
     except ValidationError as error:
         for each in error.errors(include_url=False):
-            if not unread or len(each["loc"]) > 1 or each["type"] != "value_error":
-                told.append(_problem(each, document.lines))
+            if is_read or len(each["loc"]) > 1:
+                told.append(_problem(each, lines))
     if told:
         told.sort(key=lambda problem: problem.line or inf)
         raise ConfigError(*(f"{file}:{p.line} {p.text}" if p.line else p.text for p in told))
@@ -144,17 +148,16 @@ def _problem(error: Mapping[str, Any], lines: Mapping[str, int]) -> Refused:
     text = error["msg"].removeprefix("Value error, ")
     text = text.replace("Input should", "must").replace("String should", "must")
     if about == "value_error" and len(path) == 1:  # of a section: it begins with a setting's name
-        text = f"{name}.{text}"
         near = (line for key, line in lines.items() if key.startswith(f"{name}."))
-        return Refused(text, lines.get(text.partition(":")[0], next(near, None)))
-    bare = scalar(value) if isinstance(value, str) else None
+        own = f"{name}.{text.partition(':')[0]}"
+        return Refused(f"{name}.{text}", lines.get(own, next(near, None)))
     if about == "extra_forbidden":
         text, got = unknown(name), ""
     elif about == "model_type":
         text = unknown(name)
     elif about == "string_type" and isinstance(value, int | float):
         got += "; put it in quotes"
-    elif about.endswith("_type") and isinstance(bare, int | float):
+    elif isinstance(value, str) and about.endswith("_type") and _NUMERAL.fullmatch(value):
         got += "; drop the quotes"
     return Refused(f"{name}: {text}{'' if '(got ' in text else got}", line)
 
