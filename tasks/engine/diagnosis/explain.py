@@ -6,7 +6,6 @@ a device failed for good; it refuses to guess: what PyTorch did not raise is not
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -42,15 +41,27 @@ _MOVES = {  # the kind of what stays on another device than the model -> what to
 }
 _CURES = {  # what PyTorch's words leave open
     r"to numpy": "compute with PyTorch: numpy leaves the device and the gradients",
-    r"not implemented for '(Long|Int|Bool)'|desired output": "convert with x.float()",
+    r"Target -?\d+ is out of bounds": "labels go from 0 to the model's outputs - 1: number them "
+    "from 0, or give its last layer more outputs",
+    r"target dtype to be Long|scalar type Long but": "class labels are int64: give them so, or set "
+    "data.task and train.loss to what these targets are (regression, multilabel)",
+    r"multi-target not": "class labels are one number a row: targets.squeeze(1)",
+    r"'indices'.* Long": "it looks up whole numbers: give int64, or convert with x.long()",
+    r"index out of range": "it takes 0 to its rows - 1: number from 0, or give it more rows",
+    r"not implemented for '(Long|Int|Bool)'|desired output|got (Long|Int|Bool) and": "convert with "
+    ".float(), or look whole numbers up in nn.Embedding",
+    r"cannot be multiplied|equal to input_size": "make it for the last size of what it is given, "
+    "or put nn.Flatten() before it where that is images",
+    r"to have \d+ channels": "channels come second: x.unsqueeze(1) before it where there is one, "
+    "x.movedim(-1, 1) where they stand last; or change its in_channels",
     r"must be Tensor, not": "take the tensor out of it in forward, as x['name'] or x[0]",
     r"forward\(\) (missing|got|takes)": "call it with what its forward takes; the model's takes "
     "the entries of the inputs, by the same names where they are a dict",
     r"more than 1 value per channel": "choose a train.batch_size that does not leave a single row "
     "over, or leave the norm out",
     r"size of tensor a": "sizes must be equal, or 1 to be spread",
-    r"multi-target not": "class labels are one number a row: targets.squeeze(1)",
 }
+_TARGETS = re.compile(r"out of bounds|dtype to be|scalar type|desired output")
 
 
 def explained(
@@ -112,71 +123,19 @@ def _unfit(failure: Failure) -> str:
 
 def _cure(failure: Failure) -> tuple[str, str]:
     """The setting at fault, and what to do; "" where PyTorch's words have to do."""
-    setting, given, is_dtype = failure.setting, failure.given, _DTYPES.search(failure.text)
-    if len(given) > 1 and (cure := _target_cure(failure, given[0], given[1])):
-        return "data.source" if given[1].kind == ENTRY else setting, cure
-    if given and given[0].shape and (cure := _layer_cure(given[0], failure.sizes)):
-        return setting, cure
+    setting, text = failure.setting, failure.text
+    if setting == "train.loss" and failure.given[-1:] and failure.given[-1].kind == ENTRY:
+        setting = "data.source" if _TARGETS.search(text) else setting
     for words, cure in _CURES.items():
-        if re.search(words, failure.text):
+        if re.search(words, text):
             return setting, cure
     usual = failure.names.usual("dtype")
-    floats = [one for one in (*given, *failure.weights) if "float" in one.dtype]
+    floats = [one for one in (*failure.given, *failure.weights) if "float" in one.dtype]
     odd = next((one for one in floats if one.dtype != usual), None)
-    if odd is None or not usual or not is_dtype:
+    if odd is None or not usual or not _DTYPES.search(text):
         return setting, ""
     cure = f"the model is {usual}: make {odd} so, or convert it with .to(torch.{usual})"
     return "data.source" if odd.kind == ENTRY else setting, cure
-
-
-def _layer_cure(given: Seen, sizes: dict[str, Any]) -> str:
-    """Where a layer of PyTorch does not take this shape or these values."""
-    shape, last = given.shape, given.shape[-1]
-    if rows := sizes.get("num_embeddings"):
-        if "int" not in given.dtype:
-            return "it looks up whole numbers: give int64, or convert with x.long()"
-        low, high = given.span or (0, 0)
-        if low < 0 or high >= rows:
-            return (
-                f"it takes 0 to {rows - 1}, and was given {low} to {high}: give it more rows, or "
-                "number from 0"
-            )
-    wanted = sizes.get("in_features", sizes.get("input_size", last))
-    if wanted != last:
-        if math.prod(shape[1:]) == wanted:
-            return "put nn.Flatten() before it"
-        return f"make it for {last} instead of {wanted}, or give it rows of {wanted}"
-    if (channels := sizes.get("in_channels")) is not None:
-        dimensions = len(sizes["kernel_size"]) + 2
-        if len(shape) == dimensions - 1 and channels == 1 != shape[0]:
-            return "the channel is missing: x.unsqueeze(1) before it"
-        if len(shape) == dimensions and channels == last != shape[1]:
-            return "channels stand last: x.movedim(-1, 1) before it"
-        if len(shape) == dimensions and channels != shape[1]:
-            return f"make its in_channels {shape[1]}, or give it {channels} channels"
-    is_float = "in_features" in sizes or "in_channels" in sizes
-    is_unfit = is_float and "int" in given.dtype
-    return "convert with x.float(), or look whole numbers up in nn.Embedding" if is_unfit else ""
-
-
-def _target_cure(failure: Failure, outputs: Seen, target: Seen) -> str:
-    """Where a loss does not take these targets."""
-    is_whole, is_labels = "int" in target.dtype, failure.function in ("cross_entropy", "nll_loss")
-    if is_labels and "out of bounds" in failure.text:
-        classes = (outputs.shape[1:2] or outputs.shape)[0]
-        held = f" from {target.span[0]} to {target.span[1]}" if target.span else ""
-        return (
-            f"these are labels{held}, and the model gives {classes} outputs, for 0 to "
-            f"{classes - 1}: number the labels from 0, or give its last layer more outputs"
-        )
-    if is_labels and not is_whole:
-        return (
-            "class labels are int64: give them so, or set data.task and train.loss to what these "
-            "targets are (regression, multilabel)"
-        )
-    is_other = not is_labels and re.search("loss|entropy", failure.function)
-    is_unfit = is_other and is_whole and _DTYPES.search(failure.text)
-    return "give targets as float32" if is_unfit else ""
 
 
 def _shapes(tensors: Iterable[Seen]) -> str:

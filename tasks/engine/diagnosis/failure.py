@@ -36,8 +36,6 @@ class Failure:
     text: str  # PyTorch's, on one line
     place: str  # layer, function and line, as far as they are known
     setting: str  # that names the code which failed
-    function: str  # of PyTorch, "" where none was seen
-    sizes: dict[str, Any]  # of the layer, where it is one of PyTorch's own: in_features and so on
     given: list[Seen]
     weights: list[Seen]  # of that layer
     names: Names
@@ -127,8 +125,6 @@ def _told(error: BaseException, names: Names, *, is_second: bool) -> Failure | N
         text=text if len(text) <= LONGEST else text[: LONGEST - 3] + "...",
         place=", ".join(filter(None, (where, line))) or "the step",
         setting="model.name" if is_models else "train.loss",
-        function=function,
-        sizes=vars(layer) if is_torchs else {},
         given=met,
         weights=[
             names.seen("" if path is not None else at, one)

@@ -21,7 +21,6 @@ from tasks.engine.base import nested
 DEEPEST = 4  # containers and objects within one another
 MOST = 1_000  # entries of a container that are looked at
 VISITED = 20_000  # things that are looked at in all: some 0.1 s
-SPANNED = 2**20  # values whose least and largest are looked up
 PARAMETER, BUFFER, PLAIN = "parameter", "buffer", "plain tensor"
 LOOSE, ENTRY = "unregistered", "the batch's"
 _REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -39,7 +38,6 @@ class Seen:
     dtype: str
     shape: tuple[int, ...]
     device: str
-    span: tuple[int, int] | None  # least and largest value, of whole numbers on the host
 
     def __str__(self) -> str:
         """By the name it has in the line, and by that of the batch or the model."""
@@ -72,7 +70,7 @@ class Names:
         except RuntimeError:  # lazy parameters and nested tensors have none yet, or none at all
             shape = ()
         dtype, device = str(tensor.dtype).removeprefix("torch."), str(tensor.device)
-        return Seen(name, kind, path, known is None, dtype, shape, device, _span(tensor))
+        return Seen(name, kind, path, known is None, dtype, shape, device)
 
     def made(self, tensor: Tensor, given: Iterable[Tensor]) -> None:
         """Know a tensor as made of the first with a name that was given on its device."""
@@ -157,18 +155,6 @@ def _inside(path: str, value: Any, without: Iterable[str] = ()) -> Iterator[tupl
                 is_empty = one is None or (isinstance(one, dict | list | tuple | set) and not one)
                 if name not in _REGISTERED and not is_empty:
                     yield f"{path}.{name}".lstrip("."), one
-
-
-def _span(tensor: Tensor) -> tuple[int, int] | None:
-    """Only on the host: a device that failed is not asked."""
-    if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.is_floating_point():
-        return None
-    try:
-        values = tensor.numpy()
-    except (RuntimeError, TypeError, AssertionError):  # a mode of fake tensors, or of functorch
-        return None
-    is_whole = values.dtype.kind in "iu" and 0 < values.size <= SPANNED
-    return (int(values.min()), int(values.max())) if is_whole else None
 
 
 def _storage(tensor: Tensor) -> int:

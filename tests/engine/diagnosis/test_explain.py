@@ -305,7 +305,7 @@ DTYPES = {
     "whole numbers": _Case(
         lambda: nn.Sequential(nn.Linear(3, 2)),
         ([X.long()], Y),
-        ["model.name: ", "(the batch's inputs[0]) int64 (2, 3)", "x.float()", "nn.Embedding"],
+        ["model.name: ", "(the batch's inputs[0]) int64 (2, 3)", ".float()", "nn.Embedding"],
         loss=None,
     ),
     "one half layer": _Case(
@@ -350,13 +350,13 @@ DTYPES = {
     "labels for a binary loss": _Case(
         lambda: nn.Linear(3, 2),
         (X, {"a": torch.zeros(2, 2, dtype=torch.int64)}),
-        ["data.source: ", "(the batch's targets['a']) int64 (2, 2)", "give targets as float32"],
+        ["data.source: ", "(the batch's targets['a']) int64 (2, 2)", "convert with .float()"],
         loss=lambda out, y: functional.binary_cross_entropy_with_logits(out, y["a"]),
     ),
     "softmax of labels": _Case(
         lambda: _Does(lambda self, x: x.softmax(1)),
         (X.long(), Y),
-        ["x (the batch's inputs) int64 (2, 3) in softmax", "x.float()"],
+        ["x (the batch's inputs) int64 (2, 3) in softmax", ".float()"],
     ),
     "product": _Case(
         lambda: _Does(lambda self, x: x @ self.w, w=_held(3, 3)),
@@ -391,7 +391,7 @@ SHAPES = {
             "model.name: PyTorch refused x (the batch's inputs) float32 (2, 3) in layer "
             "encoder.0 (Linear(in_features=4, out_features=2, bias=True)), ",
             "self.encoder(x)",
-            "make it for 3 instead of 4",
+            "make it for the last size of what it is given",
             "the batch: inputs float32 (2, 3), targets int64 (2,) (PyTorch: mat1",
         ],
     ),
@@ -406,7 +406,7 @@ SHAPES = {
         ["layer 0 (Conv2d(3, 4", "x.movedim(-1, 1)"],
     ),
     "wrong channels": _Case(
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3)), (IMAGES, Y), ["make its in_channels 1"]
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3)), (IMAGES, Y), ["or change its in_channels"]
     ),
     "no channel": _Case(
         lambda: nn.Sequential(nn.Conv2d(1, 4, 3)), (IMAGES[:, 0], Y), ["x.unsqueeze(1) before it"]
@@ -437,7 +437,7 @@ SHAPES = {
     "lstm": _Case(
         lambda: nn.Sequential(nn.LSTM(4, 4)),
         (X, Y),
-        ["layer 0 (LSTM(4, 4))", "make it for 3 instead of 4"],
+        ["layer 0 (LSTM(4, 4))", "make it for the last size of"],
     ),
     "attention": _Case(
         lambda: nn.TransformerEncoderLayer(4, 2),
@@ -447,14 +447,15 @@ SHAPES = {
     "ids beyond an embedding": _Case(
         lambda: nn.Sequential(nn.Embedding(10, 4)),
         (torch.tensor([[3, 12]]), Y),
-        ["layer 0 (Embedding(10, 4))", "it takes 0 to 9, and was given 3 to 12"],
+        ["layer 0 (Embedding(10, 4))", "it takes 0 to its rows - 1"],
     ),
     "labels beyond the outputs": _Case(
         lambda: nn.Linear(3, 2),
         (X, torch.tensor([1, 7])),
         [
             "data.source: ",
-            "these are labels from 1 to 7, and the model gives 2 outputs, for 0 to 1",
+            "out float32 (2, 2), y (the batch's targets) int64 (2,)",
+            "labels go from 0 to the model's outputs - 1: number them from 0",
         ],
         loss=functional.cross_entropy,
     ),
