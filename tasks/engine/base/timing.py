@@ -64,8 +64,7 @@ class HostClock:
         self._begun = False
 
     def begin(self, *, sample: bool) -> None:
-        if self._last > self._first:  # the step before has come to its end
-            self._fast.add(self._last - self._first)
+        self._fast.add(self._last - self._first)  # of the step before
         now = perf_counter()
         if now >= self._next_reference:
             self._next_reference = now + REFERENCE_EVERY_S
@@ -92,7 +91,7 @@ class HostClock:
         self._steps = 0
 
     def collect(self) -> None:
-        pass
+        self._fast.count()
 
     def seconds_per_step(self, *, replayed: bool = False) -> dict[str, float]:
         if replayed:
@@ -112,12 +111,16 @@ class _Fast:
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
+        self._new: list[float] = []
+        self.add = self._new.append  # at each step, where counting takes 1 % of a small one
 
-    def add(self, seconds: float) -> None:
-        if seconds > 0:
-            self._counts[round(GRAIN * log(seconds))] += 1
+    def count(self) -> None:
+        """Hold what was added as counts. Times of 0 are of steps that were begun and not taken."""
+        self._counts.update(round(GRAIN * log(seconds)) for seconds in self._new if seconds > 0)
+        self._new.clear()
 
     def seconds(self) -> float | None:
+        self.count()
         if self._counts.total() < LEAST:
             return None
         left = FAST * self._counts.total()
