@@ -6,7 +6,7 @@ It changes the model in place, before the optimizer is made, and refuses a param
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tasks.engine.distributed.parallel import Parallel
-from tasks.engine.distributed.shards import full, placed
+from tasks.engine.distributed.shards import full
 from tasks.engine.settings.read_settings import ConfigError
 
 UNCALLED = (nn.ModuleList, nn.ModuleDict)
@@ -115,17 +115,6 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
         if dist.get_rank() == 0:
             state[name] = gathered.detach().to("cpu", copy=True)
     return state
-
-
-@torch.no_grad()
-def load_whole(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """The model with these weights, which only the first rank needs to give. Collective."""
-    for name, tensor in model.state_dict().items():
-        kept = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        if dist.get_rank() == 0:
-            kept.copy_(state[name])
-        dist.broadcast(kept, 0)
-        tensor.copy_(placed(kept, tensor))
 
 
 def _shared_out_again(model: nn.Module, inputs: Any, outputs: Any) -> None:

@@ -27,7 +27,7 @@ from tasks.engine.checkpoint.nested_state import taken_apart
 from tasks.engine.checkpoint.training_state import Mismatch, Weights
 from tasks.engine.device.precision import autocast
 from tasks.engine.distributed.ranks import Ranks
-from tasks.engine.distributed.sharding import Sharded, load_whole, sharded, units, whole_state
+from tasks.engine.distributed.sharding import Sharded, sharded, units, whole_state
 from tasks.engine.distributed.shards import local
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
@@ -288,10 +288,7 @@ def _played(folder: Path) -> dict[str, Any]:
     run.judge()
     told["is shared out"] = all(hasattr(p, "device_mesh") for p in run.model.parameters())
     if not run.ranks.is_alone:
-        told["whole"] = whole = whole_state(run.model)
-        other = _Run("transformer")
-        load_whole(other.model, whole)
-        told["loaded"] = other.judge() - run.judge()
+        told["whole"], told["of whole"] = whole_state(run.model), run.judge()
         told |= _mistakes(folder)
     return told
 
@@ -432,12 +429,11 @@ def test_an_evaluation_leaves_the_model_shared_out(one: dict[str, Any], two: See
     assert two[0]["judged"] == pytest.approx(one["judged"])
 
 
-def test_the_whole_model_is_the_first_ranks_to_have_and_to_give(two: Seen) -> None:
-    first, second = two
-    assert {n: t.shape for n, t in first["whole"].items()} == {
-        n: t.shape for n, t in _model("transformer").state_dict().items()
-    }
-    assert not second["whole"] and first["loaded"] == second["loaded"] == 0.0
+def test_the_whole_model_is_the_first_ranks_and_judges_as_its_parts_do(two: Seen) -> None:
+    model, rows = _model("transformer"), _rows("transformer")
+    model.load_state_dict(two[0]["whole"])
+    assert _loss(model, *rows).item() == pytest.approx(two[0]["of whole"])
+    assert not two[1]["whole"]
 
 
 def _units(model: nn.Module) -> list[str]:
