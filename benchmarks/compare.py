@@ -14,8 +14,8 @@ from mlflow.entities import Metric, Param, RunTag
 
 from benchmarks.conditions import publish
 from tasks.comparison import page
-from tasks.comparison.measured import Measured, grouped
 from tasks.comparison.pictures import MOST
+from tasks.comparison.run_groups import Measured, grouped
 from tasks.engine.settings.run_config import RunConfig
 from tasks.tracking.query_runs import Comparisons
 from tasks.tracking.where import Where

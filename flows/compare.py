@@ -27,11 +27,11 @@ from rich.console import Console
 
 from flows.cli.compare_command import parse
 from tasks import serve
-from tasks.comparison import cells, page, space
-from tasks.comparison.cells import Ended
+from tasks.comparison import page, search_space, trainings
 from tasks.comparison.grid import Asked, Cell, Check
-from tasks.comparison.measured import Group, Measured, Points, grouped
 from tasks.comparison.pictures import MOST
+from tasks.comparison.run_groups import Group, Measured, Points, grouped
+from tasks.comparison.trainings import Ended
 from tasks.device_tags import process_tags
 from tasks.engine.base.units import number, printable
 from tasks.flow_run import show
@@ -70,11 +70,11 @@ def _trained(asked: Asked) -> int:
     check.answer()
     goal = None
     if asked.search is not None:
-        goal = space.goal_of(asked.search.goal, check.tasks, list(asked.base.train.metrics))
+        goal = search_space.goal_of(asked.search.goal, check.tasks, list(asked.base.train.metrics))
     chosen = where()
     store = Comparisons(chosen, asked.base.run.experiment)
     place = Path(chosen.runs).parent / "comparisons"
-    comparison = cells.opened(place, " ".join([str(Path.cwd()), *asked.words]))
+    comparison = trainings.opened(place, " ".join([str(Path.cwd()), *asked.words]))
     trials = None
     if asked.search is not None and goal is not None:
         from tasks.comparison.search import Trials  # imports Optuna
@@ -92,9 +92,9 @@ def _trained(asked: Asked) -> int:
     status = "KILLED"
     text, files = "", list[Path]()
     try:
-        source = trials or cells.Grid(comparison, asked.cells)
+        source = trials or trainings.Grid(comparison, asked.cells)
         tell = _tell(count, store, trials)
-        cells.play(comparison, source, runs=Path(chosen.runs), tell=tell)
+        trainings.play(comparison, source, runs=Path(chosen.runs), tell=tell)
         runs = _measured(store, trials.cells() if trials else asked.cells, comparison)
         groups = trials.groups(runs) if trials else grouped(runs, asked.varied)
         text, files = _told(store, groups, name, comparison.folder, trials)
@@ -148,7 +148,7 @@ def _tell(
 
 
 def _measured(
-    store: Comparisons, trained: Sequence[Cell], comparison: cells.Comparison
+    store: Comparisons, trained: Sequence[Cell], comparison: trainings.Comparison
 ) -> list[Measured]:
     """The trainings as MLflow has them, and those that never had a run as they ended."""
     ends = [comparison.ended[cell.number] for cell in trained]

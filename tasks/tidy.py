@@ -66,7 +66,7 @@ def put_right(chosen: Where, *, older_s: float | None = None, does: bool) -> Ite
 def _in_mlflow(chosen: Where, known: dict[str, End], *, does: bool) -> Iterator[Deed]:
     """In a process of its own, which imports mlflow. known: gets the flow runs that are to end."""
     asked = json.dumps({"where": chosen.model_dump(), "does": does})
-    with children.start("tasks.tracking.left_runs", env={**PATIENCE, **os.environ}) as asking:
+    with children.start("tasks.tracking.orphaned_runs", env={**PATIENCE, **os.environ}) as asking:
         assert asking.stdin is not None and asking.stdout is not None
         asking.stdin.write(asked)
         asking.stdin.close()

@@ -47,13 +47,13 @@ SLOW = (
     "flows/test_search",
     "flows/test_own",
     "flows/test_predict",
-    "tasks/test_foretell_elsewhere",
+    "tasks/test_forecast_other_gpus",
     "flows/cli/test_prefect_away",
     "flows/test_resume",
     "engine/distributed/test_sharding",
     "flows/test_secrets",
     "tasks/tracking/test_mlflow_sender",
-    "tasks/tracking/test_left_runs",
+    "tasks/tracking/test_orphaned_runs",
     "tasks/tracking/test_postgresql",
 )
 LONGEST = ("flows/test_train", "engine/tables/test_read_tables", "engine/training/test_trainer")

@@ -11,9 +11,9 @@ from dataclasses import replace
 from functools import partial
 
 from flows.cli import flags
-from tasks.comparison import grid, space
+from tasks.comparison import grid, search_space
 from tasks.comparison.grid import Asked
-from tasks.comparison.space import Range, Search
+from tasks.comparison.search_space import Range, Search
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.process import signals
@@ -93,7 +93,7 @@ def parse(argv: Sequence[str]) -> Asked:
     if known.search is None:
         alone = [n for n in ("trials", "pruner", "goal") if getattr(known, n) is not None]
         problems += [f"--{name}: goes with --search" for name in alone]
-    elif not space.is_here():
+    elif not search_space.is_here():
         problems.append(f"--search: needs Optuna, which is not installed; {INSTALL}")
     elif not known.vary:
         problems.append("--search: needs a --vary NAME=LOW..HIGH or NAME=A,B to search in")
@@ -120,8 +120,10 @@ def parse(argv: Sequence[str]) -> Asked:
 
     search = None if known.search is None else _search(known, axes, rest, config)
     if search is None:
-        space.spaces(axes, how="")
-    combinations = space.probes(search) if search is not None else space.combinations(axes)
+        search_space.spaces(axes, how="")
+    combinations = (
+        search_space.probes(search) if search is not None else search_space.combinations(axes)
+    )
     made = [] if reads else grid.cells(combinations, resolve=config, repeats=known.repeats)
     base = resolved(made[0].settings if made else {})
     ids = [] if known.runs is None else list(dict.fromkeys(known.runs.split(",")))
@@ -151,10 +153,10 @@ def _search(
     how = known.search
     search = Search(
         how=how,
-        trials=known.trials or space.TRIALS,
-        pruner=known.pruner or space.PRUNERS[0],
+        trials=known.trials or search_space.TRIALS,
+        pruner=known.pruner or search_space.PRUNERS[0],
         goal=known.goal or "",
-        axes=space.spaces(axes, how=how),
+        axes=search_space.spaces(axes, how=how),
         devices=devices,
         words=[word for word in words if word not in ("--debug", "--dry-run")],
         resolve=resolve,
@@ -200,16 +202,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeats", metavar="N", type=_count, default=1, help="Of each, in turns. Default: 1.")
     add(
         "--search",
-        choices=space.SAMPLERS,
+        choices=search_space.SAMPLERS,
         help="Draw the trainings, by Optuna; --vary also takes LOW..HIGH.",
     )
     add(
         "--trials",
         metavar="N",
         type=_count,
-        help=f"Of a search. Default: {space.TRIALS}; of a grid all.",
+        help=f"Of a search. Default: {search_space.TRIALS}; of a grid all.",
     )
-    add("--pruner", choices=space.PRUNERS, help="What ends a poor trial early. Default: median.")
+    add(
+        "--pruner",
+        choices=search_space.PRUNERS,
+        help="What ends a poor trial early. Default: median.",
+    )
     add("--goal", metavar="METRIC", help="Such as val/loss or max:val/own. Default: by the task.")
     add("--runs", metavar="ID,ID", help="Runs to read, by their ids; trains nothing.")
     add("--last", metavar="N", type=_count, help="Read so many of the newest runs.")

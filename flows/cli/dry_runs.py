@@ -32,17 +32,17 @@ def forecast(asked: Namespace) -> int:
     """Print the memory that it would take."""
     from rich.console import Console
 
-    from tasks import foretell_elsewhere
-    from tasks.foretell import foretell
+    from tasks import forecast_other_gpus
+    from tasks.forecast_memory import forecast_memory
     from tasks.preflight import BAD_INPUT
 
     try:
         if asked.elsewhere is not None:
-            sizes = foretell_elsewhere.sizes(asked.elsewhere)
-            found = foretell_elsewhere.foretell_elsewhere(asked.config, sizes)
-            Console().print(foretell_elsewhere.table(found, asked.config))
+            sizes = forecast_other_gpus.sizes(asked.elsewhere)
+            found = forecast_other_gpus.forecast_on(asked.config, sizes)
+            Console().print(forecast_other_gpus.table(found, asked.config))
             return 0 if any(one.fits for one in found) else 2
-        foreseen = foretell(asked.config)
+        foreseen = forecast_memory(asked.config)
     except BAD_INPUT as error:
         print(error, file=sys.stderr)
         return 2

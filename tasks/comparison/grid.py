@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tasks.comparison.space import Search
+from tasks.comparison.search_space import Search
 from tasks.engine.base.units import printable
 from tasks.engine.settings.import_path_checks import check as check_imports
 from tasks.engine.settings.read_settings import ConfigError

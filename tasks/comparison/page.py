@@ -12,8 +12,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from tasks.comparison import words
-from tasks.comparison.measured import (
+from tasks.comparison import differences
+from tasks.comparison.pictures import ALT, pictures
+from tasks.comparison.run_groups import (
     SPEED,
     Goal,
     Group,
@@ -27,7 +28,6 @@ from tasks.comparison.measured import (
     step_ms,
     with_spread,
 )
-from tasks.comparison.pictures import ALT, pictures
 from tasks.engine.base.units import mebibytes, milliseconds, number, printable, seconds
 from tasks.engine.report.html_page import STYLE, document, image
 
@@ -94,7 +94,7 @@ def compared(
     kept = {name: cells for name, cells in columns.items() if any(cells)}
     failed = [(g, run) for g in groups for run in g.runs if run.status not in WELL]
     notes = [f"{g.called}: {run.status}" + f": {run.error}" * bool(run.error) for g, run in failed]
-    said = list(told) if goal is not None else words.told(groups)
+    said = list(told) if goal is not None else differences.told(groups)
     return Comparison(title, groups, kept, list(dict.fromkeys(notes)), said, goal)
 
 
@@ -108,7 +108,7 @@ def _said(value: float | None, say: Callable[[float], str]) -> str:
 
 
 def _speed_up(group: Group, slowest: Group) -> str:
-    found = words.speed_up(group, slowest)
+    found = differences.speed_up(group, slowest)
     if found is None:
         return ""
     times, off = found
@@ -220,8 +220,8 @@ def _shares(groups: Sequence[Group]) -> str:
     """The whole sums behind the words, for those who check them."""
     told = []
     for title, parts_of, say in (
-        ("Time of 1,000 samples, by phase", words.time_parts, milliseconds),
-        ("Memory at the peak, by owner", words.memory_parts, mebibytes),
+        ("Time of 1,000 samples, by phase", differences.time_parts, milliseconds),
+        ("Memory at the peak, by owner", differences.memory_parts, mebibytes),
     ):
         known = [(group, parts) for group in groups if (parts := parts_of(group))]
         names = list(dict.fromkeys(name for _, parts in known for name in parts))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.comparison.measured import SPEED, Goal, Group, Points
-from tasks.comparison.words import memory_parts, time_parts
+from tasks.comparison.differences import memory_parts, time_parts
+from tasks.comparison.run_groups import SPEED, Goal, Group, Points
 from tasks.engine.report.plots import BLUE, GREEN, GREY, SKY, VERMILION, panels
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from tasks.comparison.cells import Comparison, Ended
 from tasks.comparison.grid import DEVICE, Cell
-from tasks.comparison.measured import Goal, Group, Measured
-from tasks.comparison.space import Axes, Range, Search
+from tasks.comparison.run_groups import Goal, Group, Measured
+from tasks.comparison.search_space import Axes, Range, Search
+from tasks.comparison.trainings import Comparison, Ended
 from tasks.engine.base.units import number, percent
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig

@@ -1,5 +1,5 @@
 """Flow runs that a desk left behind: those that Prefect shows as running though their process is
-gone. Whoever comes next marks them as crashed, as left_runs.py ends them in MLflow.
+gone. Whoever comes next marks them as crashed, as orphaned_runs.py ends them in MLflow.
 """
 
 from __future__ import annotations

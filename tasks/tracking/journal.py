@@ -23,8 +23,8 @@ from typing import Any
 
 from tasks.process import children
 from tasks.process.redaction import redacted
+from tasks.tracking.environment import spawn
 from tasks.tracking.journal_lines import ONCE, append, line_of, newest_steps
-from tasks.tracking.surroundings import spawn
 from tasks.tracking.where import TrackingError, Where
 
 OPEN_S = 180.0  # the first use of a new database on a busy machine, with room to spare

@@ -23,11 +23,11 @@ from tasks.engine.device.telemetry import Telemetry
 from tasks.engine.report import run_report
 from tasks.process.redaction import redacted
 from tasks.tracking import logged_model, metrics
+from tasks.tracking.environment import environment
 from tasks.tracking.journal import BEGIN, RESERVE
 from tasks.tracking.journal_lines import LOCK, ONCE, Sample, batches, series
 from tasks.tracking.mlflow_pages import run_page
-from tasks.tracking.pace import Pace
-from tasks.tracking.surroundings import environment
+from tasks.tracking.throttle import Pace
 from tasks.tracking.where import Where
 
 PIECE_BYTES = 2**15  # of the journal, where the training needs all cores: some 5 ms of one

@@ -33,10 +33,10 @@ from tasks.engine.base.file_lock import FileLock  # noqa: E402
 from tasks.engine.report import run_report  # noqa: E402
 from tasks.process.redaction import redact_output, redacted  # noqa: E402
 from tasks.serving import crashed_flow_runs
-from tasks.tracking import left_runs, mlflow_store  # noqa: E402
+from tasks.tracking import mlflow_store, orphaned_runs  # noqa: E402
+from tasks.tracking.environment import code_version  # noqa: E402
 from tasks.tracking.mlflow_run import Sender, State, lock, lock_patiently, telemetry  # noqa: E402
 from tasks.tracking.query_runs import history, recall  # noqa: E402
-from tasks.tracking.surroundings import code_version  # noqa: E402
 from tasks.tracking.where import Where, where  # noqa: E402
 
 SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell
@@ -93,7 +93,7 @@ class Session:
         self.held = self.held or lock_patiently(folder)
         if not order.get("late"):
             past = recall(self.client, self.experiment_id, tags["alike"], order["wanted"])
-        sender = left_runs.begun(self.client, self.where, folder, order, self.experiment_id)
+        sender = orphaned_runs.begun(self.client, self.where, folder, order, self.experiment_id)
         sender.held = self.held
         sender.telemetry = telemetry(self.client, sender.state.run_id, tags)
         self.sender, self.opened_at = sender, time.monotonic()
@@ -130,7 +130,7 @@ class Session:
             assert self.client is not None and self.where is not None
             # Somebody else's runs and files: not worth this run's end.
             with suppress(MlflowException, OSError, ValueError):
-                left_runs.close_the_dead(self.client, self.where, self.experiment_id)
+                orphaned_runs.close_the_dead(self.client, self.where, self.experiment_id)
             self.crash_the_dead()
 
     def tell_history(self) -> None:
@@ -166,11 +166,11 @@ class Session:
     def end(self) -> None:
         """The training process is gone. If it did not close the run, it was killed."""
         if self.sender is not None and not self.sender.state.closed:
-            left_runs.resend(self.sender)
+            orphaned_runs.resend(self.sender)
             self.crash_the_dead()
         if self.where is not None:
             if self.client is not None and self.sender is not None:  # MLflow answers, as it seems
-                left_runs.send_the_unsent(self.client, self.where)
+                orphaned_runs.send_the_unsent(self.client, self.where)
             mlflow_store.sweep_journals(Path(self.where.runs), keep=self.where.keep_runs)
 
 
@@ -216,7 +216,7 @@ def send_folder(folder: Path) -> int:
     try:
         chosen = where()
         sender = Sender(MlflowClient(chosen.tracking_uri), chosen, folder, State("", ""))
-        if not left_runs.resend(sender):
+        if not orphaned_runs.resend(sender):
             print(f"{folder}: not sent: another process is sending it", file=sys.stderr)
             return 1
     except (OSError, ValueError, MlflowException) as error:

@@ -74,7 +74,7 @@ def alike(config: RunConfig, device: DeviceFacts, data: DataFacts) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def foretold(
+def forecast_figures(
     admission: Admission, past: Past, limit_mib: float | None, has_recorded: bool
 ) -> dict[str, float]:
     """The forecast with a recorded step where one was recorded, else without."""

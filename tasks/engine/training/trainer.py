@@ -53,7 +53,7 @@ from tasks.engine.training.oom_files import OutOfMemory, draw, told, unwatched
 from tasks.engine.training.rank_facts import of_ranks
 from tasks.engine.training.reload_check import leave_model
 from tasks.engine.training.shared_model import held, is_shared_out, mesh_of, whole
-from tasks.engine.training.similar_runs import Past, foretold
+from tasks.engine.training.similar_runs import Past, forecast_figures
 from tasks.engine.training.step_metrics import Log
 from tasks.engine.training.throughput import peak_of, peak_tags, rates, timings
 from tasks.engine.training.training_batches import fed, put_aside
@@ -242,7 +242,7 @@ def _train(
         measured = {
             **parts.measured(),
             **checkpoints.measured(),
-            **foretold(admission, past, config.memory.limit_mib, parts.tuned.has_recorded),
+            **forecast_figures(admission, past, config.memory.limit_mib, parts.tuned.has_recorded),
         }
         stats = parts.phases.meter.stats()
         held_bytes = memory_meter.allocated_bytes(device)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tasks.comparison.measured import Measured
+from tasks.comparison.run_groups import Measured
 
 
 def run(

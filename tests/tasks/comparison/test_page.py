@@ -8,9 +8,9 @@ from pathlib import Path
 from PIL import Image
 from rich.console import Console
 
-from tasks.comparison.measured import Points, grouped
 from tasks.comparison.page import MOST_ROWS, compared, markdown, terminal, write
 from tasks.comparison.pictures import _memory as pictures_of_memory
+from tasks.comparison.run_groups import Points, grouped
 from tests.tasks.comparison.runs import run
 
 PHASES = {"data_wait": 5.0, "forward": 20.0, "backward": 40.0, "optimizer": 10.0}

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from flows.cli.compare_command import parse
-from tasks.comparison import cells
-from tasks.comparison.cells import Comparison, Ended
+from tasks.comparison import trainings
 from tasks.comparison.grid import Cell
-from tasks.comparison.measured import Goal, Measured
+from tasks.comparison.run_groups import Goal, Measured
 from tasks.comparison.search import STUDY, Trials
+from tasks.comparison.trainings import Comparison, Ended
 from tasks.tracking.journal_lines import append, line_of
 from tests.conftest import PYTHON
 from tests.test_house import MODULES, _names
@@ -28,7 +28,7 @@ def _trials(folder: Path, *words: str, how: str = "tpe", goal: Goal = LOSS) -> T
     asked = parse(["--search", how, *(words or WORDS)])
     assert asked.search is not None
     folder.mkdir(exist_ok=True)
-    state = folder / cells.STATE
+    state = folder / trainings.STATE
     known = json.loads(state.read_text())["ended"] if state.exists() else []
     ended = {one["number"]: Ended(**one) for one in known}
     comparison = Comparison(folder, "words", ended=ended)
@@ -168,7 +168,7 @@ def test_what_the_settings_weigh_is_told_of_many(tmp_path: Path) -> None:
 def test_only_the_parent_of_a_search_imports_optuna() -> None:
     users = {module for module, file in MODULES.items() if "optuna" in _names(file)}
     assert users == {"tasks.comparison.search"}
-    needs = "flows.compare, flows.train, tasks.comparison.page, tasks.comparison.cells"
+    needs = "flows.compare, flows.train, tasks.comparison.page, tasks.comparison.trainings"
     words = "'--search', 'tpe', '--vary', 'optim.lr=1e-5..1'"
     code = f"import sys, {needs}\nfrom flows.cli.compare_command import parse\nparse([{words}])\n"
     told = subprocess.run([PYTHON, "-c", f"{code}assert 'optuna' not in sys.modules"], check=False)

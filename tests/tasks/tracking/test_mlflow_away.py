@@ -19,7 +19,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from sqlalchemy.exc import OperationalError
 
-from tasks.tracking import journal, left_runs, mlflow_sender, mlflow_store
+from tasks.tracking import journal, mlflow_sender, mlflow_store, orphaned_runs
 from tasks.tracking.journal import BEGIN, Journal
 from tasks.tracking.mlflow_run import LOCK, Sender, State
 from tasks.tracking.where import TrackingError, Where
@@ -297,8 +297,8 @@ def test_a_sender_that_dies_when_the_run_is_made_makes_no_second_one(
     assert session.held is not None
     session.held.close()
     if by == "the next run":
-        left_runs.close_the_dead(session.client, where, session.experiment_id)
-        left_runs.send_the_unsent(session.client, where)
+        orphaned_runs.close_the_dead(session.client, where, session.experiment_id)
+        orphaned_runs.send_the_unsent(session.client, where)
         status = "KILLED"
     else:
         session.held, session.retry_at, status = None, 0.0, "FINISHED"
@@ -308,8 +308,8 @@ def test_a_sender_that_dies_when_the_run_is_made_makes_no_second_one(
     assert (run.info.status, run.info.start_time, run.data.params) == (status, 7, {"a": "1"})
     assert _steps(session.client, run) == [1] and not (folder / BEGIN).exists()
     # Whoever has read begin.json before it was done with makes none either.
-    left_runs.begun(session.client, where, folder, begin, session.experiment_id)
-    assert left_runs.resend(Sender(session.client, where, folder, State("", "")))
+    orphaned_runs.begun(session.client, where, folder, begin, session.experiment_id)
+    assert orphaned_runs.resend(Sender(session.client, where, folder, State("", "")))
     assert len(_all(session.client)) == 1
 
 
@@ -333,7 +333,7 @@ def test_a_resumed_run_that_mlflow_has_is_told_of_its_end_later(tmp_path: Path) 
     client = MlflowClient(where.tracking_uri)
     with open(folder / LOCK) as lock:  # its sending process lets it go
         flock(lock, LOCK_EX)
-    left_runs.send_the_unsent(client, where)
+    orphaned_runs.send_the_unsent(client, where)
     (run,) = _all(client)
     assert _steps(client, run) == [1, 2] and run.data.tags["resumed"] == "1"
     assert (

@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 from tasks.tracking import journal, journal_lines, mlflow_run, mlflow_sender
 from tasks.tracking.journal_lines import line_of
 from tasks.tracking.mlflow_store import open_experiment
-from tasks.tracking.pace import Pace
+from tasks.tracking.throttle import Pace
 from tasks.tracking.where import TrackingError, Where
 
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}

@@ -10,7 +10,7 @@ from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.forecast.forecast import forecast
 from tasks.engine.settings.read_settings import ConfigError, from_mapping, override
-from tasks.foretell_elsewhere import TAKEN_MIB, foretell_elsewhere, sizes, table
+from tasks.forecast_other_gpus import TAKEN_MIB, forecast_on, sizes, table
 
 MIB = 2**20
 SEGMENT_MIB = 2.0
@@ -29,7 +29,7 @@ def test_the_largest_batch_fits_and_twice_as_much_does_not(place: Path) -> None:
         return forecast(larger, data, gpu).needed_bytes / MIB
 
     asked = {f"{mib} MiB": float(TAKEN_MIB + mib) for mib in (1, 100, 120, 8000)}
-    tiny, small, middle, large = foretell_elsewhere(config, asked)
+    tiny, small, middle, large = forecast_on(config, asked)
     assert large.fits and large.batch == large.micro_batch == 1024, "1,438 rows"
     assert not tiny.fits and tiny.micro_batch is None and tiny.batch is None
     for one in (small, middle):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tasks.comparison.measured import (
+from tasks.comparison.run_groups import (
     PEAKS,
     SPEED,
     STEPS,

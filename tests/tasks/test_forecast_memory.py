@@ -11,28 +11,28 @@ from rich.console import Console
 
 from tasks.engine.device.detection import DeviceError
 from tasks.engine.settings.run_config import MemoryConfig, RunConfig
-from tasks.foretell import foretell
+from tasks.forecast_memory import forecast_memory
 from tasks.tracking.past_runs import measured
 from tasks.tracking.where import where
 
 
 def test_a_forecast_leaves_no_run_and_no_database(place: Path) -> None:
-    foreseen = foretell(RunConfig())
+    foreseen = forecast_memory(RunConfig())
     assert foreseen.fits and foreseen.largest == 64 and foreseen.past_mib is None
     assert sorted(f.name for f in place.iterdir()) == [".headroom", "mlflow.yaml"]
     assert [f.name for f in (place / ".headroom").iterdir()] == ["data"]
 
 
 def test_what_is_too_small_is_told_and_not_raised(place: Path) -> None:
-    whole = foretell(RunConfig()).told
-    tight = foretell(RunConfig(memory=MemoryConfig(limit_mib=whole.parameter_bytes / 2**20)))
+    whole = forecast_memory(RunConfig()).told
+    tight = forecast_memory(RunConfig(memory=MemoryConfig(limit_mib=whole.parameter_bytes / 2**20)))
     assert not tight.fits and tight.largest is None
     with pytest.raises(DeviceError, match="^memory.limit_mib: must be above 0 and at most"):
-        foretell(RunConfig(memory=MemoryConfig(limit_mib=2.0**30)))
+        forecast_memory(RunConfig(memory=MemoryConfig(limit_mib=2.0**30)))
 
 
 def test_the_table_has_every_owner_and_phase_and_what_a_run_alike_took(place: Path) -> None:
-    foreseen = replace(foretell(RunConfig()), past_mib=12.5, room_bytes=math.inf)
+    foreseen = replace(forecast_memory(RunConfig()), past_mib=12.5, room_bytes=math.inf)
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(foreseen.table())
     text = console.export_text()

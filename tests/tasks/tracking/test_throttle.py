@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.tracking.pace import SHARE, Pace
+from tasks.tracking.throttle import SHARE, Pace
 
 
 class Machine:

@@ -78,7 +78,7 @@ def sizes(text: str) -> dict[str, float]:
     return found
 
 
-def foretell_elsewhere(config: RunConfig, asked: dict[str, float]) -> list[Elsewhere]:
+def forecast_on(config: RunConfig, asked: dict[str, float]) -> list[Elsewhere]:
     """Each of them. Raises what a training with these settings is refused by."""
     check_imports(config)
     check(config.data)

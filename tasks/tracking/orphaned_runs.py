@@ -2,7 +2,7 @@
 MLflow could not be told of in time. Each is sent and ended by whoever comes next. Part of the
 sending process.
 
-`python -m tasks.tracking.left_runs` tells of them all at once, and ends them where it is asked to.
+`python -m tasks.tracking.orphaned_runs` tells of them all at once, and ends them where asked to.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 import pytest
 
 from flows.cli.compare_command import parse
-from tasks.comparison import space
-from tasks.comparison.space import Range, goal_of, probes, ranged
+from tasks.comparison import search_space
+from tasks.comparison.search_space import Range, goal_of, probes, ranged
 from tasks.engine.settings.read_settings import ConfigError
 
 
@@ -113,7 +113,7 @@ def test_bad_words_are_refused(words: str, told: str) -> None:
 
 
 def test_without_optuna_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space, "find_spec", lambda name: None)
+    monkeypatch.setattr(search_space, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--search: needs Optuna.*-e '\.\[search\]'"):
         parse(["--search", "tpe", "--vary", "optim.lr=1e-4..1"])
     assert parse(["--vary", "optim.lr=1e-4,1"]).cells, "a grid does without"

@@ -1,6 +1,6 @@
 """Which runs are the same training, and what differs between the others."""
 
-from tasks.comparison.measured import (
+from tasks.comparison.run_groups import (
     differing,
     epoch_s,
     grouped,

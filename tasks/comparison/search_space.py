@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
 
-from tasks.comparison.measured import Goal
+from tasks.comparison.run_groups import Goal
 from tasks.engine.base.units import printable
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig

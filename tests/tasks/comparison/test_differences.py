@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.comparison.measured import grouped
-from tasks.comparison.words import memory_parts, shares, speed_up, time_parts, told
+from tasks.comparison.differences import memory_parts, shares, speed_up, time_parts, told
+from tasks.comparison.run_groups import grouped
 from tests.tasks.comparison.runs import run
 
 MILLISECONDS = st.floats(0.001, 500)

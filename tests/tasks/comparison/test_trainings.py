@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 from flows.cli.compare_command import parse
-from tasks.comparison.cells import Ended, Grid, opened, play
+from tasks.comparison.trainings import Ended, Grid, opened, play
 from tasks.engine.base.file_lock import FileLock
 from tasks.run_folders import LOCK, Start
 

@@ -19,7 +19,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from tasks.engine.models import builtin, predictor
-from tasks.tracking import left_runs, mlflow_run
+from tasks.tracking import mlflow_run, orphaned_runs
 from tasks.tracking.journal import Journal
 from tasks.tracking.journal_lines import line_of
 from tasks.tracking.mlflow_store import open_experiment
@@ -95,7 +95,7 @@ def test_what_an_earlier_run_could_not_send_is_sent_by_the_next(where: Where) ->
 
 def test_a_run_of_another_host_is_left_to_it(where: Where) -> None:
     client, run_id, _ = _left(where, "elsewhere")
-    left_runs.send_the_unsent(client, where)
+    orphaned_runs.send_the_unsent(client, where)
     assert client.get_run(run_id).data.metrics == {}
 
 
@@ -105,7 +105,7 @@ def test_two_do_not_send_one_folder(where: Where) -> None:
     environment = {**os.environ, "MLFLOW_TRACKING_URI": where.tracking_uri}
     with open(folder / mlflow_run.LOCK) as lock:
         flock(lock, LOCK_EX)
-        left_runs.send_the_unsent(client, where)
+        orphaned_runs.send_the_unsent(client, where)
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 1
         assert "not sent: another process is sending it" in done.stderr
@@ -120,7 +120,7 @@ def test_how_a_run_ended_is_not_forgotten_with_its_notes(where: Where) -> None:
     client, run_id, folder = _left(where, socket.gethostname())
     client.set_terminated(run_id, "FAILED")
     (folder / "run.json").write_text("")
-    left_runs.send_the_unsent(client, where)
+    orphaned_runs.send_the_unsent(client, where)
     run = client.get_run(run_id)
     assert (run.info.status, run.data.metrics["train/loss"]) == ("FAILED", 0.5)
 
@@ -162,7 +162,7 @@ def test_a_folder_that_mlflow_does_not_know_is_passed_over(where: Where) -> None
         folder = Path(where.runs) / name
         folder.mkdir(parents=True)
         (folder / "sent.json").write_text(text)
-    left_runs.send_the_unsent(client, where)
+    orphaned_runs.send_the_unsent(client, where)
     with pytest.raises(MlflowException):
         client.get_run("0")
 

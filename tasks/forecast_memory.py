@@ -64,7 +64,7 @@ class Foreseen:
         return table
 
 
-def foretell(config: RunConfig) -> Foreseen:
+def forecast_memory(config: RunConfig) -> Foreseen:
     """The memory of this training. Raises what a training with these settings is refused by."""
     device = detect(config.device.name, require=config.device.require)
     data = looked_at(config, device)
