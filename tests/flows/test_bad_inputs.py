@@ -136,7 +136,7 @@ DATA = [
     Row(
         "latin-1", csv(b"x,label\n1,caf\xe9\n2,b\n"), CSV, "data.path: rows.csv line 2 is not UTF-8"
     ),
-    Row("semicolons", csv(TABLE.replace(",", ";")), CSV, "data.path: ...separated by semicolons"),
+    Row("two marks", csv("a;b,label\n1;2;3\n"), CSV, "data.path: ...has 1 cells where the header"),
     Row("not a number of the drop", csv(TABLE), f"{CSV} --data.drop [z]", "data.drop: "),
     Row("all dropped", csv(TABLE), f"{CSV} --data.drop [x]", "data.path: rows.csv has no column"),
     Row(

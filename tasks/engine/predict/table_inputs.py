@@ -101,13 +101,7 @@ def _text(order: Order, needs: Needs) -> tuple[TextTable, Chosen]:
     path = Path(order.input)
     with told_as_input(path):
         table = opened(path, order.reads, Spelling(needs.decimal, needs.na))
-    names = table.names
-    if len(names) == 1 and any(other in names[0] for other in ",;\t|"):
-        raise DataError(
-            f"input: {path.name} has one column only, {shorten(names[0])}; its ending says that "
-            f"cells are separated by {table.mark!r}: rename the file, or write it anew"
-        )
-    return table, _chosen(names, path.name, order, needs)
+    return table, _chosen(table.names, path.name, order, needs)
 
 
 def _numbers(cells: pa.Array, rows: str, first: int, name: str, needs: Needs) -> pa.Array:

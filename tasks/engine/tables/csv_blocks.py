@@ -26,7 +26,8 @@ from tasks.engine.files.source_data import MOST_SHOWN, DataError, shorten, size
 
 PYTHONS = (OSError, ValueError, TypeError, LookupError, ArithmeticError, BufferError, MemoryError)
 BROKEN = (pa.ArrowException, RuntimeError, *PYTHONS)  # what Arrow raises
-MARKS = {"csv": ",", "tsv": "\t"}
+MARKS = {"csv": ",", "tsv": "\t"}  # where the first line does not tell
+OTHER_MARKS = ",;\t|"
 BLOCK_BYTES = 2 << 20  # of text: larger blocks leave the processor's cache
 HEAD_BYTES = 1 << 16  # that are read at once until the first line ends
 LONGEST_BYTES = 16 << 20  # of a header, and of a row
@@ -91,7 +92,7 @@ def opened(
         )
     try:
         text = line.decode("utf-8")
-        cells = next(csv.reader(io.StringIO(text), delimiter=MARKS[source]), [])
+        mark, cells = _split(text, MARKS[source])
     except UnicodeDecodeError as error:
         raise DataError(_not_utf8(path.name, 1, error)) from None
     except csv.Error as error:
@@ -101,7 +102,13 @@ def opened(
     names, start = tuple(cell.strip() for cell in cells), len(whole) - len(head) + len(line)
     threads = usable_threads() if allowed_bytes >= 1 << 30 else 2
     block_bytes = min(BLOCK_BYTES, max(1 << 19, allowed_bytes // 128))
-    return TextTable(path, MARKS[source], names, start, spelling, threads, block_bytes)
+    return TextTable(path, mark, names, start, spelling, threads, block_bytes)
+
+
+def _split(line: str, usual: str) -> tuple[str, list[str]]:
+    """What separates cells, and the cells of the first line: as many as there can be."""
+    found = {m: next(csv.reader(io.StringIO(line), delimiter=m), []) for m in usual + OTHER_MARKS}
+    return max(found.items(), key=lambda pair: len(pair[1]))
 
 
 def batches(table: TextTable, places: Sequence[int], ways: Sequence[Way] = ()) -> Iterator[Block]:
@@ -257,9 +264,8 @@ def _reason(table: TextTable, lines: bytes, said: str, row: int) -> str:
     except BROKEN as error:
         bad, said = [], str(error)
     if not bad:
-        kind = {",": "comma", "\t": "tab"}[table.mark]
         return (
-            f"data.path: {table.path.name} cannot be read as {kind}-separated text "
+            f"data.path: {table.path.name} cannot be read as text separated by {table.mark!r} "
             f"({shorten(said, 160)}); mend it or write it anew"
         )
     return "\n".join(

@@ -73,13 +73,13 @@ def _text(data: DataConfig) -> TextTable:
     spelling = Spelling(data.decimal, tuple(NOTHING if data.na is None else data.na))
     allowed = allowed_bytes(data)
     table = opened(source_file(data), data.source, spelling, allowed_bytes=allowed)
-    refuse_no_header(table.names, table.mark, table.path.name)
+    refuse_no_header(table.names, table.path.name)
     return table
 
 
 def read_text(data: DataConfig) -> Raw:
-    """The rows of a UTF-8 file of cells separated by commas (csv) or tabs (tsv), whose first line
-    names the columns.
+    """The rows of a UTF-8 file whose first line names the columns, and tells by what cells are
+    separated: commas, semicolons, tabs or bars.
 
     Errors: DataError. Rows are counted from 1 below the header, blank lines left out.
     """

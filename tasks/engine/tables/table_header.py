@@ -14,9 +14,6 @@ from tasks.engine.files.number_formats import is_number
 from tasks.engine.files.source_data import DataError, has_no, listed, pick_target, shorten
 from tasks.engine.settings.data_config import DataConfig
 
-OTHER_MARKS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
-SOURCES = {",": "csv", "\t": "tsv"}
-
 
 @dataclass(frozen=True)
 class Chosen:
@@ -112,17 +109,9 @@ def _unfit(names: Sequence[str], left: Sequence[str], label: str) -> list[str]:
     return problems
 
 
-def refuse_no_header(names: Sequence[str], mark: str, label: str) -> None:
-    """Raises DataError for a first line that is separated by another mark, or is rather a row:
-    numbers may be names where they rise, or are evenly apart, as wavelengths and years are."""
-    for other, told in OTHER_MARKS.items():
-        if len(names) == 1 and other != mark and other in names[0]:
-            remedy = f"separate its cells by {OTHER_MARKS[mark]}"
-            if other in SOURCES:
-                remedy = f"set data.source to {SOURCES[other]}"
-            raise DataError(
-                f"data.path: {label} is separated by {told} ({shorten(names[0])}); {remedy}"
-            )
+def refuse_no_header(names: Sequence[str], label: str) -> None:
+    """Raises DataError for a first line that is rather a row: numbers may be names where they rise,
+    or are evenly apart, as wavelengths and years are."""
     steps = {b - a for a, b in pairwise(float(name) for name in names if is_number(name))}
     if steps and min(steps) <= 0 and (len(steps) > 1 or 0 in steps):
         raise DataError(

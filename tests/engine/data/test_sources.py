@@ -142,7 +142,6 @@ def test_a_csv_gives_numbers_booleans_and_stripped_labels(tmp_path):
         ("a,a,y\n1,2,3\n", "^data.path: .* has columns of one name: 'a'; rename one"),
         (",a,y\n0,1,2\n", "^data.path: .* column 1 has no name; .* index=False"),
         ("y\n1\n2\n", "^data.path: .* no column beside 'y' to learn from"),
-        ("a;b;y\n1;2;3\n", "^data.path: .* is separated by semicolons .*; separate its cells by"),
         (
             "2.5,1.5,3\n1,2,3\n",
             "looks like a row, not like names .*; put the columns' names in line 1",

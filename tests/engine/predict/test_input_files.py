@@ -131,7 +131,6 @@ def test_no_rows_are_one_batch_of_none(tmp_path: Path, name: str) -> None:
         ("a,c\n1,2\n", "input: rows.csv has no column 'b'; it has 'a', 'c'"),
         ("a,bb\n1,2\n", "input: rows.csv has no column 'b'; did you mean 'bb'? it has"),
         ("a,b,b\n1,2,3\n", "input: rows.csv has columns of one name: 'b'; rename one"),
-        ("a;b\n1;2\n", "input: rows.csv has one column only, 'a;b'"),
         ("a,b\n1,2\n3,x\n", "row 2 below the header, column 'b': must be a number (got 'x')"),
         ("a,b\n1,2\n3\n", "row 2 below the header: has 1 cells where the header has 2"),
         ("a,b\n1,2,3\n", "row 1 below the header: has 3 cells where the header has 2"),
