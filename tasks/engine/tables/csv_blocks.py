@@ -7,7 +7,6 @@ row or line.
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -84,7 +83,7 @@ def opened(
                 break
             whole += more
             head = whole.removeprefix(b"\xef\xbb\xbf").lstrip(b"\r\n")
-    line = head.split(b"\n", 1)[0].split(b"\r", 1)[0]
+    line, *rows = head.splitlines()[:2] or [b""]
     if head[:4096].count(0) > len(head[:4096]) // 8:
         raise DataError(
             f"data.path: {path.name} looks like UTF-16 or binary (it holds NUL bytes); "
@@ -92,7 +91,7 @@ def opened(
         )
     try:
         text = line.decode("utf-8")
-        mark, cells = _split(text, MARKS[source])
+        mark, cells = _split(text, [row[:HEAD_BYTES] for row in rows], MARKS[source])
     except UnicodeDecodeError as error:
         raise DataError(_not_utf8(path.name, 1, error)) from None
     except csv.Error as error:
@@ -105,10 +104,15 @@ def opened(
     return TextTable(path, mark, names, start, spelling, threads, block_bytes)
 
 
-def _split(line: str, usual: str) -> tuple[str, list[str]]:
-    """What separates cells, and the cells of the first line: as many as there can be."""
-    found = {m: next(csv.reader(io.StringIO(line), delimiter=m), []) for m in usual + OTHER_MARKS}
-    return max(found.items(), key=lambda pair: len(pair[1]))
+def _split(line: str, rows: list[bytes], usual: str) -> tuple[str, list[str]]:
+    """What separates cells, and those of the first line: as many as there can be, and as many as
+    in the first row, where one mark makes it so."""
+    lines, found = [line, *(row.decode(errors="replace") for row in rows)], []
+    for mark in usual + OTHER_MARKS:
+        cells, *others = csv.reader(lines, delimiter=mark)
+        is_alike = len(cells) > 1 and all(len(other) == len(cells) for other in others)
+        found.append((is_alike, len(cells), mark, cells))
+    return max(found, key=lambda one: one[:2])[2:]
 
 
 def batches(table: TextTable, places: Sequence[int], ways: Sequence[Way] = ()) -> Iterator[Block]:

@@ -80,6 +80,15 @@ def test_the_first_line_tells_what_separates_the_cells(tmp_path, source, mark):
     assert sorted(set(map(tuple, _rows(facts)[0].tolist()))) == [(1.5, 1, 0), (2.5, 0, 1)]
 
 
+@pytest.mark.parametrize("mark", [",", ";"])
+def test_the_first_row_tells_where_names_hold_other_marks(tmp_path, mark):
+    text = f"u|v|w{mark}x;1{mark}y\n" if mark == "," else "u, v, w, x;z;y\n"
+    facts = preparation.prepare(
+        _config(tmp_path, text + f"1{mark}2{mark}3.5\n2{mark}3{mark}4.5\n" * 5)
+    )
+    assert len(facts.feature_names) == 2
+
+
 def test_a_header_with_a_quote_that_is_never_closed_is_refused(tmp_path):
     words = "^data.path: given.csv .*header with unbalanced quotes; mend line 1"
     with pytest.raises(DataError, match=words):
