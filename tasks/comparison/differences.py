@@ -129,7 +129,8 @@ def _slower(group: Group, base: Group) -> str:
 def _is_chance(group: Group, base: Group) -> bool:
     """Whether one run of each did the same work in every step: only the machine differed."""
     is_known = bool(group.tag("alike")) and len(group.done) == len(base.done) == 1
-    names = {*group.settings, *base.settings}
+    mine, its = group.settings, base.settings
+    names = [n for n in {**mine, **its} if mine.get(n) != its.get(n)]
     is_same = all(group.tag(name) == base.tag(name) for name in ("alike", *COMPUTED))
     return is_known and is_same and all(name.startswith(SAME_WORK) for name in names)
 

@@ -98,6 +98,17 @@ def test_one_run_of_each_that_does_the_same_work_is_slower_by_chance(
     assert any("slower" in line for line in told(grouped(runs))) is is_told
 
 
+def test_a_setting_that_both_have_alike_is_no_difference_between_them() -> None:
+    """Of a grid of two settings: rates of one model were told as slower."""
+    runs = [
+        run("a", speed=1000, phases={"forward": 1}, tags={"alike": "a"}, optim__lr=1, model="x"),
+        run("b", speed=500, phases={"forward": 2}, tags={"alike": "a"}, optim__lr=2, model="x"),
+        run("c", speed=400, phases={"forward": 3}, tags={"alike": "c"}, optim__lr=1, model="y"),
+    ]
+    (slower,) = [line for line in told(grouped(runs)) if "slower" in line]
+    assert slower.startswith("model=y, lr=1 is 2.5x slower than model=x, lr=1")
+
+
 def test_memory_is_told_by_its_owner() -> None:
     small, large = grouped(
         [
