@@ -132,7 +132,7 @@ def _validated(
         config = RunConfig.model_validate(sections)
     except ValidationError as error:
         for each in error.errors(include_url=False):
-            if is_read or len(each["loc"]) > 1:
+            if is_read or len(each["loc"]) > 1 or each["type"] != "value_error":
                 told.append(_problem(each, lines))
     if told:
         told.sort(key=lambda problem: problem.line or inf)

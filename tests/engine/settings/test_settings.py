@@ -249,6 +249,7 @@ def test_a_consequence_of_another_mistake_is_not_told(tmp_path: Path) -> None:
     file.write_text("data: {sorce: csv, path: x.csv}")
     assert len(_said(str(file))) == 1
     assert len(_said(str(tmp_path / "missing.yaml"), {"data.path": "x.csv"})) == 1
+    assert len(_said(str(tmp_path / "missing.yaml"), {"sed": "1", "train.seed": "{"})) == 3
 
 
 def test_nested_and_dotted_names_mean_the_same_and_flags_win(tmp_path: Path) -> None:
