@@ -16,7 +16,7 @@ from tasks.comparison.run_groups import (
 )
 from tasks.engine.base.units import mebibytes, number, percent
 from tasks.engine.memory import memory_by_owner
-from tasks.gate import LOWER_IS_BETTER
+from tasks.gate import BUSY, LOWER_IS_BETTER, WAITED
 
 PHASES = {  # of a step; what no phase holds is "other"
     "time/data_wait_ms": "data wait",
@@ -97,6 +97,12 @@ def told(groups: Sequence[Group]) -> list[str]:
         lines.append(
             f"There is one run of each: what differs by less than {percent(ALONE)} is not told, "
             "nor are speeds where the steps do the same work."
+        )
+    waits = [waited for group in timed if (waited := group.median(WAITED) or 0.0) > BUSY]
+    if waits:
+        lines.append(
+            f"In {len(waits)} of {len(timed)} the threads waited for a core, up to "
+            f"{percent(max(waits) / 100)} of the time: other work on the machine slowed them."
         )
     return [line for line in lines if line]
 

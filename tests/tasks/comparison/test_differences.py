@@ -109,6 +109,19 @@ def test_a_setting_that_both_have_alike_is_no_difference_between_them() -> None:
     assert slower.startswith("model=y, lr=1 is 2.5x slower than model=x, lr=1")
 
 
+def test_a_speed_of_a_busy_machine_is_told_as_such() -> None:
+    waited = [4.0, 31.6, 12.0]
+    runs = [
+        run(f"{w}", speed=w, phases={"forward": 1}, metrics={"time/core_wait_pct": w}, model=w)
+        for w in waited
+    ]
+    assert told(grouped(runs))[-1] == (
+        "In 2 of 3 the threads waited for a core, up to 32 % of the time: other work on the "
+        "machine slowed them."
+    )
+    assert not any("core" in line for line in told(grouped([runs[0], run("a", speed=9)])))
+
+
 def test_memory_is_told_by_its_owner() -> None:
     small, large = grouped(
         [
