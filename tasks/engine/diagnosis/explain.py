@@ -124,8 +124,9 @@ def _unfit(failure: Failure) -> str:
 def _cure(failure: Failure) -> tuple[str, str]:
     """The setting at fault, and what to do; "" where PyTorch's words have to do."""
     setting, text = failure.setting, failure.text
-    if setting == "train.loss" and failure.given[-1:] and failure.given[-1].kind == ENTRY:
-        setting = "data.source" if _TARGETS.search(text) else setting
+    is_targets = any(one.kind == ENTRY for one in failure.given[-1:]) and _TARGETS.search(text)
+    if is_targets and setting == "train.loss":
+        setting = "data.source"
     for words, cure in _CURES.items():
         if re.search(words, text):
             return setting, cure

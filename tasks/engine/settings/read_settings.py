@@ -16,7 +16,7 @@ from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.table import MAPPINGS, shown, table, unknown
 from tasks.engine.settings.yaml_file import Document, Refused, parse, parse_value, read_text
 
-_NUMERAL = re.compile(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?")
+_NUMERAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 class ConfigError(ValueError):

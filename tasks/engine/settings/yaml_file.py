@@ -16,14 +16,18 @@ from ruamel.yaml.error import YAMLError
 
 MAX_BYTES = 2**18
 MAX_VALUES = 50_000
+# Dates and YAML's two signs of its own stay text: no setting is one.
+_TEXTS = [f"tag:yaml.org,2002:{kind}" for kind in ("timestamp", "merge", "value")]
+_KINDS = ("map", "seq", "str", "int", "float", "bool", "null")
+_TAGS = {*_TEXTS, *(f"tag:yaml.org,2002:{kind}" for kind in _KINDS)}
 
 
 class _Plain(SafeConstructor):
-    """Dates and YAML's two signs of its own stay text: no setting is one."""
+    """Makes plain values."""
 
 
-for _kind in ("timestamp", "merge", "value"):
-    _Plain.add_constructor(f"tag:yaml.org,2002:{_kind}", SafeConstructor.construct_yaml_str)
+for _text in _TEXTS:
+    _Plain.add_constructor(_text, SafeConstructor.construct_yaml_str)
 
 
 @dataclass(eq=False)
@@ -80,7 +84,8 @@ def parse(text: str) -> Document:
         why = " ".join(filter(None, words))
         hint = "; indent with spaces" if "'\\t'" in why else ""
         raise Refused(f"is not YAML: {why}{hint}", text.count("\n", 0, at) + 1) from error
-    except (ValueError, OverflowError, RecursionError) as error:  # "\UFFFFFFFF", [[[[...
+    except (ValueError, LookupError, OverflowError, RecursionError) as error:
+        # Of !!int x, !!bool x, "\UFFFFFFFF", [[[[...
         raise Refused(f"is not YAML: {error}") from error
     return document
 
@@ -105,10 +110,10 @@ def _value(node: Any, constructor: Any, path: str, document: Document) -> Any:
     document.count += 1
     if document.count > MAX_VALUES:  # a few aliases of aliases stand for billions
         raise Refused(f"holds over {MAX_VALUES:,} values", node.start_mark.line + 1)
-    if isinstance(node, ScalarNode):  # which refuses tags that are not YAML's own
-        return constructor.construct_object(node)
-    if not node.tag.endswith(("2002:seq", "2002:map")):
+    if node.tag not in _TAGS:
         raise Refused(f"has a tag, {node.tag}; leave it out", node.start_mark.line + 1)
+    if isinstance(node, ScalarNode):
+        return constructor.construct_object(node)
     if isinstance(node, SequenceNode):
         items = enumerate(node.value)
         return [_value(item, constructor, f"{path}{i}.", document) for i, item in items]

@@ -48,13 +48,8 @@ with Journal(where, Path(where.runs) / "unlucky") as journal:
 
 
 @pytest.fixture
-def where(tmp_path: Path) -> Where:
-    return Where(
-        tracking_uri=f"sqlite:///{tmp_path}/mlflow.db",
-        artifacts=str(tmp_path / "artifacts"),
-        runs=str(tmp_path / "runs"),
-        give_up_s=0.1,
-    )
+def where(where: Where) -> Where:
+    return where.model_copy(update={"give_up_s": 0.1})
 
 
 def _left(where: Where, host: str) -> tuple[MlflowClient, str, Path]:

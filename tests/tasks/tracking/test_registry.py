@@ -21,15 +21,6 @@ from tests.tasks.tracking.test_logged_model import SPECS
 pytestmark = pytest.mark.filterwarnings("ignore:Operation with range")
 
 
-@pytest.fixture
-def where(tmp_path: Path) -> Where:
-    return Where(
-        tracking_uri=f"sqlite:///{tmp_path}/mlflow.db",
-        artifacts=str(tmp_path / "artifacts"),
-        runs=str(tmp_path / "runs"),
-    )
-
-
 def _ready(where: Where, name: str) -> Sender:
     client, experiment = mlflow_store.open_experiment(where)
     folder = Path(where.runs) / name
