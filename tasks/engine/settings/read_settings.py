@@ -38,13 +38,14 @@ def resolve(file: str | None, flags: Mapping[str, Any]) -> RunConfig:
     """
     sections: dict[str, Any] = {}
     document = Document()
-    told = []
+    told: list[Refused] = []
     try:
         if file is not None:
             document = parse(read_text(file))
             if not isinstance(document.value, dict):
                 rule = "must hold sections, such as 'optim: {lr: 0.01}'"
                 raise Refused(f"{rule} (got {shown(document.value)})", document.line)
+            told += document.problems
             _put(sections, document.value)
     except Refused as refused:
         place = "" if refused.line else f"{file or '--config'}: "

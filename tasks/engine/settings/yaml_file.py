@@ -40,11 +40,13 @@ class Refused(Exception):
 
 @dataclass
 class Document:
-    """The plain value of a text, and where it and the names in it begin."""
+    """The plain value of a text, where it and the names in it begin, and the names that stand there
+    twice, of which the first counts."""
 
     value: Any = None
     line: int = 1
     lines: dict[str, int] = field(default_factory=dict)  # by the dotted path of a name
+    problems: list[Refused] = field(default_factory=list)
     count: int = 0  # of the values in it
 
 
@@ -92,7 +94,10 @@ def parse(text: str) -> Document:
 
 def parse_value(text: str) -> Any:
     """The plain value of one YAML text, such as a flag's [64, 32]."""
-    return parse(text).value
+    document = parse(text)
+    if document.problems:
+        raise document.problems[0]
+    return document.value
 
 
 def to_yaml(settings: Any) -> str:
@@ -123,7 +128,9 @@ def _value(node: Any, constructor: Any, path: str, document: Document) -> Any:
         if not isinstance(name, str):
             raise Refused("has a name that is not text; put it in quotes", line)
         if first := document.lines.get(full := path + name):
-            raise Refused(f"{full}: is written twice, first on line {first}; keep one", line)
-        document.lines[full] = line
-        found[name] = _value(held, constructor, f"{full}.", document)
+            says = f"{full}: is written twice, first on line {first}; keep one"
+            document.problems.append(Refused(says, line))
+        else:
+            document.lines[full] = line
+            found[name] = _value(held, constructor, f"{full}.", document)
     return found

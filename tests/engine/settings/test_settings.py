@@ -236,11 +236,13 @@ def test_a_file_over_256_kib_is_refused_and_one_below_is_read(tmp_path: Path) ->
 
 def test_all_problems_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("train:\n  epochs: 0\n  batch: 8\noptim: {lr: -1}\n")
+    file.write_text("train:\n  epochs: 0\n  batch: 8\n  epochs: 2\noptim: {lr: -1}\noptim: {}\n")
     assert _said(str(file), {"train.seed": "-1", "sed": "1", "optim.beta2": "1"}) == (
         f"{file}:2 train.epochs: must be greater than or equal to 1 (got 0)",
         f"{file}:3 train.batch: unknown setting; did you mean train.batch_size?",
-        f"{file}:4 optim.lr: must be greater than 0 (got -1)",
+        f"{file}:4 train.epochs: is written twice, first on line 2; keep one",
+        f"{file}:5 optim.lr: must be greater than 0 (got -1)",
+        f"{file}:6 optim: is written twice, first on line 5; keep one",
         "optim.beta2: must be less than 1 (got 1)",
         "train.seed: must be greater than or equal to 0 (got -1)",
         "sed: unknown setting; did you mean train.seed?",
