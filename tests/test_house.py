@@ -1,4 +1,4 @@
-"""The laws of the house, each a test: who may import whom, and how large a room may grow. And its
+"""The laws of the house, each a test: who may import whom, and how many files a room may have. And its
 picture: `make docs` (`python -m tests.test_house`) writes what the pages under docs/ show of the
 house, and the settings."""
 
@@ -215,14 +215,13 @@ def test_no_process_that_asks_mlflow_imports_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=_id)
-def test_a_file_opens_with_what_it_is_for_and_stays_readable(file: Path) -> None:
+def test_a_file_opens_with_what_it_is_for(file: Path) -> None:
     text = file.read_text()
     assert text.isascii()
     if file.name == "__init__.py":
         assert len(ast.parse(text).body) == bool(text), "code where one docstring may stand"
     elif not file.is_relative_to(ROOT / "tests"):
         assert ast.get_docstring(ast.parse(text)), "no opening paragraph"
-        assert len(text.splitlines()) <= 300
 
 
 def test_there_is_no_drawer_for_odds_and_ends() -> None:
