@@ -1,6 +1,6 @@
-"""The laws of the house, each a test: who may import whom, and how many files a room may have. And its
-picture: `make docs` (`python -m tests.test_house`) writes what the pages under docs/ show of the
-house, and the settings."""
+"""The laws of the house, each a test: who may import whom, and how many files a room may have. And
+its picture: `make docs` (`python -m tests.test_house`) writes what the pages under docs/ show of
+the house, and the settings."""
 
 import ast
 import os

@@ -65,12 +65,15 @@ def shape_of(part: Any) -> Any:
     return tuple(tensor.shape for tensor in tensors(part))
 
 
-def split(part: Any, rows: int, *, whole: int) -> list[Any]:
-    """Parts of at most so many rows. whole: rows of the batch."""
+def split(part: Any, rows: int, *, whole: int, least: int = 1) -> list[Any]:
+    """Parts of at most so many rows. whole: rows of the batch. least: where fewer would be left for
+    the last part, the one before it takes them."""
     if rows >= whole:
         return [part]
-    starts = range(0, whole, rows)
-    return [_rows(part, start, min(start + rows, whole), whole) for start in starts]
+    starts = [*range(0, whole, rows)]
+    if whole - starts[-1] < least:
+        starts.pop()
+    return [_rows(part, a, b, whole) for a, b in zip(starts, [*starts[1:], whole], strict=True)]
 
 
 def head(part: Any, rows: int) -> Any:

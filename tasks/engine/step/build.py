@@ -21,10 +21,10 @@ from tasks.engine.distributed.parallel import Parallel
 from tasks.engine.models.model_call import Forward, Plain, free
 from tasks.engine.settings.run_config import FUSED, RunConfig
 from tasks.engine.step import optim, own_model, own_optim
-from tasks.engine.step.losses import gives_own_loss, loss_of
+from tasks.engine.step.losses import count_of, gives_own_loss, loss_of
 from tasks.engine.step.micro_batches import Fitting
 from tasks.engine.step.nan_origin import Seen
-from tasks.engine.step.optimizer_step import Loss, Step
+from tasks.engine.step.optimizer_step import Count, Loss, Step
 
 
 def with_batch_of(config: RunConfig, rows: int) -> RunConfig:
@@ -124,10 +124,11 @@ def step_of(
     outputs: list[tuple[str, Tensor]] | None = None,
     parallel: Parallel | None = None,
     weight: Callable[[], float] | None = None,
+    count: Count | None = None,
 ) -> Step:
     """The plain step. precision: as resolved for the device; mark: told where a phase ends.
     outputs: where to keep what a loss of the user's own was given; see suspects.Seen. parallel,
-    weight: where several processes train it; see Step."""
+    weight: where several processes train it; see Step. count: see losses.count_of."""
     loss = loss_of(config.train, data, device)
     if outputs is not None and is_import(config.train.loss):
         loss = Seen(config.train.loss, loss, outputs)
@@ -144,6 +145,7 @@ def step_of(
         clip_norm=config.optim.clip_norm,
         micro=micro,
         mark=mark,
+        count=count or count_of(config.train, data),
         parallel=parallel,
     )
     return step if weight is None else replace(step, weight=weight)

@@ -74,6 +74,7 @@ class TunedStep:
         self._shape: Any = None  # of such a batch
         self._best: Steps = step
         self._graphed: list[GraphedStep] = []
+        self._gave_up = False
         self.verdict = {
             "off": Verdict("no", "train.compile is off, or train.deterministic is true"),
             "auto": Verdict("no", "the run is too short to measure its steps"),
@@ -112,10 +113,30 @@ class TunedStep:
             self.verdict, self._script = before, self._as_asked(mode)
             self._next(None)
 
+    def forget_graphs(self) -> bool:
+        """Take steps without a graph from here on, whose memory others need; whether there was
+        one."""
+        if not any(graphed.is_recorded for graphed in self._graphed):
+            return False
+        self._gave_up = True
+        for graphed in self._graphed:
+            graphed.forget()
+        compiled = self.verdict.compiled.partition("+")[0]
+        if isinstance(self._best, GraphedStep):
+            self._best = self._best.step
+        if compiled == "graph":
+            compiled = "no"
+        reason = f"{self.verdict.reason}; the graph was given up, since memory was short"
+        self.verdict = replace(self.verdict, compiled=compiled, reason=reason)
+        self._graphs, self._script = False, None
+        self._recorded([])
+        log.warning("short of memory: steps are no longer replayed from a graph")
+        return True
+
     @property
     def has_recorded(self) -> bool:
-        """Whether a step was recorded as a graph, also where it was no faster."""
-        return any(graphed.is_recorded for graphed in self._graphed)
+        """Whether a step was recorded as a graph, also where it was no faster or was given up."""
+        return self._gave_up or any(graphed.is_recorded for graphed in self._graphed)
 
     @property
     def replays(self) -> int:
@@ -124,7 +145,8 @@ class TunedStep:
 
     def _next(self, took_s: float | None) -> None:
         """Go on with the trials; where they are over, the best stays."""
-        assert self._script is not None
+        if self._script is None:  # given up in the step just taken
+            return
         try:
             self._best = self._script.send(took_s)
         except StopIteration:

@@ -35,7 +35,7 @@ class GraphedStep:
     """
 
     def __init__(self, step: Step, record: Record | None = None) -> None:
-        self._step, self._optimizer = step, step.optimizer
+        self.step, self._optimizer = step, step.optimizer
         self._record = record or record_on_cuda
         self._warm = 0
         self.replays = 0
@@ -52,23 +52,32 @@ class GraphedStep:
         if self._replay is None:
             if self._warm < WARM_UP:
                 self._warm += 1
-                return self._step(x, y, norm=norm, watched=watched)
+                return self.step(x, y, norm=norm, watched=watched)
             self._replay = self._recorded(x, y)
         if watched in (Watched.TIMED, Watched.COUNTED) or x.shape != self._x.shape:
-            return self._step(x, y, norm=norm, watched=watched)
+            return self.step(x, y, norm=norm, watched=watched)
         for static, batch in ((self._x, x), (self._y, y)):
             if batch.data_ptr() != static.data_ptr():  # most batches come in the same buffer
                 static.copy_(batch)
         self._replay()
         self.replays += 1
         outcome = Outcome(self._outcome.loss.clone(), self._grad_norm(norm))
-        self._step.mark(REPLAY)
+        self.step.mark(REPLAY)
         return outcome
 
     def tensors(self) -> list[Tensor]:
         """What the recording keeps for its replays, beside the batch."""
         kept = [*self._grads, *self._outcome]
         return [tensor for tensor in kept if tensor is not None]
+
+    def forget(self) -> None:
+        """Let go of the recording and of all the memory that it keeps."""
+        for parameter, grad in zip(self._optimizer.params, self._grads, strict=False):
+            if parameter.grad is grad:
+                parameter.grad = None
+        self._replay, self._grads = None, []
+        self._x, self._y = torch.empty(0), torch.empty(0)
+        self._outcome = Outcome(torch.empty(0), None)
 
     def _recorded(self, x: Tensor, y: Tensor) -> Callable[[], None]:
         """Records the step on x and y, whose memory later batches are brought to."""
@@ -78,7 +87,7 @@ class GraphedStep:
         self._x, self._y = x, y
         # The gradients must be made inside the recording, to live in the graph's own memory.
         self._optimizer.zero_grad()
-        step = self._step.recordable()
+        step = self.step.recordable()
         replay, self._outcome = self._record(
             lambda: step(self._x, self._y, norm=False, watched=Watched.NOT)
         )
@@ -154,12 +163,13 @@ def may_replay(config: RunConfig, device: DeviceFacts, precision: str, *, steps:
 
     precision: as resolved for the device; steps: of the whole run.
     """
-    # A scaler decides on the host whether to step, and a forward of the user's own may decide
-    # anything there; what was decided must not be replayed.
+    # A scaler decides on the host whether to step, and a forward or a loss of the user's own may
+    # decide anything there; what was decided must not be replayed.
     if (
         device.kind not in ("cuda", "rocm")
         or precision == "fp16"
         or is_import(config.model.name)
+        or is_import(config.train.loss)
         or config.optim.name not in FUSED  # what others decide on the host is not known
         or config.train.compile == "off"
         or config.train.deterministic  # whether it is faster is found out by timing

@@ -27,7 +27,7 @@ from tasks.engine.scores.figures import Cells
 from tasks.engine.scores.kept_rows import KeptRows, small
 from tasks.engine.step.losses import Metrics
 from tasks.engine.step.micro_batches import Fitting, MemoryExhausted, told_in
-from tasks.engine.step.optimizer_step import Loss
+from tasks.engine.step.optimizer_step import Count, Loss, count_rows, scaled
 from tasks.engine.step.phases import Phases
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ class Evaluator:
     micro: Fitting  # how many rows are read, and go through the model, at once
     phases: Phases
     forward: Callable[[nn.Module], Forward] = Plain
+    count: Count = count_rows  # over what the loss of some rows is the mean
     metrics: Metrics = field(default_factory=dict)  # the user's own, the mean over the rows each
     target_scale: tuple[float, ...] = (1.0,)  # a regression's error in the target's units, over it
     cells: list[Cells] = field(default_factory=list)  # of the classification judged last; or none
@@ -83,10 +84,11 @@ class _Sums:
 def evaluate(
     model: nn.Module, batches: Batches, evaluator: Evaluator, *, part: str = "val"
 ) -> dict[str, float]:
-    """val/loss over all rows, with the figures of the task: val/accuracy, val/balanced_accuracy,
-    val/macro_f1 and, of more than TOP_OF classes, val/top5_accuracy for a classification;
-    val/accuracy, val/f1, val/macro_f1 and val/average_precision for several labels; val/r2, val/mae
-    and val/rmse for a regression; val/perplexity = exp(val/loss) for tokens. Waits for the device.
+    """val/loss over all rows, or over all that the loss counts, with the figures of the task:
+    val/accuracy, val/balanced_accuracy, val/macro_f1 and, of more than TOP_OF classes,
+    val/top5_accuracy for a classification; val/accuracy, val/f1, val/macro_f1 and
+    val/average_precision for several labels; val/r2, val/mae and val/rmse for a regression;
+    val/perplexity = exp(val/loss) for tokens. Waits for the device.
 
     Where a regression's target was scaled, val/loss is that of the scaled target (a mean squared
     error of 1 is as good as the mean), or of the user's own loss in the target's units, as the
@@ -138,7 +140,7 @@ def _evaluated(
     sums = {name: total.item() for name, total in _added(found).items()}
     sums = evaluator.ranks.sums({**sums, "rows": rows})
     rows = int(sums["rows"])
-    loss = sums["loss"] / rows
+    loss = sums["loss"] / sums["counted"] if sums["counted"] else math.nan
     own = {name: sums[f"own/{name}"] / rows for name in evaluator.metrics}
     return {"loss": loss, **_counted(evaluator.task, sums, loss), **_scored(evaluator, kept), **own}
 
@@ -201,11 +203,13 @@ def _in_parts(forward: Forward, evaluator: Evaluator, x: Any, y: Any, rows: int)
 
 
 def _part(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _Sums:
-    rows = nested.rows_of(y)
+    rows, count = nested.rows_of(y), evaluator.count(x, y)
+    copied = Tensor.clone if evaluator.micro.copies else _same
     with evaluator.autocast():
         outputs, loss = forward(x)
-        loss = (evaluator.loss(outputs, y) if loss is None else loss) * rows
-    values, pairs = {"loss": loss}, []
+        if loss is None:
+            loss = evaluator.loss(copied(outputs), nested.mapped(y, copied))
+    values, pairs = {"loss": scaled(loss, count), "counted": torch.as_tensor(count)}, []
     if evaluator.task == "classification":
         told, classes = outputs.argmax(1), outputs.shape[1]
         values["hits"], values["answers"] = (told == y).sum(), torch.tensor(told.numel())
@@ -222,8 +226,13 @@ def _part(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _Sums:
     elif evaluator.task == "regression":
         pairs.append((outputs, y))
     for name, metric in evaluator.metrics.items():
-        values[f"own/{name}"] = torch.as_tensor(metric(outputs, y)).float().reshape(()) * rows
+        given = copied(outputs), nested.mapped(y, copied)
+        values[f"own/{name}"] = torch.as_tensor(metric(*given)).float().reshape(()) * rows
     return _Sums(values, pairs)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _added(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:

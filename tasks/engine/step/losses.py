@@ -1,29 +1,34 @@
 """What a model is trained to make small, by task or by a function of the user's own: the mean over
-the rows of a batch; and the user's own figures of a validation. It refuses a loss that does not fit
-what is learnt, and a function that does not give what training needs.
+the rows of a batch, or over what it says; and the user's own figures of a validation. It refuses a
+loss that does not fit what is learnt, and a function that does not give what training needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import (
     binary_cross_entropy_with_logits,
     cross_entropy,
     mse_loss,
+    nll_loss,
 )
 
+from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.field_types import is_import
 from tasks.engine.base.import_paths import found, told_of
+from tasks.engine.batches.loader_targets import IGNORED
 from tasks.engine.memory.memory_meter import is_oom
+from tasks.engine.models.model_call import Forward
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import TrainConfig
-from tasks.engine.step.optimizer_step import Loss
+from tasks.engine.step.optimizer_step import Count, Loss, count_rows
 
 FITTING = {
     "classification": "cross_entropy",
@@ -73,6 +78,89 @@ def loss_of(train: TrainConfig, data: DataFacts, device: torch.device) -> Loss:
         "mse": mse_loss,
     }
     return losses[fits]
+
+
+def count_of(train: TrainConfig, data: DataFacts, *, of_labels: Count | None = None) -> Count:
+    """Over what the loss of some rows is the mean. of_labels: the same of a loss that the model
+    gives itself; see find_label_count."""
+    if is_import(train.loss):
+        own = found(train.loss, setting="train.loss", refusal=ConfigError)
+        return _count_of_own(own)
+    if gives_own_loss(train) and of_labels is not None:
+        return of_labels
+    # Only batches of a loader hold labels to be skipped.
+    return count_labels if data.task == "tokens" and data.batch is not None else count_rows
+
+
+def _count_of_own(loss: Any) -> Count:
+    """By its attribute `count`, a function of the targets; PyTorch's own need none."""
+    count = getattr(loss, "count", None)
+    if callable(count):
+        return _OfTargets(count)
+    if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) and loss.reduction == "mean":
+        return _OfTargets(partial(_weigh, skipped=loss.ignore_index, weights=loss.weight))
+    return count_labels if loss in (cross_entropy, nll_loss) else count_rows
+
+
+@dataclass(frozen=True)
+class _OfTargets:
+    """Counts by the targets alone."""
+
+    count: Callable[[Any], Any]
+
+    def __call__(self, x: Any, y: Any) -> Any:
+        return self.count(y)
+
+
+def _weigh(targets: Tensor, *, skipped: int, weights: Tensor | None) -> Any:
+    """What PyTorch's mean divides by: the weights of the classes that are not skipped."""
+    if targets.is_floating_point():
+        return len(targets)  # probabilities
+    is_told = targets != skipped
+    if weights is None:
+        return is_told.sum()
+    return (weights.to(targets.device)[torch.where(is_told, targets, 0)] * is_told).sum()
+
+
+def count_labels(x: Any, y: Any) -> Any:
+    """Labels that are not skipped."""
+    return (y != IGNORED).sum() if not y.is_floating_point() else len(y)
+
+
+def count_next_labels(x: Any, y: Any) -> Any:
+    """The same of a model that predicts each next label, so that the first of a row is not told."""
+    return (y[:, 1:] != IGNORED).sum()
+
+
+@torch.no_grad()
+def find_label_count(forward: Forward, x: Any, y: Any) -> Count | None:
+    """Over what a model's own loss is the mean, found by the losses of two rows with labels that
+    are skipped: together, and one by one. None where it gives none, or where no rule fits.
+
+    x, y: two rows as batches hold them, labels in x, on the host. Evaluates the model.
+    """
+    if not (isinstance(y, Tensor) and y.dim() == 2 and y.shape[1] > 3 and not _is_real(y)):
+        return None
+    labels = torch.zeros_like(y)
+    labels[1] = 1
+    labels[1, : y.shape[1] // 2] = IGNORED
+    batch = {**x, "labels": labels}
+    parts = nested.split((batch, labels), 1, whole=2)
+    losses = [forward(part)[1] for part, _ in ((batch, labels), *parts)]
+    if any(loss is None for loss in losses):
+        return None
+    whole, one, other = (float(loss) for loss in losses if loss is not None)
+    if abs(one - other) < 1e-5 * abs(whole):
+        return None
+    for count in (count_rows, count_labels, count_next_labels):
+        a, b = (float(count(*part)) for part in parts)
+        if abs((a * one + b * other) / (a + b) - whole) <= 1e-5 * abs(whole):
+            return count
+    return None
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 @dataclass(frozen=True)
@@ -152,10 +240,14 @@ class _Own:
         return _tried(self._figure, outputs, targets, self._setting, self._path)
 
 
-def check_loss(train: TrainConfig, loss: Loss, outputs: Tensor, targets: Any) -> None:
-    """Try the user's loss and metrics on the outputs of two rows. Raises ConfigError."""
+def check_loss(train: TrainConfig, loss: Loss, outputs: Tensor, targets: Any) -> bool:
+    """Try the user's loss and metrics on the outputs of two rows; whether one of them writes to
+    these. Raises ConfigError."""
+    writes = False
     if is_import(train.loss):
-        got = _tried(loss, outputs.detach().requires_grad_(), targets, "train.loss", train.loss)
+        given = outputs.detach().requires_grad_().clone()  # no leaf, as in a training
+        got = _tried(loss, given, targets, "train.loss", train.loss)
+        writes |= given._version > 0
         if not isinstance(got, Tensor) or got.dim() or not got.is_floating_point():
             raise ConfigError(
                 f"train.loss: {train.loss} must return one number in a tensor, the mean over the "
@@ -168,13 +260,16 @@ def check_loss(train: TrainConfig, loss: Loss, outputs: Tensor, targets: Any) ->
             )
     for name, metric in metrics_of(train).items():
         setting, path = f"train.metrics.{name}", train.metrics[name]
-        got = metric(outputs.detach(), targets)
+        given = outputs.detach().clone()
+        got = metric(given, targets)
+        writes |= given._version > 0
         single = isinstance(got, Tensor) and got.numel() == 1
         if isinstance(got, bool) or not (single or isinstance(got, (int, float))):
             raise ConfigError(
                 f"{setting}: {path} must return one number, the mean over the rows "
                 f"(got {_shown(got)})"
             )
+    return writes
 
 
 def _tried(

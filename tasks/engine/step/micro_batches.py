@@ -1,30 +1,91 @@
 """Training that goes on when memory runs out: what failed is done again in smaller micro-batches,
-with the same rows, weights and random numbers, so that the global batch is as if nothing had
-happened. It gives up where a single row does not fit, and then says what would have to change.
+with the same rows, weights, buffers and random numbers, so that the global batch is as if nothing
+had happened. It gives up where a single row does not fit, and then says what would have to change.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tasks.engine.base import nested
 from tasks.engine.base.seeds import random_state, set_random_state
 from tasks.engine.memory.allocator_stats import drop_cache
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import clear_frames, is_oom
+from tasks.engine.settings.model_args import ModelError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GROW_AFTER = 100  # batches without a failure before the larger micro-batch is tried again
+# What PyTorch says where a batch norm, which needs two values of a channel, is given one row.
+TOO_FEW_FOR_NORM = "Expected more than 1 value per channel"
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a model and its loss change beside gradients and PyTorch's random numbers: a batch that
+    is taken a second time has to find it as the first time did."""
+
+    own: bool = False  # code of the user's runs, which may draw from Python's and numpy's numbers
+    inputs: bool = False  # something in the batch is written to
+    buffers: frozenset[str] = frozenset()
+    numbers: frozenset[tuple[str, str]] = frozenset()  # layer and attribute, of Python's numbers
+
+
+class ChangeFinder:
+    """Tells what has changed since it was made: of a model, and of a batch that it was given."""
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        self._model, self._batch = model, batch
+        self._versions = _versions(nested.tensors(batch))
+        self._buffers = {n: (b, b._version, b.clone()) for n, b in model.named_buffers()}
+        self._numbers = dict(_numbers_of(model))
+
+    def changes(self, writes: bool = False) -> Changes:
+        """Of a model or a loss of the user's own. writes: whether outputs were written to. A buffer
+        is held against its values too, since what goes by `.data` counts no version."""
+        buffers = {
+            name
+            for name, b in self._model.named_buffers()
+            if name in self._buffers and _is_other(b, *self._buffers[name])
+        }
+        numbers = dict(_numbers_of(self._model))
+        return Changes(
+            own=True,
+            inputs=writes or _versions(nested.tensors(self._batch)) != self._versions,
+            buffers=frozenset(buffers),
+            numbers=frozenset(
+                where for where, was in self._numbers.items() if numbers.get(where, was) != was
+            ),
+        )
+
+
+def _is_other(now: Tensor, was: Tensor, version: int, values: Tensor) -> bool:
+    return now is not was or now._version != version or not torch.equal(now, values)
+
+
+def _numbers_of(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
+    """The Python numbers that are attributes of layers. training is PyTorch's own."""
+    for path, layer in model.named_modules():
+        for name, value in vars(layer).items():
+            if isinstance(value, (int, float)) and name != "training":
+                yield (path, name), value
+
+
+def _versions(tensors: Any) -> list[int]:
+    """How often each was written to; those made in inference mode do not count it."""
+    return [t._version for t in tensors if not t.is_inference()]
 
 
 @dataclass(frozen=True)
@@ -83,7 +144,9 @@ class Fitting(Protocol):
     """Runs what may run out of memory."""
 
     rows: int  # of a micro-batch
+    least: int  # rows that one must have
     recovered: int  # times that memory ran out and training went on
+    copies: bool  # whether what it is given is a copy, since the user's code writes to it
 
     def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
         """What `attempt(*batch, rows)` returns, for the largest number of rows that fits.
@@ -102,7 +165,7 @@ class Fitting(Protocol):
 class Fixed:
     """Tries once: for steps that are recorded, which cannot fail half-way."""
 
-    recovered = 0
+    least, recovered, copies = 1, 0, False
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -131,17 +194,32 @@ class MicroBatches:
         accounts: MemoryByOwner,
         witness: Witness,
         give_back: Callable[[], bool] = bool,
+        forget_graph: Callable[[], bool] = bool,
+        changes: Changes = Changes(),  # noqa: B008 (frozen)
     ) -> None:
         """rows: to start with; whole: those of a batch, the most there can be. what: is repeated,
         "training" or "eval". witness: sees the last attempt. give_back: does without what only
-        saves time, and says whether there was any."""
+        saves time, and says whether there was any; forget_graph: the same of recorded steps, which
+        hold activations of their own. changes: what an attempt changes."""
         self.rows, self._whole, self._what = min(rows, whole), whole, what
         self._device, self._accounts, self._witness = device, accounts, witness
-        self._give_back = give_back
-        # What a forward pass changes beside the gradients: running means, and random numbers.
+        self._give_back, self._forget_graph = give_back, forget_graph
+        self.copies, self._own = changes.inputs, changes.own
         kinds = nn.modules.batchnorm._NormBase  # instance norms may keep running means too
-        norms = [m for m in model.modules() if isinstance(m, kinds)]
-        self._running = [b for m in norms for b in m.buffers()]
+        self._buffers: list[tuple[nn.Module, str]] = []  # that an attempt changes
+        self._constant: list[tuple[str, Tensor]] = []  # the others, of a model of the user's own
+        self._unkept: list[tuple[str, Tensor, int]] = []  # these with how often they were written
+        for path, layer in model.named_modules():
+            for name, buffer in layer.named_buffers(recurse=False):
+                where = f"{path}.{name}".lstrip(".")
+                if isinstance(layer, kinds) or where in changes.buffers:
+                    self._buffers.append((layer, name))
+                elif changes.own:
+                    self._constant.append((where, buffer))
+        self._numbers = [(model.get_submodule(path), name) for path, name in changes.numbers]
+        # A batch norm of columns can't train on one value of each; others have those of pixels.
+        is_normed = any(isinstance(m, nn.BatchNorm1d) for m in model.modules())
+        self.least = 2 if is_normed and what == "training" else 1
         self.recovered = 0
         self.tried: list[int] = []  # sizes that failed
         self.fitted: int | None = None  # the largest that did not
@@ -152,34 +230,52 @@ class MicroBatches:
         """What `attempt(*batch, rows)` returns, for the largest number of rows that fits.
 
         attempt must give the same whatever it did before, and whatever number it is called with.
-        Raises MemoryExhausted, and anything else that attempt raises.
+        Raises MemoryExhausted, ModelError where the batch was written to and no copy was, and
+        anything else that attempt raises.
         """
         self._grow()
         state, begun_with = self._state(), self.rows
+        versions = self._written(batch)
+        failure: str | None = None
         while True:
-            failure = None
+            last, failure, at_end = failure, None, False
             try:
-                done = attempt(*batch, self.rows)
+                done = attempt(*self._given(batch), self.rows)
+            except ValueError as error:
+                # A single row of the last micro-batch, or all that memory had room for.
+                if last is None or TOO_FEW_FOR_NORM not in str(error):
+                    raise
+                clear_frames(error)
+                failure, at_end = f"{last} (and a batch norm needs two rows)", True
             except (RuntimeError, MemoryError) as error:
                 if not is_oom(error):
                     raise
-                failure = words(error)
+                failure, at_end = words(error), self.rows <= self.least
             # Only here, outside the except block, is the error gone and what its frames held.
             if failure is None:
                 self._calm += 1
                 self.fitted = max(self.rows, self.fitted or 0)
+                self._refuse_written(batch, versions)
                 return done
+            self._refuse_unrepeatable(batch, versions, failure)
             self._restore(state)
+            if self._forget_graph():
+                self.recovered += 1
+                drop_cache(self._device)
+                continue
             drop_cache(self._device)
-            if self.rows == 1 and self._give_back():
+            if at_end and self._give_back():
                 self.recovered += 1
                 self.rows = begun_with
                 log.warning("short of memory in %s: going on one batch at a time", self._what)
                 continue
-            if self.rows == 1:
-                self.tried.append(1)
+            if at_end:
+                self.tried.append(self.rows)
                 return self._watched(
-                    partial(attempt, *batch, 1), failure, phase=self._what, batch=batch
+                    partial(attempt, *self._given(batch), self.rows),
+                    failure,
+                    phase=self._what,
+                    batch=batch,
                 )
             self._halve(failure)
 
@@ -191,10 +287,13 @@ class MicroBatches:
         failure = None
         try:
             return attempt()
+        except MemoryExhausted:
+            raise  # it says itself that it can't be tried again
         except (RuntimeError, MemoryError) as error:
             if not is_oom(error):
                 raise
             failure = words(error)
+        self._forget_graph()
         self._give_back()
         drop_cache(self._device)
         log.warning("out of memory in the optimizer step: caches given back, tried again")
@@ -212,7 +311,7 @@ class MicroBatches:
 
     def ease(self, why: str) -> None:
         """Halve without having failed, where the allocator is about to."""
-        if self.rows > 1:
+        if self.rows > self.least:
             self._halve(why)
             self.recovered -= 1  # nothing was lost
 
@@ -225,13 +324,16 @@ class MicroBatches:
         try:
             with self._accounts.counting(batch):
                 done = attempt()
-        except (RuntimeError, MemoryError) as error:
-            if not is_oom(error):
+        except MemoryExhausted:
+            raise
+        except (RuntimeError, MemoryError, ValueError) as error:
+            if not is_oom(error) and TOO_FEW_FOR_NORM not in str(error):
                 raise
             # While all that it held is still there.
             self._witness.write()
             allocator = self._witness.reading()
-            text = words(error)
+            text = words(error) if is_oom(error) else text
+            clear_frames(error)
         else:
             self.recovered += 1
             return done
@@ -243,7 +345,7 @@ class MicroBatches:
 
     def _halve(self, why: str) -> None:
         self.tried.append(self.rows)
-        self.rows = -(-self.rows // 2)
+        self.rows = max(self.least, -(-self.rows // 2))
         self.recovered += 1
         if self._calm < GROW_AFTER and self.fitted is not None:
             self._patience *= 2  # the larger size was tried again and failed again
@@ -261,14 +363,56 @@ class MicroBatches:
             self._calm = 0
             self.rows = min(self._whole, 2 * self.rows)
 
-    def _state(self) -> tuple[Any, ...]:
-        return (random_state(self._device), [b.clone() for b in self._running])
+    def _given(self, batch: Sequence[Any]) -> Sequence[Any]:
+        """The batch as an attempt may have it: where that writes to it, a copy."""
+        return nested.mapped(tuple(batch), Tensor.clone) if self.copies else batch
 
+    def _written(self, batch: Sequence[Any]) -> list[int]:
+        """How often the batch was written to, where code of the user's sees it itself."""
+        watches = self._own and not self.copies
+        return _versions(nested.tensors(batch)) if watches else []
+
+    def _refuse_written(self, batch: Sequence[Any], before: list[int]) -> None:
+        """From the first time on that a batch of the training is written to, attempts get copies.
+        Rows to be judged are there for the next epoch too. Raises ModelError."""
+        if self._written(batch) == before:
+            return
+        if self._what == "eval":
+            raise ModelError(
+                "model.name: its forward, or a loss or metric, writes to the rows that it is given "
+                "in some evaluations only, so that later ones would see other rows; let it work on "
+                "a copy (x = x.clone())"
+            )
+        self.copies = True
+
+    def _refuse_unrepeatable(self, batch: Sequence[Any], before: list[int], failure: str) -> None:
+        """Raises MemoryExhausted where a failed attempt has changed what no copy was kept of."""
+        others = [where for where, b, was in self._unkept if b._version != was]
+        if self._written(batch) != before:
+            others.append("the rows of the batch")
+        if others:
+            why = f"{failure} (the batch was not taken again: the attempt had changed {others[0]})"
+            raise MemoryExhausted(Failure(why, self._what, tried=(self.rows,), fitted=self.fitted))
+
+    def _state(self) -> tuple[Any, ...]:
+        self._unkept = [(where, b, b._version) for where, b in self._constant]
+        buffers = [(m, n, b := m._buffers[n], b.clone()) for m, n in self._buffers]  # type: ignore[union-attr]
+        numbers = [(layer, name, getattr(layer, name)) for layer, name in self._numbers]
+        drawn = (random.getstate(), np.random.get_state()) if self._own else None
+        return random_state(self._device), buffers, numbers, drawn
+
+    @torch.no_grad()
     def _restore(self, state: tuple[Any, ...]) -> None:
-        random, running = state
-        set_random_state(self._device, random)
-        for buffer, kept in zip(self._running, running, strict=True):
+        torch_random, buffers, numbers, drawn = state
+        set_random_state(self._device, torch_random)
+        for layer, name, buffer, kept in buffers:
             buffer.copy_(kept)
+            layer._buffers[name] = buffer
+        for layer, name, number in numbers:
+            setattr(layer, name, number)
+        if drawn is not None:
+            random.setstate(drawn[0])
+            np.random.set_state(drawn[1])
 
 
 def words(error: BaseException) -> str:

@@ -19,7 +19,10 @@ from tasks.engine.distributed.shards import full
 from tasks.engine.step.micro_batches import Fitting, Fixed
 from tasks.engine.step.optim import Optimizer
 
-Loss = Callable[[Any, Any], Tensor]  # the mean over the rows, a scalar
+Loss = Callable[[Any, Any], Tensor]  # the mean over what its Count tells, a scalar
+# Of inputs and targets: over how much a loss of these rows is the mean. Rows, or a tensor on the
+# device where it depends on the targets, as where some labels are skipped.
+Count = Callable[[Any, Any], Any]
 
 ALONE = nullcontext()
 
@@ -35,6 +38,10 @@ class Watched(Enum):
 
 def _one() -> float:
     return 1.0
+
+
+def count_rows(x: Any, y: Any) -> int:
+    return nested.rows_of(y)
 
 
 class Outcome(NamedTuple):
@@ -63,6 +70,7 @@ class Step:
     clip_norm: float | None
     micro: Fitting  # how many rows go through the model at once
     mark: Callable[[str], None]  # a phase ends
+    count: Count = count_rows
     # Of a model that several processes train: as it is called, and how much their mean counts the
     # rows of this one.
     parallel: Parallel | None = None
@@ -85,24 +93,34 @@ class Step:
         losses = []
         count = nested.rows_of(y)
         whole = rows >= count
-        parts = [(x, y)] if whole else nested.split((x, y), rows, whole=count)
+        parts = (
+            [(x, y)] if whole else nested.split((x, y), rows, whole=count, least=self.micro.least)
+        )
         weight = self.weight()
-        for i, (part_x, part_y) in enumerate(parts, start=1):
-            is_last = i == len(parts)
+        shares = [1.0] if whole else self._shares(parts)
+        for i, (part_x, part_y) in enumerate(parts):
+            is_last = i + 1 == len(parts)
             with ALONE if is_last else self._alone():
                 with self.autocast():
                     loss = self.compute(part_x, part_y)
                 if not whole or weight != 1:
-                    loss = loss * (weight * nested.rows_of(part_y) / count)
+                    loss = scaled(loss, weight * shares[i])
                 self.mark("forward")
                 self.scaler.scale(loss).backward()
             self.mark("communication" if is_last and self.parallel is not None else "backward")
             losses.append(loss.detach())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
+    def _shares(self, parts: list[Any]) -> list[Any]:
+        """How much of the batch's loss each part is; on the device where only that knows."""
+        counts = [self.count(x, y) for x, y in parts]
+        of_all = sum(counts)
+        return [count / of_all for count in counts]
+
     def forward(self, x: Any, y: Any) -> None:
         """Only through model and loss, in micro-batches as of now: to see a mistake once more."""
-        for part in nested.split((x, y), self.micro.rows, whole=nested.rows_of(y)):
+        rows, whole = self.micro.rows, nested.rows_of(y)
+        for part in nested.split((x, y), rows, whole=whole, least=self.micro.least):
             with self._alone(), self.autocast():
                 self.compute(*part)
 
@@ -128,6 +146,14 @@ class Step:
         if self.clip_norm is None:
             return total_norm(self.optimizer)
         return full(nn.utils.clip_grad_norm_(self.optimizer.params, self.clip_norm))
+
+
+def scaled(loss: Tensor, share: Any) -> Tensor:
+    """The loss times its share: a number, or a tensor, where a share of 0 makes it 0, also of a
+    mean over nothing, which is no number."""
+    if not isinstance(share, Tensor):
+        return loss * share
+    return torch.where(share > 0, loss * share, 0.0)
 
 
 def _unmarked(phase: str) -> None:

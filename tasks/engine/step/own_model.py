@@ -6,7 +6,7 @@ that names the line of the user's code where one is at fault.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -27,7 +27,9 @@ from tasks.engine.models.model_call import NoOutputs, free
 from tasks.engine.models.own_factory import construct
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.losses import check_loss, gives_own_loss, loss_of
+from tasks.engine.step.losses import check_loss, find_label_count, gives_own_loss, loss_of
+from tasks.engine.step.micro_batches import ChangeFinder, Changes
+from tasks.engine.step.optimizer_step import Count
 
 CPU = torch.device("cpu")
 LAZY = (UninitializedParameter, UninitializedBuffer)
@@ -40,6 +42,8 @@ class Checked:
     work: int
     weights_bytes: int
     outputs: int  # classes, values or different tokens that the model tells apart
+    changes: Changes = Changes()  # of a training step
+    of_labels: Count | None = None  # over what a loss that the model gives is the mean
 
 
 def sample(data: DataFacts, rows: int, *, device: torch.device) -> tuple[Any, Any]:
@@ -107,8 +111,11 @@ def _checked_builtin(config: RunConfig, data: DataFacts) -> Checked:
     if is_import(config.train.loss) or config.train.metrics:
         x, y = sample(data, 2, device=CPU)
         with torch.no_grad():
-            outputs = build(config, data)(x)
-        check_loss(config.train, loss, outputs, y)
+            model = build(config, data)
+            outputs = model(x)
+        finder = ChangeFinder(model, y)
+        writes = check_loss(config.train, loss, outputs, y)
+        return Checked(work, weights_bytes, data.outputs, finder.changes(writes))
     return Checked(work, weights_bytes, data.outputs)
 
 
@@ -151,13 +158,19 @@ def _checked(factory: Callable[..., Any], key: str, of: _Unhashed) -> Checked:
     model = build(config, data)
     _refuse_untrainable(model, name)
     x, y = sample(data, 2, device=CPU)
+    own_loss = gives_own_loss(config.train)
+    finder = ChangeFinder(model, (x, y))
     with builtin.multiply_adds(model) as work:
-        outputs = _forward(model, x, y, name, takes_loss=gives_own_loss(config.train))
+        outputs = _forward(model, x, y, name, takes_loss=own_loss)
     wide = _refuse_misshapen(outputs, y, data, name)
-    check_loss(config.train, loss_of(config.train, data, CPU), outputs, y)
+    writes = check_loss(config.train, loss_of(config.train, data, CPU), outputs, y)
+    changes = finder.changes(writes)
     if _has_single_row(config.train.batch_size, config.train.accumulate, data.train_rows):
         _forward(model.train(), *sample(data, 1, device=CPU), name)  # a norm of the batch can't
-    return Checked(sum(work) // 2, builtin.bytes_of(model), wide)
+    of_labels = None
+    if own_loss and isinstance(x, Mapping) and "labels" in x:
+        of_labels = find_label_count(free(model.eval(), takes_loss=True), x, y)
+    return Checked(sum(work) // 2, builtin.bytes_of(model), wide, changes, of_labels)
 
 
 def _has_single_row(batch_size: int, accumulate: int, rows: int) -> bool:

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tasks.engine.base import nested
 from tasks.engine.base.field_types import is_import
 from tasks.engine.base.import_paths import found, told_of
 from tasks.engine.distributed.shards import placed
 from tasks.engine.memory.memory_meter import is_oom
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import FUSED, OptimConfig
+from tasks.engine.step.micro_batches import Failure, MemoryExhausted, words
 from tasks.engine.step.optim import Optimizer
 
 PRESETS = OptimConfig()
@@ -43,7 +45,28 @@ class Given(Optimizer):
             group["lr"] = rate * (lr / self._peak)
 
     def step(self) -> None:
-        self._inner.step()
+        """Take a step whole or not at all, where memory runs out in it.
+
+        Raises torch.OutOfMemoryError where all is as before it, and MemoryExhausted where a part of
+        it is done and cannot be undone.
+        """
+        before = _Before(self._inner, self.params)
+        failure = ""
+        try:
+            self._inner.step()
+        except (RuntimeError, MemoryError) as error:
+            if not is_oom(error):
+                raise
+            failure = words(error)
+        if not failure:
+            return
+        if not before.restore():
+            raise MemoryExhausted(
+                Failure(
+                    f"{failure} (a part of the step of {_name(self._inner)} was done)", "optimizer"
+                )
+            )
+        raise torch.OutOfMemoryError(failure)
 
     def state_tensors(self) -> list[Tensor]:
         states = self._inner.state.values()
@@ -56,6 +79,47 @@ class Given(Optimizer):
         self._inner.load_state_dict(state)
         for p, kept in self._inner.state.items():
             kept |= {k: placed(v, p) for k, v in kept.items() if getattr(v, "shape", 0) == p.shape}
+
+
+class _Before:
+    """What an optimizer's step begins with, as far as it can be put back.
+
+    Where its state is still to be made, which is when memory runs out, the weights are kept on the
+    host beside a device. Later nothing is kept but how often each tensor was written to: a step
+    that has written none can be taken again.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+        self._inner, self._params = inner, params
+        grads = [p.grad for p in params if p.grad is not None]
+        self._grads = [(grad, grad._version) for grad in grads]
+        kept = [tensor for state in inner.state.values() for tensor in nested.tensors(state)]
+        self._written = [(t, t._version) for t in (*params, *kept)]
+        self._state = {p: dict(state) for p, state in inner.state.items()}
+        self._groups = [{k: v for k, v in g.items() if k != "params"} for g in inner.param_groups]
+        is_first = not inner.state and params[0].device.type != "cpu"
+        self._weights = [p.detach().cpu() for p in params] if is_first else None
+
+    @torch.no_grad()
+    def restore(self) -> bool:
+        """Be as when this was made; whether that can be."""
+        if _is_written(self._grads) or (self._weights is None and _is_written(self._written)):
+            return False
+        for p, weights in zip(self._params, self._weights or (), strict=False):
+            p.copy_(weights)
+        self._inner.state.clear()
+        self._inner.state.update(self._state)
+        for group, kept in zip(self._inner.param_groups, self._groups, strict=True):
+            group.update(kept)
+        return True
+
+
+def _is_written(tensors: list[tuple[Tensor, int]]) -> bool:
+    return any(tensor._version != version for tensor, version in tensors)
+
+
+def _name(inner: torch.optim.Optimizer) -> str:
+    return type(inner).__name__
 
 
 def make(

@@ -32,8 +32,11 @@ class FixedMicroBatches(MicroBatches):
 
     def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
         """What `attempt(*batch, rows)` returns. Raises TooLarge."""
+        before = self._written(batch)
         try:
-            return attempt(*batch, self.rows)
+            done = attempt(*self._given(batch), self.rows)
+            self._refuse_written(batch, before)
+            return done
         except (RuntimeError, MemoryError) as error:
             if self.rows == 1 or not is_oom(error):
                 raise

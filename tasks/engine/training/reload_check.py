@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.field_types import is_import
 from tasks.engine.base.import_paths import told_of
@@ -47,7 +48,7 @@ def leave_model(
     precision: str,
 ) -> None:
     """Write the model to `folder`, with two rows as an example. Raises as check_reloads does."""
-    x = first_rows(val)
+    x = nested.mapped(first_rows(val), Tensor.clone)  # what predicts may write to it
     keep(model, spec, example(data, x), folder)
     check_reloads(model, x, folder, precision=precision)
 
@@ -110,7 +111,7 @@ def _told(trained: nn.Module, x: Any, folder: Path, name: str, precision: str) -
 @torch.inference_mode()
 def _outputs(model: nn.Module, x: Any) -> Tensor:
     torch.manual_seed(0)  # for layers that are random when they predict, too
-    outputs: Tensor = model.eval()(x)
+    outputs: Tensor = model.eval()(nested.mapped(x, Tensor.clone))
     return outputs.detach().clone()
 
 

@@ -176,6 +176,7 @@ def _train(
             threads=threads,
             graphs=admission.fits_graph
             and may_replay(config, facts, precision, steps=steps_of(config, data)),
+            checked=checked,
             ranks=ranks,
         )
         if not ranks.is_lead:  # what is drawn from here on, is drawn for other rows

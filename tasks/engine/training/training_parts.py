@@ -33,10 +33,11 @@ from tasks.engine.step.best_weights import Best
 from tasks.engine.step.build import forward_of, optimizer_of, plan_of, step_of
 from tasks.engine.step.choose_step import TunedStep
 from tasks.engine.step.evaluation import Evaluator, eval_rows
-from tasks.engine.step.losses import in_units, loss_of, metrics_of
+from tasks.engine.step.losses import count_of, in_units, loss_of, metrics_of
 from tasks.engine.step.micro_batches import MicroBatches
 from tasks.engine.step.optim import Optimizer
 from tasks.engine.step.optimizer_step import Step
+from tasks.engine.step.own_model import Checked
 from tasks.engine.step.phases import COUNT_EVERY, Phases
 from tasks.engine.step.verdict import Known
 from tasks.engine.training.agreed_micro_batches import AgreedMicroBatches, FixedMicroBatches
@@ -127,14 +128,15 @@ def training_parts(
     micro_rows: int,
     threads: int,
     graphs: bool,
+    checked: Checked,
     ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> TrainingParts:
     """Everything for one training of `model` on the rows of `fed`, those to validate on last.
 
     precision: as resolved for the device; ledger: as limits.limited() yields it; recorder: of the
     device's history; known: what runs alike measured of compiling; micro_rows: of a micro-batch to
-    start with; threads: to try beside those of now; graphs: whether steps may be replayed. ranks:
-    who trains it, each on its share of a batch.
+    start with; threads: to try beside those of now; graphs: whether steps may be replayed.
+    checked: what two rows have shown. ranks: who trains it, each on its share of a batch.
     """
     device = torch.device(facts.name)
     batch_size = config.train.batch_size
@@ -156,7 +158,10 @@ def training_parts(
         "model": model,
         "accounts": phases.accounts,
         "witness": _Witness(recorder, phases.meter),
+        "changes": checked.changes,
+        "forget_graph": lambda: tuned.forget_graphs(),
     }
+    count = count_of(config.train, data, of_labels=checked.of_labels)
     parallel: Parallel | None = None
     kind: Callable[..., MicroBatches] = MicroBatches
     of_eval: Callable[..., MicroBatches] = MicroBatches
@@ -180,13 +185,14 @@ def training_parts(
         outputs=outputs,
         parallel=parallel,
         weight=lambda: fed[0].weight,
+        count=count,
     )
     # What is chosen by timing may be chosen otherwise the next time.
     # And ranks that tried something out would wait for one another.
     is_timed = config.train.deterministic or not ranks.is_alone
     is_timed &= config.train.compile == "auto"
     steps = plan_of(config).steps(fed[0].steps(batch_size))
-    tuned = TunedStep(
+    tuned: TunedStep = TunedStep(
         step,
         mode="off" if is_timed else config.train.compile,
         steps=steps,
@@ -205,6 +211,7 @@ def training_parts(
         micro=of_eval(most, whole=most, what="eval", give_back=fed[1].give_back, **shared),
         phases=phases,
         forward=forward_of(config),
+        count=count,
         metrics={n: in_units(m, data, device) for n, m in metrics_of(config.train).items()},
         target_scale=data.target_scale,
         ranks=ranks,
