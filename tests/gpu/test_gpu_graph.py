@@ -17,7 +17,8 @@ from tasks.engine.step import optim
 from tasks.engine.step.cuda_graph import GraphedStep, GraphError, own_stream
 from tasks.engine.step.micro_batches import Fixed
 from tasks.engine.step.optimizer_step import Step, Watched
-from tasks.engine.training import trainer
+from tasks.engine.training import shared_model, trainer
+from tests.gpu.test_gpu_recovery import _Short
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -61,6 +62,27 @@ def test_any_step_may_be_the_one_that_is_recorded(tmp_path: Path, log_every: int
     """A timed step that was recorded took events into the recording; reading them ended the run."""
     facts, _ = _train(tmp_path, log_every=log_every)
     assert facts.metrics["val/accuracy"] > 0.9
+
+
+def test_a_recording_is_given_up_where_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph kept a second set of activations to the end, while micro-batches were halved."""
+    before = torch.cuda.memory_reserved(GPU)
+    short = _Short(lambda call: call == 10)  # by then steps are replayed
+    monkeypatch.setattr(
+        shared_model, "model_of", short.in_model("register_forward_hook", training=False)
+    )
+    for run in range(5):  # on a busy host the plain step may seem faster
+        facts, _ = _train(tmp_path / str(run))
+        if facts.metrics.get("time/replay_ms"):
+            break
+        short.calls = 0
+    assert short.failed and facts.tags["compiled"] == "no", facts.tags
+    assert "the graph was given up" in facts.tags["compiled.reason"]
+    assert facts.metrics["memory/ooms_recovered"] == 1 and facts.tags["micro_batch"] == "64"
+    assert facts.metrics["val/accuracy"] > 0.9
+    assert torch.cuda.memory_reserved(GPU) <= before
 
 
 def test_plain_recorded_and_replayed_steps_share_their_libraries_workspaces(replayed) -> None:
@@ -133,7 +155,7 @@ def _failed_recording(loss) -> None:
             step(x, x, norm=False, watched=Watched.NOT)
         with pytest.raises(GraphError, match="cannot be recorded as a graph"):
             step(x, x, norm=False, watched=Watched.NOT)
-        step._step(x, x, norm=False, watched=Watched.NOT)  # the plain step goes on
+        step.step(x, x, norm=False, watched=Watched.NOT)  # the plain step goes on
 
 
 @pytest.mark.parametrize("loss", [_reads_the_device, _runs_out])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +23,8 @@ def chosen_cublas_workspace_bytes() -> int | None:
 
 @contextmanager
 def seeded(seed: int, *, deterministic: bool) -> Iterator[None]:
-    """Torch's random numbers start from `seed`; `deterministic`: the same run gives the same bits.
+    """PyTorch's, numpy's and Python's random numbers start from `seed`, the latter two for code of
+    the user's, and go on after it as before; `deterministic`: the same run gives the same bits.
 
     An operation that can't be repeated then raises RuntimeError, naming itself.
     """
@@ -29,8 +32,11 @@ def seeded(seed: int, *, deterministic: bool) -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cudnn.benchmark,
     )
+    drawn = random.getstate(), np.random.get_state()
     try:
         torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
         _only_repeatable(deterministic)
         # Trying out convolution algorithms pays on a GPU, but may choose another one each time.
         torch.backends.cudnn.benchmark = not deterministic
@@ -38,6 +44,8 @@ def seeded(seed: int, *, deterministic: bool) -> Iterator[None]:
     finally:
         _only_repeatable(repeatable)
         torch.backends.cudnn.benchmark = tries_out
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
 
 
 def random_state(device: torch.device) -> list[Tensor]:
