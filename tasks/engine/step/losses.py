@@ -5,6 +5,7 @@ loss that does not fit what is learnt, and a function that does not give what tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -270,6 +271,52 @@ def check_loss(train: TrainConfig, loss: Loss, outputs: Tensor, targets: Any) ->
                 f"(got {_shown(got)})"
             )
     return writes
+
+
+@torch.no_grad()
+def adds_up(train: TrainConfig, loss: Loss, count: Count, outputs: Tensor, targets: Any) -> bool:
+    """Whether the user's loss of four rows is what those of their halves make, each weighed by what
+    it is the mean of; also where that can't be told, as of a loss that draws random numbers.
+
+    outputs, targets: of two rows; numbers are drawn in their shapes.
+    """
+    if not is_import(train.loss):
+        return True
+    draw = torch.Generator().manual_seed(0)
+
+    def drawn(tensor: Tensor) -> Tensor:
+        shape = (4, *tensor.shape[1:])
+        if tensor.is_floating_point():
+            return torch.rand(shape, generator=draw, dtype=tensor.dtype)
+        return torch.randint(min(2, outputs.shape[-1]), shape, generator=draw).to(tensor.dtype)
+
+    rows = drawn(outputs.cpu()), nested.mapped(targets, drawn)
+    halves = nested.split(rows, 2, whole=4)
+    try:
+        whole, again, *parts = (
+            float(loss(nested.mapped(x, Tensor.clone), nested.mapped(y, Tensor.clone)))
+            for x, y in (rows, rows, *halves)
+        )
+        counts = [float(count(None, y)) for _, y in halves]
+        expected = sum(n * part for n, part in zip(counts, parts, strict=True)) / sum(counts)
+    except Exception as error:
+        if is_oom(error):
+            raise
+        return True  # it was tried on two rows before; numbers like these may be none of its own
+    is_known = whole == again and math.isfinite(whole) and math.isfinite(expected)
+    return not is_known or abs(expected - whole) <= 1e-3 * max(abs(whole), 1e-3)
+
+
+def warn_of_parts(train: TrainConfig, *, is_sum: bool, micro_rows: int) -> tuple[str, ...]:
+    """What to doubt where batches were taken in parts. is_sum: see adds_up; micro_rows: of the
+    smallest part."""
+    if is_sum or micro_rows >= train.batch_size:
+        return ()
+    return (
+        f"train.loss: {train.loss} of a batch is not the mean over its parts, so that "
+        f"micro-batches of {micro_rows} rows learnt something else than whole batches would; give "
+        "it an attribute `count` (docs/models.md), or take batches that fit whole",
+    )
 
 
 def _tried(

@@ -299,6 +299,11 @@ class MicroBatches:
         log.warning("out of memory in the optimizer step: caches given back, tried again")
         return self._watched(attempt, failure, phase="optimizer", batch=())
 
+    @property
+    def smallest(self) -> int:
+        """Rows of the smallest that was taken."""
+        return min([self.rows, *(-(-rows // 2) for rows in self.tried)])
+
     def state(self) -> list[Any]:
         """How large they are, and when they grow; see checkpoint/."""
         counts = [self.rows, self.recovered, self.fitted, self._calm, self._patience]

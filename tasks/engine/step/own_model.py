@@ -27,7 +27,14 @@ from tasks.engine.models.model_call import NoOutputs, free
 from tasks.engine.models.own_factory import construct
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.losses import check_loss, find_label_count, gives_own_loss, loss_of
+from tasks.engine.step.losses import (
+    adds_up,
+    check_loss,
+    count_of,
+    find_label_count,
+    gives_own_loss,
+    loss_of,
+)
 from tasks.engine.step.micro_batches import ChangeFinder, Changes
 from tasks.engine.step.optimizer_step import Count
 
@@ -44,6 +51,7 @@ class Checked:
     outputs: int  # classes, values or different tokens that the model tells apart
     changes: Changes = Changes()  # of a training step
     of_labels: Count | None = None  # over what a loss that the model gives is the mean
+    adds_up: bool = True  # whether the loss of a batch is that of its parts
 
 
 def sample(data: DataFacts, rows: int, *, device: torch.device) -> tuple[Any, Any]:
@@ -115,7 +123,9 @@ def _checked_builtin(config: RunConfig, data: DataFacts) -> Checked:
             outputs = model(x)
         finder = ChangeFinder(model, y)
         writes = check_loss(config.train, loss, outputs, y)
-        return Checked(work, weights_bytes, data.outputs, finder.changes(writes))
+        is_sum = adds_up(config.train, loss, count_of(config.train, data), outputs, y)
+        changes = finder.changes(writes)
+        return Checked(work, weights_bytes, data.outputs, changes, adds_up=is_sum)
     return Checked(work, weights_bytes, data.outputs)
 
 
@@ -163,14 +173,16 @@ def _checked(factory: Callable[..., Any], key: str, of: _Unhashed) -> Checked:
     with builtin.multiply_adds(model) as work:
         outputs = _forward(model, x, y, name, takes_loss=own_loss)
     wide = _refuse_misshapen(outputs, y, data, name)
-    writes = check_loss(config.train, loss_of(config.train, data, CPU), outputs, y)
+    loss = loss_of(config.train, data, CPU)
+    writes = check_loss(config.train, loss, outputs, y)
+    is_sum = adds_up(config.train, loss, count_of(config.train, data), outputs, y)
     changes = finder.changes(writes)
     if _has_single_row(config.train.batch_size, config.train.accumulate, data.train_rows):
         _forward(model.train(), *sample(data, 1, device=CPU), name)  # a norm of the batch can't
     of_labels = None
     if own_loss and isinstance(x, Mapping) and "labels" in x:
         of_labels = find_label_count(free(model.eval(), takes_loss=True), x, y)
-    return Checked(sum(work) // 2, builtin.bytes_of(model), wide, changes, of_labels)
+    return Checked(sum(work) // 2, builtin.bytes_of(model), wide, changes, of_labels, is_sum)
 
 
 def _has_single_row(batch_size: int, accumulate: int, rows: int) -> bool:

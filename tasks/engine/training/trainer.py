@@ -44,6 +44,7 @@ from tasks.engine.step.build import (
 from tasks.engine.step.cpu_threads import fitting_threads
 from tasks.engine.step.cuda_graph import may_replay, own_stream
 from tasks.engine.step.evaluation import evaluate
+from tasks.engine.step.losses import warn_of_parts
 from tasks.engine.step.micro_batches import MemoryExhausted
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.training.budget import Asked, Budget, agreed
@@ -286,7 +287,12 @@ def _train(
         model_folder=str(folder / "model"),
         held_bytes=held_bytes,
         stats=stats,
-        warnings=of_results(data, fitted.metrics, loss=config.train.loss, alike=alike),
+        warnings=(
+            *of_results(data, fitted.metrics, loss=config.train.loss, alike=alike),
+            *warn_of_parts(
+                config.train, is_sum=checked.adds_up, micro_rows=min(parts.micro.smallest, here)
+            ),
+        ),
         classes=classes,
     )
 

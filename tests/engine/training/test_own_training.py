@@ -336,7 +336,7 @@ def sick(batch_size, bad=37):
 def well(batch_size): return sick(batch_size, bad=-1)
 calls = []
 def wrong(outputs, targets):
-    calls.append(1)
+    if outputs.requires_grad: calls.append(1)  # the look at two rows, then the steps
     loss = functional.cross_entropy(outputs, targets)
     return loss + (len(calls) > 4) * torch.tensor(-1.0).log() if len(calls) > 4 else loss
 def far(outputs, targets): return functional.cross_entropy(outputs * 1e38 * 1e38, targets)

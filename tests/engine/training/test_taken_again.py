@@ -79,6 +79,7 @@ def writing_loss(outputs, targets):
     outputs.mul_(0.5)
     return functional.mse_loss(outputs, targets)
 def half_loss(outputs, targets): return functional.mse_loss(outputs * 0.5, targets * 0.5)
+def ranked(outputs, targets): return functional.mse_loss(outputs - outputs.mean(), targets)
 def off(outputs, targets): return (outputs - targets).abs().mean()
 def writing_off(outputs, targets): return outputs.sub_(targets).abs_().mean()
 
@@ -225,6 +226,20 @@ def test_parts_of_a_batch_weigh_what_their_loss_is_the_mean_of(
     for a, b in zip(weights(whole).values(), weights(parts).values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert parts.metrics["val/loss"] == pytest.approx(whole.metrics["val/loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "accumulate", "is_told"),
+    [("ranked", 4, True), ("ranked", 1, False), ("loss", 4, False), ("writing_loss", 4, False)],
+)
+def test_a_loss_that_is_no_mean_over_rows_is_told_where_batches_are_taken_in_parts(
+    own: Own, tmp_path: Path, loss: str, accumulate: int, is_told: bool
+) -> None:
+    facts = train_own(
+        own, tmp_path / "run", model="linear", loss=f"mine:{loss}", accumulate=accumulate
+    )
+    told = [line for line in facts.warnings if "is not the mean over its parts" in line]
+    assert bool(told) == is_told and ("micro-batches of 4 rows" in str(told)) == is_told
 
 
 class _Half(torch.optim.SGD):
