@@ -33,6 +33,8 @@ SCORES = (
     ("val/perplexity", "val perplexity {}"),
     ("val/mae", "val mae {}"),
 )
+# Where nearly all rows are of one class: its share is the accuracy of no model at all.
+UNEVEN, BALANCED = "val/largest_class_share", ("val/balanced_accuracy", "val balanced accuracy {}")
 SPEEDS = (("speed/tokens_per_s", "{} tokens/s"), ("speed/samples_per_s", "{} samples/s"))
 PEAKS = (
     ("memory/run_peak_allocated_mib", "peak {}"),
@@ -123,7 +125,8 @@ class Progress:
         there is less room."""
         epoch, left = f"epoch {self._epoch()}/{self._epochs}", self._time(now_s)
         loss = self._said(("train/loss", "loss {}"), words=number)
-        score = self._said(*SCORES, words=number)
+        scores = (BALANCED, *SCORES) if UNEVEN in self._known else SCORES
+        score = self._said(*scores, words=number)
         speed = self._said(*SPEEDS, words=_rounded)
         peak = self._said(*PEAKS, words=mebibytes)
         lines = (

@@ -84,6 +84,10 @@ class DataFacts:
     endless: bool = False  # of a loader: whether it has no length; rows are then those of a batch
     target_offset: tuple[float, ...] = (0.0,)  # y_scaled = (y - offset) / scale, of a regression
     target_scale: tuple[float, ...] = (1.0,)
+    # Units: an amount is learnt as log(1 + amount / unit), scaled; none: as it is, scaled.
+    target_log: tuple[float, ...] = ()
+    # Mean and median of the training rows of a regression, each by target, in its units.
+    target_guess: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     test_rows: int = 0  # put aside, to be judged once
 
 

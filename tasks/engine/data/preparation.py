@@ -181,7 +181,7 @@ def _settings(data: DataConfig) -> dict[str, Any]:
     if data.source != "synthetic":
         unused |= {"rows", "features", "classes"}
     if data.source in TOKEN_SOURCES:
-        unused |= {"target", "task", "split_seed", "scale", "scale_target"}
+        unused |= {"target", "task", "split_seed", "scale", "scale_target", "target_transform"}
     else:
         unused |= {"context", "vocab"}
     # What was prepared before there were these stays as it was called.
@@ -234,6 +234,8 @@ def _facts(data: DataConfig, folder: Path, manifest: dict[str, Any], *, reused: 
         scale=tuple(meaning["scale"]),
         target_offset=tuple(meaning.get("target_offset", (0.0,))),
         target_scale=tuple(meaning.get("target_scale", (1.0,))),
+        target_log=tuple(meaning.get("target_log", ())),
+        target_guess=_guess(manifest),
         test_rows=meaning["rows"].get("test", 0),
         bytes=sum(entry["bytes"] for entry in files.values()),
         fingerprint=manifest["fingerprint"],
@@ -254,6 +256,11 @@ def _columns(meaning: dict[str, Any]) -> tuple[Column, ...] | None:
     if found is None:
         return None
     return tuple(Column(**{**column, "values": tuple(column["values"])}) for column in found)
+
+
+def _guess(manifest: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    found = manifest.get("target_guess")
+    return None if found is None else (tuple(found[0]), tuple(found[1]))
 
 
 def _class_rows(meaning: dict[str, Any]) -> tuple[int, ...] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 
 from tasks.engine.base.facts import Column
 from tasks.engine.data import run_warnings
+from tasks.engine.data.target_transform import choose_transform
 from tasks.engine.files import prepared_cache
 from tasks.engine.files.row_parts import RowParts, parted
 from tasks.engine.files.scaling import Scaling, measure, scaled
@@ -76,13 +77,13 @@ def _written(
     """Writes the arrays of each part; the manifest of what they are."""
     rows, training = parts.by_name(), parts.training
     inputs = _inputs(raw, for_training=training, scale=data.scale)
-    target = _target_scaling(labels, for_training=training, scale=data.scale_target)
-    targets = _scaled_targets(raw, labels, target)
     width = int(np.prod(inputs.shape)) + labels.values[:1].size
     keys = run_warnings.Keys(len(training), width)
-    files = _write_parts(
-        folder, inputs=inputs, labels=labels, targets=targets, rows=rows, keys=keys
-    )
+    files = _write_inputs(folder, inputs=inputs, labels=labels, rows=rows, keys=keys)
+    transform = choose_transform(raw, labels, rows, data, folder)
+    amounts = replace(labels, values=transform.apply(labels.values))
+    target = _target_scaling(amounts, for_training=training, scale=data.scale_target)
+    files |= _write_targets(folder, amounts, _scaled_targets(raw, amounts, target), rows)
     class_rows = _class_rows(labels, rows)
     columns = None if inputs.columns is None else [asdict(column) for column in inputs.columns]
     meaning = {
@@ -99,11 +100,23 @@ def _written(
         "rows": {name: int(chosen.sum()) for name, chosen in rows.items()},
         "class_rows": class_rows,
         "columns": columns,
-        "notes": list(raw.notes + labels.notes + inputs.notes),
+        "notes": list(raw.notes + labels.notes + inputs.notes + transform.notes),
         "guess": run_warnings.guess(class_rows),
         "warnings": list(run_warnings.of_data(raw, labels, rows, keys)),
     }
-    return prepared_cache.manifest_for(meaning, files)
+    if transform.log:
+        meaning["target_log"] = list(transform.log)
+    # Beside what the data is known by, which it does not change.
+    guess = _guess_amounts(labels, training)
+    return {**prepared_cache.manifest_for(meaning, files), "target_guess": guess}
+
+
+def _guess_amounts(labels: Labels, training: np.ndarray) -> list[list[float]] | None:
+    """Mean and median of the training rows of a regression, of each of its targets."""
+    if labels.task != "regression":
+        return None
+    values = np.asarray(labels.values[training], dtype=np.float64)
+    return [values.mean(0).tolist(), np.median(values, axis=0).tolist()]
 
 
 def _target_scaling(labels: Labels, *, for_training: np.ndarray, scale: bool) -> Scaling:
@@ -141,37 +154,54 @@ def _scaled_targets(
         yield part, y
 
 
-def _write_parts(
+def _write_inputs(
     folder: Path,
     *,
     inputs: _Inputs,
     labels: Labels,
-    targets: Iterator[tuple[slice, np.ndarray]],
     rows: Mapping[str, np.ndarray],
     keys: run_warnings.Keys,
 ) -> dict[str, Any]:
-    kind = "<i8" if labels.task == "classification" else "<f4"
     with ExitStack() as stack:
-        parts = {}
-        for name, chosen in rows.items():
-            count = int(chosen.sum())
-            for axis, shape, dtype in (
-                ("x", inputs.shape, "<f4"),
-                ("y", labels.values.shape[1:], kind),
-            ):
-                file = f"{name}_{axis}.npy"
-                writer = prepared_cache.PartWriter(
-                    folder / file, shape=(count, *shape), dtype=dtype
-                )
-                parts[file] = stack.enter_context(writer)
-        for part, y in targets:
-            for name, chosen in rows.items():
-                parts[f"{name}_y.npy"].append(y[chosen[part]].astype(kind))
+        parts = _writers(stack, folder, "x", inputs.shape, "<f4", rows)
         for part, x in inputs.blocks:
             keys.add(part, x, labels.values[part])
             for name, chosen in rows.items():
                 parts[f"{name}_x.npy"].append(x[chosen[part]])
         return {file: writer.finish() for file, writer in parts.items()}
+
+
+def _write_targets(
+    folder: Path,
+    labels: Labels,
+    targets: Iterator[tuple[slice, np.ndarray]],
+    rows: Mapping[str, np.ndarray],
+) -> dict[str, Any]:
+    kind = "<i8" if labels.task == "classification" else "<f4"
+    with ExitStack() as stack:
+        parts = _writers(stack, folder, "y", labels.values.shape[1:], kind, rows)
+        for part, y in targets:
+            for name, chosen in rows.items():
+                parts[f"{name}_y.npy"].append(y[chosen[part]].astype(kind))
+        return {file: writer.finish() for file, writer in parts.items()}
+
+
+def _writers(
+    stack: ExitStack,
+    folder: Path,
+    axis: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    rows: Mapping[str, np.ndarray],
+) -> dict[str, prepared_cache.PartWriter]:
+    return {
+        f"{name}_{axis}.npy": stack.enter_context(
+            prepared_cache.PartWriter(
+                folder / f"{name}_{axis}.npy", shape=(int(chosen.sum()), *shape), dtype=dtype
+            )
+        )
+        for name, chosen in rows.items()
+    }
 
 
 def _class_rows(labels: Labels, rows: Mapping[str, np.ndarray]) -> dict[str, list[int]] | None:

@@ -15,6 +15,7 @@ from tasks.engine.base.units import number, percent
 from tasks.engine.files import scaling
 from tasks.engine.files.source_data import Raw, shorten
 from tasks.engine.files.target_encoding import Labels, blocks_of
+from tasks.engine.scores.figures import MEAN, MEDIAN
 from tasks.engine.tables.columns_table import Table
 
 MOST_LOOKED_UP = 1 << 14  # validation rows; their share among more than these is told of as many
@@ -22,6 +23,8 @@ MOST_COUNTED = 1 << 16  # tokens
 LEAST_SHARED = 0.01  # of the validation rows: fewer move no metric by more than that
 FILTER_BITS = 20
 ALIKE = "alike"  # beside the metrics of an evaluation that gave every row the same answer
+UNLOGGED = (ALIKE, MEAN, MEDIAN)  # what stands there for these sentences alone
+FEW_ROWS = 100  # of which a share is known to 10 %, one chance in twenty
 REMEDY = "train longer (train.epochs), or try another optim.lr, model or features"
 
 
@@ -119,6 +122,22 @@ def of_results(
         said.append(
             f"val/r2 is {number(r2)}, below 0: the mean of the target is the better answer; "
             f"{REMEDY}"
+        )
+    for name, figure, answer in ((MEAN, "rmse", "mean"), (MEDIAN, "mae", "median")):
+        if name in metrics and not (name == MEAN and r2 < 0):
+            said.append(
+                f"val/{figure} is {number(metrics[f'val/{figure}'])}, and {number(metrics[name])} "
+                f"where each answer is the {answer} of the training rows: on "
+                f"{data.val_rows:,} validation rows that is no better beyond chance; {REMEDY}"
+            )
+    share = metrics.get("val/largest_class_share")
+    others = round((1 - share) * data.val_rows) if share is not None else FEW_ROWS
+    if share is not None and others < FEW_ROWS:
+        said.append(
+            f"{percent(share)} of the validation rows are of one class, so that val/accuracy says "
+            f"little and val/balanced_accuracy rests on {others} "
+            f"{'row' if others == 1 else 'rows'} of others; raise data.validation_fraction, or add "
+            "rows of these"
         )
     if data.guess is not None and accuracy is not None and accuracy <= data.guess:
         said.append(

@@ -25,6 +25,17 @@ from tasks.engine.models.transformer import Transformer
 
 ROWS = 4096  # rows predicted at once
 TOKENS = 1 << 14  # the same for a model of tokens
+LARGEST_LOG = 690.0  # exp() of it is 1e299
+
+
+def in_units(found: np.ndarray, *, offset: Any, scale: Any, log: Sequence[float]) -> np.ndarray:
+    """What a regression gives, (rows, targets), in the units of its targets, as float64: float32
+    knows a date in seconds to two minutes.
+
+    log: units, where log(1 + amount / unit) was learnt; amounts end at 1e300 of them.
+    """
+    values = found * np.asarray(scale, dtype=np.float64) + offset
+    return values if not log else np.expm1(np.minimum(values, LARGEST_LOG)) * np.asarray(log)
 
 
 class Predictor:
@@ -68,9 +79,12 @@ class Predictor:
         found = torch.cat(parts).float().numpy()
         if self.spec["task"] != "regression":
             return found
-        # In float64: float32 knows a date in seconds to two minutes.
-        scale = np.array(self.spec.get("target_scale", 1.0))
-        return found * scale + self.spec.get("target_offset", 0.0)
+        return in_units(
+            found,
+            offset=self.spec.get("target_offset", 0.0),
+            scale=self.spec.get("target_scale", 1.0),
+            log=self.spec.get("target_log") or (),
+        )
 
     def predict(self, rows: Any, params: dict[str, Any] | None = None) -> Any:
         """A DataFrame with a row for each one given: `prediction`, and for a classification its

@@ -46,7 +46,7 @@ HEADLINE_METRICS = (
 )
 FIGURES = (
     *HEADLINE_METRICS[:2],
-    *("val/balanced_accuracy", "val/macro_f1", "val/top5_accuracy"),
+    *("val/balanced_accuracy", "val/macro_f1", "val/top5_accuracy", "val/largest_class_share"),
     *("val/f1", "val/average_precision"),
     *("val/perplexity", "val/mae", "val/rmse", "val/loss"),
 )
@@ -91,7 +91,8 @@ def _texts(run: Mapping[str, Any], limit: int) -> dict[str, str]:
 
 
 def _headline(learned: Numbers, metrics: Numbers, tags: Mapping[str, str]) -> tuple[str, ...]:
-    metric = next((k for k in HEADLINE_METRICS if k in learned), None)
+    uneven = ("val/balanced_accuracy",) if "val/largest_class_share" in learned else ()
+    metric = next((k for k in (*uneven, *HEADLINE_METRICS) if k in learned), None)
     return (
         *([f"{metric} {number(learned[metric])}"] if metric else []),
         *said(metrics, ("time/total_s", "{} in all")),

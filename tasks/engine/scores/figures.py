@@ -10,6 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 Figures = dict[str, float]
+# Of amounts: the share of its error that the best single answer would have, where the model's error
+# is not smaller beyond chance. Beside the metrics of an evaluation; see of_guesses.
+MEAN, MEDIAN = "as the mean", "as the median"
+CHANCE_T = 1.645  # one side, 5 %
+LARGEST_CLASS = 0.9  # share of the rows above which the accuracy says little
 MOST_CELLS = 2**20  # of a whole matrix: 8 MiB; of more classes the answers are sorted
 
 
@@ -71,12 +76,17 @@ def by_class(cells: Cells) -> ByClass:
 
 def of_classes(cells: Cells) -> Figures:
     """Balanced accuracy: the mean recall of the classes that rows have; the mean F1 of those, and
-    of classes that were given to a row."""
+    of classes that were given to a row. Where nearly all rows are of one class, its share."""
     if not cells.table.size:
         return {}
     found = by_class(cells)
     recall = found.recall[found.rows > 0].mean()
-    return {"balanced_accuracy": float(recall), "macro_f1": float(found.f1.mean())}
+    share = float(found.rows.max() / found.rows.sum())
+    return {
+        "balanced_accuracy": float(recall),
+        "macro_f1": float(found.f1.mean()),
+        **({"largest_class_share": share} if share > LARGEST_CLASS else {}),
+    }
 
 
 def of_labels(logits: np.ndarray, labels: np.ndarray) -> Figures:
@@ -117,4 +127,29 @@ def of_amounts(outputs: np.ndarray, targets: np.ndarray) -> Figures:
     if (targets != targets[:1]).any():
         spread = np.square(targets - targets.mean(0)).sum()
         found = {"r2": float(1 - np.square(error).sum() / spread), **found}
+    return found
+
+
+def of_guesses(
+    outputs: np.ndarray,
+    targets: np.ndarray,
+    guess: tuple[tuple[float, ...], tuple[float, ...]] | None,
+) -> Figures:
+    """Errors of the best answer that is the same for all rows, where the model's are not smaller
+    beyond chance: MEAN, the root mean squared error of the training rows' mean; MEDIAN, the mean
+    absolute error of their median. outputs, targets: (rows, 1); of several targets nothing is told.
+
+    Beyond chance: by a t-test of the differences row by row, on one side, at 5 %.
+    """
+    if guess is None or outputs.shape != targets.shape or targets.shape[1] != 1:
+        return {}
+    if len(targets) < 2 or not np.isfinite(outputs).all():
+        return {}
+    found = {}
+    for name, (answer,), power in ((MEAN, guess[0], 2), (MEDIAN, guess[1], 1)):
+        errors = np.abs(targets - answer) ** power
+        gained = errors - np.abs(targets - outputs) ** power
+        spread = gained.std(ddof=1) / np.sqrt(len(gained))
+        if gained.mean() <= CHANCE_T * spread:
+            found[name] = float(errors.mean() ** (1 / power))
     return found

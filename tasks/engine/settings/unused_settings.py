@@ -9,7 +9,10 @@ from tasks.engine.base.field_types import is_import
 from tasks.engine.settings.data_config import TAKEN_BY, TOKEN_SOURCES
 from tasks.engine.settings.run_config import RunConfig
 
-_NOT_OF_TOKENS = ("data.scale", "data.scale_target", "data.split", "data.split_seed")
+_NOT_OF_TOKENS = (
+    *("data.scale", "data.scale_target", "data.target_transform"),
+    *("data.split", "data.split_seed"),
+)
 
 
 def without_meaning(config: RunConfig) -> dict[str, str]:

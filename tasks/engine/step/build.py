@@ -230,6 +230,7 @@ def spec_of(config: RunConfig, data: DataFacts, *, outputs: int) -> dict[str, An
         "scale": data.scale,
         "target_offset": data.target_offset,
         "target_scale": data.target_scale,
+        "target_log": data.target_log,
         "columns": None if data.columns is None else [asdict(c) for c in data.columns],
         "missing": data.missing,
         "na": data.na,

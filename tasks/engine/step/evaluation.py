@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.batches.batches import Batches
-from tasks.engine.data.run_warnings import ALIKE
+from tasks.engine.data.run_warnings import ALIKE, UNLOGGED
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.memory.memory_meter import clear_frames
 from tasks.engine.models.model_call import Forward, Plain
@@ -62,7 +63,10 @@ class Evaluator:
     forward: Callable[[nn.Module], Forward] = Plain
     count: Count = count_rows  # over what the loss of some rows is the mean
     metrics: Metrics = field(default_factory=dict)  # the user's own, the mean over the rows each
-    target_scale: tuple[float, ...] = (1.0,)  # a regression's error in the target's units, over it
+    # Of a regression: its numbers, (rows, targets) float64, in the units of its target; and mean
+    # and median of the training rows there, which it is held against.
+    to_units: Callable[[np.ndarray], np.ndarray] = np.asarray
+    guess: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     cells: list[Cells] = field(default_factory=list)  # of the classification judged last; or none
     ranks: Ranks = Ranks()  # each judges its share, and all are told the same
 
@@ -104,7 +108,7 @@ def evaluate(
         try:
             with told_in("eval"):
                 found = _evaluated(model, batches, evaluator, rows)
-            return {k if k == ALIKE else f"{part}/{k}": v for k, v in found.items()}
+            return {k if k in UNLOGGED else f"{part}/{k}": v for k, v in found.items()}
         except MemoryExhausted as error:
             # Fewer rows that come from the host take less of the device.
             may_read_less = batches.residency in ("pinned", "host") and evaluator.ranks.is_alone
@@ -175,10 +179,11 @@ def _scored(evaluator: Evaluator, kept: KeptRows) -> dict[str, float]:
     if evaluator.task == "classification":
         evaluator.cells.append(figures.Cells.of(outputs.numpy(), targets.numpy()))
         return figures.of_classes(evaluator.cells[0]) | alike
-    scale = torch.tensor(evaluator.target_scale, dtype=torch.float64)
-    # The offset is in no difference.
-    amounts = [(part * scale).reshape(len(part), -1).numpy() for part in (outputs, targets)]
-    return figures.of_amounts(*amounts) | alike
+    given, so = (
+        evaluator.to_units(part.double().numpy()).reshape(len(part), -1)
+        for part in (outputs, targets)
+    )
+    return figures.of_amounts(given, so) | figures.of_guesses(given, so, evaluator.guess) | alike
 
 
 def _of_all(ranks: Ranks, ours: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:

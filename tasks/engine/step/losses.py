@@ -172,24 +172,28 @@ class _InUnits:
     function: Callable[[Any, Any], Any]
     offset: Tensor
     scale: Tensor
+    log: Tensor | None  # units, where the logarithm is learnt; see DataFacts.target_log
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Any:
-        return self.function(
-            outputs.float() * self.scale + self.offset, targets * self.scale + self.offset
-        )
+        return self.function(self._in_units(outputs.float()), self._in_units(targets))
+
+    def _in_units(self, values: Tensor) -> Tensor:
+        amounts = values * self.scale + self.offset
+        # A power of e above 80 is no float32; most targets end long before.
+        return amounts if self.log is None else amounts.clamp(max=80.0).expm1() * self.log
 
 
 def in_units(
     function: Callable[[Any, Any], Any], data: DataFacts, device: torch.device
 ) -> Callable[[Any, Any], Any]:
     """The user's function, which sees nothing of how the target was scaled for the training."""
-    if (set(data.target_offset), set(data.target_scale)) == ({0.0}, {1.0}):
+    if (set(data.target_offset), set(data.target_scale)) == ({0.0}, {1.0}) and not data.target_log:
         return function
-    offset, scale = (
+    offset, scale, log = (
         torch.tensor(of, dtype=torch.float32, device=device)
-        for of in (data.target_offset, data.target_scale)
+        for of in (data.target_offset, data.target_scale, data.target_log)
     )
-    return _InUnits(function, offset, scale)
+    return _InUnits(function, offset, scale, log if data.target_log else None)
 
 
 def gives_own_loss(train: TrainConfig) -> bool:

@@ -17,7 +17,7 @@ from tasks.engine.base.nested import rows_of
 from tasks.engine.base.timing import Stopwatch, wait
 from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoints import Checkpoints, Position
-from tasks.engine.data.run_warnings import ALIKE
+from tasks.engine.data.run_warnings import UNLOGGED
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.scores.figures import Cells
 from tasks.engine.step.best_weights import Best
@@ -148,7 +148,7 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
                 break
             metrics = evaluate(model, val, t.evaluator)
             watch.lap("eval")
-            logged = {name: value for name, value in metrics.items() if name != ALIKE}
+            logged = {name: value for name, value in metrics.items() if name not in UNLOGGED}
             t.log({**logged, "train/epoch": epoch + 1.0}, step)
             watch.lap("log")
             t.best.judged(metrics, epoch + 1, cells=t.evaluator.told)

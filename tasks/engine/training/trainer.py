@@ -17,7 +17,7 @@ from tasks.engine.base.seeds import seeded
 from tasks.engine.base.timing import Stopwatch
 from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer
 from tasks.engine.checkpoint.training_state import Mismatch
-from tasks.engine.data.run_warnings import ALIKE, of_results
+from tasks.engine.data.run_warnings import ALIKE, UNLOGGED, of_results
 from tasks.engine.device.detection import resolve_precision
 from tasks.engine.device.memory_limit import limited
 from tasks.engine.device.precision import matmul_mode
@@ -257,8 +257,8 @@ def _train(
             spec = spec_of(config, data, outputs=checked.outputs)
             leave_model(logged, spec, data, val, folder / "model", precision=precision)
         watch.lap("checkpoint")
-        alike = bool(fitted.metrics.pop(ALIKE, 0))
-        tested.pop(ALIKE, None)
+        alike = bool(fitted.metrics.get(ALIKE, 0))
+        found = {k: v for k, v in (fitted.metrics | tested).items() if k not in UNLOGGED}
         judged = {"val": fitted.cells, "test": parts.evaluator.told if tested else None}
         classes = {
             part: by_class.written(cells, data.class_names, folder, part=part)
@@ -268,7 +268,7 @@ def _train(
         measured |= timings(tools, fitted, rows=rows, replays=parts.tuned.replays)
         by_rank = of_ranks(ranks, facts.name, measured)
     return TrainFacts(
-        metrics={**fitted.metrics, **tested, **measured, **by_rank.metrics},
+        metrics={**found, **measured, **by_rank.metrics},
         tags={
             "precision": precision,
             "threads": str(threads),

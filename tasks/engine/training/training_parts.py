@@ -28,6 +28,7 @@ from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.allocator_history import Recorder
 from tasks.engine.memory.memory_by_owner import BEST, MemoryByOwner, Owned
 from tasks.engine.memory.memory_meter import Meter
+from tasks.engine.models import predictor
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.best_weights import Best
 from tasks.engine.step.build import forward_of, optimizer_of, plan_of, step_of
@@ -213,7 +214,13 @@ def training_parts(
         forward=forward_of(config),
         count=count,
         metrics={n: in_units(m, data, device) for n, m in metrics_of(config.train).items()},
-        target_scale=data.target_scale,
+        to_units=partial(
+            predictor.in_units,
+            offset=data.target_offset,
+            scale=data.target_scale,
+            log=data.target_log,
+        ),
+        guess=data.target_guess,
         ranks=ranks,
     )
     return TrainingParts(optimizer, phases, micro, step, tuned, evaluator, steps, best, outputs)
