@@ -80,7 +80,7 @@ class Announcement:
             self._lock.take(json.dumps(asdict(self.live)))
             half.rename(self._path)  # only now: others see it locked, or not at all
         except OSError as error:
-            log.info("%s: %s, so flows.runs does not show this", self._place, error.strerror)
+            log.info("flows.runs does not show this: %s %s", self._place, error.strerror)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,7 +93,7 @@ class Announcement:
 def live_runs() -> list[Live]:
     """The trainings that live, in the order in which they began. What others left is removed."""
     found = []
-    for path in sorted(leases.folder().glob("*.run")):
+    for path in leases.files(leases.folder(), "*.run"):
         if not is_held(path):
             with suppress(OSError):
                 path.unlink()
@@ -105,9 +105,9 @@ def live_runs() -> list[Live]:
 def left_files() -> list[Path]:
     """Announcements and places in a queue that are this user's and whose processes are gone."""
     found = []
-    for path in sorted(leases.folder().glob("*.*")):
+    for path in leases.files(leases.folder(), "*.*"):
         with suppress(OSError):
-            about = path.stat()
+            about = path.lstat()
             # Between its making and its locking a new one is nobody's.
             is_left = path.suffix in (".run", ".ticket") or (
                 path.suffix == ".new" and time.time() - about.st_mtime > NEW_S

@@ -4,8 +4,10 @@ Forked children, such as the workers of a DataLoader, do not hold it.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import stat
 import time
 import weakref
 from contextlib import suppress
@@ -13,6 +15,8 @@ from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, LOCK_UN, flock
 from pathlib import Path
 from typing import Self
 
+# No link, and no waiting for the other end of a pipe.
+_ITSELF = os.O_NOFOLLOW | os.O_NONBLOCK
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
@@ -20,14 +24,20 @@ class FileLock:
     """Held from `take` to `close`. The file stays, and may hold a text about who has it."""
 
     def __init__(self, path: Path, *, mode: int = 0o600) -> None:
-        """Raises OSError where the file can be neither opened nor made with that mode."""
-        self.path = path
+        """Raises OSError where the file can be neither opened nor made with that mode, and, where
+        others may lay it there, for one that is also found elsewhere: what is written here would
+        overwrite that."""
+        self.path, self._file = path, -1
         try:
-            self._file = os.open(path, os.O_RDWR)  # of another user, perhaps: not to be made
+            self._file = os.open(path, os.O_RDWR | _ITSELF)  # perhaps another user's
         except FileNotFoundError:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, mode)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | _ITSELF, mode)
             with suppress(OSError):  # another user's, who was faster
                 os.fchmod(self._file, mode)
+        about = os.fstat(self._file)
+        if not stat.S_ISREG(about.st_mode) or (mode & 0o077 and about.st_nlink > 1):
+            self.close()
+            raise OSError(errno.EPERM, "is no file of its own, as a lock has to be", str(path))
 
     def take(self, text: str = "") -> bool:
         """Whether it is held now, by this; then the file holds the text."""
@@ -76,7 +86,7 @@ def is_held(path: Path) -> bool:
     """Whether a process holds the lock of that file. Those who ask at once do not see each other,
     and `take` passes them over."""
     with suppress(OSError):
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # somebody may have put a pipe there
+        file = os.open(path, os.O_RDONLY | _ITSELF)
         try:
             flock(file, LOCK_SH | LOCK_NB)
         except BlockingIOError:

@@ -92,7 +92,8 @@ def _leased(machine: Machine, name: str, leases: Leases) -> Machine:
             raise DeviceError(f"device.wait_s: {busy}") from None
         except OSError as error:
             raise DeviceError(
-                f"device.share: no lease can be kept ({error}); make it true to train without"
+                f"device.share: no lease can be kept ({error.filename}: {error.strerror}); "
+                "make it true to train without"
             ) from None
         tried = try_gpu(left.pop(key))
         gpus = tuple(tried if gpu.name == tried.name else gpu for gpu in machine.gpus)

@@ -5,9 +5,11 @@ It refuses to wait for longer than it was asked to.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -15,17 +17,68 @@ from contextlib import suppress
 from pathlib import Path
 
 from tasks.engine.base.file_lock import FileLock
-from tasks.engine.base.units import seconds
+from tasks.engine.base.units import printable, seconds
 
 ASK_EVERY_S = 0.1
 TELL_EVERY_S = 60.0
 ALL = 0o666  # others may hold it after us
+SHARED = ("/run/lock", "/tmp")
+HOLDER_LETTERS = 200  # of what others wrote
 log = logging.getLogger(__name__)
 
 
 def folder() -> Path:
-    """Where the leases of this host lie; all that share its devices must share it."""
-    return Path(os.environ.get("HEADROOM_LEASES") or Path(tempfile.gettempdir(), "headroom-leases"))
+    """Where the leases of this host lie; all that share its devices must share it.
+
+    So it is no user's own, such as XDG_RUNTIME_DIR or TMPDIR, where there is one for all. The first
+    is Linux's place for locks: nothing clears files from there because they are old.
+    """
+    if given := os.environ.get("HEADROOM_LEASES"):
+        return Path(given)
+    usual = (place for place in SHARED if _is_for_all(place) and os.access(place, os.W_OK))
+    return Path(next(usual, tempfile.gettempdir()), "headroom-leases")
+
+
+def _is_for_all(place: str) -> bool:
+    """Whether every user may keep files there, which no other may replace."""
+    with suppress(OSError):
+        about = os.stat(place)
+        return about.st_uid == 0 and about.st_mode & 0o1777 == 0o1777
+    return False
+
+
+def make(place: Path) -> None:
+    """The folder, in which every user of the host may keep files of their own. Raises OSError, also
+    where it is another user's who could put what he likes in the place of those."""
+    if not os.path.lexists(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        # Nobody finds it before it has its mode, and no link is followed.
+        half = Path(tempfile.mkdtemp(prefix=f"{place.name}.", dir=place.parent))
+        half.chmod(0o1777)
+        try:
+            half.rename(place)
+        except OSError:  # another was faster
+            half.rmdir()
+    _check(place)
+
+
+def files(place: Path, pattern: str) -> list[Path]:
+    """The files there by such a name, in order; none where it is no folder to be trusted."""
+    with suppress(OSError):
+        _check(place)
+        return sorted(place.glob(pattern))
+    return []
+
+
+def _check(place: Path) -> None:
+    """Raise OSError where the folder, or a link that leads to it, is another user's; but one is
+    good, whoever made it, where all may keep files and none may touch another's."""
+    for about in (place.lstat(), place.stat()):
+        is_sticky = stat.S_ISDIR(about.st_mode) and about.st_mode & stat.S_ISVTX
+        if not is_sticky and about.st_uid not in (0, os.getuid()):
+            told = "is another user's, who could replace what is in it; `chmod 1777` it or name "
+            told += "another folder in HEADROOM_LEASES"
+            raise OSError(errno.EPERM, told, str(place))
 
 
 class Busy(TimeoutError):
@@ -101,7 +154,8 @@ class Leases:
         told = []
         for device in devices:
             with suppress(OSError), FileLock(_lock(self._place, device), mode=ALL) as lease:
-                told.append(f"{device} is held by {lease.text() or 'another process'}")
+                holder = printable(lease.text(), limit=HOLDER_LETTERS) or "another process"
+                told.append(f"{device} is held by {holder}")
         return "; ".join(told)
 
 
@@ -127,7 +181,7 @@ class _Ticket:
 
     def is_behind(self, device: str) -> bool:
         """Whether somebody who came before waits for that device too."""
-        for path in sorted(self._place.glob("*.ticket")):
+        for path in files(self._place, "*.ticket"):
             if path >= self.path:
                 return False
             with suppress(OSError), FileLock(path, mode=ALL) as other:
@@ -141,11 +195,3 @@ class _Ticket:
 
 def _lock(place: Path, device: str) -> Path:
     return place / f"{re.sub(r'[^A-Za-z0-9-]', '_', device)}.lock"
-
-
-def make(place: Path) -> None:
-    """The folder, in which every user of the host may keep files of their own. Raises OSError."""
-    if not place.is_dir():
-        place.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):  # another user's by now
-            place.chmod(0o1777)

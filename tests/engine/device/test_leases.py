@@ -4,11 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tasks.engine.device import leases
 from tasks.engine.device.leases import Busy, Leases
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -114,3 +117,84 @@ def test_who_comes_first_is_served_first_and_the_dead_are_passed_over(tmp_path: 
     waiting[2].kill()
     for process in waiting:
         process.communicate()
+
+
+ANOTHER = 54321  # a user
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root has files of other users")
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder in which every user may keep files, as in the temporary folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o1777)
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("kind", ["link", "second name", "pipe"])
+def test_a_lease_is_never_written_into_a_file_from_elsewhere(tmp_path: Path, kind: str) -> None:
+    """A training wrote "pid 1 of ann" over a file of its user, to which another had laid a link."""
+    precious, lock = tmp_path / "precious", tmp_path / "leases" / "GPU-1.lock"
+    precious.write_text("a thesis")
+    lock.parent.mkdir()
+    {"link": lock.symlink_to, "second name": lock.hardlink_to, "pipe": lambda _: os.mkfifo(lock)}[
+        kind
+    ](precious)
+    with pytest.raises(OSError, match="symbolic links|no file of its own"):
+        _leases(tmp_path).take(["GPU-1"])
+    assert precious.read_text() == "a thesis"
+
+
+@needs_root
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_folder_that_another_user_has_made_is_refused_in_a_sentence(
+    shared: Path, is_link: bool
+) -> None:
+    """Its owner could have laid there what he liked; of a link, files of ours were removed."""
+    place, own = shared / "leases", shared / "own"
+    own.mkdir()
+    (own / "1.run").touch()
+    if is_link:
+        place.symlink_to(own)
+    else:
+        place.mkdir()
+        (place / "1.run").touch()
+    os.chown(place, ANOTHER, ANOTHER, follow_symlinks=False)
+    with pytest.raises(OSError, match="another user's.*chmod 1777.*HEADROOM_LEASES.*/leases"):
+        _leases(shared).take(["GPU-1"])
+    assert leases.files(place, "*.run") == [] and [*own.iterdir()] == [own / "1.run"]
+
+
+@needs_root
+def test_users_of_a_host_see_each_other_s_leases(shared: Path) -> None:
+    """Whoever made the folder: each keeps the other from the GPU, and gets it after him."""
+    become = f"os.setgid({ANOTHER}); os.setuid({ANOTHER}); leases = Leases("
+    another = _start(shared, KEEPS.replace("leases = Leases(", become))
+    assert another.stdout is not None and another.stdout.readline() == "held\n"
+    assert (shared / "leases").stat().st_uid == ANOTHER
+    with pytest.raises(Busy, match="^GPU-1 is held by it$"):
+        _leases(shared).take(["GPU-1"])
+    another.kill()
+    another.communicate()
+    assert _leases(shared, wait_s=30).take(["GPU-1"]) == "GPU-1"
+
+
+def test_leases_lie_where_all_users_find_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Who had a temporary folder of his own saw nobody's leases."""
+    monkeypatch.delenv("HEADROOM_LEASES")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(leases, "SHARED", (str(tmp_path), "/nowhere", "/tmp"))
+    about = os.stat("/tmp")
+    is_usual = about.st_uid == 0 and about.st_mode & 0o1777 == 0o1777
+    assert leases.folder() == Path("/tmp" if is_usual else tmp_path, "headroom-leases")
+    monkeypatch.setattr(leases, "SHARED", ())
+    assert leases.folder() == tmp_path / "headroom-leases"
+
+
+def test_what_a_holder_wrote_breaks_no_line(tmp_path: Path) -> None:
+    first = _leases(tmp_path, holder="\x1b[2Jit\nfailed: all")
+    first.take(["GPU-1"])
+    with pytest.raises(Busy, match=r"^GPU-1 is held by \[2Jit failed: all$"):
+        _leases(tmp_path).take(["GPU-1"])
