@@ -18,10 +18,10 @@ if __name__ == "__main__":
     leave(main(sys.argv[1:]))
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from prefect import flow
 from prefect.runtime import flow_run
 from rich.console import Console
 
@@ -34,8 +34,8 @@ from tasks.comparison.run_groups import Group, Measured, Points, grouped
 from tasks.comparison.trainings import Ended
 from tasks.device_tags import process_tags
 from tasks.engine.base.units import number, printable
-from tasks.flow_run import show
-from tasks.process.redaction import redacted_errors
+from tasks.flow_run import CalledFlow, show
+from tasks.process.redaction import redacted_errors, without_secret_words
 from tasks.resume import stamp
 from tasks.tracking.where import TrackingError, where
 
@@ -46,11 +46,15 @@ if TYPE_CHECKING:
 CURVE_POINTS = 1_000  # of a line in a picture
 
 
+def _shown(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"words": without_secret_words(parameters["words"])}
+
+
 def _name() -> str:
     return printable(" ".join(["compare", *flow_run.parameters["words"]]), limit=100)
 
 
-@flow(name="compare", flow_run_name=_name, validate_parameters=False)
+@partial(CalledFlow, name="compare", shown=_shown, flow_run_name=_name, validate_parameters=False)
 def compare(words: list[str], plan: Asked | None = None) -> int:
     """Train what the words of the command line ask for, or read the runs that they name.
 
@@ -74,7 +78,8 @@ def _trained(asked: Asked) -> int:
     chosen = where()
     store = Comparisons(chosen, asked.base.run.experiment)
     place = Path(chosen.runs).parent / "comparisons"
-    comparison = trainings.opened(place, " ".join([str(Path.cwd()), *asked.words]))
+    words = [str(Path.cwd()), *without_secret_words(asked.words)]
+    comparison = trainings.opened(place, " ".join(words))
     trials = None
     if asked.search is not None and goal is not None:
         from tasks.comparison.search import Trials  # imports Optuna

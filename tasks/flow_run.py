@@ -35,7 +35,7 @@ from tasks.engine.settings.run_config import RunConfig
 from tasks.failures import classify
 from tasks.gate import GATES, GateFailed
 from tasks.process import streams
-from tasks.process.redaction import link
+from tasks.process.redaction import link, redact_logs, without_secrets
 from tasks.record import Record
 from tasks.resume import default_name, plan_retry
 from tasks.serving.crashed_flow_runs import TAG
@@ -50,16 +50,29 @@ ASKED_AT: ContextVar[float | None] = ContextVar("ASKED_AT", default=None)
 
 class CalledFlow(Flow[..., Any]):
     """A Prefect flow that does more where Python calls it: `call` is given the plain call and its
-    arguments."""
+    arguments. Of these Prefect keeps, and shows, what `shown` makes of them; the flow gets them as
+    they are."""
 
-    def __init__(self, fn: Any, *, call: Callable[..., Any] | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        fn: Any,
+        *,
+        call: Callable[..., Any] | None = None,
+        shown: Callable[[dict[str, Any]], dict[str, Any]],
+        **settings: Any,
+    ) -> None:
         super().__init__(fn, **settings)
-        self.call = call
+        self.call, self.shown = call, shown
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.call is None:
             return super().__call__(*args, **kwargs)
         return self.call(super().__call__, *args, **kwargs)
+
+    def serialize_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        """What Prefect keeps of them."""
+        kept: dict[str, Any] = without_secrets(super().serialize_parameters(self.shown(parameters)))
+        return kept
 
 
 class Ended(RuntimeError):
@@ -72,6 +85,7 @@ def describe() -> dict[str, str]:
     From here on Prefect's UI shows what the tasks log: by default a logger passes warnings only.
     """
     logging.getLogger("tasks").setLevel(logging.INFO)
+    redact_logs()
     if os.environ.get("PREFECT__FLOW_RUN_ID"):  # a worker has started it, and reads what it prints
         outlive_the_worker()
     parent = os.environ.get(PARENT)

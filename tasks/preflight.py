@@ -20,7 +20,7 @@ from tasks.engine.files.source_data import DataError
 from tasks.engine.forecast.forecast import Unforeseeable
 from tasks.engine.settings.import_path_checks import check as check_imports
 from tasks.engine.settings.model_args import ModelError
-from tasks.engine.settings.read_settings import ConfigError, override
+from tasks.engine.settings.read_settings import ConfigError, given_again, override
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.build import settled, steps_of
 from tasks.engine.training import check_training
@@ -35,7 +35,7 @@ def resolved(config: RunConfig, overrides: Mapping[str, Any] | None) -> RunConfi
 
     Raises ConfigError or DataError.
     """
-    config = override(config, overrides)
+    config = given_again(override(config, overrides))
     check_imports(config)
     check_data(config.data)
     return config

@@ -23,6 +23,7 @@ from tasks.device_tags import device_json, device_tags
 from tasks.engine.base.facts import DataFacts, DeviceFacts, Owner, ReleaseFacts, TrainFacts
 from tasks.engine.base.timing import Stopwatch
 from tasks.engine.settings import unused_settings
+from tasks.engine.settings.read_settings import hidden
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.yaml_file import to_yaml
 from tasks.engine.step.build import epochs_of, steps_of
@@ -177,7 +178,7 @@ class Record:
         if self.leases.waited_s > 1:
             self._stages["time/wait_device_s"] = self.leases.waited_s
         self._stages["time/open_run_s"] = time.perf_counter() - began
-        self._write("config.yaml", redacted(to_yaml(self.config.model_dump())))
+        self._write("config.yaml", redacted(to_yaml(hidden(self.config).model_dump())))
         self._write("device.json", device_json(device))
         self._progress = self._screen.enter_context(Progress(steps, epochs))
         return Past(measured)

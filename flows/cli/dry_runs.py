@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 
 from tasks.engine.settings import unused_settings
+from tasks.engine.settings.read_settings import hidden
 from tasks.engine.settings.yaml_file import to_yaml
 
 
@@ -15,7 +16,7 @@ def dry_run(asked: Namespace) -> int:
     """Print the settings as they would be used, and the device."""
     from tasks.engine.device.detection import DeviceError, detect
 
-    print(to_yaml(asked.config.model_dump()), end="")
+    print(to_yaml(hidden(asked.config).model_dump()), end="")
     for line in unused_settings.told(asked.config):
         print(f"# {line}")
     device = asked.config.device

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from tasks.engine.base.secret_names import HIDDEN, is_secret
 from tasks.engine.settings.read_settings import ConfigError, resolve
 from tasks.engine.settings.table import MAPPINGS, Setting, described, table
 
@@ -82,7 +83,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             given.setdefault(name, []).append(value if equals else None)
     for name, values in given.items():
         if len(values) > 1:
-            told = ", then ".join(repr(value)[:60] for value in values)
+            told = ", then ".join(
+                HIDDEN if is_secret(name, str(value)) else repr(value)[:60] for value in values
+            )
             problems.append(f"{name}: is given {len(values)} times ({told}); keep one")
     flags = {name: values[-1] for name, values in given.items()}
     file, resume = flags.pop("--config", None), flags.pop("--resume", None)

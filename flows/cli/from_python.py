@@ -13,7 +13,7 @@ from prefect.utilities.callables import ParameterSchema
 
 from flows.cli import train_command
 from flows.cli.flags import TITLES
-from tasks.engine.settings.read_settings import from_mapping
+from tasks.engine.settings.read_settings import from_mapping, hidden
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.table import described, table
 from tasks.flow_run import CalledFlow
@@ -53,9 +53,14 @@ def call(
 
 def training(fn: Callable[..., Any], **settings: Any) -> CalledFlow:
     """The flow of `config`, `overrides` and `resume` that `fn` is the score of."""
-    flow = CalledFlow(fn, call=call, **settings)
+    flow = CalledFlow(fn, call=call, shown=_shown, **settings)
     flow.parameters = _form(flow.parameters)
     return flow
+
+
+def _shown(parameters: dict[str, Any]) -> dict[str, Any]:
+    config = parameters.get("config")
+    return {**parameters, "config": hidden(config)} if isinstance(config, RunConfig) else parameters
 
 
 def _form(parameters: ParameterSchema) -> ParameterSchema:

@@ -24,7 +24,7 @@ from flows.cli.flags import parse, resumed
 from tasks.engine.base.units import printable
 from tasks.engine.launch import attempts
 from tasks.engine.settings.import_path_checks import check as check_imports
-from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.read_settings import ConfigError, given_again
 from tasks.process import restart, signals
 from tasks.process.redaction import redact_output, redacted
 from tasks.serving import crashed_flow_runs, local_prefect
@@ -46,6 +46,7 @@ def _obey(argv: Sequence[str]) -> int:
         asked = parse(argv)
         if asked.explain_device:
             return dry_runs.explain_device(asked)
+        asked.config = given_again(asked.config)
         check_imports(asked.config)
         if asked.dry_run:
             return dry_runs.dry_run(asked)
@@ -53,7 +54,7 @@ def _obey(argv: Sequence[str]) -> int:
             return dry_runs.forecast(asked)
         return _train(asked)
     except (ConfigError, TrackingError) as error:
-        print(error, file=sys.stderr)
+        print(redacted(str(error)), file=sys.stderr)
         return 2
 
 
@@ -88,7 +89,7 @@ def _train(asked: Namespace) -> int:
     try:
         check_data(asked.config.data)
     except DataError as error:
-        print(error, file=sys.stderr)
+        print(redacted(str(error)), file=sys.stderr)
         return 2
     if asked.config.launch.machines and not attempts.is_launched():
         from tasks.engine.launch.machines import train_on_machines
@@ -133,7 +134,7 @@ def _played(play: Callable[[], int], *, debug: bool) -> int:
             print(signals.in_words(), file=sys.stderr)
             return signals.exit_code() or 130
         if isinstance(error, BAD_INPUT):
-            print(error, file=sys.stderr)
+            print(redacted(str(error)), file=sys.stderr)
             return 2
         if debug and isinstance(error, Exception):
             raise
@@ -146,7 +147,7 @@ def _played(play: Callable[[], int], *, debug: bool) -> int:
             told = "does not answer; start that server, or name none: a run then starts its own"
             print(f"PREFECT_API_URL: {redacted(api)} {told}", file=sys.stderr)
             return 2
-        print(f"failed: {error}", file=sys.stderr)
+        print(f"failed: {redacted(str(error))}", file=sys.stderr)
         return attempts.AGAIN if isinstance(error, BeginAgain) else 1
 
 

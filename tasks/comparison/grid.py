@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tasks.comparison.search_space import Search
+from tasks.engine.base.secret_names import is_secret
 from tasks.engine.base.units import printable
 from tasks.engine.settings.import_path_checks import check as check_imports
 from tasks.engine.settings.read_settings import ConfigError
@@ -74,6 +75,8 @@ def axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]:
             continue
         if name in found:
             problems.append(f"--vary {told}: {name} is varied already; give all its values at once")
+        elif is_secret(name, given):
+            problems.append(f"--vary {name}: is a secret, which no page of a comparison may show")
         elif name.startswith("run."):
             problems.append(f"--vary {told}: {name} is a name, and makes no other training")
         found.setdefault(name, split(given))

@@ -21,6 +21,7 @@ from uuid import uuid4
 from tasks.comparison.grid import Cell
 from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.engine.base.units import printable
+from tasks.engine.settings.read_settings import hidden, secret_variables
 from tasks.engine.settings.yaml_file import to_yaml
 from tasks.flow_run import PARENT
 from tasks.process.redaction import redacted
@@ -210,7 +211,7 @@ def _ended_since(comparison: Comparison, cell: Cell, runs: Path) -> Ended | None
 
 def _start(comparison: Comparison, cell: Cell) -> subprocess.Popen[bytes]:
     file = comparison.folder / f"{cell.number:04d}.yaml"
-    settings: dict[str, Any] = cell.config.model_dump()
+    settings: dict[str, Any] = hidden(cell.config).model_dump()
     turn = f", repeat {cell.repeat}" if cell.repeat > 1 else ""
     name = " ".join(filter(None, [settings["run"]["name"], cell.label + turn]))
     settings["run"]["name"] = printable(name, limit=NAME_LETTERS)
@@ -223,7 +224,7 @@ def _start(comparison: Comparison, cell: Cell) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**environment, PARENT: comparison.run_id},
+            env={**environment, **secret_variables(cell.config), PARENT: comparison.run_id},
             start_new_session=True,  # Ctrl-C is for the comparison, which then ends it
         )
 

@@ -1,53 +1,133 @@
 """The one door for secrets: what a run prints, keeps or raises goes through it. It hides logins in
-URIs and headers, and the values of environment variables whose names say that they are secret.
+URIs, headers and queries, what is told by a secret's name, the tokens of known services by their
+look, and the secrets of the environment wherever they stand. What would drive a terminal is shown
+as an escape.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import Any, TextIO
+from urllib.parse import quote, quote_plus, unquote, unquote_plus
+
+from tasks.engine.base.secret_names import HIDDEN, is_secret, looks_random
 
 SHORTEST = 8  # characters of a secret to look for: a shorter one may be an ordinary word
-_NAMED = re.compile(
-    r"(PASSWORD|PASSWD|SECRET|TOKEN|API_KEY|ACCESS_KEY|AUTH_STRING|CREDENTIALS?)$", re.IGNORECASE
+LINE = 20  # and of a line of a secret with several, such as a private key
+_NO_PORT = r"(?!\d+(?:[/?#\s\"',;)]|$))"
+_LOGIN = re.compile(rf"\w://[^\s:/@\[]*:{_NO_PORT}([^\s\"']*)@")
+_LONE_LOGIN = re.compile(rf"\w://[^\s:/@\[]*:{_NO_PORT}(.*)@", re.DOTALL)  # of a text with one URI
+# NAME=value and "name": "value"; --name value.
+_PAIR = re.compile(
+    r"""((?:(?<=--)|(?<![\w.-]))(?=[A-Za-z_])([\w.-]{3,})(?:["']?\s?=\s?|["']\s*:\s*))"""
+    r"""(?:(["'])(.*?)\3|([^\s,;&)}\]"']+))"""
 )
-_LOGIN = re.compile(r"\w://[^\s:/@]*:([^\s\"']*)@")
+_FLAG = re.compile(r"""(--([\w.-]{3,})\s)()()([^\s"'-][^\s"']*)""")
 _RULES = (
-    (re.compile(r"(\w://[^\s:/@]*):[^\s\"']*@"), r"\1:***@"),
+    (re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(-----END|$)", re.DOTALL), r"\1***\2"),
+    (re.compile(rf"(\w://[^\s:/@\[]*):{_NO_PORT}[^\s\"']*@"), r"\1:***@"),
+    # With a space or a quote in it, which should have been written %20 or %22.
+    (
+        re.compile(
+            rf"(\w://[^\s:/@\[\"']*):{_NO_PORT}(?!\*\*\*@)[^\s@/][^@\n]{{0,80}}@(?=[\w.\[])"
+        ),
+        r"\1:***@",
+    ),
     (re.compile(r"(https?://)[^\s:/@\"']+@"), r"\1***@"),  # a token for a name
     (
-        re.compile(r"(?i)([?&][\w.-]*(?:password|passwd|token|secret|signature|sig)=)[^&\s\"']+"),
+        re.compile(
+            r"(?i)([?&](?:[\w.-]*(?:passw(?:or)?d|token|secret|signature|credential)|sig|auth)=)"
+            r"[^&\s\"']+"
+        ),
         r"\1***",
     ),
     (
         re.compile(
-            r"(?i)(authorization[\"']?\s*[:=,]\s*[\"']?(?:(?:basic|bearer)\s+)?)[^\s\"',)}]+"
+            r"(?i)((?:[\w-]*authorization|x-[\w-]*(?:key|token|auth|secret)|[\w-]*api-?key|private-token"
+            r"|[\w-]+-(?:api|access|subscription|auth)-(?:key|token)|(?:set-)?cookie)[\"']?\s*[:=,]\s*"
+            r"[\"']?(?:(?:basic|bearer|token|apikey|digest|negotiate)\s+)?)[^\s\"',)}]+"
+        ),
+        r"\1***",
+    ),
+    (
+        re.compile(
+            r"(hooks\.slack\.com/(?:services|workflows|triggers)/|discord(?:app)?\.com/api/webhooks/"
+            r"|\.webhook\.office\.com/|api\.telegram\.org/bot|chat\.googleapis\.com/v1/spaces/)"
+            r"[^\s\"'<>]+"
         ),
         r"\1***",
     ),
 )
+# GitHub, GitLab, Slack, Stripe, OpenAI and its like, Hugging Face, Google, npm, PyPI, Docker,
+# Vault, Databricks, SendGrid, DigitalOcean, Linear, Notion, Atlassian, Shopify; JSON web tokens.
+_TOKENS = re.compile(
+    r"\b(?:gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|xapp-|sk-|[rs]k_(?:live|test)_|hf_|AIza|ya29\."
+    r"|GOCSPX-|npm_|pypi-|dckr_pat_|hv[sb]\.|dapi|SG\.|do[opr]_v1_|lin_api_|secret_|ntn_|ATATT|shp[ap]+_"
+    r"|whsec_|nvapi-|pk_live_|tskey-|eyJ[\w-]{8,}\.eyJ)[\w.~+/-]{12,}=*"
+)
+# But for tabs and the ends of lines.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
+_DRAWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\b]")  # what a progress line needs
 
 
 def redacted(text: str) -> str:
-    """The text without the secrets in it, each replaced by ***."""
-    if len(text) < SHORTEST:
-        return text
+    """The text without the secrets in it, each replaced by ***, and with control characters as
+    escapes."""
+    return _CONTROL.sub(_escaped, _without(text))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"\\x{ord(found[0]):02x}"
+
+
+def _without(text: str) -> str:
     for rule, instead in _RULES:
         text = rule.sub(instead, text)
-    for secret in _of_the_environment():
-        text = text.replace(secret, "***")
-    return text
+    for pair in (_PAIR, _FLAG):
+        text = pair.sub(_named, text)
+    text = _TOKENS.sub(lambda found: HIDDEN if looks_random(found[0]) else found[0], text)
+    secrets = _secrets(tuple(os.environ.items()))
+    return secrets.sub(HIDDEN, text) if secrets is not None else text
 
 
-def _of_the_environment() -> list[str]:
-    """The longest first: one may be a part of another."""
-    named = [value for name, value in os.environ.items() if _NAMED.search(name)]
-    logins = [login for value in os.environ.values() for login in _LOGIN.findall(value)]
-    return sorted({s for s in named + logins if len(s) >= SHORTEST}, key=len, reverse=True)
+def _named(pair: re.Match[str]) -> str:
+    head, name, mark, quoted, bare = pair.groups(default="")
+    return f"{head}{mark}{HIDDEN}{mark}" if is_secret(name, quoted or bare) else pair[0]
+
+
+@lru_cache(1)
+def _secrets(environment: tuple[tuple[str, str], ...]) -> re.Pattern[str] | None:
+    """Whatever of the environment is to be hidden, in each way to write it; the longest first: one
+    may be a part of another."""
+    found: set[str] = set()
+    for name, given in environment:
+        value = given.strip()
+        if is_secret(name, value):
+            found |= {value, *(line for line in value.split("\n") if len(line.strip()) >= LINE)}
+        found.update((_LONE_LOGIN if value.count("://") == 1 else _LOGIN).findall(value))
+        found.update(_LOGIN.findall(value))
+        inside = (pair.groups(default="") for pair in _PAIR.finditer(value))
+        found |= {q or b for _, inner, _, q, b in inside if is_secret(inner, q or b)}
+    found |= {decode(one) for one in found for decode in (unquote, unquote_plus)}
+    found |= {
+        written
+        for one in found
+        for written in (
+            quote(one, safe=""),
+            quote_plus(one),
+            repr(one)[1:-1],
+            json.dumps(one)[1:-1],
+        )
+    }
+    known = sorted({s for one in found if len(s := one.strip()) >= SHORTEST}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, known))) if known else None
 
 
 def without_secrets(found: Any) -> Any:
@@ -59,6 +139,16 @@ def without_secrets(found: Any) -> Any:
     if isinstance(found, (list, tuple)):
         return [without_secrets(value) for value in found]
     return found
+
+
+def without_secret_words(words: Sequence[str]) -> list[str]:
+    """The words of a command line, each redacted, and the value that follows a secret's flag."""
+    shown: list[str] = []
+    for i, word in enumerate(words):
+        flag = words[i - 1] if i else ""
+        is_value = flag.startswith("--") and "=" not in flag and is_secret(flag, word)
+        shown.append(HIDDEN if is_value else redacted(word))
+    return shown
 
 
 def link(uri: str) -> str:
@@ -76,9 +166,37 @@ def redacted_errors() -> Iterator[None]:
         seen: set[int] = set()
         while cause is not None and id(cause) not in seen:
             seen.add(id(cause))
-            cause.args = tuple(redacted(a) if isinstance(a, str) else a for a in cause.args)
+            _redact_error(cause)
             cause = cause.__cause__ or cause.__context__
         raise
+
+
+def _redact_error(error: BaseException) -> None:
+    error.args = tuple(redacted(a) if isinstance(a, str) else a for a in error.args)
+    held = ("strerror", "filename", "filename2") if isinstance(error, OSError) else ()
+    for name in held:  # what its text is made of
+        if isinstance(told := getattr(error, name), str):
+            setattr(error, name, redacted(told))
+    if hasattr(error, "__notes__"):
+        error.__notes__ = [redacted(note) for note in error.__notes__]
+
+
+def redact_logs() -> None:
+    """From here on no line that this project or Prefect logs holds a secret, whoever handles it."""
+    if getattr(logging.getLogRecordFactory(), "__name__", "") == _record.__name__:
+        return
+    logging.setLogRecordFactory(_record)
+
+
+_plain_record = logging.getLogRecordFactory()
+
+
+def _record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+    record = _plain_record(*args, **kwargs)
+    if record.name.startswith(("tasks", "flows", "prefect")):
+        with suppress(TypeError, ValueError):  # words that do not fit: logging tells that itself
+            record.msg, record.args = redacted(record.getMessage()), ()
+    return record
 
 
 def redact_output(*, is_log: bool = False) -> None:
@@ -86,10 +204,21 @@ def redact_output(*, is_log: bool = False) -> None:
 
     is_log: it goes to a file, and a full disk under that is no reason to end.
     """
+    redact_logs()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Redacting):  # None: it is closed
             setattr(sys, name, _Redacting(stream, is_forgiving=is_log))
+
+
+def _shown(text: str) -> str:
+    """What goes to a terminal: with the escapes of a progress line, and no others."""
+    drawn = list(_DRAWN.finditer(text))
+    if not drawn:
+        return redacted(text)
+    text = _without(text)
+    parts = re.split(f"({_DRAWN.pattern})", text)
+    return "".join(p if i % 2 else _CONTROL.sub(_escaped, p) for i, p in enumerate(parts))
 
 
 class _Redacting:
@@ -98,7 +227,7 @@ class _Redacting:
 
     def write(self, text: str) -> int:
         try:
-            self._stream.write(redacted(text))
+            self._stream.write(_shown(text))
         except OSError:
             if not self._is_forgiving:
                 raise

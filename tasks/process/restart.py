@@ -1,6 +1,7 @@
 """A command that becomes itself anew, under the same process id, so that its terminal, its
 supervisor and whoever waits for its exit code keep it. Nothing else comes along: no memory of a
-device, no open file, no variable that was set. The new one waits first, while it holds nothing.
+device, no open file, no variable that was set, but for the secrets of its settings. The new one
+waits first, while it holds nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from tasks.engine.base.secret_names import VARIABLE
 
 _AT, _OF = "HEADROOM_RETRY_AT", "HEADROOM_RETRY_OF"  # a Unix time, a run's folder
 LONGEST_S = 3600.0  # a clock may be set anew meanwhile
@@ -63,7 +66,9 @@ def plan(words: Sequence[str], *, at: float, of: Path, told: str) -> None:
         given = sys.orig_argv[1:]
         options = given[: given.index("-m")] if "-m" in given else []
         line = [sys.executable, *options, "-m", "flows.train", *words]
-        _command.next = told, line, {**_command.environment, _AT: repr(at), _OF: str(of)}
+        again = {**_command.environment, _AT: repr(at), _OF: str(of)}
+        secrets = {n: v for n, v in os.environ.items() if n.startswith(VARIABLE)}
+        _command.next = told, line, {**again, **secrets}  # its settings are kept without them
 
 
 def execute() -> None:

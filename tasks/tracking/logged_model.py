@@ -42,6 +42,7 @@ CODE = (
     "engine/base/__init__.py",
     "engine/base/factory_call.py",
     "engine/base/import_paths.py",
+    "engine/base/secret_names.py",
     "engine/models/__init__.py",
     "engine/models/builtin.py",
     "engine/models/checksums.py",

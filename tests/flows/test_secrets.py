@@ -2,6 +2,7 @@
 server behind a door that asks for a password."""
 
 import base64
+import json
 import os
 import select
 import shutil
@@ -10,15 +11,19 @@ import socketserver
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
+from tasks.engine.settings.yaml_file import to_yaml
 from tasks.tracking import mlflow_store
 from tests.conftest import desk_environment
+from tests.tasks.process.test_redaction import TEXTS, VARIABLES
 
 SECRETS = {
     "of the URI": "pq7marker-uri",
@@ -31,6 +36,51 @@ import os
 def rows():
     uri, token = os.environ["MLFLOW_TRACKING_URI"], os.environ["STORE_TOKEN"]
     raise ValueError(f"could not load from {uri} with {token}")
+"""
+SETTINGS = {
+    "data.args.password": "correct horse battery",
+    "data.args.store": {"api_key": "pq7marker-nested-key"},
+    "data.args.dsn": "host=db-of-ann password=x",
+    "data.args.pin_secret": 987654321,
+    "model.args.hub_token": "pq7marker-hub-token",
+    "model.args.accountKey": "pq7marker-account-key",
+}
+AGAIN = [  # but for the first
+    f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
+    for name, value in list(SETTINGS.items())[1:]
+]
+# Settings that are none: a run keeps them as they are.
+PLAIN_SETTINGS = {"data.args.sort_key": "customer_name", "model.args.pad_token": "<pad>"}
+LEAKY = """
+import json, logging, sys, warnings
+import numpy as np
+from torch import nn
+
+SAYS = open("said.txt", newline="").read()
+KNOWN = json.load(open("known.json"))
+
+def tell(what):
+    print(what, SAYS)
+    print(what, SAYS, file=sys.stderr)
+    logging.getLogger("tasks.theirs").warning("%s %s", what, SAYS)
+
+def rows(password, store, dsn, pin_secret, sort_key, fails=False):
+    given = {"password": password, "store": store, "dsn": dsn, "pin_secret": pin_secret}
+    assert all(KNOWN[f"data.args.{name}"] == value for name, value in given.items())
+    tell(f"{password} {store} {dsn} {pin_secret}")
+    if fails:
+        raise ValueError(f"no {password} {dsn} {pin_secret} \\x1b]0;title\\x07 \\x00 {SAYS}")
+    x = np.random.default_rng(0).standard_normal((80, 3)).astype("float32")
+    return x, (x.sum(1) > 0).astype("int64")
+
+class Net(nn.Module):
+    def __init__(self, input_shape, outputs, hub_token, accountKey, pad_token):
+        super().__init__()
+        known = KNOWN["model.args.hub_token"], KNOWN["model.args.accountKey"]
+        assert (hub_token, accountKey) == known
+        tell(f"{hub_token} {accountKey}")
+        self.layer = nn.Linear(*input_shape, outputs)
+    def forward(self, x): return self.layer(x)
 """
 
 
@@ -130,3 +180,60 @@ def test_nothing_that_a_run_leaves_holds_a_secret(place: Path, uri: str) -> None
         if path.stat().st_mode & 0o077
     }
     assert readable == {}
+
+
+@pytest.mark.timeout(600)  # four runs
+def test_what_is_left_of_runs_holds_no_secret_of_a_well_known_service(place: Path) -> None:
+    """Of the environment, of settings, and of what a user's own code prints, logs and raises. The
+    run itself gets them, and so does who goes on with it, once they are given again."""
+    said = "\n".join([*VARIABLES.values(), *(text for text, _ in TEXTS)])
+    secrets = {**VARIABLES, **SETTINGS, "data.args.store": "pq7marker-nested-key"}
+    secrets |= {text[:30]: secret for text, secret in TEXTS}
+    settings = {"data.source": "leaky:rows", "model.name": "leaky:Net", "train.epochs": 2}
+    settings |= {"checkpoint.every_steps": 1, **SETTINGS, **PLAIN_SETTINGS}
+    with tempfile.TemporaryDirectory() as theirs:
+        Path(theirs, "leaky.py").write_text(LEAKY.replace('open("', f'open("{theirs}/'))
+        Path(theirs, "said.txt").write_bytes(said.encode())
+        Path(theirs, "known.json").write_text(json.dumps(SETTINGS))
+        Path(theirs, "config.yaml").write_text(to_yaml(settings))
+        environment = {**desk_environment(place / "prefect"), **VARIABLES}
+        environment["PYTHONPATH"] += f":{theirs}"
+
+        def train(*words: str, **more: str) -> subprocess.CompletedProcess[bytes]:
+            command = [sys.executable, "-m", "flows.train", *words]
+            done = subprocess.run(
+                command, cwd=place, env={**environment, **more}, capture_output=True
+            )
+            told = len(list(place.glob("terminal-*")))
+            (place / f"terminal-{told}").write_bytes(done.stdout + done.stderr)
+            return done
+
+        config = f"--config={theirs}/config.yaml"
+        done = train(config)
+        assert done.returncode == 0, done.stderr
+        done = train(config, "--data.args.fails=true")
+        assert done.returncode == 2 and rb"\x1b]0;title\x07 \x00" in done.stderr, done.stderr
+        done = train("--resume=latest", "--train.epochs=3", *AGAIN)
+        last = b"data.args.password: was hidden when it was kept; give it again: "
+        last += b"--data.args.password, or HEADROOM_SECRET_DATA_ARGS_PASSWORD in the environment\n"
+        assert (done.returncode, done.stderr) == (2, last)
+        given = {"HEADROOM_SECRET_DATA_ARGS_PASSWORD": str(SETTINGS["data.args.password"])}
+        done = train("--resume=latest", "--train.epochs=3", *AGAIN, **given)
+        assert done.returncode == 0, done.stderr
+    everything = {
+        file.relative_to(place): file.read_bytes() for file in place.rglob("*") if file.is_file()
+    }
+    found = [
+        f"{file} holds the secret {whose}"
+        for file, content in everything.items()
+        for whose, secret in secrets.items()
+        for written in {str(secret).strip(), unquote(str(secret)).strip()}
+        if written.encode() in content
+    ]
+    assert found == []
+    held = b"".join(everything.values())
+    assert b"\x1b]0;" not in b"".join(c for f, c in everything.items() if "terminal" in f.name)
+    for value in PLAIN_SETTINGS.values():
+        assert value.encode() in held
+    (config_file,) = (f for f in place.glob(".headroom/runs/*/config.yaml") if f.is_file())
+    assert config_file.read_text().count("***") == len(SETTINGS)

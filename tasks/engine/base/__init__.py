@@ -2,5 +2,5 @@
 found by its import path. It knows no setting and no device.
 
 Front doors: factory_call, facts, field_types, file_lock, import_paths, nested, ordered_threads,
-seeds, timing, units.
+secret_names, seeds, timing, units.
 """

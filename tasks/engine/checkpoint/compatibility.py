@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.read_settings import ConfigError, hidden
 from tasks.engine.settings.run_config import RunConfig
 
 # Where it runs and how it is watched, how long, and where its rows come from while they stay the
@@ -26,7 +26,7 @@ MAY_DIFFER_IN = ("checkpoint", "memory", "launch", "run")
 def identity(config: RunConfig, data: DataFacts, *, device_type: str) -> dict[str, Any]:
     """What a checkpoint says of the training that it is of."""
     return {
-        "settings": config.model_dump(mode="json"),
+        "settings": hidden(config).model_dump(mode="json"),
         "data": data.fingerprint,
         "device": device_type,
         "torch": torch.__version__,

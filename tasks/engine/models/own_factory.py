@@ -13,6 +13,7 @@ from torch import nn
 
 from tasks.engine.base.factory_call import arguments, called
 from tasks.engine.base.import_paths import found
+from tasks.engine.base.secret_names import given_again, variable
 from tasks.engine.models.model_call import Outputs
 from tasks.engine.settings.model_args import ModelError
 
@@ -50,10 +51,15 @@ def again(spec: Mapping[str, Any], folder: Path) -> Outputs:
     if code not in sys.path and (folder / CODE).is_dir():
         sys.path.insert(0, code)  # it stays: a forward pass may import too
     factory = found(spec["model"], setting="model.name", refusal=ModelError)
+    missing: list[str] = []
+    args = given_again(spec["args"], "model.args", missing)
+    if missing:
+        told = f"{missing[0]}: was hidden when the model was kept; give it in the environment as"
+        raise ModelError(f"{told} {variable(missing[0])}")
     model = construct(
         factory,
         spec["model"],
-        spec["args"],
+        args,
         input_shape=spec["input_shape"],
         outputs=spec["offered_outputs"],
     )

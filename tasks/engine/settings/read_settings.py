@@ -1,17 +1,20 @@
 """How a RunConfig comes to be: defaults, a YAML file over them, flags over that, overrides over a
-finished one. It refuses unknown names and bad values all at once, one line each, with the place,
-the dotted name, the rule and the value; it never guesses what was meant, only says it.
+finished one; and how it is kept and shown without its secrets. It refuses unknown names and bad
+values all at once, one line each, with the place, the dotted name, the rule and the value; it never
+guesses what was meant, only says it.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any
 
 from pydantic import ValidationError
 
+from tasks.engine.base import secret_names
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.table import MAPPINGS, shown, table, unknown
 from tasks.engine.settings.yaml_file import Document, Refused, parse, parse_value, read_text
@@ -67,6 +70,49 @@ def override(config: RunConfig, overrides: Mapping[str, Any] | None) -> RunConfi
     Raises ConfigError with every problem.
     """
     return _over(config, "overrides", overrides) if overrides else config
+
+
+def hidden(config: RunConfig) -> RunConfig:
+    """The same as it may be kept and shown: stars stand in the arguments for what is a secret."""
+    return _with_arguments(config, secret_names.hidden)
+
+
+def given_again(config: RunConfig) -> RunConfig:
+    """The same with its secrets, where it was read from what `hidden` has made; from now on they
+    are in the environment, for the processes that this one starts.
+
+    Raises ConfigError for those that are not there.
+    """
+    missing: list[str] = []
+    os.environ.update(secret_variables(config))
+    config = _with_arguments(config, lambda v, name: secret_names.given_again(v, name, missing))
+    if missing:
+        told = "was hidden when it was kept; give it again: --{0}, or {1} in the environment"
+        raise ConfigError(
+            *(f"{name}: {told.format(name, secret_names.variable(name))}" for name in missing)
+        )
+    return config
+
+
+def secret_variables(config: RunConfig) -> dict[str, str]:
+    """What the environment of a process has to hold, to which `hidden` settings are given."""
+    each = (secret_names.variables(values, name) for name, values in _arguments(config).items())
+    return {name: value for found in each for name, value in found.items()}
+
+
+def _arguments(config: RunConfig) -> dict[str, dict[str, Any]]:
+    return {"data.args": config.data.args, "model.args": config.model.args}
+
+
+def _with_arguments(
+    config: RunConfig, change: Callable[[Mapping[str, Any], str], dict[str, Any]]
+) -> RunConfig:
+    args = {name: change(values, name) for name, values in _arguments(config).items()}
+    if args == _arguments(config):
+        return config
+    data = config.data.model_copy(update={"args": args["data.args"]})
+    model = config.model.model_copy(update={"args": args["model.args"]})
+    return config.model_copy(update={"data": data, "model": model})
 
 
 def from_mapping(settings: Mapping[str, Any]) -> RunConfig:

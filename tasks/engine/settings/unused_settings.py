@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tasks.engine.base.field_types import is_import
 from tasks.engine.settings.data_config import TAKEN_BY, TOKEN_SOURCES
+from tasks.engine.settings.read_settings import hidden
 from tasks.engine.settings.run_config import RunConfig
 
 _NOT_OF_TOKENS = (
@@ -37,14 +38,14 @@ def without_meaning(config: RunConfig) -> dict[str, str]:
 
 
 def params(config: RunConfig) -> dict[str, object]:
-    """The settings that mean something in this run, under their dotted names."""
+    """The settings that mean something in this run, under their dotted names, without secrets."""
     unused = without_meaning(config)
-    return {name: value for name, value in config.flat().items() if name not in unused}
+    return {name: value for name, value in hidden(config).flat().items() if name not in unused}
 
 
 def told(config: RunConfig) -> list[str]:
     """A line for each setting that was changed without effect."""
-    asked, usual = config.flat(), RunConfig().flat()
+    asked, usual = hidden(config).flat(), RunConfig().flat()
     lines = [
         f"{name}: has no effect (got {asked[name]}): {why}"
         for name, why in without_meaning(config).items()

@@ -19,6 +19,7 @@ from tasks.engine.batches.dataloaders import ENDLESS
 from tasks.engine.device.precision import autocast
 from tasks.engine.distributed.parallel import Parallel
 from tasks.engine.models.model_call import Forward, Plain, free
+from tasks.engine.settings.read_settings import hidden
 from tasks.engine.settings.run_config import FUSED, RunConfig
 from tasks.engine.step import optim, own_model, own_optim
 from tasks.engine.step.losses import count_of, gives_own_loss, loss_of
@@ -217,7 +218,7 @@ def spec_of(config: RunConfig, data: DataFacts, *, outputs: int) -> dict[str, An
         names = tuple(map(str, range(outputs)))
     return {
         "model": config.model.name,
-        "args": config.model.args,
+        "args": hidden(config).model.args,
         "source": data.source,
         "task": data.task,
         "input_shape": data.input_shape,
