@@ -17,6 +17,7 @@ import numpy as np
 from tasks.engine.base.facts import Column, DataFacts
 from tasks.engine.base.field_types import is_import
 from tasks.engine.base.import_paths import ends_told
+from tasks.engine.base.secret_names import hidden
 from tasks.engine.data import prepare_rows, token_windows
 from tasks.engine.data.sources import SOURCES, files, origin, synthetic_bytes
 from tasks.engine.files import prepared_cache
@@ -186,7 +187,8 @@ def _settings(data: DataConfig) -> dict[str, Any]:
         unused |= {"context", "vocab"}
     # What was prepared before there were these stays as it was called.
     unused |= {*SPLIT} - {*data.own_split}
-    return data.model_dump(exclude=unused)
+    settings = data.model_dump(exclude=unused)
+    return {**settings, "args": hidden(data.args, "data.args")}  # kept, and told again
 
 
 def _folder(data: DataConfig, found: Origin) -> Path:
