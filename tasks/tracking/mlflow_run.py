@@ -17,6 +17,7 @@ from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
+from mlflow.exceptions import MlflowException
 
 from tasks.engine.base.file_lock import FileLock
 from tasks.engine.device.telemetry import Telemetry
@@ -80,14 +81,20 @@ class Sender:
             self.client.log_batch(self.state.run_id, params=entries[i : i + PARAMS])
 
     def tell_data(self, inputs: Sequence[Mapping[str, str]]) -> None:
-        """MLflow keeps one of each name and digest, however often it is told."""
+        """MLflow keeps one of each name and digest, however often it is told. It looks first and
+        writes then: where another run was told between, it has been written, and is found."""
         found = []
         for told in inputs:
             tag = InputTag("mlflow.data.context", told["context"])
             words = {k: v for k, v in told.items() if k != "context"}
             found.append(DatasetInput(Dataset(**words), [tag]))
-        if found:
-            self.client.log_inputs(self.state.run_id, found)
+        for last in (False, False, True) if found else ():
+            try:
+                self.client.log_inputs(self.state.run_id, found)
+                break
+            except MlflowException as error:
+                if last or "IntegrityError" not in str(error):
+                    raise
 
     def flush(self, *, most_bytes: float = math.inf) -> None:
         """Send the metrics that are new, of so many bytes of the journal. Raises what MLflow

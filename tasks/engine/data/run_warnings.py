@@ -124,7 +124,7 @@ def of_results(
             f"{REMEDY}"
         )
     for name, figure, answer in ((MEAN, "rmse", "mean"), (MEDIAN, "mae", "median")):
-        if name in metrics and not (name == MEAN and r2 < 0):
+        if name in metrics and not said:
             said.append(
                 f"val/{figure} is {number(metrics[f'val/{figure}'])}, and {number(metrics[name])} "
                 f"where each answer is the {answer} of the training rows: on "

@@ -4,6 +4,7 @@ evaluator, the clocks and accounts; and what they have measured when it is over.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -154,13 +155,15 @@ def training_parts(
         ),
         count_every=COUNT_EVERY if device.type == "cpu" else None,
     )
+    # Held weakly: in a ring of references, a model would stay until the next collection.
+    recorders: weakref.WeakSet[TunedStep] = weakref.WeakSet()
     shared: dict[str, Any] = {
         "device": device,
         "model": model,
         "accounts": phases.accounts,
         "witness": _Witness(recorder, phases.meter),
         "changes": checked.changes,
-        "forget_graph": lambda: tuned.forget_graphs(),
+        "forget_graph": lambda: any(each.forget_graphs() for each in recorders),
     }
     count = count_of(config.train, data, of_labels=checked.of_labels)
     parallel: Parallel | None = None
@@ -193,7 +196,7 @@ def training_parts(
     is_timed = config.train.deterministic or not ranks.is_alone
     is_timed &= config.train.compile == "auto"
     steps = plan_of(config).steps(fed[0].steps(batch_size))
-    tuned: TunedStep = TunedStep(
+    tuned = TunedStep(
         step,
         mode="off" if is_timed else config.train.compile,
         steps=steps,
@@ -204,6 +207,7 @@ def training_parts(
         known=known,
         recorded=partial(_recorded, owned, phases),
     )
+    recorders.add(tuned)
     most = eval_rows(data, batch_size, room_bytes=room_bytes(config, facts.free_bytes or 0))
     evaluator = Evaluator(
         task=data.task,

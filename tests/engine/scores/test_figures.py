@@ -42,7 +42,8 @@ def test_figures_of_classes_are_those_of_all_rows(missing: str | None) -> None:
 
 def test_one_row_has_figures_and_rows_without_a_class_none() -> None:
     one = np.array([2])
-    assert figures.of_classes(Cells.of(one, one)) == {"balanced_accuracy": 1, "macro_f1": 1}
+    found = {"balanced_accuracy": 1, "macro_f1": 1, "largest_class_share": 1}
+    assert figures.of_classes(Cells.of(one, one)) == found
     assert figures.of_classes(Cells.of(one, np.array([-100]))) == {}
     assert figures.of_amounts(np.ones((1, 1)), np.zeros((1, 1))) == {"mae": 1, "rmse": 1}
     assert figures.of_labels(np.ones((1, 1)), np.ones((1, 1), bool)) == {

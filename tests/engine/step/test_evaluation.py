@@ -140,7 +140,7 @@ def test_no_label_told_of_none_there_is_is_an_f1_of_1() -> None:
 def test_a_regression_has_the_errors_of_all_rows_in_the_targets_units(rows_read: int) -> None:
     outputs, y = _outputs(41, 2), _outputs(41, 2, seed=1) + 3
     scale = np.array([10.0, 0.5])
-    found = _judged("regression", outputs, y, rows_read=rows_read, target_scale=tuple(scale))
+    found = _judged("regression", outputs, y, rows_read=rows_read, to_units=scale.__mul__)
     whole_y, whole = y * scale, outputs * scale
     spread = ((whole_y - whole_y.mean(0)) ** 2).sum()
     assert found == pytest.approx(

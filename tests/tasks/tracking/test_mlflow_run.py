@@ -2,10 +2,14 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.store.tracking.dbmodels.models import SqlDataset
+from sqlalchemy import event
 
 from tasks.tracking import journal, journal_lines, mlflow_run, mlflow_sender
 from tasks.tracking.journal_lines import line_of
@@ -110,3 +114,35 @@ def test_the_end_waits_while_there_are_signs_of_it(tmp_path: Path, monkeypatch) 
     monkeypatch.setattr(kept, "_tell", lambda what: None)
     with pytest.raises(TrackingError, match="no answer within"):
         kept.close(END)
+
+
+def test_data_that_another_run_tells_at_the_same_time_is_told_all_the_same(tmp_path: Path) -> None:
+    """Each looks for it, finds none, and writes it: MLflow refuses all but the first."""
+    where = Where(
+        tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", artifacts=str(tmp_path / "artifacts")
+    )
+    client, experiment_id = open_experiment(where)
+    folders = [tmp_path / "runs" / name for name in ("one", "two")]
+    senders = []
+    for folder in folders:
+        folder.mkdir(parents=True)
+        how = {"experiment_id": experiment_id, "folder": folder, "name": "n"}
+        senders.append(mlflow_run.create(client, where, **how, params={}, tags={}))
+    both = threading.Barrier(2)
+
+    def made(*_: object) -> None:
+        """Of what is to be written, after none was found: both are here, or it is a later try."""
+        with suppress(threading.BrokenBarrierError):
+            both.wait(2)
+
+    told = {"context": "training", "name": "houses.csv", "digest": "0a1b", "source": "{}"}
+    told |= {"source_type": "local"}
+    event.listen(SqlDataset, "init", made)
+    try:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda sender: sender.tell_data([told]), senders))
+    finally:
+        event.remove(SqlDataset, "init", made)
+    for sender in senders:
+        (found,) = client.get_run(sender.state.run_id).inputs.dataset_inputs
+        assert found.dataset.name == "houses.csv"
