@@ -129,6 +129,13 @@ def test_the_last_line_always_comes_and_tells_how_long_it_took(caplog: Any) -> N
     ]
 
 
+def test_of_rows_nearly_all_of_one_class_the_balanced_accuracy_is_told(caplog: Any) -> None:
+    with _plain(Clock()) as progress:
+        scores = {"val/accuracy": 0.999, "val/balanced_accuracy": 0.5}
+        progress.update({**scores, "val/largest_class_share": 0.999, "train/epoch": 1.0}, 100)
+    assert "val balanced accuracy 0.5" in caplog.text and "0.999" not in caplog.text
+
+
 def test_the_last_line_comes_after_an_exception_and_promises_nothing(caplog: Any) -> None:
     clock = Clock()
     with pytest.raises(RuntimeError, match="the loss is nan"), _plain(clock) as progress:

@@ -163,6 +163,19 @@ def test_a_regression_worse_than_the_mean_is_told(tmp_path: Path) -> None:
     assert "is given the same answer" in alike
 
 
+def test_a_score_that_rests_on_four_rows_is_told(tmp_path: Path) -> None:
+    """The accuracy was 0.998, the share of the largest class."""
+    y = (np.arange(2000) % 100 == 0).astype(int)
+    x = np.random.default_rng(0).normal(size=(2000, 3)) + 9 * y[:, None]
+    facts = _trained(tmp_path, _npz(tmp_path, x.astype("f"), y), "linear")
+    assert facts.metrics["val/largest_class_share"] == 0.99
+    (said, *_) = facts.warnings
+    assert said.startswith("99 % of the validation rows are of one class")
+    assert "val/balanced_accuracy rests on 4 rows of others" in said
+    many = _trained(tmp_path, _npz(tmp_path, X, CLASSES), "linear")
+    assert not any("of one class" in said for said in many.warnings)
+
+
 def test_a_validation_loss_that_is_no_number_is_told(tmp_path: Path) -> None:
     facts = prepare(DataConfig(cache=str(tmp_path / "cache")))
     (said,) = run_warnings.of_results(facts, {"val/loss": float("nan")}, loss="auto", alike=False)

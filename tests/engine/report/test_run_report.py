@@ -238,6 +238,12 @@ def test_no_headline_is_broken_at_80_columns(name: str) -> None:
     assert lines[:1] == [short] or lines[:2] == [f"FINISHED {name}", f"         {facts}"]
 
 
+def test_of_rows_nearly_all_of_one_class_the_headline_is_the_balanced_accuracy() -> None:
+    run = _cpu()
+    run["metrics"] |= {"val/balanced_accuracy": 0.61, "val/largest_class_share": 0.97}
+    assert "val/balanced_accuracy 0.61  4.21 s in all" in _terminal(run)
+
+
 def test_the_page_shows_each_thing_once(tmp_path: Path) -> None:
     files = [tmp_path / name for name in PLOTS]
     for file in files:

@@ -75,3 +75,40 @@ def test_a_label_that_no_row_has_is_left_out(labels: int) -> None:
 def test_outputs_of_another_shape_than_their_targets_have_no_errors() -> None:
     """Story: a mean and a deviation for each target were compared with it both."""
     assert figures.of_amounts(np.ones((4, 2)), np.ones((4, 1))) == {}
+
+
+@pytest.mark.parametrize("rows", [30, 200, 2000])
+def test_an_error_that_is_not_below_a_guesss_beyond_chance_is_told_and_no_other(rows: int) -> None:
+    """Answers of which the target knows nothing pass for better in one case of twenty; those that
+    are right are never doubted. Of a skewed target the median is the better answer."""
+    random, doubted, wronged = np.random.default_rng(rows), 0, 0
+    for _ in range(300):
+        y = random.exponential(size=(rows, 1))
+        guess = ((1.0,), (float(np.log(2)),))
+        by_chance = figures.of_guesses(
+            np.full((rows, 1), 1.0) + random.normal(size=y.shape) / 20, y, guess
+        )
+        doubted += figures.MEAN in by_chance
+        wronged += bool(figures.of_guesses(y + random.normal(size=y.shape) / 10, y, guess))
+    assert doubted >= 0.9 * 300 and wronged == 0
+    told = figures.of_guesses(np.full((rows, 1), 1.0), y, guess)
+    assert told[figures.MEAN] == pytest.approx(sk.root_mean_squared_error(y, np.ones_like(y)))
+    assert told[figures.MEDIAN] == pytest.approx(
+        sk.mean_absolute_error(y, np.full_like(y, np.log(2)))
+    )
+
+
+def test_of_nothing_to_compare_nothing_is_told() -> None:
+    y, guess = np.arange(4.0)[:, None], ((1.5,), (1.5,))
+    assert figures.of_guesses(y * 0, y, None) == {}
+    assert figures.of_guesses(y[:1], y[:1], guess) == {}
+    assert figures.of_guesses(y * np.nan, y, guess) == {}
+    assert figures.of_guesses(np.zeros((4, 2)), np.zeros((4, 2)), guess) == {}
+
+
+@pytest.mark.parametrize(("rows", "told"), [(10, False), (9, True)])
+def test_the_share_of_the_largest_class_is_told_above_90_percent(rows: int, told: bool) -> None:
+    y = np.array([0] * 89 + [1] * rows)
+    found = figures.of_classes(Cells.of(np.zeros_like(y), y))
+    assert found.get("largest_class_share") == (89 / (89 + rows) if told else None)
+    assert found["balanced_accuracy"] == 0.5
