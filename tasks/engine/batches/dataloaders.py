@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from tasks.engine.base import nested
 from tasks.engine.base.import_paths import told_of
@@ -159,8 +161,11 @@ def _told(batches: Iterator[Any]) -> Iterator[Any]:
     while True:
         try:
             batch = next(batches)
-        except StopIteration:
-            return
+        except StopIteration as error:
+            row = _row_that_stopped(error)
+            if row is None:
+                return
+            told = f"{told_of(error)}{row}, which would end the epoch there; raise another error"
         except Exception as error:
             if is_oom(error) or str(error).startswith("DataLoader worker"):
                 raise  # a worker has died, by no word of the data
@@ -172,6 +177,19 @@ def _told(batches: Iterator[Any]) -> Iterator[Any]:
             yield batch
             continue
         raise DataError(f"data.source: the loader raised: {told}")
+
+
+def _row_that_stopped(error: StopIteration) -> str | None:
+    """Which row of a data set that is read by index raised this, as " at row 7", empty where it
+    is not known; None where it is the end of the loader, for which PyTorch takes both."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    if any(frame.f_code.co_name == "reraise" for frame in frames):
+        return ""  # raised in a worker process
+    for frame in frames:
+        if isinstance(frame.f_locals.get("self"), _MapDatasetFetcher):
+            index = next((f.f_locals["idx"] for f in reversed(frames) if "idx" in f.f_locals), None)
+            return f" at row {index}" if isinstance(index, int) else ""
+    return None
 
 
 def _await_an_end(workers: Sequence[BaseProcess]) -> None:

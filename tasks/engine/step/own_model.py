@@ -170,8 +170,15 @@ def _checked(factory: Callable[..., Any], key: str, of: _Unhashed) -> Checked:
     x, y = sample(data, 2, device=CPU)
     own_loss = gives_own_loss(config.train)
     finder = ChangeFinder(model, (x, y))
+    before = set(model.state_dict())
     with builtin.multiply_adds(model) as work:
         outputs = _forward(model, x, y, name, takes_loss=own_loss)
+    if made := sorted(set(model.state_dict()) ^ before):
+        raise ModelError(
+            f"model.name: {name} makes or drops {', '.join(made[:3])} in its first forward pass, "
+            "so that a model built anew could not load its weights; make it in __init__, by "
+            "register_buffer or as an nn.Parameter, of the shape that it will have"
+        )
     wide = _refuse_misshapen(outputs, y, data, name)
     loss = loss_of(config.train, data, CPU)
     writes = check_loss(config.train, loss, outputs, y)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,37 +46,42 @@ def leave_model(
     folder: Path,
     *,
     precision: str,
-) -> None:
-    """Write the model to `folder`, with two rows as an example. Raises as check_reloads does."""
+) -> str:
+    """Write the model to `folder`, with two rows as an example; what to doubt in it, empty where
+    nothing is. Raises as check_reloads does."""
     x = nested.mapped(first_rows(val), Tensor.clone)  # what predicts may write to it
     keep(model, spec, example(data, x), folder)
-    check_reloads(model, x, folder, precision=precision)
+    return check_reloads(model, x, folder, precision=precision)
 
 
-def check_reloads(model: nn.Module, x: Any, folder: Path, *, precision: str) -> None:
+def check_reloads(model: nn.Module, x: Any, folder: Path, *, precision: str) -> str:
     """Raises ModelError where the model of `folder` gives other outputs than `model` for x.
 
-    x: a few rows as batches hold them, where the model is. Nothing is compared of a model that
-    gives other outputs each time with the same random numbers, or where memory runs out.
+    x: a few rows as batches hold them, where the model is. A model that gives other outputs each
+    time, with the same rows and random numbers, can't be compared: returns a warning that says so,
+    else nothing. Nor is it where memory runs out.
     """
     name = json.loads((folder / "spec.json").read_text())["model"]
     trained = Outputs(model) if is_import(name) else model
     try:
         with _path_kept():
-            told = _told(trained, x, folder, name, precision)
+            moves, told = _told(trained, x, folder, name, precision)
     except (RuntimeError, MemoryError) as error:
         if not is_oom(error):
             raise
         clear_frames(error)
         log.warning("no memory to load the model again and compare its outputs")
-        return
+        return ""
     if told:
         raise ModelError(f"model.name: {name} {told}")
+    return f"model.name: {name} {moves}" if moves else ""
 
 
-def _told(trained: nn.Module, x: Any, folder: Path, name: str, precision: str) -> str:
-    """What is wrong with the model of `folder`; empty where nothing is."""
+def _told(trained: nn.Module, x: Any, folder: Path, name: str, precision: str) -> tuple[str, str]:
+    """What to doubt in the model of `folder`, and what is wrong with it; empty where nothing is."""
+    before = _own_numbers(trained)
     first = _outputs(trained, x)
+    moved = [path for path, value in _own_numbers(trained).items() if value != before.get(path)]
     near = NEAR if precision == "fp32" else NEAR_ENOUGH
     torch.seed()  # what is drawn anew and not saved has to be other numbers than the training's
     try:
@@ -90,18 +95,23 @@ def _told(trained: nn.Module, x: Any, folder: Path, name: str, precision: str) -
     except Exception as error:
         if is_oom(error):
             raise
-        return (
+        return "", (
             f"was trained, and cannot be loaded again from its files: {told_of(error)}; let it be "
             "built from model.args alone"
         )
+    again = _apart(first, _outputs(trained, x))
+    if again > near:
+        why = f", for {_few(moved)} changes with each" if moved else ""
+        return (
+            f"gives other outputs for the same rows each time it is asked, in eval mode too (up to "
+            f"{100 * again:,.1f} % apart){why}: val/ metrics and the logged model's answers depend "
+            "on how often it was asked; keep such a change to training mode (self.training)"
+        ), ""
     if apart <= near:
-        return ""
-    if _apart(first, _outputs(trained, x)) > near:
-        log.info("%s gives other outputs each time: not held against what is loaded again", name)
-        return ""
+        return "", ""
     lost = _lost(trained, loaded)
     what = f"{lost}, which it does not save" if lost else "something that it does not save"
-    return (
+    return "", (
         f"gives other outputs when it is loaded from its files than it did when it was trained "
         f"(up to {100 * apart:,.1f} % apart): it computes with {what}; make tensors buffers "
         "(register_buffer), weights an nn.Parameter, lists of layers an nn.ModuleList"
@@ -128,7 +138,12 @@ def _lost(trained: nn.Module, loaded: nn.Module) -> str:
     there = {path.removeprefix("model."): t for path, t in unsaved(trained).items()}
     here = {path.removeprefix("model."): t for path, t in unsaved(loaded).items()}
     names = [path for path, tensor in there.items() if not _same(tensor, here.get(path))]
-    names = names or [path for path, one, other in _numbers(trained, loaded) if one != other]
+    here_numbers = _own_numbers(loaded)
+    names = names or [k for k, v in _own_numbers(trained).items() if v != here_numbers.get(k, v)]
+    return _few(names)
+
+
+def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -136,15 +151,14 @@ def _same(one: Tensor, other: Tensor | None) -> bool:
     return other is not None and torch.equal(one.detach().cpu(), other.detach().cpu())
 
 
-def _numbers(one: nn.Module, other: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """The numbers and arrays that are attributes of layers, of both models, as can be compared."""
-    theirs = dict(other.named_modules())
-    for path, layer in one.named_modules():
-        for name, value in vars(layer).items():
-            if isinstance(value, NUMBERS) and path in theirs:
-                given = vars(theirs[path]).get(name)
-                where = f"{path}.{name}".removeprefix("model.")
-                yield where, np.asarray(value).tolist(), np.asarray(given).tolist()
+def _own_numbers(model: nn.Module) -> dict[str, Any]:
+    """The numbers and arrays that are attributes of layers, as can be compared, by their path."""
+    return {
+        f"{path}.{name}".removeprefix("model.").lstrip("."): np.asarray(value).tolist()
+        for path, layer in model.named_modules()
+        for name, value in vars(layer).items()
+        if isinstance(value, NUMBERS)
+    }
 
 
 @contextmanager

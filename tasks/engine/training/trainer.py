@@ -252,10 +252,10 @@ def _train(
             title = f"Memory of a training step on {facts.name}"
             draw(parts.phases.accounts.ledger, folder, title=title, lines=[])
         watch.lap("log")
-        logged = whole(model, config, data, device, ranks)
+        logged, moves = whole(model, config, data, device, ranks), ""
         if ranks.is_lead:
             spec = spec_of(config, data, outputs=checked.outputs)
-            leave_model(logged, spec, data, val, folder / "model", precision=precision)
+            moves = leave_model(logged, spec, data, val, folder / "model", precision=precision)
         watch.lap("checkpoint")
         alike = bool(fitted.metrics.get(ALIKE, 0))
         found = {k: v for k, v in (fitted.metrics | tested).items() if k not in UNLOGGED}
@@ -292,6 +292,7 @@ def _train(
             *warn_of_parts(
                 config.train, is_sum=checked.adds_up, micro_rows=min(parts.micro.smallest, here)
             ),
+            *((moves,) if moves else ()),
         ),
         classes=classes,
     )

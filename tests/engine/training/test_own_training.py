@@ -20,6 +20,7 @@ from tasks.engine.base import nested
 from tasks.engine.base.facts import TrainFacts
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
+from tasks.engine.files.source_data import DataError
 from tasks.engine.forecast.admission import Admission
 from tasks.engine.forecast.forecast import Unforeseeable, forecast
 from tasks.engine.models import predictor
@@ -284,6 +285,31 @@ def test_an_end_that_a_users_code_asks_for_is_an_error_with_its_words(
             data={"args": {"kind": kind}},
             more=ENDING,
         )
+
+
+STOPS = """
+class Stops(Pairs):
+    def __getitem__(self, i):
+        if i == 77: raise StopIteration
+        return super().__getitem__(i)
+    def __len__(self): return 100
+def rows(): return Stops(), Pairs()
+def loaders(): return DataLoader(Stops(), 10), DataLoader(Pairs(), 10)
+def workers(): return DataLoader(Stops(), 10, num_workers=1), DataLoader(Pairs(), 10)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("source", "row"), [("rows", " at row 77"), ("loaders", " at row 77"), ("workers", "")]
+)
+def test_a_row_that_raises_the_end_of_the_epoch_is_told(
+    own: Own, tmp_path: Path, source: str, row: str
+) -> None:
+    """Every epoch ended there, and nobody knew."""
+    told = rf"^data.source: .*raised: mine.py:\d+: StopIteration.*{row}, which would end the epoch"
+    with pytest.raises(DataError, match=told):
+        _trained(own, tmp_path, model="mine:Net", source=f"mine:{source}", more=STOPS)
 
 
 KILLED = """

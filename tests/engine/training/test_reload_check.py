@@ -1,6 +1,5 @@
 """A model is loaded as a stranger would load it before it is logged, and gives what it gave."""
 
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -101,13 +100,38 @@ def test_a_model_that_gives_what_it_gave_is_kept(
     assert not copies, "the copy of the user's code would hide what is mended in it"
 
 
-def test_a_model_that_is_random_in_its_own_way_is_not_judged(
-    own: Own, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("made", "used", "why"),
+    [
+        ("pass", "x = self.first(x + torch.from_numpy(RANDOM.standard_normal(3)).float())", ""),
+        ("self.calls = 0", "self.calls += 1; x = self.first(x) * self.calls", "calls"),
+    ],
+)
+def test_a_model_that_gives_other_outputs_each_time_is_doubted_by_the_number_that_changes(
+    own: Own, tmp_path: Path, made: str, used: str, why: str
 ) -> None:
-    noise = "x = self.first(x + torch.from_numpy(RANDOM.standard_normal(3)).float())"
-    with caplog.at_level(logging.INFO):
-        _trained(own, tmp_path, "pass", noise)
-    assert "mine:Net gives other outputs each time" in caplog.text
+    """It was a line of the log."""
+    (said,) = (w for w in _trained(own, tmp_path, made, used).warnings if "mine:Net" in w)
+    assert "mine:Net gives other outputs for the same rows each time it is asked" in said
+    assert (f"for {why} changes with each" in said) == bool(why)
+
+
+@pytest.mark.parametrize(
+    ("made", "used"),
+    [
+        ("pass",
+         "hasattr(self, 'seen') or self.register_buffer('seen', x.mean(0)); x = self.first(x)"),
+        ("self.register_buffer('seen', None)",
+         "self.seen = x.mean(0) if self.seen is None else self.seen; x = self.first(x)"),
+    ],
+)  # fmt: skip
+def test_a_buffer_that_the_first_forward_makes_is_told_before_the_first_step(
+    own: Own, tmp_path: Path, made: str, used: str
+) -> None:
+    """All epochs were trained, and the model could not be loaded."""
+    with pytest.raises(ModelError, match="makes or drops seen in its first forward pass"):
+        _trained(own, tmp_path, made, used)
+    assert not (tmp_path / "run" / "model").exists()
 
 
 def test_a_model_that_can_not_be_built_again_is_refused(own: Own, tmp_path: Path) -> None:
