@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +260,30 @@ def test_an_evaluation_that_cannot_be_read_whole_is_read_in_smaller_parts(
     with _as_if_nothing_had_happened(expected) as done:
         done.append(_train(tmp_path))
     assert max(sizes) == 38 and sizes[-3:-1] == [19, 19]  # the last are two rows for the model
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_host_without_memory_to_pin_copies_by_other_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """A checkpoint ended the training with "make the model smaller"; so did the first batch."""
+    monkeypatch.setattr("tasks.engine.batches.dataset_batches.RESIDENT_SHARE", share)
+    expected = _train(tmp_path / "one", checkpoint={"every_steps": 2})
+    refused = []
+
+    def made(real: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("pin_memory"):
+            refused.append(real)
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        return real(*args, **kwargs)
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, partial(made, getattr(torch, name)))
+    with _as_if_nothing_had_happened(expected) as done:
+        done.append(_train(tmp_path / "two", checkpoint={"every_steps": 2}))
+    assert refused and done[0].tags["data.residency"] == ("device" if share else "host")
+    saved = [sorted(p.name for p in (tmp_path / n).rglob("*.pt")) for n in ("one", "two")]
+    assert saved[0] == saved[1]
 
 
 @pytest.mark.parametrize(

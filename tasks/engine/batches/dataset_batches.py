@@ -19,7 +19,7 @@ from torch import Tensor
 from tasks.engine.base.units import mebibytes
 from tasks.engine.batches.file_rows import Unmapped
 from tasks.engine.batches.memory_format import Layout, Windows, laid_out
-from tasks.engine.batches.pinned_staging import PINNING, Lane, Mark, Rows, read
+from tasks.engine.batches.pinned_staging import PINNING, Lane, Mark, Rows, pin_or_not, read
 from tasks.engine.memory.allocator_stats import drop_cache
 from tasks.engine.memory.memory_meter import clear_frames, is_oom
 
@@ -96,8 +96,9 @@ class Resident(_Kept):
         self, batch_size: int, order: Tensor, mark: Mark
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Gathered on the device: 8 bytes a row cross the bus once an epoch, and nothing else."""
-        pins = (device := self._parts[0].device).type in PINNING
-        order = (order.pin_memory() if pins else order).to(device, non_blocking=pins)
+        if (device := self._parts[0].device).type in PINNING:
+            order = pin_or_not(partial(torch.empty_like, order)).copy_(order)
+        order = order.to(device, non_blocking=order.is_pinned())
         rows = min(batch_size, len(order))
         if self._in_place and (not self._batch or len(self._batch[0]) != rows):
             self._batch = [torch.empty_like(self._flat(part)[:rows]) for part in self._wholes()]
@@ -227,7 +228,19 @@ class Streamed(_Kept):
         # Taken while it is in use: an iteration beside this one makes a lane of its own.
         lane, self._idle = self._idle, None
         if lane is None or lane.rows < most_rows:
-            lane = Lane(self._arrays, most_rows, device=self._device)
+            lane = None
+            try:
+                lane = Lane(self._arrays, most_rows, device=self._device)
+            except (RuntimeError, MemoryError) as error:
+                if not is_oom(error):
+                    raise
+                clear_frames(error)
+            if lane is None:
+                self.residency = "host"
+                self.reason += ", but the host has none left to pin"
+                log.warning("%s", self.reason)
+                yield from self._arriving(batches, most_rows=most_rows, mark=mark)
+                return
         lane.is_ahead = self._is_ahead
         self._busy.append(lane)
         try:

@@ -6,11 +6,12 @@ no copy behind when an iteration ends early.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from functools import partial
+from functools import cache, partial
 from itertools import cycle
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tasks.engine.batches.file_rows import Unmapped
+from tasks.engine.memory.memory_meter import clear_frames, is_oom
 
 Array = np.ndarray | Unmapped
 Rows = np.ndarray | slice  # sorted row numbers, or a range of rows
@@ -26,6 +28,8 @@ Mark = Callable[[str], None]
 PINNING = ("cuda", "xpu")  # whose copies run beside the host, from pinned memory only
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 def ahead(work: Iterable[Callable[[], T]]) -> Generator[T, None, None]:
@@ -63,6 +67,32 @@ def gather(arrays: Sequence[Array], rows: Rows, out: Sequence[Tensor]) -> list[T
             array.take(rows, axis=0, out=part.numpy(), mode="clip")
         parts.append(part)
     return parts
+
+
+def pin_or_not(make: Callable[..., Tensor]) -> Tensor:
+    """What make(pin_memory=True) gives; make(pin_memory=False) where the host has no memory to pin,
+    from and to which copies only take longer."""
+    try:
+        return make(pin_memory=True)
+    except (RuntimeError, MemoryError) as error:
+        if not is_oom(error):
+            raise
+        clear_frames(error)
+    _say_once()
+    return make(pin_memory=False)
+
+
+@cache
+def _say_once() -> None:
+    log.warning("the host has no memory left to pin: copies go through pageable memory, slower")
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """The tensor on the host, whose copy may still be on its way; pinned where that can be."""
+    if tensor.device.type not in PINNING:
+        return tensor.to("cpu", non_blocking=True)
+    copy = pin_or_not(partial(torch.empty_like, tensor, device="cpu"))
+    return copy.copy_(tensor, non_blocking=copy.is_pinned())
 
 
 def pinned_room(arrays: Sequence[Array], rows: int) -> list[Tensor]:

@@ -6,12 +6,13 @@ waits, on the device, only before it changes what is being copied.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tasks.engine.batches.pinned_staging import PINNING
+from tasks.engine.batches.pinned_staging import PINNING, pin_or_not
 
 
 class HostCopies:
@@ -54,6 +55,7 @@ class HostCopies:
         if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
             pins = self._device.type in PINNING and tensor.device.type != "cpu"
             # Of the same strides: other ones would take memory of the device on the way.
-            kept = torch.empty_like(tensor, device="cpu", pin_memory=pins)
+            make = partial(torch.empty_like, tensor, device="cpu")
+            kept = pin_or_not(make) if pins else make()
         kept.copy_(tensor, non_blocking=kept.is_pinned() if tensor.device.type != "cpu" else False)
         return kept

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tasks.engine.base.timing import Stopwatch, new_event
+from tasks.engine.batches.pinned_staging import to_host
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.step.nan_origin import NOBODY, NanOrigin
 from tasks.engine.step.optimizer_step import Outcome
@@ -179,7 +180,7 @@ class StepMetrics:
             return None
         scalars = [scalar.float() for scalar in (*self._losses, *self._norms)]
         stacked = torch.stack(scalars)
-        values = stacked.to("cpu", non_blocking=True)  # pinned, where it can be
+        values = to_host(stacked)
         ready = self._mark()
         first = self._step - len(self._losses) + 1
         packed = _Packed(
