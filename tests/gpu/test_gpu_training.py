@@ -11,6 +11,7 @@ import torch
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.memory import leaks
+from tasks.engine.memory.memory_meter import MIB
 from tasks.engine.models import predictor
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.run_config import RunConfig
@@ -49,6 +50,7 @@ SUMMARY = {
     "time/backward_ms",
     "time/optimizer_ms",
     "time/unaccounted_pct",
+    "time/timed_steps",
 }
 
 
@@ -78,7 +80,20 @@ def test_a_run_on_cuda_leaves_its_whole_record(tmp_path: Path) -> None:
     assert facts.metrics["memory/run_peak_allocated_mib"] > facts.metrics["memory/parameters_mib"]
     assert facts.metrics["memory/headroom_mib"] > 0
     assert facts.stats["num_ooms"] == ooms
+    peaks = [facts.stats[f"{name}_bytes.all.peak"] / MIB for name in ("allocated", "reserved")]
+    names = ("memory/run_peak_allocated_mib", "memory/run_peak_reserved_mib")
+    assert peaks == [facts.metrics[name] for name in names]
     assert facts.tags["data.residency"] == "device"
+
+
+@pytest.mark.parametrize(("log_every", "timed"), [(1, 4), (10, 4)])  # of five, one is counted
+def test_a_run_of_six_steps_knows_its_phases(tmp_path: Path, log_every: int, timed: int) -> None:
+    """It knew none, or those of one step."""
+    facts, _, _ = _train(tmp_path, train={"max_steps": 6, "log_every": log_every})
+    phases = ("data_wait", "forward", "backward", "optimizer")
+    assert all(facts.metrics[f"time/{phase}_ms"] >= 0 for phase in phases)
+    assert facts.metrics["time/forward_ms"] > 0
+    assert facts.metrics["time/timed_steps"] == timed
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from contextlib import suppress
 from math import exp, log
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -39,8 +40,11 @@ class PhaseClock(Protocol):
         """Read what is finished, and wait for nothing."""
 
     def seconds_per_step(self, *, replayed: bool = False) -> dict[str, float]:
-        """Mean seconds of each phase over the timed steps, those taken plainly or those replayed
-        from a graph; empty where none was timed."""
+        """Seconds of each phase, those of steps taken plainly or those replayed from a graph: the
+        mean over all steps, or the median over those sampled; empty where none was timed."""
+
+    def sampled_steps(self) -> int | None:
+        """How many steps were sampled; None where all are timed."""
 
     def fast_step_s(self) -> float | None:
         """Seconds of a step that only one timed step in twenty is faster than."""
@@ -97,6 +101,9 @@ class HostClock:
         if replayed:
             return {}
         return {phase: total / self._steps for phase, total in self._totals.items()}
+
+    def sampled_steps(self) -> int | None:
+        return None
 
     def fast_step_s(self) -> float | None:
         return self._fast.seconds()
@@ -170,7 +177,10 @@ class EventClock:
     def seconds_per_step(self, *, replayed: bool = False) -> dict[str, float]:
         timed = self._timed[replayed]
         phases = dict.fromkeys(phase for step in timed for phase in step)
-        return {p: sum(step.get(p, 0.0) for step in timed) / len(timed) for p in phases}
+        return {p: median(step.get(p, 0.0) for step in timed) for p in phases}
+
+    def sampled_steps(self) -> int | None:
+        return sum(map(len, self._timed.values()))
 
     def fast_step_s(self) -> float | None:
         timed = sorted(sum(step.values()) for step in self._timed[True] or self._timed[False])

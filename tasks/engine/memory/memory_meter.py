@@ -82,9 +82,6 @@ class Meter:
             self._note_space(space, reading)
             if space.free_bytes is not None:
                 reading["free"] = space.free_bytes
-        if reading.get("reserved") and "inactive_split" in reading:
-            share = 100 * reading["inactive_split"] / reading["reserved"]
-            self._fragmentation_pct = max(share, self._fragmentation_pct or 0.0)
         names = ("allocated", "reserved", "peak_allocated", "peak_reserved", "free")
         series = {f"memory/{name}_mib": reading[name] / MIB for name in names if name in reading}
         return {**series, "memory/host_rss_mib": self._host.rss_bytes() / MIB}
@@ -103,8 +100,9 @@ class Meter:
         """The run's memory so far; call it before the model is freed. Ends the window.
 
         headroom: the total less the most that all processes had in use, as far as log points tell
-        (on MPS this process alone, at log points). fragmentation: split blocks that lie idle over
-        what is reserved, at the worst log point.
+        (on MPS this process alone, at log points). fragmentation: of what was reserved in the
+        phase in which most was in use, the share that was idle all the same: cut to sizes that
+        nothing asked for, or the rest of a segment.
         """
         self.window()
         found: dict[str, float] = {
@@ -127,11 +125,18 @@ class Meter:
         return self._allocator.read()
 
     def stats(self) -> dict[str, Any]:
-        """The allocator's raw statistics; empty where it has none."""
-        return self._allocator.stats()
+        """The allocator's raw statistics; empty where it has none. Of peaks those that are known of
+        the whole run; the allocator's own are of the last phase. Ends the phase."""
+        self._fold()
+        found = {k: v for k, v in self._allocator.stats().items() if not k.endswith(".peak")}
+        kept = {f"{name.removeprefix('peak_')}_bytes.all.peak": v for name, v in self._run.items()}
+        return {**found, **kept} if found else found
 
     def _fold(self) -> dict[str, int]:
         reading = self._allocator.read()
+        peak, reserved = reading.get("peak_allocated", 0), reading.get("peak_reserved", 0)
+        if reserved and peak >= self._run.get("peak_allocated", 0):
+            self._fragmentation_pct = 100 * (1 - peak / reserved)
         for name in ("peak_allocated", "peak_reserved"):
             if name in reading:
                 self._window[name] = max(self._window.get(name, 0), reading[name])

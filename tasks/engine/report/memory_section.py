@@ -45,7 +45,7 @@ def memory(metrics: Numbers) -> Section:
         ("memory/run_peak_reserved_mib", "{} reserved"),
         ("memory/predicted_peak_mib", "{} predicted"),
         ("memory/headroom_mib", "headroom {}"),
-        ("memory/fragmentation_pct", "{} % fragmented"),
+        ("memory/fragmentation_pct", "{} % idle at the peak"),
     )
     trouble = [
         template.format(number(metrics[key]))

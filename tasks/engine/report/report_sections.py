@@ -216,13 +216,15 @@ def _time(metrics: Numbers) -> Section:
             "one replayed step": [*waits, ("replay", replay_ms)],
             "one step taken plainly": [one for one in phases if one not in waits],
         }
+    is_below = metrics.get("time/unaccounted_pct", 0) >= 0  # else phases, times steps, are more
     besides = said(
         metrics,
         ("time/first_step_s", "first step {}"),
         ("time/eval_s", "eval {}"),
         ("time/log_s", "log {}"),
         ("time/checkpoint_s", "checkpoint {}"),
-        ("time/unaccounted_pct", "{} % unaccounted"),
+        *((("time/unaccounted_pct", "{} % unaccounted"),) if is_below else ()),
+        ("time/timed_steps", "phases of {} steps timed"),
         ("time/core_wait_pct", "waited for a core {} % of the time"),
     )
     blocks = (

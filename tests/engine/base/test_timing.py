@@ -53,6 +53,7 @@ class _Event:
 def test_events_are_read_on_sampled_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = timing.EventClock(torch.device("cuda"))
     times = iter([0.0, 3.0, 10.0, 100.0, 105.0, 114.0])
+    assert (clock.sampled_steps(), timing.HostClock().sampled_steps()) == (0, None)
     monkeypatch.setattr(timing, "new_event", lambda device, timed: _Event(next(times)))
     for sample in (True, False, True):
         clock.begin(sample=sample)
@@ -63,6 +64,19 @@ def test_events_are_read_on_sampled_steps_only(monkeypatch: pytest.MonkeyPatch) 
     assert clock.seconds_per_step() == pytest.approx({"forward": 0.004, "backward": 0.008})
     clock.collect()
     assert clock.seconds_per_step() == pytest.approx({"forward": 0.004, "backward": 0.008})
+    assert clock.sampled_steps() == 2
+
+
+def test_one_step_that_was_held_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices that are the same were told to take 39.5 and 0.9 ms."""
+    clock = timing.EventClock(torch.device("cuda"))
+    times = iter([0.0, 40.0, 100.0, 101.0, 200.0, 201.2])
+    monkeypatch.setattr(timing, "new_event", lambda device, timed: _Event(next(times)))
+    for _ in range(3):
+        clock.begin(sample=True)
+        clock.mark("forward")
+    clock.collect()
+    assert clock.seconds_per_step() == pytest.approx({"forward": 0.0012})
 
 
 def test_laps_share_out_the_whole_time() -> None:

@@ -257,7 +257,7 @@ def test_a_gpu_run_tells_where_its_memory_went() -> None:
     for phrase in (
         "cuda:0, NVIDIA H200, 140 GiB, CUDA 13.0, driver 580.95.05",
         "bf16, compiled (default), data on the device, micro-batch 512, 93 % busy, throttled",
-        "peak 6.10 GiB allocated, 6.39 GiB reserved, headroom 133 GiB, 4.55 % fragmented",
+        "peak 6.10 GiB allocated, 6.39 GiB reserved, headroom 133 GiB, 4.55 % idle at the peak",
         "2 out-of-memory errors recovered",
         "activations 3.55 GiB 58 %",
         "backward  6.10 GiB 100 %",
