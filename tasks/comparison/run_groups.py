@@ -175,7 +175,9 @@ def epoch_s(run: Measured) -> float | None:
 
 
 def epoch_j(run: Measured) -> float | None:
-    """Joules of an epoch, where the driver tells."""
+    """Joules of an epoch, where the driver tells; it tells those of all that share a GPU."""
+    if run.params.get("device.share") == "True":
+        return None
     joules, epochs = (run.metrics.get(name) for name in ("gpu/energy_j", "train/epoch"))
     return joules / epochs if joules and epochs else None
 

@@ -174,7 +174,8 @@ def check_limit(facts: DeviceFacts, limit_mib: float | None) -> None:
 
 
 def limit(facts: DeviceFacts, limit_mib: float | None) -> Callable[[], None]:
-    """Caps what this process may allocate on the device; what it returns lifts the cap again.
+    """Caps what this process may allocate on the device; what it returns puts back the cap that
+    there was, which is never raised.
 
     The cap belongs to the process, not to the run: call the returned function when the run ends.
     A CPU has no allocator that could keep one: see memory_limit.py.
@@ -190,5 +191,7 @@ def limit(facts: DeviceFacts, limit_mib: float | None) -> Callable[[], None]:
     backend = torch.xpu if facts.kind == "xpu" else torch.cuda
     # What is cached, from the detection's product on, is given out again whatever the limit.
     give_back(torch.device(facts.name))
-    backend.set_per_process_memory_fraction(fraction, facts.index)
-    return lambda: backend.set_per_process_memory_fraction(1.0, facts.index)
+    tells = getattr(backend, "get_per_process_memory_fraction", None)  # not before PyTorch 2.8
+    before = tells(facts.index) if tells is not None else 1.0
+    backend.set_per_process_memory_fraction(min(fraction, before), facts.index)
+    return lambda: backend.set_per_process_memory_fraction(before, facts.index)

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from tasks.engine.device.machine_facts import Gpu, Holder
+
+HOST_PIDS = Path("pid:[4026531836]")  # PROC_PID_INIT_INO of Linux's include/linux/proc_ns.h
 
 
 @dataclass(frozen=True)
@@ -28,14 +32,25 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
+def _counts_as_the_host() -> bool:
+    """Whether process ids here are the host's, as the driver's are; in a container they are not."""
+    try:
+        return Path("/proc/self/ns/pid").readlink() == HOST_PIDS
+    except OSError:
+        return True  # no Linux, or one without such namespaces
+
+
 def _holders(nvml: Any, handle: Any) -> tuple[Holder, ...]:
-    """Other processes that compute on a GPU; names where psutil can see them."""
+    """Other processes that compute on a GPU; names where psutil can see them. In a container the
+    numbers mean none of the processes here, and this one cannot be told from others."""
     found = []
+    is_host = _counts_as_the_host()
+    foreign = "of the host" + ("; perhaps this run" if torch.cuda.is_initialized() else "")
     for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
-        if process.pid == os.getpid():
+        if is_host and process.pid == os.getpid():
             continue
         try:
-            name = psutil.Process(process.pid).name()
+            name = psutil.Process(process.pid).name() if is_host else foreign
         except psutil.Error:
             name = None
         found.append(Holder(process.pid, name, process.usedGpuMemory))

@@ -201,7 +201,10 @@ class _Asked:
     def _of(self, room: float) -> str:
         if math.isinf(room):
             return f"; {self._device.name} does not tell what is free"
-        return f", of {_size(room)} that {self._device.name} has for it"
+        if room == self._limit_bytes:
+            return f", of {_size(room)} that memory.limit_mib leaves it"
+        beside = "" if self._device.kind == "mps" else " beside the driver's context"
+        return f", of {_size(room)} that {self._device.name} has free{beside}"
 
 
 def _size(size_bytes: float) -> str:

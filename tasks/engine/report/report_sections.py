@@ -63,7 +63,9 @@ def sections(run: Mapping[str, Any], *, limit: int = 400) -> Report:
         _gate(tags),
         _trained(run, learned, limit),
         classes(run, limit=limit),
-        _device(tags, metrics),
+        _device(
+            tags, metrics, is_shared=(run.get("params") or {}).get("device.share") in ("True", True)
+        ),
         _time(metrics),
         memory(metrics),
         ran_out(run, limit=limit),
@@ -138,7 +140,7 @@ def _trained(run: Mapping[str, Any], learned: Numbers, limit: int) -> Section:
     )
 
 
-def _device(tags: Mapping[str, str], metrics: Numbers) -> Section:
+def _device(tags: Mapping[str, str], metrics: Numbers, *, is_shared: bool) -> Section:
     total = tags.get("device.total_mib", "")
     try:
         total = mebibytes(float(total))
@@ -161,7 +163,7 @@ def _device(tags: Mapping[str, str], metrics: Numbers) -> Section:
         ("gpu/utilization_pct", "{} % busy"),
         ("gpu/power_w", "{} W"),
         ("gpu/temperature_c", "{} C"),
-        ("gpu/energy_j", "{} J used"),
+        ("gpu/energy_j", "{} J used" + (" by all that share the GPU" if is_shared else "")),
     )
     watched += ["throttled"] if metrics.get("gpu/throttled") else []
     reason = (tags["device.reason"],) if "device.reason" in tags else ()

@@ -167,15 +167,20 @@ def test_no_limit_is_nothing_to_do_anywhere():
 @pytest.mark.parametrize(
     ("facts", "backend", "calls"),
     [
-        (H200, torch.cuda, [(0.5, 0), (1.0, 0)]),
-        (replace(H200, kind="rocm"), torch.cuda, [(0.5, 0), (1.0, 0)]),
-        (A770, torch.xpu, [(0.5, 0), (1.0, 0)]),
+        (H200, torch.cuda, [(0.5, 0), (0.75, 0)]),
+        (replace(H200, kind="rocm"), torch.cuda, [(0.5, 0), (0.75, 0)]),
+        (A770, torch.xpu, [(0.5, 0), (0.75, 0)]),
         (replace(H200, kind="mps", index=None), torch.mps, [(0.5,), (1.7,)]),
     ],
     ids=["cuda", "rocm", "xpu", "mps"],
 )
-def test_limit_is_a_share_of_the_device_and_can_be_lifted(monkeypatch, facts, backend, calls):
+def test_limit_is_a_share_of_the_device_and_what_there_was_comes_back(
+    monkeypatch, facts, backend, calls
+):
     seen = []
+    monkeypatch.setattr(
+        backend, "get_per_process_memory_fraction", lambda index: 0.75, raising=False
+    )
     name = "set_per_process_memory_fraction"
     monkeypatch.setattr(backend, name, lambda *args: seen.append(args), raising=False)
     limit(facts, 40 * 1024.0)()

@@ -2,6 +2,7 @@
 
 import os
 import types
+from pathlib import Path
 
 import psutil
 import pytest
@@ -77,12 +78,25 @@ def fake_nvml(**replaced):
     return types.SimpleNamespace(**{**calls, **replaced})
 
 
-def test_nvml_names_the_other_processes_that_hold_a_gpu():
+def test_nvml_names_the_other_processes_that_hold_a_gpu(monkeypatch):
+    monkeypatch.setattr("tasks.engine.device.nvml.HOST_PIDS", Path("/proc/self/ns/pid").readlink())
     found = read_nvml(fake_nvml())
     assert (found.error, found.driver_version, found.cuda) == ("", "550.54", (12, 4))
     parent, hidden = found.gpus[1].holders
     assert parent == Holder(os.getppid(), psutil.Process(os.getppid()).name(), GIB)
     assert hidden.name is None
+
+
+@pytest.mark.parametrize("is_host", [True, False])
+def test_in_a_container_the_pids_of_the_host_name_no_process_there(monkeypatch, is_host):
+    """A stranger with the same number was named as the holder, or the run itself."""
+    monkeypatch.setattr(
+        "tasks.engine.device.nvml.HOST_PIDS",
+        Path("/proc/self/ns/pid").readlink() if is_host else "",
+    )
+    named = [holder.name for holder in read_nvml(fake_nvml()).gpus[1].holders]
+    parent = psutil.Process(os.getppid()).name()
+    assert named == ([parent, None] if is_host else ["of the host"] * 3)
 
 
 def test_nvml_that_fails_is_an_answer_too():

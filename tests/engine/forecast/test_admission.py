@@ -86,7 +86,8 @@ def test_what_runs_alike_have_taken_is_believed_before_any_forecast(data, gpu):
     found = asked(config_of(), data, gpu, machine, past_peak_bytes=200 * MIB, past_micro_batch=128)
     assert (found.predicted_bytes, found.source, found.micro_batch) == (200 * MIB, "history", 128)
     assert found.reason == (
-        "200 MiB by what runs alike have taken, of 300 MiB that cuda:0 has for it"
+        "200 MiB by what runs alike have taken, of 300 MiB that cuda:0 has free beside "
+        "the driver's context"
     )
 
 

@@ -533,3 +533,11 @@ def test_a_trend_is_drawn_and_a_gate_that_was_not_passed_is_told(tmp_path: Path)
     assert "### Gate\n\n- slower than the runs before: 2.00 ms\n- backward is 61 % of it" in text
     passed = {**run, "tags": {**gate, "gate": "ok"}}
     assert "Gate" not in run_report.markdown(passed, open_command="")
+
+
+def test_the_energy_of_a_gpu_that_is_shared_is_told_as_that_of_all() -> None:
+    run = _cuda()
+    run["metrics"]["gpu/energy_j"] = 41200.0
+    assert "41,200 J used by all" not in _terminal(run) and "J used" in _terminal(run)
+    run["params"] = {**run["params"], "device.share": "True"}
+    assert "J used by all that share the GPU" in _terminal(run)
