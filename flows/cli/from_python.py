@@ -13,7 +13,7 @@ from prefect.utilities.callables import ParameterSchema
 
 from flows.cli import train_command
 from flows.cli.flags import TITLES
-from tasks.engine.settings.read_settings import from_mapping, hidden
+from tasks.engine.settings.read_settings import ConfigError, from_mapping, hidden
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.table import described, table
 from tasks.flow_run import CalledFlow
@@ -27,12 +27,14 @@ def call(
     config: RunConfig | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     resume: str | None = None,
+    **unknown: Any,
 ) -> dict[str, Any]:
     """Train, print the report, and return the run. Raises what the run raises; what is wrong with
     what was asked is one sentence, without the frames of pydantic and Prefect.
 
     config: None: the default one, or that of the run to go on with."""
     try:
+        _refuse(unknown)
         if config is None:
             config = RunConfig() if resume is None else settings_of(resume)
         given = config if isinstance(config, RunConfig) else from_mapping(config)
@@ -49,6 +51,23 @@ def call(
         raise
     train_command.show(run)
     return run
+
+
+def _refuse(unknown: Mapping[str, Any]) -> None:
+    """Raises ConfigError, which tells how a setting is given."""
+    if not unknown:
+        return
+    names = {name.split(".")[-1]: name for name in (row.name for row in table())}
+    by_name = ", ".join(
+        f"{names[given]!r}: {'...' if given == 'args' else repr(value)}"
+        for given, value in unknown.items()
+        if given in names
+    )
+    by_name = by_name or "'train.epochs': 3"
+    raise ConfigError(
+        f"train() takes config, overrides and resume, not {', '.join(unknown)}: settings are given "
+        f"by their dotted names, as in train(overrides={{{by_name}}})"
+    )
 
 
 def training(fn: Callable[..., Any], **settings: Any) -> CalledFlow:

@@ -101,8 +101,8 @@ def told(groups: Sequence[Group]) -> list[str]:
     waits = [waited for group in timed if (waited := group.median(WAITED) or 0.0) > BUSY]
     if waits:
         lines.append(
-            f"In {len(waits)} of {len(timed)} the threads waited for a core, up to "
-            f"{percent(max(waits) / 100)} of the time: other work on the machine slowed them."
+            f"In {len(waits)} of {len(timed)} other work on the machine had the cores that threads "
+            f"waited for, up to {percent(max(waits) / 100)} of the time: it slowed them."
         )
     return [line for line in lines if line]
 

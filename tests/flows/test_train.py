@@ -352,3 +352,13 @@ def test_a_run_whose_journal_cannot_be_kept_is_failed_with_that_reason(
     assert run.info.status == "FAILED"
     assert "No space left on device" in run.data.tags["end.reason"]
     assert ("memory/release_ok" in run.data.metrics) == (what == "a full disk")
+
+
+def test_a_setting_given_as_an_argument_is_told_how_it_is_given() -> None:
+    """It was a TypeError of a function that its user had not called."""
+    with pytest.raises(ConfigError) as refused:
+        train(epochs=1, lr=0.1, colour=3)
+    assert str(refused.value) == (
+        "train() takes config, overrides and resume, not epochs, lr, colour: settings are given by "
+        "their dotted names, as in train(overrides={'train.epochs': 1, 'optim.lr': 0.1})"
+    )

@@ -6,9 +6,7 @@ points, where the host has waited anyway. Seconds inside, milliseconds in the re
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from contextlib import suppress
 from math import exp, log
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
@@ -213,24 +211,13 @@ def wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def core_wait_s() -> float | None:
-    """Seconds that the threads of this process, those that there are now, could have run and had no
-    core; None where the system does not tell (Documentation/scheduler/sched-stats.rst of Linux)."""
-    found = []
-    for file in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError):  # of a thread that has just ended
-            found.append(int(file.read_text().split()[1]))
-    return sum(found) / 1e9 if found else None
-
-
 class Stopwatch:
     """Wall seconds of named parts of a run, as the host sees them; parts may not nest."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._began = perf_counter()
-        self._last = self._begun_here = self._began
-        self._waited_s = core_wait_s()
+        self._last = self._began
 
     def lap(self, part: str) -> float:
         """Give the time since the last lap to `part`, and return it."""
@@ -242,14 +229,6 @@ class Stopwatch:
 
     def total_s(self) -> float:
         return perf_counter() - self._began
-
-    def core_wait_pct(self) -> float | None:
-        """What core_wait_s() tells of the time since this process began to watch, in per cent; of
-        several threads it may be above 100."""
-        now_s = core_wait_s()
-        if now_s is None or self._waited_s is None:
-            return None
-        return 100 * max(0.0, now_s - self._waited_s) / (perf_counter() - self._begun_here)
 
     def state(self) -> dict[str, float]:
         """All seconds so far."""

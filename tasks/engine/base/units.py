@@ -31,6 +31,8 @@ def milliseconds(value_ms: float) -> str:
     """A short duration: "0.0040 ms", "0.91 ms", "12.3 ms", "1,250 ms"."""
     if value_ms == 0 or not math.isfinite(value_ms):
         return f"{value_ms:.0f} ms"
+    if abs(value_ms) < 0.00005:  # below what is told, on either side of 0
+        return "0 ms"
     for limit, digits in ((0.00995, 4), (0.0995, 3), (9.995, 2), (99.95, 1)):
         if abs(value_ms) < limit:
             return f"{value_ms:.{digits}f} ms"

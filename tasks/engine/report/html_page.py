@@ -46,9 +46,9 @@ table { border-collapse: collapse; width: 100%; margin: .7rem 0; font-size: .93r
 caption { text-align: left; color: var(--soft); }
 td, th { padding: .15rem .8rem .15rem 0; vertical-align: top; text-align: left; }
 th { font-weight: 500; color: var(--soft); } th + th { text-align: right; }
-td.n { text-align: right; white-space: nowrap; } td.b { width: 45%; vertical-align: middle; }
+td.n { text-align: right; white-space: nowrap; } td.b { width: 45%; }
 .bars td { overflow-wrap: normal; }
-.bar { height: .55rem; border-radius: 2px; background: var(--bar); }
+.bar { height: .55rem; margin-top: .42rem; border-radius: 2px; background: var(--bar); }
 img { display: block; max-width: 100%; margin: 1rem 0; border: 1px solid var(--line);
   border-radius: 4px; }
 pre { padding: .7rem .9rem; border: 1px solid var(--line); border-radius: 4px; margin: .4rem 0;

@@ -118,6 +118,7 @@ def _trained(run: Mapping[str, Any], learned: Numbers, limit: int) -> Section:
         for keys, template in asked
         if all(k in params for k in keys)
     ]
+    recipe = ["1 epoch" if part == "1 epochs" else part for part in recipe]
     shown = [k for k in ("train/loss", *FIGURES) if k in learned]
     results = [f"{k} {number(learned[k])}" for k in dict.fromkeys(shown)]
     tests = (k.replace("val/", "test/") for k in FIGURES)
@@ -227,7 +228,8 @@ def _time(metrics: Numbers) -> Section:
         ("time/checkpoint_s", "checkpoint {}"),
         *((("time/unaccounted_pct", "{} % unaccounted"),) if is_below else ()),
         ("time/timed_steps", "phases of {} steps timed"),
-        ("time/core_wait_pct", "waited for a core {} % of the time"),
+        ("time/core_wait_pct", "waited for a core {} % of the time, for other work"),
+        ("time/core_wait_own_pct", "{} % for work of its own"),
     )
     blocks = (
         Block("stages of the run", bars(stages, whole=total_s, words=seconds)),

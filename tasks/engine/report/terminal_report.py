@@ -56,7 +56,9 @@ def _blocks(section: Section) -> Iterator[Table]:
         row = Table.grid(padding=(0, 2), expand=True)
         for _ in range(2):
             row.add_column(ratio=1)
-        row.add_row(*(_bars(block) for block in section.blocks))
+        bars = [_bars(block) for block in section.blocks]
+        for i in range(0, len(bars), 2):
+            row.add_row(*bars[i : i + 2])
         yield row
 
 

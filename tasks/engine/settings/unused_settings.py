@@ -53,6 +53,6 @@ def told(config: RunConfig) -> list[str]:
     ]
     patience, epochs = config.train.patience, config.train.epochs
     if patience >= epochs:
-        why = f"the run ends after {epochs} epochs, by train.epochs"
+        why = f"the run ends after {epochs} epoch{'s' * (epochs != 1)}, by train.epochs"
         lines.append(f"train.patience: has no effect (got {patience}): {why}")
     return lines

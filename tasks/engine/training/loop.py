@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tasks.engine.base.core_wait import CoreWatch
 from tasks.engine.base.nested import rows_of
 from tasks.engine.base.timing import Stopwatch, wait
 from tasks.engine.batches.batches import Batches
@@ -59,6 +60,7 @@ class Tools:
     checkpoints: Checkpoints = field(default_factory=Checkpoints.none)
     stop: Callable[[], Stop | None] = lambda: None  # asked after each step
     ranks: Ranks = Ranks()
+    cores: CoreWatch = field(default_factory=CoreWatch)
 
 
 @dataclass(frozen=True)

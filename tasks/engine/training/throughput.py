@@ -76,9 +76,10 @@ def timings(tools: Tools, fitted: Fitted, *, rows: Batches, replays: int) -> dic
     reference_s = tools.phases.clock.reference_s()
     if reference_s is not None:
         found["time/reference_ms"] = 1000 * reference_s
-    waited_pct = tools.watch.core_wait_pct()
-    if waited_pct is not None:
-        found["time/core_wait_pct"] = waited_pct
+    waited = tools.cores.waited()
+    if waited is not None:
+        found["time/core_wait_pct"] = waited.others_pct
+        found["time/core_wait_own_pct"] = waited.own_pct
     if rows.copy_s is not None:
         found["time/h2d_ms"] = 1000 * rows.copy_s  # beside the steps, so that no phase holds it
     if phase_s:

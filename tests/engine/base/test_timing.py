@@ -1,6 +1,3 @@
-import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -125,33 +122,6 @@ def test_the_machine_is_timed_by_a_fixed_piece_of_work_between_the_steps(
     assert sum(clock.seconds_per_step().values()) == pytest.approx(timing.REFERENCE_EVERY_S / 4)
     clock.reset()
     assert clock.reference_s() is None
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
-def test_the_time_without_a_core_is_that_of_the_threads_that_wanted_one() -> None:
-    """Three that always do share one core: the one that is asked has it a third of the time."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    busy = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(2)]
-    try:
-        watch = timing.Stopwatch()
-        until = time.perf_counter() + 0.6
-        while time.perf_counter() < until:
-            pass
-        waited_pct = watch.core_wait_pct()
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
-        os.sched_setaffinity(0, cores)
-    assert waited_pct is not None and waited_pct > 30
-
-
-def test_a_system_that_does_not_tell_of_waiting_says_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(timing, "core_wait_s", lambda: None)
-    assert timing.Stopwatch().core_wait_pct() is None
 
 
 def test_nobody_is_told_the_memory_of_that_work() -> None:

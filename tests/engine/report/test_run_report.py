@@ -167,6 +167,23 @@ def _owner(kind: str, shape: tuple[int, ...], mib: int, held_by: str) -> dict[st
     }
 
 
+def _replayed() -> dict[str, Any]:
+    """Of a run on CUDA whose steps were replayed from a graph, but for a few."""
+    run = _cuda()
+    run["metrics"] |= {"time/replay_ms": 1.31, "time/timed_steps": 20.0}
+    run["params"]["train.epochs"] = 1
+    return run
+
+
+def test_three_blocks_have_room_on_a_narrow_terminal() -> None:
+    """Beside two others the third was squeezed to dots, and with it all of them."""
+    text = _terminal(_replayed(), width=80)
+    for words in ("stages of the run", "one replayed step", "one step taken plainly", "backward"):
+        assert words in text
+    assert "..." not in text and "\u2026" not in text
+    assert "1 epoch," in text and "1 epochs" not in text
+
+
 def _empty() -> dict[str, Any]:
     return {"run_id": "abc"}
 
@@ -497,6 +514,8 @@ def test_importing_the_report_loads_neither_rich_nor_matplotlib_and_drawing_no_p
         (seconds(0), "0 ms"),
         (milliseconds(0.0004), "0.0004 ms"),
         (milliseconds(1250), "1,250 ms"),
+        (milliseconds(-0.00004), "0 ms"),
+        (milliseconds(-0.0001), "-0.0001 ms"),
         (clock(59.6), "1:00"),
         (clock(3729), "1:02:09"),
         (clock(-5), "0:00"),

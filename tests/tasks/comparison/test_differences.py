@@ -116,8 +116,8 @@ def test_a_speed_of_a_busy_machine_is_told_as_such() -> None:
         for w in waited
     ]
     assert told(grouped(runs))[-1] == (
-        "In 2 of 3 the threads waited for a core, up to 32 % of the time: other work on the "
-        "machine slowed them."
+        "In 2 of 3 other work on the machine had the cores that threads waited for, up to 32 % of "
+        "the time: it slowed them."
     )
     assert not any("core" in line for line in told(grouped([runs[0], run("a", speed=9)])))
 
