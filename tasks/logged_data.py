@@ -51,7 +51,8 @@ def _schema(facts: DataFacts) -> dict[str, object]:
 
 
 def _column(column: Column) -> dict[str, object]:
-    kind = "string" if column.kind == "category" else "long" if column.whole else "double"
+    number = "long" if column.whole else "double"
+    kind = {"category": "string", "date": "datetime"}.get(column.kind, number)
     return {"name": column.name, "type": kind, "required": column.fill is None}
 
 

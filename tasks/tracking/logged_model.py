@@ -211,7 +211,8 @@ def _columns(spec: dict[str, Any]) -> list[ColSpec]:
     found = []
     for column in spec["columns"]:
         number = AnyType() if column.get("whole") else "double"
-        kind = number if column["kind"] == "number" else "string"
+        # Dates come as text, as pandas reads them, and as what it makes of them.
+        kind = {"number": number, "date": AnyType()}.get(column["kind"], "string")
         found.append(ColSpec(kind, column["name"], required=required))
     return found
 

@@ -45,10 +45,16 @@ class Column:
     """A feature column as its user has it, and how it became inputs of the model."""
 
     name: str
-    kind: str  # number, or category: one input for each of its values
-    values: tuple[str, ...] = ()  # of a category, in the order of its inputs
-    fill: float | str | None = None  # what stands for a missing value; None: nothing does
+    kind: str  # number; category: one input for each of its values; date: one for each part
+    values: tuple[
+        str, ...
+    ] = ()  # of a category, or the parts of a date, in the order of its inputs
+    # What stands for a missing value, of a date for each part; None: nothing does.
+    fill: float | str | tuple[float, ...] | None = None
     whole: bool = False  # numbers that were all integers or booleans
+    rest: str | None = (
+        None  # the category of texts that are none of the values; None: there is none
+    )
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def _written(
     target = _target_scaling(amounts, for_training=training, scale=data.scale_target)
     files |= _write_targets(folder, amounts, _scaled_targets(raw, amounts, target), rows)
     class_rows = _class_rows(labels, rows)
-    columns = None if inputs.columns is None else [asdict(column) for column in inputs.columns]
+    columns = None if inputs.columns is None else [_described(c) for c in inputs.columns]
     meaning = {
         "task": labels.task,
         "target": raw.target_name,
@@ -202,6 +202,14 @@ def _writers(
         )
         for name, chosen in rows.items()
     }
+
+
+def _described(column: Column) -> dict[str, Any]:
+    """As the manifest and the model keep it."""
+    found = asdict(column)
+    if column.rest is None:  # so that what was prepared before this was there is found again
+        del found["rest"]
+    return found
 
 
 def _class_rows(labels: Labels, rows: Mapping[str, np.ndarray]) -> dict[str, list[int]] | None:

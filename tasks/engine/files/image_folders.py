@@ -10,7 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.engine.files.source_data import MOST_SHOWN, DataError, listed, refuse_target, shorten
+from tasks.engine.files.source_data import (
+    MOST_SHOWN,
+    DataError,
+    listed,
+    not_there,
+    refuse_target,
+    shorten,
+)
 from tasks.engine.settings.data_config import DataConfig
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
@@ -64,10 +71,7 @@ def _listed(folder: Path) -> tuple[list[os.DirEntry[str]], int]:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name)
     except FileNotFoundError:
-        raise DataError(
-            f"data.path: {shown} does not exist; name a folder, relative to {os.getcwd()!r} or in "
-            "full"
-        ) from None
+        raise not_there(folder, "folder") from None
     except NotADirectoryError:
         raise DataError(
             f"data.path: {shown} is no folder; source images needs one with a folder for each "

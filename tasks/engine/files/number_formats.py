@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache, cached_property
 
 from tasks.engine.models.raw_inputs import numbers_of
@@ -72,11 +73,20 @@ def is_number(text: str) -> bool:
         return False
 
 
+def is_iso_date(text: str) -> bool:
+    """Whether it is a date, or a date and a time, as ISO 8601 writes them."""
+    try:
+        datetime.fromisoformat(text.strip())
+    except ValueError:
+        return False
+    return "-" in text
+
+
 def remedy(word: str, decimal: str | None) -> str:
     """What to do about a number that is written otherwise. decimal: data.decimal; None where it has
     no meaning."""
     if re.match(rf"\s*{_DATE}\s*$", word, re.ASCII):
-        return "a date is no number: write it as one, such as days since a day"
+        return "write dates as 2026-11-22, with a time as 2026-11-22T18:30:00"
     text = word.strip().replace("\u2212", "-")
     bare = re.sub(f"{_MONEY}|[^0-9eE.,+-]", "", text)
     at = max(bare.rfind("."), bare.rfind(","))

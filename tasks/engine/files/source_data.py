@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ FOREIGN = {
     b"\x80\x04": "is a Python pickle, which is never loaded; save it with numpy.savez",
     b"\x80\x05": "is a Python pickle, which is never loaded; save it with numpy.savez",
 }
+ADDRESS = re.compile(r"(?:^|/)(https?|ftp|s3|gs|gcs|abfss?|hdfs|dbfs|file):/+")
+FETCHED_BY = {"http": "curl -LO", "https": "curl -LO", "s3": "aws s3 cp", "gs": "gcloud storage cp"}
 MOST_SHOWN = 5
 
 
@@ -168,14 +171,25 @@ def first_bytes(path: Path, source: str) -> bytes:
         with open(path, "rb") as file:
             return file.read(9)
     except FileNotFoundError:
-        raise DataError(
-            f"data.path: {shown} does not exist; name a file, relative to {os.getcwd()!r} "
-            "or in full"
-        ) from None
+        raise not_there(path, "file") from None
     except OSError as error:
         raise DataError(
             f"data.path: {shown} cannot be read ({error.strerror}); mend that or name another file"
         ) from None
+
+
+def not_there(path: Path, what: str) -> DataError:
+    """Of a path of nothing, and what to do. what: file or folder."""
+    shown = shorten(str(path), 300)
+    if address := ADDRESS.search(str(path)):
+        fetched = f"fetch it first ({FETCHED_BY.get(address[1], 'with its own tool')})"
+        shown = shorten(f"{address[1]}://{str(path)[address.end() :]}", 300)
+        told = f"is an address, and data is read from this machine: {fetched} and name the {what}"
+    elif any(mark in path.name for mark in "*?["):
+        told = f"is a pattern: name one {what} (of Parquet it may be a folder of parts)"
+    else:
+        told = f"does not exist; name a {what}, relative to {os.getcwd()!r} or in full"
+    return DataError(f"data.path: {shown} {told}")
 
 
 def kind_inside(head: bytes, shown: str) -> str:

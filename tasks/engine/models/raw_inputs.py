@@ -1,7 +1,7 @@
 """Raw rows of a table, as a user has them, made into the inputs that a model was trained on: text
-becomes its category, a missing value what the training put in its place. It refuses text where
-numbers belong; a row that misses what nothing stands for is told apart and never guessed. It
-travels with logged models.
+becomes its category, a date its parts, a missing value what the training put in its place. It
+refuses text where numbers belong; a row that misses what nothing stands for is told apart and never
+guessed. It travels with logged models.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, date, datetime
 from typing import Any
 
 import numpy as np
 
-NUMBER, CATEGORY = "number", "category"
+NUMBER, CATEGORY, DATE = "number", "category", "date"
+DAY_S = 86_400
+# Of a date: days since 1970 with their fractions, 0 for Monday, hours with their fractions.
+DATE_PARTS = ("days", "year", "month", "weekday", "hour")  # the last where there are times of day
 LARGEST = 1e30  # of a number, here and in training: beyond it float32 overflows soon
 # What spreadsheets and pandas write for nothing, and Arrow reads as such in a CSV.
 NOTHING = {"", "NA", "N/A", "n/a", "#N/A", "#N/A N/A", "#NA", "NULL", "null", "NaN", "nan"}
@@ -32,7 +36,7 @@ class Inputs:
 
 def width_of(columns: Sequence[Mapping[str, Any]]) -> int:
     """How many inputs these columns become."""
-    return sum(len(c["values"]) if c["kind"] == CATEGORY else 1 for c in columns)
+    return sum(len(c["values"]) or 1 for c in columns)
 
 
 def inputs_of(
@@ -67,6 +71,10 @@ def inputs_of(
             there = np.flatnonzero(chosen >= 0)
             x[there, at + chosen[there]] = 1
             at += len(column["values"])
+        elif column["kind"] == DATE:
+            parts, empty = _dates(given, column, nothing)
+            x[:, at : at + len(parts)] = parts.T
+            at += len(parts)
         else:
             x[:, at], empty = _numbers(given, column, nothing)
             at += 1
@@ -151,6 +159,57 @@ def _numbers(
     return values.astype(np.float32), empty
 
 
+def date_parts(seconds: np.ndarray, parts: Sequence[str]) -> np.ndarray:
+    """(parts, rows) float64 of times in seconds since 1970; NaN for one that is NaN."""
+    known = np.nan_to_num(seconds)
+    day = np.floor(known / DAY_S)
+    date = day.astype(np.int64).astype("datetime64[D]")
+    found = {
+        "days": known / DAY_S,
+        "year": date.astype("datetime64[Y]").astype(np.int64) + 1970,
+        "month": date.astype("datetime64[M]").astype(np.int64) % 12 + 1,
+        "weekday": (day + 3) % 7,  # 1970 began on a Thursday
+        "hour": (known - day * DAY_S) / 3600,
+    }
+    return np.where(np.isnan(seconds), np.nan, np.array([found[part] for part in parts]))
+
+
+def _dates(
+    given: Any, column: Mapping[str, Any], nothing: set[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(parts, rows) float64, and where nothing stands for a missing one."""
+    values = np.asarray(given)
+    if values.dtype.kind == "M":
+        values = np.where(
+            np.isnat(values), np.nan, values.astype("datetime64[us]").astype(np.int64) / 1e6
+        )
+    else:
+        values = np.array([_seconds(v, column["name"], nothing) for v in values.tolist()])
+    empty = np.isnan(values)
+    parts = date_parts(values.astype(np.float64), column["values"])
+    if column["fill"] is not None:
+        parts = np.where(empty, np.array(column["fill"])[:, None], parts)
+        empty = np.zeros_like(empty)
+    return parts, empty
+
+
+def _seconds(value: Any, name: str, nothing: set[str]) -> float:
+    """Since 1970; a time that does not tell its zone is one of UTC."""
+    if _is_nothing(value, nothing):
+        return float("nan")
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = datetime.fromisoformat(value.strip())
+    if isinstance(value, date) and not isinstance(value, datetime):
+        value = datetime(value.year, value.month, value.day)
+    if not isinstance(value, datetime):
+        raise ValueError(
+            f"rows: the column {name!r} must hold dates, such as 2026-11-22 or "
+            f"2026-11-22T18:30:00 (got {str(value)[:60]!r})"
+        )
+    return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+
+
 def _too_large(column: str, value: float) -> str:
     """What is said of a number beyond the bound."""
     return (
@@ -224,11 +283,24 @@ def _category(
     text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
     if text.strip() in places:  # also where it reads like nothing, as the code of Namibia
         return places[text.strip()], False
-    return filled if _is_nothing(text, nothing) else (-1, False)
+    return (
+        filled if _is_nothing(text, nothing) else (places.get(column.get("rest") or "", -1), False)
+    )
 
 
 def _best(part: np.ndarray) -> list[tuple[int, list[float]]]:
     return list(zip(part.argmax(axis=1).tolist(), part.tolist(), strict=True))
+
+
+def _iso(parts: np.ndarray, names: Sequence[str]) -> list[str]:
+    """(rows, parts) as ISO 8601 writes them, to the minute: float32 holds days to some of them."""
+    days = parts[:, list(names).index("days")]
+    if "hour" not in names:
+        return [str(day) for day in np.round(days).astype(np.int64).astype("datetime64[D]")]
+    minutes = np.round(60 * parts[:, list(names).index("hour")])
+    # The day is that at whose hour the days lie: near midnight their fraction may be rounded.
+    whole = np.round(days - minutes / 1440) * 1440 + minutes
+    return [str(minute) for minute in whole.astype(np.int64).astype("datetime64[m]")]
 
 
 def raw_of(x: np.ndarray, columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -242,6 +314,10 @@ def raw_of(x: np.ndarray, columns: Sequence[Mapping[str, Any]]) -> dict[str, lis
             words = [values[i] if any(row) else None for i, row in _best(part)]
             found[column["name"]] = [None if word == column["fill"] else word for word in words]
             at += len(values)
+        elif column["kind"] == DATE:
+            parts = x[:, at : at + len(column["values"])].astype(np.float64)
+            found[column["name"]] = _iso(parts, column["values"])
+            at += len(column["values"])
         else:
             numbers = x[:, at].astype(np.float64)
             numbers = np.round(numbers) if column.get("whole") else numbers

@@ -17,10 +17,11 @@ from tasks.engine.files.source_data import DataError, has_no, listed, shorten
 from tasks.engine.predict.input_batches import Batch, Needs
 from tasks.engine.predict.request import Order, parts, told_as_input
 from tasks.engine.tables import parquet
-from tasks.engine.tables.columns import CATEGORY, EMPTY, NUMBER, TEXT, kind_of
+from tasks.engine.tables.columns import CATEGORY, DATE, EMPTY, NUMBER, TEXT, kind_of
 from tasks.engine.tables.csv_blocks import BELOW, TextTable, Way, as_text, batches, opened
 
 PARQUET_ROWS = 65_536
+TAKEN = {"number": ({NUMBER}, "numbers"), "date": ({DATE, TEXT}, "dates")}
 Chosen = list[tuple[str, str]]  # names and kinds of the model's columns, in its order
 
 
@@ -107,6 +108,7 @@ def _text(order: Order, needs: Needs) -> tuple[TextTable, Chosen]:
 def _numbers(cells: pa.Array, rows: str, first: int, name: str, needs: Needs) -> pa.Array:
     """The numbers or booleans of a block that is not all numbers, or the first cell that is none.
     first: the number of its first row, from 0."""
+    cells = compute.utf8_trim_whitespace(cells)
     missing = compute.is_in(cells, pa.array(["", *needs.na]))
     cells = compute.if_else(missing, pa.scalar(None, pa.string()), cells)
     with suppress(pa.ArrowInvalid):
@@ -133,8 +135,8 @@ def _part(path: Path, order: Order, needs: Needs) -> tuple[pa.Schema, int, Chose
     problems = []
     for name, kind in chosen:
         found = schema.field(name).type
-        if kind_of(found) not in ({NUMBER} if kind == "number" else {TEXT, CATEGORY}) | {EMPTY}:
-            what = "numbers" if kind == "number" else "text"
+        taken, what = TAKEN.get(kind, ({TEXT, CATEGORY}, "text"))
+        if kind_of(found) not in taken | {EMPTY}:
             problems.append(
                 f"input: {path.name} column {shorten(name)} is of type {found}; the model takes "
                 f"{what} there: turn it into {what}"

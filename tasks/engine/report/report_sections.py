@@ -228,8 +228,8 @@ def _time(metrics: Numbers) -> Section:
         ("time/checkpoint_s", "checkpoint {}"),
         *((("time/unaccounted_pct", "{} % unaccounted"),) if is_below else ()),
         ("time/timed_steps", "phases of {} steps timed"),
-        ("time/core_wait_pct", "waited for a core {} % of the time, for other work"),
-        ("time/core_wait_own_pct", "{} % for work of its own"),
+        ("time/core_wait_pct", "other work had its cores {} % of the time"),
+        ("time/core_wait_own_pct", "its own helpers {} %"),
     )
     blocks = (
         Block("stages of the run", bars(stages, whole=total_s, words=seconds)),

@@ -20,16 +20,19 @@ from tasks.engine.files.number_formats import (
     NUMERAL,
     WRITTEN,
     Spelling,
+    is_iso_date,
     patterns,
     remedy,
 )
 from tasks.engine.files.number_formats import TEXT as WORDS
 from tasks.engine.files.scaling import LARGEST_FEATURE
 from tasks.engine.files.source_data import shorten
+from tasks.engine.models.raw_inputs import DAY_S
 
 NUMBER, TEXT, CATEGORY, EMPTY, MIXED = "number", "text", "category", "empty", "mixed"
-OF_USE = (NUMBER, CATEGORY, EMPTY)
-MOST_CATEGORIES = 1000  # of one column; more are an id, a name or free text
+DATE = "date"
+OF_USE = (NUMBER, CATEGORY, DATE, EMPTY)
+MOST_DIFFERENT = 100_000  # texts of one column; more are an id, a name or free text
 FILL = "fill it in, or set data.missing to drop or mean"
 LEAVE_OUT = "leave the column out by data.drop"
 FEWEST_OF_AN_ID = 20  # texts, of which nearly each is there once
@@ -55,9 +58,11 @@ class ColumnSummary:
 
     name: str
     origin: Origin
-    most: int | None = MOST_CATEGORIES  # different texts that are still told apart
+    most: int | None = MOST_DIFFERENT  # different texts that are still told apart
     kinds: set[str] = field(default_factory=set)
     whole: bool = True  # all numbers were integers or booleans
+    has_times: bool = False  # some date has a time of day
+    type: str = ""  # Arrow's name of the last type
     rows: int = 0
     holes: int = 0
     first_hole: int = 0
@@ -71,10 +76,12 @@ class ColumnSummary:
     def add(self, array: pa.Array) -> np.ndarray:
         """The next rows: numbers in their own type, codes of text as float64; NaN for a missing
         one."""
-        kind = kind_of(array.type)
+        kind, self.type = kind_of(array.type), str(array.type)
         self.kinds.add(kind)
         if kind == NUMBER:
             values = self._numbers(array)
+        elif kind == DATE:
+            values = self._seconds(array)
         elif kind in (TEXT, CATEGORY):
             values = self._codes(array, kind)
         else:
@@ -84,7 +91,7 @@ class ColumnSummary:
         return values
 
     def kind(self) -> str:
-        """number, category, empty, mixed (to be read as text once more), or a type of no use."""
+        """number, category, date, empty, mixed (to be read as text once more), or of no use."""
         kinds = self.kinds - {EMPTY}
         if not kinds:
             return EMPTY
@@ -97,8 +104,10 @@ class ColumnSummary:
         is_target, kind = self.name == self.origin.target, self.kind()
         setting = "data.target" if is_target else "data.path"
         where = f"{setting}: {self.origin.label} column {shorten(self.name)}"
-        if kind not in OF_USE:
-            return refused_type(self.name, kind, target=self.origin.target, label=self.origin.label)
+        if kind not in OF_USE or (is_target and kind == DATE):
+            return refused_type(
+                self.name, self.type, target=self.origin.target, label=self.origin.label
+            )
         if self.holes == self.rows:
             mend = "choose another target" if is_target else LEAVE_OUT
             return f"{where}: holds no value in any row; {mend}"
@@ -153,6 +162,13 @@ class ColumnSummary:
         form = next(f for f in (WRITTEN, WORDS, CODE, NUMERAL, DIGITS) if f in self.first)
         at, word = self.first[form]
         told = f"{self._cell(at)}must be a number (got {shorten(word)})"
+        if form == WRITTEN and is_iso_date(word):
+            odd = next((w for w in self.words if not is_iso_date(w)), None)
+            besides = "some without a zone" if odd is None else shorten(odd)
+            return (
+                f"data.path: {self.origin.label} column {shorten(self.name)}: holds dates such as "
+                f"{shorten(word)}, and {besides}; write all alike, or {LEAVE_OUT}"
+            )
         if form == WRITTEN:
             decimal = self.origin.spelling.decimal if self.origin.written else None
             return f"{told}; {remedy(word, decimal)}, or {LEAVE_OUT}"
@@ -164,9 +180,9 @@ class ColumnSummary:
     def _words_problem(self, where: str) -> str | None:
         texts, different = int(self.forms.sum()), len(self.words)
         first = shorten(next(iter(self.words)))
-        if different > MOST_CATEGORIES:
+        if different > MOST_DIFFERENT:
             return (
-                f"{where}: has more than {MOST_CATEGORIES:,} different texts, such as "
+                f"{where}: has more than {MOST_DIFFERENT:,} different texts, such as "
                 f"{first}: too many for a category; {LEAVE_OUT}"
             )
         if CATEGORY not in self.kinds and different >= max(FEWEST_OF_AN_ID, 0.9 * texts):
@@ -199,6 +215,16 @@ class ColumnSummary:
             sizes = np.nan_to_num(np.abs(values.astype(np.float64)), nan=0, posinf=np.inf)
             self.far = self.far or self._first(values, sizes > LARGEST_FEATURE)
             self.long = self.long or self._first(values, sizes >= limit)
+        return values
+
+    def _seconds(self, array: pa.Array) -> np.ndarray:
+        """Since 1970, float64."""
+        if pa.types.is_date(array.type):
+            array = array.cast(pa.timestamp("ms"))
+        per_s = {"s": 1, "ms": 1e3, "us": 1e6, "ns": 1e9}[array.type.unit]
+        values = _plain_numbers(array.cast(pa.int64())).astype(np.float64) / per_s
+        self._count_holes(np.isnan(values))
+        self.has_times = self.has_times or bool((np.nan_to_num(values) % DAY_S).any())
         return values
 
     def _first(self, values: np.ndarray, those: np.ndarray) -> tuple[int, float] | None:
@@ -243,28 +269,32 @@ class ColumnSummary:
 
 
 def kind_of(kind: pa.DataType) -> str:
-    """number, text, category or empty; the type's own name for what is of no use."""
+    """number, text, category, date or empty; the type's own name for what is of no use."""
     types = pa.types
     if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
         return NUMBER
     if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
         return TEXT
+    if types.is_date(kind) or types.is_timestamp(kind):
+        return DATE
     if types.is_dictionary(kind) and kind_of(kind.value_type) in (TEXT, NUMBER):
         return CATEGORY
     return EMPTY if types.is_null(kind) else str(kind)
 
 
 def refused_type(name: str, kind: str, *, target: str, label: str) -> str:
-    """Why a column of a type such as dates, lists and decimals is of no use, and what to do."""
+    """Why a column of a type such as lists and decimals is of no use, and what to do."""
     where = f"data.path: {label} column {name!r}"
     if "binary" in kind:
         return f"{where} holds bytes that are not UTF-8 text; save it as UTF-8"
     if name == target:
         return f"{where} is of type {kind!r}; a target must be numbers, booleans or text"
-    return (
-        f"{where} is of type {kind[:60]!r}; turn it into numbers or text, or leave it out by "
-        "data.drop"
-    )
+    if kind.startswith("time"):
+        return (
+            f"{where} holds times of day; write them with their dates (2026-11-22T18:30:00), or as "
+            f"hours, or {LEAVE_OUT}"
+        )
+    return f"{where} is of type {kind[:60]!r}; turn it into numbers or text, or {LEAVE_OUT}"
 
 
 def _plain_numbers(array: pa.Array) -> np.ndarray:

@@ -16,8 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from tasks.engine.files import prepared_cache
+from tasks.engine.models.raw_inputs import date_parts
 
 VALUE_BYTES = 8
+MOST_CATEGORIES = 1000  # inputs that a column of text becomes
 
 
 class Spool:
@@ -103,6 +105,7 @@ class Table:
     spool: Spool
     missing: str  # fail, drop or mean
     kept: np.ndarray | None = None  # (rows of the file,) booleans; None: all
+    dates: tuple[tuple[str, ...], ...] = ()  # by column: the parts of a date, which is seconds here
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -112,11 +115,35 @@ class Table:
     @property
     def inputs(self) -> int:
         """About how many inputs the columns become."""
-        return sum(1 if words is None else len(words) + 1 for words in self.words)
+        of_words = sum(min(len(w), MOST_CATEGORIES) + 1 for w in self.words if w is not None)
+        return of_words + len(self.owners)
+
+    @property
+    def owners(self) -> list[int]:
+        """Of each number of a row, as `numbers` tells them, the column that it is of."""
+        dates = self.dates or ((),) * len(self.words)
+        return [
+            i
+            for i, (words, parts) in enumerate(zip(self.words, dates, strict=True))
+            if words is None
+            for _ in parts or (i,)
+        ]
+
+    def numbers(self, values: np.ndarray) -> np.ndarray:
+        """Of (columns, rows) values those that are numbers, and the parts of dates, (numbers,
+        rows)."""
+        if not any(self.dates):
+            return values if self.numeric.all() else values[self.numeric]
+        found = [
+            date_parts(column, parts) if parts else column[None]
+            for column, parts, words in zip(values, self.dates, self.words, strict=True)
+            if words is None
+        ]
+        return np.concatenate(found) if found else values[:0]
 
     @property
     def numeric(self) -> np.ndarray:
-        """Which columns hold numbers, (columns,) booleans."""
+        """Which columns hold numbers or dates, (columns,) booleans."""
         return np.array([words is None for words in self.words], dtype=bool)
 
     def __len__(self) -> int:

@@ -31,6 +31,8 @@ BLOCK_BYTES = 2 << 20  # of text: larger blocks leave the processor's cache
 HEAD_BYTES = 1 << 16  # that are read at once until the first line ends
 LONGEST_BYTES = 16 << 20  # of a header, and of a row
 BELOW = " below the header"
+# White space alone is a missing cell too: Arrow compares whole cells with these.
+BLANKS = [*("\u00a0" * n for n in range(1, 5)), *(" " * n for n in range(1, 33)), "\t"]
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ def _arrow(
         convert_options=pa_csv.ConvertOptions(
             include_columns=[str(i) for i in wanted],
             column_types={str(i): kind for i, kind in way.types.items()},
-            null_values=["", *table.spelling.na] if way.nulls is None else way.nulls,
+            null_values=["", *BLANKS, *table.spelling.na] if way.nulls is None else way.nulls,
             decimal_point=table.spelling.decimal,
         ),
     )

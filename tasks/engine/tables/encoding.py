@@ -16,9 +16,10 @@ from tasks.engine.base.facts import Column
 from tasks.engine.base.ordered_threads import in_order, usable_threads
 from tasks.engine.files.scaling import LARGEST_SCALED, Scaling
 from tasks.engine.files.source_data import DataError, Raw, listed, shorten
-from tasks.engine.tables.columns_table import Table
+from tasks.engine.tables.columns_table import MOST_CATEGORIES, Table
 
-MISSING_CATEGORY = "missing"
+MISSING_CATEGORY, OTHER = "missing", "other"
+FEWEST_ROWS = 5  # of a text that gets an input of its own where there are too many texts
 BLOCK_VALUES = 1 << 20  # inputs encoded at once: 4 MiB of float32
 LEAVE_OUT = "leave the column out by data.drop"
 
@@ -58,8 +59,12 @@ class Encoding:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the inputs: the column's, or `column=value`."""
-        named = ([f"{c.name}={value}" for value in c.values] or [c.name] for c in self.columns)
+        """Of the inputs: the column's, or `column=value`, or `column.part` of a date."""
+        marks = {"category": "=", "date": "."}
+        named = (
+            [f"{c.name}{marks[c.kind]}{value}" for value in c.values] or [c.name]
+            for c in self.columns
+        )
         return tuple(name for names in named for name in names)
 
     def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
@@ -91,7 +96,7 @@ class Encoding:
         table: Table = self.raw.features
         inputs = np.zeros((values.shape[1], len(self.scaling.offset)), dtype=np.float32)
         numeric = table.numeric
-        numbers = values if numeric.all() else values[numeric]
+        numbers = table.numbers(values)
         if table.missing == "mean" and any(table.holes):
             numbers = np.where(np.isnan(numbers), self._fills[:, None], numbers)
         offset, scale = (of[self._places][:, None] for of in vars(self.scaling).values())
@@ -117,7 +122,7 @@ class Encoding:
             return
         column, row = np.argwhere(~(np.abs(scaled) <= LARGEST_SCALED))[0].tolist()
         table: Table = self.raw.features
-        name = [np.flatnonzero(table.numeric)[column]]
+        name = [table.owners[column]]
         raise DataError(
             f"data.path: {self.raw.cell(start + row, name)}: lies more than {LARGEST_SCALED:g} "
             f"deviations from the training rows; mend or drop the row, or {LEAVE_OUT}"
@@ -133,12 +138,20 @@ def fit(raw: Raw, *, for_training: np.ndarray, scale: bool) -> Encoding:
     table: Table = raw.features
     moments, counts = _measured(table, for_training)
     fills = table.missing == "mean"
-    columns, places, codes, at = [], [], [], 0
+    columns: list[Column] = []
+    places: list[int] = []
+    codes, at = [], 0
     means, counted = iter(moments.mean.tolist()), iter(counts)
-    for name, words, whole, holes in zip(
-        table.names, table.words, table.whole, table.holes, strict=True
+    dates = table.dates or ((),) * len(table.words)
+    for name, words, whole, holes, parts in zip(
+        table.names, table.words, table.whole, table.holes, dates, strict=True
     ):
-        if words is None:
+        if words is None and parts:
+            of_parts = tuple(next(means) for _ in parts)
+            columns.append(Column(name, "date", parts, of_parts if fills else None))
+            places += range(at, at + len(parts))
+            at += len(parts)
+        elif words is None:
             mean = next(means)
             columns.append(Column(name, "number", fill=mean if fills else None, whole=whole))
             places.append(at)
@@ -146,10 +159,11 @@ def fit(raw: Raw, *, for_training: np.ndarray, scale: bool) -> Encoding:
         else:
             fill = MISSING_CATEGORY if fills else None
             values, place = _values(words, next(counted), missing=fills and holes > 0)
-            columns.append(Column(name, "category", values, fill))
+            rest = OTHER if len(words) > MOST_CATEGORIES and OTHER in values else None
+            columns.append(Column(name, "category", values, fill, rest=rest))
             codes.append(np.where(place < 0, -1, place + at))
             at += len(values)
-    _refuse_useless(raw, columns, moments.count)
+    _refuse_useless(raw, columns, dict(zip(table.owners, moments.count, strict=True)))
     offsets, scales = np.zeros(at), np.ones(at)
     if scale:
         offsets[places], scales[places] = standard(moments, int(for_training.sum()))
@@ -182,7 +196,7 @@ def _block(
     index, start = block
     values, numeric = table.block(index), table.numeric
     chosen = for_training[start : start + values.shape[1]].astype(np.float64)
-    numbers = values if numeric.all() else values[numeric]
+    numbers = table.numbers(values)
     holes = table.kept is None and bool(np.array(table.holes)[numeric].any())
     words = [w for w in table.words if w is not None]
     counts = [
@@ -196,28 +210,37 @@ def _values(
     words: tuple[str, ...], counts: np.ndarray, *, missing: bool
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """The values that are there, sorted, and for each code its place among them, or -1; the last
-    for what is missing."""
+    for what is missing. Of more than MOST_CATEGORIES those in the most rows, and OTHER."""
     found = {word for word, count in zip(words, counts, strict=True) if count}
+    rest = ""
+    if len(found) > MOST_CATEGORIES:
+        often = np.argsort(-counts, kind="stable")[: MOST_CATEGORIES - 1]
+        found, rest = {words[i] for i in often if counts[i] >= FEWEST_ROWS} | {OTHER}, OTHER
     values = tuple(sorted(found | ({MISSING_CATEGORY} if missing else set())))
     place = {word: i for i, word in enumerate(values)}
-    codes = [place.get(word, -1) for word in words]
+    codes = [place.get(word, place.get(rest, -1)) for word in words]
     return values, np.array([*codes, place[MISSING_CATEGORY] if missing else -1], dtype=np.int64)
 
 
-def _refuse_useless(raw: Raw, columns: list[Column], counts: np.ndarray) -> None:
-    """counts: of the numbers among the training rows, by column of numbers."""
-    numbers = [column for column in columns if column.kind == "number"]
+def _refuse_useless(raw: Raw, columns: list[Column], counts: dict[int, float]) -> None:
+    """counts: of the numbers among the training rows, by the place of a column of numbers."""
     problems = [
         f"data.path: {raw.label} column {shorten(column.name)}: has no value in any training row, "
         f"of which to take the mean; {LEAVE_OUT}"
-        for column, count in zip(numbers, counts, strict=True)
-        if not count
+        for place, column in enumerate(columns)
+        if not counts.get(place, 1)
+    ]
+    problems += [
+        f"data.path: {raw.label} column {shorten(column.name)}: has more than {MOST_CATEGORIES:,} "
+        f"different texts, none of them in {FEWEST_ROWS} rows: too many for a category; {LEAVE_OUT}"
+        for column in columns
+        if column.rest is not None and set(column.values) <= {OTHER, MISSING_CATEGORY}
     ]
     problems += [
         f"data.path: {raw.label} column {shorten(column.name)}: holds {listed(column.values)} in "
         f"every row that is left, of which nothing can be learnt; {LEAVE_OUT}"
         for column in columns
-        if column.kind == "category" and len(column.values) < 2
+        if column.kind == "category" and len(column.values) < 2 and column.rest is None
     ]
     if problems:
         raise DataError("\n".join(problems))
@@ -235,7 +258,15 @@ def _notes(table: Table, columns: list[Column]) -> tuple[str, ...]:
         if column.kind == "category":
             missing = f", {holes:,} missing ones as {MISSING_CATEGORY}"
             missing = missing if column.fill and holes else ""
-            notes.append(f"{name} became {len(column.values)} inputs, one for each text{missing}")
+            each = "one for each text" if column.rest is None else "one for each frequent text"
+            each += "" if column.rest is None else f", {OTHER} for the rest"
+            notes.append(f"{name} became {len(column.values)} inputs, {each}{missing}")
+        if column.kind == "date":
+            notes.append(
+                f"the dates of {name} became {len(column.values)} inputs: "
+                f"{', '.join(column.values)}; data.split time with data.split_column would hold "
+                "out the newest rows"
+            )
     return tuple(notes)
 
 

@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from tasks.engine.files.source_data import DataError, shorten
 from tasks.engine.settings.data_config import DataConfig
-from tasks.engine.tables.columns import OF_USE, TEXT, kind_of, refused_type
+from tasks.engine.tables.columns import DATE, OF_USE, TEXT, kind_of, refused_type
 from tasks.engine.tables.csv_blocks import BROKEN
 from tasks.engine.tables.table_header import Chosen, choose
 
@@ -92,7 +92,8 @@ def opened(files: Sequence[Path], data: DataConfig) -> Parts:
     problems += [
         refused_type(field.name, str(field.type), target=chosen.target_name, label=label)
         for field in judged
-        if kind_of(field.type) not in (*OF_USE, TEXT)
+        if (kind := kind_of(field.type)) not in (*OF_USE, TEXT)
+        or (kind == DATE and field.name == chosen.target_name)
     ]
     if problems:
         raise DataError("\n".join(problems))

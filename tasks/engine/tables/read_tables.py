@@ -26,10 +26,10 @@ from tasks.engine.files.source_data import (
     source_file,
     source_files,
 )
-from tasks.engine.models.raw_inputs import NOTHING
+from tasks.engine.models.raw_inputs import DATE_PARTS, NOTHING
 from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.tables import parquet
-from tasks.engine.tables.columns import CATEGORY, MIXED, NUMBER, ColumnSummary, Origin
+from tasks.engine.tables.columns import CATEGORY, DATE, MIXED, NUMBER, ColumnSummary, Origin
 from tasks.engine.tables.columns_table import Spool, Table
 from tasks.engine.tables.csv_blocks import BELOW, TextTable, as_text, batches, opened, written
 from tasks.engine.tables.split_column import keys_of
@@ -190,6 +190,9 @@ class TableBuilder:
         table = Table(
             names=self._names,
             words=tuple(tuple(c.words) if c.kind() == CATEGORY else None for c in features),
+            dates=tuple(
+                DATE_PARTS[: 5 if c.has_times else 4] if c.kind() == DATE else () for c in features
+            ),
             whole=tuple(c.kind() == NUMBER and c.whole for c in features),
             holes=tuple(c.holes for c in features),
             spool=self.spool,

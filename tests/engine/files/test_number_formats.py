@@ -42,10 +42,10 @@ NUMBERS_AS_TEXT = {
     "12.30%": "write it as 12.30",
     "5 %": "write it as 5",
     "1,5e3": "set data.decimal to ','",
-    "01/31/2024": "a date is no number",
-    "1/2/24": "a date is no number",
-    "31.12.2024": "a date is no number",
-    "2024/1/5 10:30": "a date is no number",
+    "01/31/2024": "write dates as 2026-11-22",
+    "1/2/24": "write dates as 2026-11-22",
+    "31.12.2024": "write dates as 2026-11-22",
+    "2024/1/5 10:30": "write dates as 2026-11-22",
 }
 CATEGORIES = [
     "1-2 years",

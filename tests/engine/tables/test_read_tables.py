@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from tasks.engine.base.facts import Column
 from tasks.engine.data import preparation
 from tasks.engine.files.number_formats import Spelling
 from tasks.engine.files.source_data import DataError
+from tasks.engine.models.raw_inputs import inputs_of, raw_of
 from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.tables import csv_blocks, read_tables
 from tasks.engine.tables.columns_table import Spool
@@ -149,7 +151,10 @@ def test_text_becomes_one_input_for_each_value_sorted_and_not_scaled(tmp_path):
     ("cells", "words"),
     [
         (["red"] * 40, "column 'a': holds 'red' in every row, of which nothing can be learnt"),
-        ([f"id{i}" for i in range(1001)], "column 'a': has more than 1,000 different texts, such"),
+        (
+            [f"id{i}" for i in range(1001)],
+            "column 'a': has 1,001 different texts in 1,001 rows, su",
+        ),
         (["1", "2", "x", "4"] * 10, "row 3 .*'a': must be a number .got 'x'., as 30 of its 40 cel"),
         (["1", "x"] * 10, "row 2 .*, column 'a': must be a number .got 'x'."),
         ([""] * 10, "column 'a': holds no value in any row; leave the column out by data.drop"),
@@ -588,3 +593,119 @@ def test_five_times_the_allowed_memory_is_trained_on_within_it(tmp_path):
     _, alone = _peak(tiny, tmp_path / "cache", batch="512")
     read, peak = _peak(folder, tmp_path / "cache", limit_mib, batch="512")
     assert read == parts * rows and peak - alone < limit_mib
+
+
+# White space, dates, many texts
+
+
+@pytest.mark.parametrize("blank", [" ", "   ", "\t", "\u00a0", "\u00a0\u00a0"])
+def test_white_space_alone_is_a_missing_cell_of_its_own_row(tmp_path, blank):
+    """The sound first row was told to be no number."""
+    cells = [str(i / 7) for i in range(80)]
+    cells[60] = blank
+    text = "a,y\n" + "".join(f"{cell},{i % 2}\n" for i, cell in enumerate(cells))
+    with pytest.raises(DataError, match=r"row 61 below the header, column 'a': is missing"):
+        preparation.prepare(_config(tmp_path, text))
+    facts = preparation.prepare(_config(tmp_path, text, missing="mean"))
+    assert facts.columns == (Column("a", "number", fill=facts.columns[0].fill),)
+
+
+def _dated(rows: int = 300) -> pd.DataFrame:
+    days = pd.date_range("2019-12-28 03:30", periods=rows, freq="31h")
+    return pd.DataFrame({"at": days, "day": days.normalize(), "y": np.arange(rows) % 7 * 1.5})
+
+
+def _dates_of_pandas(times: pd.Series) -> np.ndarray:
+    days = (times - pd.Timestamp("1970-01-01")) / pd.Timedelta(days=1)
+    hours = times.dt.hour + times.dt.minute / 60
+    of = times.dt
+    return np.stack([days, of.year, of.month, of.day_of_week, hours], axis=1).astype(float)
+
+
+@pytest.mark.parametrize("source", ["csv", "parquet"])
+def test_dates_become_numbers_in_training_and_in_raw_rows(tmp_path, source):
+    """They were refused as a type. Held against pandas."""
+    table = _dated()
+    config = _config(tmp_path, table.to_csv(index=False), source=source, missing="mean")
+    if source == "parquet":
+        table.to_parquet(config.path)
+    facts = preparation.prepare(config)
+    parts = ("days", "year", "month", "weekday", "hour")
+    assert [column.values for column in facts.columns] == [parts, parts[:-1]]
+    assert facts.feature_names == (*(f"at.{p}" for p in parts), *(f"day.{p}" for p in parts[:-1]))
+    expected = np.hstack([_dates_of_pandas(table["at"]), _dates_of_pandas(table["day"])[:, :-1]])
+    rows, _ = _rows(facts)
+    rows = rows[np.argsort(rows[:, 0])]
+    np.testing.assert_allclose(rows, expected, rtol=1e-6, atol=2e-5)
+    columns = json.loads(Path(facts.folder, "manifest.json").read_text())["meaning"]["columns"]
+    texts = table.astype(str)
+    texts.loc[3, "at"] = " "
+    for raw in (
+        table,
+        texts,
+        table.astype(object),
+        table.assign(at=table["at"].dt.tz_localize("UTC")),
+    ):
+        found = inputs_of(raw, columns, missing="mean")
+        assert found.whole.all()
+        others = np.arange(len(table)) != 3
+        np.testing.assert_allclose(found.x[others], expected[others], rtol=1e-6)
+    np.testing.assert_allclose(
+        inputs_of(texts, columns, missing="mean").x[3, :5], columns[0]["fill"]
+    )
+    there_again = raw_of(inputs_of(table, columns, missing="mean").x, columns)
+    assert there_again["at"] == table["at"].dt.strftime("%Y-%m-%dT%H:%M").tolist()
+    assert there_again["day"] == table["day"].dt.strftime("%Y-%m-%d").tolist()
+    with pytest.raises(ValueError, match=r"column 'at' must hold dates, such as .* \(got 'soon'\)"):
+        inputs_of(texts.assign(at="soon"), columns, missing="mean")
+    assert "data.split_column" in " ".join(_notes(facts))
+
+
+def test_a_stray_cell_among_dates_is_told_and_not_the_dates(tmp_path):
+    table = _dated().assign(at="2026-11-22")
+    table.loc[7, "at"] = "soon"
+    with pytest.raises(
+        DataError, match=r"column 'at': holds dates such as '2026-11-22', and 'soon'"
+    ):
+        preparation.prepare(_config(tmp_path, table.to_csv(index=False)))
+    clock = "at,y\n" + "".join(f"{i % 24:02d}:30:00,{i % 2}\n" for i in range(90))
+    with pytest.raises(DataError, match=r"'at' holds times of day; write them with their dates"):
+        preparation.prepare(_config(tmp_path, clock))
+    with pytest.raises(DataError, match=r"a target must be numbers, booleans or text"):
+        preparation.prepare(_config(tmp_path, _dated().to_csv(index=False), target="day"))
+
+
+def test_of_too_many_texts_the_frequent_ones_get_inputs_and_one_is_for_the_rest(tmp_path):
+    """3,000 of them were refused."""
+    words = [f"w{i:04d}" for i in range(3000)]
+    often = [words[i] for i in range(40)] * 50
+    cells = [w for w in words for _ in range(1 + (w < "w0100") * 7)] + often
+    text = "a,b,y\n" + "".join(f"{w},{i},{i % 2}\n" for i, w in enumerate(cells))
+    facts = preparation.prepare(_config(tmp_path, text))
+    column = facts.columns[0]
+    assert column.values == ("other", *words[:100]) and column.rest == "other"
+    rows, _ = _rows(facts)
+    assert (rows[:, :101].sum(axis=1) == 1).all() and rows[:, 0].sum() == 2900
+    assert rows[:, 1].sum() == 58
+    raw = pd.DataFrame({"a": ["w0001", "w2999", "unseen"], "b": [1, 2, 3]})
+    found = inputs_of(raw, [asdict(c) for c in facts.columns], missing="fail").x
+    assert found[:, :101].argmax(axis=1).tolist() == [2, 0, 0]
+    assert "101 inputs, one for each frequent text, other for the rest" in " ".join(_notes(facts))
+    sparse = "a,y\n" + "".join(f"t{i // 3},{i % 2}\n" for i in range(4500))
+    with pytest.raises(DataError, match="none of them in 5 rows: too many for a category"):
+        preparation.prepare(_config(tmp_path, sparse))
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("https://example.com/a.csv", r"is an address, .* fetch it first \(curl -LO\)"),
+        ("s3://bucket/a.csv", r"is an address, .* fetch it first \(aws s3 cp\)"),
+        ("parts/*.csv", r"is a pattern: name one file"),
+        ("nowhere.csv", r"does not exist; name a file"),
+    ],
+)
+def test_a_path_of_nothing_is_told_for_what_it_is(tmp_path, monkeypatch, path, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=words):
+        preparation.prepare(DataConfig(source="csv", path=path))
