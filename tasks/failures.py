@@ -11,6 +11,7 @@ from typing import Literal
 
 import httpx
 
+from tasks.engine.base.import_paths import said as words_of
 from tasks.engine.device.detection import NotNow
 from tasks.engine.memory.memory_meter import chain, is_oom
 from tasks.engine.training.oom_files import OutOfMemory
@@ -57,7 +58,7 @@ class Failure:
 def classify(error: BaseException) -> Failure:
     """The class of the failure that ended a run by this error."""
     errors = chain(error)
-    said = str(error) or type(error).__name__
+    said = words_of(error) or type(error).__name__
     # A signal may have been overtaken by an error of the clearing up that it caused.
     if signals.exit_code() or any(not isinstance(one, Exception) for one in errors):
         said = signals.in_words() if signals.exit_code() else said

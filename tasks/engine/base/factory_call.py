@@ -13,7 +13,7 @@ from contextlib import redirect_stdout
 from difflib import get_close_matches
 from typing import Any
 
-from tasks.engine.base.import_paths import is_asked, told_of
+from tasks.engine.base.import_paths import is_asked, said, told_of
 
 MOST_SHOWN = 12
 _NO_MEMORY = re.compile(r"out of memory|not enough memory|can't allocate memory", re.IGNORECASE)
@@ -79,7 +79,7 @@ def called(
     except MemoryError:
         raise
     except BaseException as error:
-        if is_asked(error) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
+        if is_asked(error) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(said(error))):
             raise
         told = f"{setting}: {path} raised: {told_of(error)}"
     raise refusal(told)

@@ -209,25 +209,33 @@ def _text(said: str) -> str:
     return said.encode(errors="backslashreplace").decode()
 
 
+def said(error: BaseException) -> str:
+    """What the error says; empty where asking it raises another one."""
+    try:
+        return _text(str(error))
+    except Exception:
+        return ""
+
+
 def told_of(error: BaseException) -> str:
     """Where in the user's code it was raised, and what: "model.py:12: ValueError: no such layer".
 
     Its frames are let go of: they may hold a model.
     """
     place = _place(error)
-    text = " ".join(_text(str(error)).split())
+    text = " ".join(said(error).split())
     if text.startswith("Caught ") and " in DataLoader worker" in text:
         # A worker sends the whole traceback as text, of which the last line is the error.
-        last = _text(str(error)).strip().splitlines()[-1]
-        return f"{_in_text(str(error))}{last}"[:500]
+        last = said(error).strip().splitlines()[-1]
+        return f"{_in_text(said(error))}{last}"[:500]
     if isinstance(error, SyntaxError):
         text = error.msg
     if isinstance(error, SystemExit):
-        said = f"it exits with {error.code!r}; keep that under `if __name__ == '__main__':`"
+        what = f"it exits with {error.code!r}; keep that under `if __name__ == '__main__':`"
     else:
-        said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     traceback.clear_frames(error.__traceback__)
-    return f"{place}: {said[:500]}" if place else said[:500]
+    return f"{place}: {what[:500]}" if place else what[:500]
 
 
 def _place(error: BaseException) -> str:

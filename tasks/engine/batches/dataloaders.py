@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from tasks.engine.base import nested
-from tasks.engine.base.import_paths import told_of
+from tasks.engine.base.import_paths import said, told_of
 from tasks.engine.batches.pinned_staging import PINNING, Mark
 from tasks.engine.batches.shared_loader import IndexBatches
 from tasks.engine.files.source_data import DataError
@@ -166,16 +166,23 @@ def _told(batches: Iterator[Any]) -> Iterator[Any]:
             if row is None:
                 return
             told = f"{told_of(error)}{row}, which would end the epoch there; raise another error"
+            died = ""
         except Exception as error:
-            if is_oom(error) or str(error).startswith("DataLoader worker"):
-                raise  # a worker has died, by no word of the data
+            if is_oom(error):
+                raise
+            told, died = told_of(error), said(error)
             if isinstance(error, ConnectionError) and (workers := getattr(batches, "_workers", ())):
                 _await_an_end(workers)
-                raise RuntimeError("DataLoader worker ended while it sent a batch") from None
-            told = told_of(error)
+                died = "DataLoader worker ended while it sent a batch"
         else:
             yield batch
             continue
+        if died.startswith("DataLoader worker"):  # by no word of the data
+            raise RuntimeError(
+                f"data.source: a worker process of the loader has died ({' '.join(died.split())}), "
+                "as where memory ran out on this host; take fewer num_workers, or 0 to see an "
+                "error of its code"
+            )
         raise DataError(f"data.source: the loader raised: {told}")
 
 

@@ -138,7 +138,7 @@ def _split(part: Any, data: DataConfig) -> list[Any]:
             f"data.source: {data.source} gives no validation rows, and {what} cannot be split; "
             "return two: training and validation"
         )
-    rows = len(given)
+    rows = _count(given)
     held = max(1, round(rows * data.validation_fraction))
     if held >= rows:
         raise DataError(
@@ -212,8 +212,16 @@ def _classes(part: Any) -> tuple[str, ...] | None:
 
 def _refuse_empty(parts: list[Any], kind: str) -> None:
     for part, name in zip(parts, ("training", "validation"), strict=False):
-        if hasattr(part, "__len__") and not _is_loader(part) and len(part) < 1:
+        if hasattr(part, "__len__") and not _is_loader(part) and _count(part) < 1:
             raise DataError(f"data.source: the {name} data set {kind} has no rows; give it some")
+
+
+def _count(part: Any) -> int:
+    try:
+        return len(part)
+    except Exception as error:
+        told = told_of(error)
+    raise DataError(f"data.source: len() of the data set raised: {told}")
 
 
 def _is_pair(part: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from tasks.engine.base.import_paths import said
 from tasks.engine.diagnosis.failure import Failure, failure_of
 from tasks.engine.diagnosis.tensor_names import BUFFER, ENTRY, LOOSE, PARAMETER, PLAIN, Seen
 from tasks.engine.memory.memory_meter import chain, is_oom
@@ -77,7 +78,7 @@ def explained(
     error is at hand, since it reads the variables that the traceback keeps, and lets go of them; it
     keeps none (whoever keeps the error clears the frames of its chain: see clear_frames).
     """
-    words = [str(one) for one in chain(error)]
+    words = [said(one) for one in chain(error)]
     if any("device-side assert triggered" in text for text in words):
         return _ASSERTED
     if is_oom(error) or any(map(_BROKEN.search, words)):

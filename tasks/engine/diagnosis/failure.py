@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tasks.engine.base import nested
-from tasks.engine.base.import_paths import ends_told
+from tasks.engine.base.import_paths import ends_told, said
 from tasks.engine.diagnosis.tensor_names import Names, Seen, reached
 from tasks.engine.diagnosis.traceback_frames import TORCH, ended, is_foreign, is_plain, own_line
 from tasks.engine.memory.memory_meter import chain, clear_frames
@@ -118,7 +118,7 @@ def _told(error: BaseException, names: Names, *, is_second: bool) -> Failure | N
     line, path = own_line(error), names.layers.get(id(layer))
     is_models = not line or any(id(one.f_locals["self"]) in names.layers for one in called)
     held = reached([(type(layer).__name__, layer)] if is_torchs else [], set())
-    text = " ".join(str(error).split())
+    text = " ".join(said(error).split())
     where = _words(layer, path, is_torchs, is_models) if called else ""
     where = " in ".join(filter(None, ("" if is_torchs else function, where)))
     return Failure(

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tasks.engine.base.import_paths import said
 from tasks.engine.settings.read_settings import ConfigError
 
 T = TypeVar("T")
@@ -205,4 +206,4 @@ def is_lost_peer(error: BaseException) -> bool:
     """Whether this is what a rank hears when another one is gone."""
     if isinstance(error, (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)):
         return True
-    return type(error) is RuntimeError and _LOST.search(str(error)) is not None
+    return type(error) is RuntimeError and _LOST.search(said(error)) is not None

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 
+from tasks.engine.base.import_paths import said
 from tasks.engine.memory.allocator_stats import Allocator, Space, allocator
 from tasks.engine.memory.live_tensors import live_tensors, unique_bytes
 
@@ -196,7 +197,7 @@ def is_oom(error: BaseException) -> bool:
 def _says_oom(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and _OOM.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _OOM.search(said(error)) is not None
 
 
 def chain(error: BaseException) -> list[BaseException]:

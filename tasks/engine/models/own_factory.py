@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from tasks.engine.base.factory_call import arguments, called
@@ -35,6 +36,11 @@ def construct(
     if not isinstance(model, nn.Module):
         got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise ModelError(f"model.name: {name} must give an nn.Module (got {got}); return a model")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            f"model.name: {name} gives TorchScript, whose training steps and evaluations exclude "
+            "each other; give the nn.Module that it was made of (train.compile makes it faster)"
+        )
     if "_parameters" not in vars(model):
         raise ModelError(
             f"model.name: {name} does not call super().__init__(); do so first in its __init__"

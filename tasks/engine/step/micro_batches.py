@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tasks.engine.base import nested
+from tasks.engine.base.import_paths import said
 from tasks.engine.base.seeds import random_state, set_random_state
 from tasks.engine.memory.allocator_stats import drop_cache
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
@@ -243,7 +244,7 @@ class MicroBatches:
                 done = attempt(*self._given(batch), self.rows)
             except ValueError as error:
                 # A single row of the last micro-batch, or all that memory had room for.
-                if last is None or TOO_FEW_FOR_NORM not in str(error):
+                if last is None or TOO_FEW_FOR_NORM not in said(error):
                     raise
                 clear_frames(error)
                 failure, at_end = f"{last} (and a batch norm needs two rows)", True
@@ -332,7 +333,7 @@ class MicroBatches:
         except MemoryExhausted:
             raise
         except (RuntimeError, MemoryError, ValueError) as error:
-            if not is_oom(error) and TOO_FEW_FOR_NORM not in str(error):
+            if not is_oom(error) and TOO_FEW_FOR_NORM not in said(error):
                 raise
             # While all that it held is still there.
             self._witness.write()
@@ -423,4 +424,4 @@ class MicroBatches:
 def words(error: BaseException) -> str:
     """What the error says; its frames let go of what they hold."""
     clear_frames(error)
-    return str(error) or type(error).__name__
+    return said(error) or type(error).__name__

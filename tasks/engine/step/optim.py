@@ -36,7 +36,7 @@ class Optimizer:
         self.lr: float | Tensor = lr
         free = set(map(id, undecayed))
         self.decays = [0.0 if id(p) in free else weight_decay for p in self.params]
-        self._is_shared = any(local(p) is not p for p in self.params)
+        self._is_plain = all(local(p) is p and not p.is_complex() for p in self.params)
         self._applied = 0  # calls of the kernel that a step made before one of them failed
 
     def set_lr(self, lr: float) -> None:
@@ -72,8 +72,12 @@ class Optimizer:
         raise NotImplementedError
 
     def _local(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What the kernels work on: each element by itself, so that a rank's own part will do."""
-        return [local(tensor) for tensor in tensors] if self._is_shared else tensors
+        """What the kernels work on: each element by itself, so that a rank's own part will do, and
+        of a complex number the real and the imaginary part, as torch.optim does."""
+        if self._is_plain:
+            return tensors
+        parts = [local(tensor) for tensor in tensors]
+        return [torch.view_as_real(p.resolve_conj()) if p.is_complex() else p for p in parts]
 
     def _with_grads(self) -> list[int]:
         return [i for i, p in enumerate(self.params) if p.grad is not None]

@@ -39,6 +39,7 @@ from tasks.engine.step.micro_batches import ChangeFinder, Changes
 from tasks.engine.step.optimizer_step import Count
 
 CPU = torch.device("cpu")
+EVAL_ROWS = 3
 LAZY = (UninitializedParameter, UninitializedBuffer)
 
 
@@ -77,6 +78,9 @@ def build(config: RunConfig, data: DataFacts) -> nn.Module:
         return builtin.build(name, input_shape=data.input_shape, outputs=data.outputs, args=args)
     factory = found(name, setting="model.name", refusal=ModelError)
     model = construct(factory, name, args, input_shape=data.input_shape, outputs=data.outputs)
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            module.sparse = False  # all optimizers take dense gradients, which are as large
     if any(isinstance(p, LAZY) for p in (*model.parameters(), *model.buffers())):
         _forward(model, *sample(data, 2, device=CPU), name)
     return model
@@ -184,6 +188,7 @@ def _checked(factory: Callable[..., Any], key: str, of: _Unhashed) -> Checked:
     writes = check_loss(config.train, loss, outputs, y)
     is_sum = adds_up(config.train, loss, count_of(config.train, data), outputs, y)
     changes = finder.changes(writes)
+    _refuse_otherwise_in_eval(model, data, name, tuple(outputs.shape[1:]), takes_loss=own_loss)
     if _has_single_row(config.train.batch_size, config.train.accumulate, data.train_rows):
         _forward(model.train(), *sample(data, 1, device=CPU), name)  # a norm of the batch can't
     of_labels = None
@@ -207,8 +212,9 @@ def _forward(model: nn.Module, x: Any, y: Any, name: str, *, takes_loss: bool = 
     try:
         outputs, loss = free(model, takes_loss=takes_loss)(x)
         outputs.float()
-        lost = _lost(model, outputs if loss is None else loss)
-        if not (outputs if loss is None else loss).requires_grad:
+        result = outputs if loss is None else loss
+        lost, is_trained = _lost(model, result)
+        if not result.requires_grad or not (is_trained or _reaches(model, result)):
             told = (
                 f"model.name: {name} gives outputs that no parameter has a share in; compute them "
                 "with gradients, without detach() or no_grad"
@@ -236,13 +242,23 @@ def _forward(model: nn.Module, x: Any, y: Any, name: str, *, takes_loss: bool = 
     raise ModelError(told)
 
 
-def _lost(model: nn.Module, result: Tensor) -> str:
+def _reaches(model: nn.Module, result: Tensor) -> bool:
+    """Whether gradients come to a parameter on a way that the graph does not show, as those of a
+    checkpoint do that goes forward again (use_reentrant=True)."""
+    result.float().sum().backward(retain_graph=True)
+    found = any(p.grad is not None for p in model.parameters())
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def _lost(model: nn.Module, result: Tensor) -> tuple[str, bool]:
     """What has a share in the result and wants gradients, and is no parameter of the model; empty
-    where all is. What the forward pass has made itself is none of it."""
+    where all is. What the forward pass has made itself is none of it. And whether the graph shows a
+    parameter."""
     known = {id(parameter) for parameter in model.parameters()}
     held = {id(tensor): path for path, tensor in unsaved(model).items()}
     waiting: list[Any] = [result.grad_fn]
-    seen, shares = set(), {}
+    seen, shares, is_trained = set(), {}, False
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -250,12 +266,14 @@ def _lost(model: nn.Module, result: Tensor) -> str:
         seen.add(node)
         waiting += [inner for inner, _ in node.next_functions]
         leaf = getattr(node, "variable", None)  # of what gathers a leaf's gradient
+        is_trained |= id(leaf) in known
         if leaf is None or id(leaf) in known:
             continue
         if id(leaf) in held or isinstance(leaf, nn.Parameter):
             shares[id(leaf)] = held.get(id(leaf), f"a parameter of shape {tuple(leaf.shape)}")
     names = sorted(shares.values())
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more, is_trained
 
 
 def _refuse_untrainable(model: nn.Module, name: str) -> None:
@@ -270,8 +288,15 @@ def _refuse_untrainable(model: nn.Module, name: str) -> None:
             f"model.name: all {len(parameters)} parameters of {name} are frozen; set requires_grad "
             "of those to be trained"
         )
+    if unmade := [where for where, t in (*parameters.items(), *model.named_buffers()) if t.is_meta]:
+        raise ModelError(
+            f"model.name: {', '.join(unmade[:3])} of {name} lies on the meta device and holds no "
+            "numbers; build the model without torch.device('meta'), or give it memory by "
+            "to_empty(device='cpu') and initialize it"
+        )
     for where, parameter in parameters.items():
-        if parameter.is_floating_point() and not bool(parameter.isfinite().all()):
+        numbers = parameter.is_floating_point() or parameter.is_complex()
+        if numbers and not bool(parameter.isfinite().all()):
             raise ModelError(
                 f"model.name: parameter {where} of {name} is not finite at the start; mend how it "
                 "is initialized"
@@ -305,6 +330,28 @@ def _refuse_misshapen(outputs: Tensor, y: Any, data: DataFacts, name: str) -> in
     if not is_padded:  # vocabularies are often rounded up
         _equal(got, (*leading, data.outputs), rule)
     return got[-1]
+
+
+def _refuse_otherwise_in_eval(
+    model: nn.Module, data: DataFacts, name: str, shape: tuple[int, ...], *, takes_loss: bool
+) -> None:
+    """Raises ModelError where the outputs have another shape when it is evaluated, or it fails
+    then. shape: of a row in training. Of three rows, since two may be as many as there are
+    outputs."""
+    x, _ = sample(data, EVAL_ROWS, device=CPU)
+    expected, told = (EVAL_ROWS, *shape), ""
+    try:
+        with torch.inference_mode():
+            got = tuple(free(model.eval(), takes_loss=takes_loss)(x)[0].shape)
+        if got != expected:
+            told = f"returns {got} for {EVAL_ROWS} rows, and {expected} in training"
+    except Exception as error:
+        if is_oom(error):
+            raise
+        told = f"raised: {told_of(error)}"
+    model.train()
+    if told:
+        raise ModelError(f"model.name: in eval mode {name} {told}; mend what it does then")
 
 
 def _equal(got: tuple[int, ...], expected: tuple[int, ...], rule: str) -> int:

@@ -193,6 +193,9 @@ class Broken:
 def test_a_worker_has_ended_when_its_loss_is_told() -> None:
     """The signal of its end raised amid a lock of the loader's queues, which was never let go."""
     loader = Broken()
-    with pytest.raises(RuntimeError, match="^DataLoader worker ended"):
+    with pytest.raises(
+        RuntimeError,
+        match="^data.source: a worker process of the loader has died .DataLoader worker ended",
+    ):
         list(Loaded(loader, CPU).in_order(1))
     assert loader._workers[0].exitcode == 0

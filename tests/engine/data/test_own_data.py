@@ -16,6 +16,7 @@ from tasks.engine.data.own_data import Feeding, Feeds, made
 from tasks.engine.data.own_facts import loaded
 from tasks.engine.data.preparation import load, prepare
 from tasks.engine.files.source_data import DataError
+from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.settings.run_config import RunConfig
 
 Own = Callable[[str, str], None]
@@ -256,3 +257,12 @@ def test_a_first_row_that_raises_is_told_in_one_sentence(own: Own) -> None:
     )
     with pytest.raises(DataError, match=r"^data.source: the data set raised: mine.py:\d+: KeyErr"):
         made(_config().data, Feeding(), pins=True)
+
+
+@pytest.mark.parametrize("body", ["return 'many'", "raise KeyError('rows')"])
+def test_a_length_that_is_none_is_told_as_that_of_the_data_set(own: Own, body: str) -> None:
+    code = "class Rows:\n    def __getitem__(self, i):\n        return 1, 2\n"
+    code += f"    def __len__(self):\n        {body}\ndef make():\n    return Rows(), Rows()\n"
+    own("rows", code)
+    with pytest.raises(DataError, match=r"^data.source: len\(\) of the data set raised: "):
+        made(DataConfig(source="rows:make"), Feeding())

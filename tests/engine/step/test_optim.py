@@ -339,3 +339,27 @@ def test_a_restored_optimizer_takes_the_same_next_step(name, present, parameters
     counts = {"all": 1, "none yet": 1, "some": parameters}[present]
     if name == "adamw":
         assert len(old.state()["steps"]) == len(new.state()["steps"]) == counts
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_complex_weights_take_the_steps_of_torch_optim(name: str) -> None:
+    """The fused kernels have none for complex numbers."""
+    torch.manual_seed(0)
+    start = torch.randn(6, 5, dtype=torch.cfloat)
+    mine, theirs = (nn.Parameter(start.clone()) for _ in range(2))
+    made = optim.make(name, [mine], lr=0.05, weight_decay=0.1, momentum=0.9, beta2=0.99)
+    other = (
+        torch.optim.AdamW([theirs], lr=0.05, weight_decay=0.1, betas=(0.9, 0.99))
+        if name == "adamw"
+        else torch.optim.SGD([theirs], lr=0.05, weight_decay=0.1, momentum=0.9, nesterov=True)
+    )
+    for step in range(5):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).cfloat()
+        for weight, optimizer in ((mine, made), (theirs, other)):
+            optimizer.zero_grad()
+            (x @ weight).abs().square().mean().backward()
+            optimizer.step()
+    torch.testing.assert_close(mine.data, theirs.data)
+    again = optim.make(name, [mine], lr=0.05, weight_decay=0.1, momentum=0.9, beta2=0.99)
+    again.restore(made.state())
+    assert all(map(torch.equal, again.state_tensors(), made.state_tensors()))

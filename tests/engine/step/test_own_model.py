@@ -282,7 +282,11 @@ def test_layers_that_pytorch_does_not_know_are_refused_by_name(
         ("self.deep = [nn.Linear(6, 6)]", "x"),  # never used
         ("self.deep = [nn.Linear(6, 6)]; self.same = self.deep[0]", "self.deep[0](x)"),
         ("self.teacher = [nn.Linear(6, 6).requires_grad_(False)]", "x + self.teacher[0](x)"),
-        ("pass", "torch.autograd.grad(x.requires_grad_().square().sum(), x, create_graph=True)[0]"),
+        (
+            "pass",
+            "torch.autograd.grad(x.requires_grad_().square().sum(), x, create_graph=True)[0] "
+            "if self.training else 2 * x",
+        ),
         ("pass", "x + torch.zeros(6, requires_grad=True)"),  # made on the way
         ("nn.utils.parametrizations.weight_norm(self.last)", "x"),
     ],
@@ -292,3 +296,74 @@ def test_what_is_registered_too_or_made_on_the_way_is_no_lost_layer(
 ) -> None:
     own("mine", LISTED.format(made=made, used=used))
     assert _check().outputs == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (
+            _net("self.layer(x).detach().requires_grad_()"),
+            "gives outputs that no parameter has a share in",
+        ),
+        (
+            _net("self.layer(x) if self.training else self.layer(x).T"),
+            r"in eval mode mine:Net returns \(4, 3\) for 3 rows, and \(3, 4\) in training",
+        ),
+        (
+            _net("self.layer(x) if self.training else self.layer(x) + None"),
+            r"in eval mode mine:Net raised: mine.py:8: TypeError: unsupported operand",
+        ),
+        (
+            PLAIN + "def make(input_shape, outputs):\n    with torch.device('meta'):\n"
+            "        return Net(input_shape, outputs)\n",
+            "layer.weight, layer.bias of mine:make lies on the meta device and holds no numbers",
+        ),
+        (
+            PLAIN + "def make(input_shape, outputs):\n"
+            "    return torch.jit.script(Net(input_shape, outputs))\n",
+            "mine:make gives TorchScript, .* give the nn.Module that it was made of",
+        ),
+        (
+            PLAIN + "def make(input_shape, outputs):\n"
+            "    return torch.jit.trace(Net(input_shape, outputs), torch.ones(2, 6))\n",
+            "mine:make gives TorchScript",
+        ),
+        (
+            PLAIN.replace("return self", "raise Silent()\n        return self")
+            + "class Silent(Exception):\n    def __str__(self):\n        raise OSError\n",
+            r"forward of mine:Net, given two rows .*, raised: mine.py:8: Silent$",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_would_fail_in_training_or_at_its_end_is_told_before(
+    own: Own, code: str, words: str
+) -> None:
+    own("mine", code)
+    name = "mine:make" if "def make" in code else "mine:Net"
+    with pytest.raises(ModelError, match=words):
+        _check(replace(ROWS, outputs=4), model={"name": name})
+
+
+def test_a_checkpoint_that_the_graph_does_not_show_still_trains(own: Own) -> None:
+    code = _net("torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)")
+    own("mine", code.replace("(self, x):", "(self, x):\n        x = x.clone().requires_grad_()"))
+    assert _check().outputs == 3
+
+
+def test_sparse_gradients_of_an_embedding_become_dense(own: Own) -> None:
+    """No optimizer took them."""
+    own(
+        "mine",
+        HEAD + "class Net(nn.Module):\n"
+        "    def __init__(self, input_shape, outputs):\n"
+        "        super().__init__()\n"
+        "        self.layer = nn.Embedding(9, outputs, sparse=True)\n"
+        "    def forward(self, x):\n"
+        "        return self.layer(x[:, 0].long())\n",
+    )
+    config = RunConfig.model_validate({"model": {"name": "mine:Net"}})
+    model = own_model.build(config, ROWS)
+    model(torch.ones(2, 6)).sum().backward()
+    assert model.layer.weight.grad.layout is torch.strided
+    assert model.layer.weight.grad[1].tolist() == [2.0] * 3

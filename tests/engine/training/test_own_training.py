@@ -333,7 +333,10 @@ def test_a_worker_that_is_killed_is_said_and_leaves_nothing_of_its_own(
     there = Path(tempfile.mkdtemp())  # a socket's path is short
     monkeypatch.setattr("tempfile.tempdir", str(there))
     monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)
-    with pytest.raises(RuntimeError, match="^DataLoader worker"):
+    with pytest.raises(
+        RuntimeError,
+        match="^data.source: a worker process of the loader has died .DataLoader worker",
+    ):
         _trained(own, tmp_path, model="mine:Net", source="mine:late", more=KILLED)
     ours = multiprocessing.util.get_temp_dir()
     assert [str(file) for file in there.iterdir()] == [ours]
