@@ -1,6 +1,6 @@
 """Forecast against measured, in a table: what tensors hold and the allocator reserves on a GPU,
 for the built-in models, three batch sizes, two precisions, two optimizers, with and without a
-recorded step. `python -m benchmarks.forecast [MODEL ...]` prints the table and keeps it.
+recorded step; and for models as users write them (nets.py), in two precisions. `python -m benchmarks.forecast [MODEL ...]` prints the table and keeps it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.conditions import publish
+from benchmarks.nets import NETS
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.forecast.forecast import forecast
@@ -36,8 +37,17 @@ class Case:
     data: dict[str, Any]
     args: dict[str, Any]
     batch_sizes: tuple[int, ...]
+    ways: tuple[tuple[str, str, str], ...] = tuple(  # precision, optimizer, train.compile
+        (precision, optimizer, mode)
+        for precision, optimizer, mode in itertools.product(
+            ("fp32", "fp16"), ("adamw", "sgd"), ("off", "auto")
+        )
+        if (precision, mode) != ("fp16", "auto")  # never recorded: a scaler decides on the host
+    )
 
 
+PLAIN = (("fp32", "adamw", "off"), ("bf16", "adamw", "off"))
+TABLE = {"source": "synthetic", "rows": 6000, "features": 64}
 CASES = {
     "linear": Case({"source": "synthetic", "rows": 6000, "features": 300}, {}, (64, 512, 2048)),
     "mlp": Case(
@@ -47,6 +57,11 @@ CASES = {
     ),
     "cnn": Case({"source": "digits"}, {"width": 16}, (64, 128, 256)),
     "transformer": Case({"source": "text", "context": 32}, {"width": 64, "layers": 2}, (8, 32, 64)),
+    "transformer 256": Case(
+        {"source": "text", "context": 256}, {"width": 128, "layers": 3}, (16,), PLAIN
+    ),
+    "mlp 12 deep": Case(TABLE, {"hidden": [512] * 12}, (512,), PLAIN),
+    **{f"benchmarks.nets:{name}": Case(TABLE, {}, (512,), PLAIN) for name in NETS},
 }
 
 
@@ -81,26 +96,22 @@ def _rows(model: str, case: Case, folder: Path) -> Iterator[tuple[str, dict[str,
     source = dict(case.data)
     if source["source"] == "text":
         text = folder / "text.txt"
-        text.write_text("a text of some length, to be learnt by heart. " * 700)
+        text.write_text("a text of some length, to be learnt by heart. " * 1500)
         source["path"] = str(text)
-    for size, precision, optimizer, mode in itertools.product(
-        case.batch_sizes, ("fp32", "fp16"), ("adamw", "sgd"), ("off", "auto")
-    ):
-        if precision == "fp16" and mode == "auto":
-            continue  # never recorded: a scaler decides on the host
+    for size, (precision, optimizer, mode) in itertools.product(case.batch_sizes, case.ways):
         config = RunConfig.model_validate(
             {
                 "device": {"name": "cuda"},
                 "data": {**source, "cache": str(folder / "data")},
-                "model": {"name": model, "args": case.args},
+                "model": {"name": model.split()[0], "args": case.args},
                 "optim": {"name": optimizer},
                 "train": {"batch_size": size, "precision": precision, "compile": mode},
             }
         )
-        yield _row(config, folder)
+        yield _row(model, config, folder)
 
 
-def _row(config: RunConfig, folder: Path) -> tuple[str, dict[str, float]]:
+def _row(model: str, config: RunConfig, folder: Path) -> tuple[str, dict[str, float]]:
     device, data = detect("cuda"), prepare(config.data)
     a_whole = math.ceil(data.train_rows / config.train.batch_size)
     epochs = math.ceil(STEPS / a_whole) if config.train.compile == "auto" else 1
@@ -116,7 +127,7 @@ def _row(config: RunConfig, folder: Path) -> tuple[str, dict[str, float]]:
         "reserved": (told.reserved_bytes, facts.metrics["memory/run_peak_reserved_mib"]),
     }
     cells = [
-        config.model.name,
+        model.removeprefix("benchmarks.nets:"),
         str(config.train.batch_size),
         config.train.precision,
         config.optim.name,

@@ -56,6 +56,8 @@ class Foreseen:
         table.add_section()
         known = math.isfinite(self.room_bytes)
         table.add_row("free", _mib(self.room_bytes) if known else "", "" if known else "not told")
+        if told.note:
+            table.caption = told.note
         table.add_row("fits", "", "yes" if self.fits else "NO")
         largest = "none" if self.largest is None else f"{self.largest} rows"
         table.add_row("largest micro-batch that fits", "", largest)

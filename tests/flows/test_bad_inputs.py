@@ -178,8 +178,8 @@ DATA = [
         "data.target: rows.npz",
     ),
     Row(
-        "dates",
-        table(x=pa.array([1, 2], pa.date32()), label=pa.array([0, 1])),
+        "times of day",
+        table(x=pa.array([1, 2], pa.time32("s")), label=pa.array([0, 1])),
         PARQUET,
         "data.path",
     ),

@@ -11,6 +11,7 @@ from torch import nn
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.memory.allocation_log import AllocationLog
+from tasks.engine.memory.caching_allocator import rules
 from tasks.engine.memory.leaks import baseline, release
 from tasks.engine.memory.memory_meter import MIB, Meter, allocated_bytes, clear_frames, is_oom
 from tasks.engine.settings.run_config import RunConfig
@@ -87,7 +88,7 @@ def test_saved_activations_match_what_the_allocator_counts(before):
     x = torch.randn(4096, 512, device=GPU)
     model(x).sum().backward()
     start = allocated_bytes(GPU)
-    ledger = AllocationLog(GPU, block_bytes=512)
+    ledger = AllocationLog(GPU, block=rules().rounded)
     ledger.own("parameters", model.parameters())  # else their views would be activations
     ledger.own("batch", [x])
     with ledger.active():

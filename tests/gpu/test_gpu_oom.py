@@ -11,6 +11,7 @@ from tasks.engine.device.detection import detect
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.memory.allocator_history import FILE, recording
 from tasks.engine.memory.allocator_stats import allocator, history
+from tasks.engine.memory.caching_allocator import rules
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import clear_frames, is_oom
 from tasks.engine.memory.oom_message import told_by
@@ -71,7 +72,7 @@ def test_under_a_limit_the_free_memory_is_the_limits_and_not_the_gpus(limit_mib)
 
 
 def test_the_ledger_remembers_what_was_held_when_the_gpu_refused():
-    ledger = AllocationLog(GPU, block_bytes=512)
+    ledger = AllocationLog(GPU, block=rules().rounded)
     with ledger.active():
         kept = torch.zeros(MIB, dtype=torch.uint8, device=GPU)
         with pytest.raises(torch.OutOfMemoryError):
@@ -83,7 +84,7 @@ def test_the_ledger_remembers_what_was_held_when_the_gpu_refused():
 def test_the_ledger_and_the_allocator_agree_to_the_block():
     torch.cuda.empty_cache()  # a cached block may be larger than what is asked of it
     before = torch.cuda.memory_allocated(GPU)
-    ledger = AllocationLog(GPU, block_bytes=512)
+    ledger = AllocationLog(GPU, block=rules().rounded)
     with ledger.active():
         kept = [torch.zeros(n, device=GPU) for n in (1, 1000, 12_345, 3 * MIB)]
         assert ledger.allocated_bytes == torch.cuda.memory_allocated(GPU) - before
@@ -132,7 +133,7 @@ class Unseeing:
 
 
 def micro_batches(rows):
-    accounts = MemoryByOwner(AllocationLog(GPU, block_bytes=512), lambda: {})
+    accounts = MemoryByOwner(AllocationLog(GPU, block=rules().rounded), lambda: {})
     model = torch.nn.Linear(1, 1).to(GPU)
     return accounts, MicroBatches(
         rows,

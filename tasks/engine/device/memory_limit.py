@@ -15,7 +15,7 @@ from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.device.detection import limit
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.memory.allocator_stats import Allocator, allocator
-from tasks.engine.memory.caching_allocator import BLOCK_BYTES
+from tasks.engine.memory.caching_allocator import rules
 from tasks.engine.memory.memory_by_owner import CountedAllocator
 from tasks.engine.memory.reduction_scratch import scratch_of
 from tasks.engine.settings.run_config import RunConfig
@@ -34,7 +34,7 @@ def limited(
         lift = limit(facts, limit_mib)
         try:
             yield (
-                AllocationLog(device, block_bytes=BLOCK_BYTES, scratch=scratch_of(device)),
+                AllocationLog(device, block=rules().rounded, scratch=scratch_of(device)),
                 allocator(device),
             )
         finally:

@@ -171,6 +171,8 @@ class _Asked:
                 f"starts with micro-batches of {rows} rows, {reason}, where {self._rows} would "
                 f"need {_size(whole.needed_bytes)}"
             )
+        if "ALLOC_CONF" in told.note:
+            reason += f" ({told.note})"
         fits_graph = told.graphed is None or told.graphed.needed_bytes <= room
         return Admission(told.peak_bytes, "dry step", rows, reason, told, fits_graph)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts, DeviceFacts
@@ -20,7 +21,7 @@ from tasks.engine.device.detection import resolve_precision
 from tasks.engine.device.memory_limit import room_bytes
 from tasks.engine.forecast.batch_bytes import Loader, Rows, fed
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
-from tasks.engine.memory.caching_allocator import BLOCK_BYTES, Empty, Event, Take
+from tasks.engine.memory.caching_allocator import Empty, Event, Take, rules
 from tasks.engine.memory.memory_by_owner import BEST
 from tasks.engine.memory.reduction_scratch import scratch_of
 from tasks.engine.models import builtin
@@ -49,6 +50,7 @@ class Dry:
 
     parameter_bytes: int
     plain: Peaks
+    convolves: bool  # has layers that cuDNN may compute
     graphed: Peaks | None = None
 
 
@@ -98,7 +100,7 @@ def dry_run(
     events: list[Event] = []
     ledger = AllocationLog(
         device,
-        block_bytes=1 if facts.kind == "cpu" else BLOCK_BYTES,
+        block=int if facts.kind == "cpu" else rules().rounded,
         scratch=scratch_of(torch.device(facts.name)),
         told=events.append,
     )
@@ -142,7 +144,8 @@ def dry_run(
             _evaluate, config, data, model, step, val, peaks, min(eval_batch, data.val_rows)
         )
         judged()
-        dry = Dry(parameter_bytes, peaks.so_far())
+        convolves = any(isinstance(m, (_ConvNd, nn.RNNBase)) for m in model.modules())
+        dry = Dry(parameter_bytes, peaks.so_far(), convolves)
         if may_replay(config, facts, precision, steps=build.steps_of(config, data)):
             kept = _record(model, step, train.gathered(config.train.batch_size), peaks)
             steps()  # taken plainly in between
@@ -232,7 +235,7 @@ def _train(
     rows.let_go()
 
 
-@torch.inference_mode()
+@torch.no_grad()  # in inference mode operations that are made of others would be seen as one
 def _evaluate(
     config: RunConfig,
     data: DataFacts,
@@ -242,23 +245,27 @@ def _evaluate(
     peaks: Peaks,
     most: int,
 ) -> None:
-    """The largest batch of an evaluation, and what a regression keeps of all the others."""
+    """Two of the largest batches of an evaluation, the second beside what the first has left in the
+    caches, then the last one, which may have fewer rows; what a regression keeps of all."""
     peaks.training = len(peaks.events)
     model.eval()
-    x, y = rows.in_order(most)
-    with step.autocast():
-        outputs, loss = build.forward_of(config)(model)(x)
-        if loss is None:
-            loss_of(config.train, data, outputs.device)(outputs, y)
     kept = KeptRows(data.task, data.val_rows)
-    if data.task == "classification":
-        told = outputs.argmax(1)
-        _ = told == y
-        kept.add(small(told, data.outputs), small(y, data.outputs))
-    elif data.task == "multilabel":
-        kept.add(outputs, y > 0.5)
-    elif data.task == "regression":
-        kept.add(outputs, y)
+    whole, rest = divmod(data.val_rows, most)
+    for size in (*[most] * min(2, whole), *([rest] if rest else [])):
+        x, y = rows.in_order(size)
+        with step.autocast():
+            outputs, loss = build.forward_of(config)(model)(x)
+            if loss is None:
+                loss_of(config.train, data, outputs.device)(outputs, y)
+        if data.task == "classification":
+            told = outputs.argmax(1)
+            _ = told == y
+            kept.add(small(told, data.outputs), small(y, data.outputs))
+        elif data.task == "multilabel":
+            kept.add(outputs, y > 0.5)
+        elif data.task == "regression":
+            kept.add(outputs, y)
+        del x, y, outputs, loss  # gone before the next ones come
     peaks.mark(EVALUATION)
     peaks.settle()
 

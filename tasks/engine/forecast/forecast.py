@@ -10,12 +10,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.base.field_types import is_import
 from tasks.engine.base.import_paths import told_of
 from tasks.engine.forecast.dry_run import EVALUATION, SETUP, Peaks, dry_run, workspaces_of
 from tasks.engine.memory.allocation_log import LIBRARIES
-from tasks.engine.memory.caching_allocator import SMALL_SEGMENT_BYTES, Pool, least_room
+from tasks.engine.memory.caching_allocator import SMALL_SEGMENT_BYTES, Pool, least_room, rules
 from tasks.engine.settings.run_config import FUSED, RunConfig
 from tasks.engine.step import build, own_model
 
@@ -23,6 +25,10 @@ POOLED = ("cuda", "rocm", "xpu")  # whose allocators cache as caching_allocator.
 # What lies among the small tensors and in no dry run, such as losses that wait to be read: an mlp
 # and a transformer took one segment more than their dry runs, and no more.
 SPARE_BYTES = SMALL_SEGMENT_BYTES
+CUDNN = "without what cuDNN takes for a moment, which it chooses when it runs"
+WIDER = (
+    1.25  # room where the allocator's settings are not all followed: a margin, of no measurement
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class Forecast:
     phases: Mapping[str, int]  # the most of each
     parameter_bytes: int
     micro_batch: int  # rows
+    note: str = ""  # what the forecast could not follow
     graphed: Forecast | None = None  # the same with steps replayed from a graph, where they may be
 
 
@@ -89,6 +96,8 @@ def forecast(
             "it needs the values of its inputs"
         )
     told = _told(dry.plain, dry.parameter_bytes, device, rows)
+    if dry.convolves and device.kind == "cuda" and torch.backends.cudnn.enabled:
+        told = replace(told, note="; ".join(filter(None, (told.note, CUDNN))))
     if dry.graphed is None:
         return told
     return replace(told, graphed=_told(dry.graphed, dry.parameter_bytes, device, rows))
@@ -110,6 +119,12 @@ def _told(peaks: Peaks, parameter_bytes: int, device: DeviceFacts, rows: int) ->
         reserved_bytes = Pool().follow(peaks.events).peak_reserved
         without = peaks.events[: peaks.training]
         needed_bytes = least_room(without, up_to=Pool().follow(without).peak_reserved) + SPARE_BYTES
+    note = ""
+    if device.kind in POOLED and (unfollowed := rules().unfollowed):
+        needed_bytes = int(needed_bytes * WIDER)
+        note = (
+            f"PYTORCH_ALLOC_CONF: {', '.join(unfollowed)} is not followed: {WIDER:g} times the room"
+        )
     return Forecast(
         phases[phase],
         reserved_bytes,
@@ -119,6 +134,7 @@ def _told(peaks: Peaks, parameter_bytes: int, device: DeviceFacts, rows: int) ->
         phases,
         parameter_bytes,
         rows,
+        note,
     )
 
 

@@ -52,18 +52,18 @@ class AllocationLog(TorchDispatchMode):
         device: torch.device,
         *,
         limit_bytes: int | None = None,
-        block_bytes: int = 1,
+        block: Callable[[int], int] = int,
         scratch: Scratch = lambda func, args: 0,
         told: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """limit_bytes: more raises torch.OutOfMemoryError, as a device would. block_bytes: sizes
-        are rounded up to a multiple, as the device's allocator does. scratch: what an operation
+        """limit_bytes: more raises torch.OutOfMemoryError, as a device would. block: the bytes
+        that the device's allocator gives for so many. scratch: what an operation
         takes for itself while it runs. told: hears of every storage that is made and of its
         end."""
         super().__init__()
         self._scratch, self._told = scratch, told
         self.pool = 0  # that storages are made in from here on; see pool.Take
-        self._device, self._limit, self._block = device, limit_bytes, block_bytes
+        self._device, self._limit, self._block = device, limit_bytes, block
         self.is_active = False
         self._live: dict[int, Entry] = {}
         self._gone: list[Entry] = []  # of this step: the peak may lie where they lived
@@ -245,7 +245,7 @@ class AllocationLog(TorchDispatchMode):
         return self._rounded(Tensor.untyped_storage(tensor).nbytes())
 
     def _rounded(self, size_bytes: int) -> int:
-        return -(-size_bytes // self._block) * self._block
+        return self._block(size_bytes)
 
     def _entry(self, tensor: Tensor, *, line: str, what: str) -> Entry | None:
         """The entry of the tensor's storage, made where there is none yet."""

@@ -1,15 +1,18 @@
 """What PyTorch's caching allocator reserves for a sequence of allocations: its rules, followed on
 numbers alone. A limit counts what is reserved, not what tensors hold, so whoever forecasts has to
-know both. It follows the default settings of the allocator of CUDA, ROCm and XPU (c10/core/
-AllocatorConfig.h: the sizes below), and one stream.
+know both. It follows the allocator of CUDA, ROCm and XPU on one stream, with its default settings
+(c10/core/AllocatorConfig.h: the sizes below) or those of PYTORCH_ALLOC_CONF that make it hold more.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import re
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 MIB = 1024**2
 BLOCK_BYTES = 512
@@ -18,6 +21,66 @@ SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB  # for what is below LARGE_BYTES; above in multiples of ROUND_BYTES
 LARGE_BYTES = 10 * MIB
 ROUND_BYTES = 2 * MIB
+
+
+NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+# What takes no more of the device: it gives back earlier, maps as needed, or is the host's.
+TAKE_NO_MORE = re.compile(
+    "garbage_collection_threshold|expandable_segments|per_process_memory_fraction|pinned_.*"
+    "|release_lock_on_.*|throw_on_.*|graph_capture_.*"
+)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Settings of the allocator, in bytes. unfollowed: names of those that are not known here."""
+
+    # Steps of sizes between two powers of two, by the power in MiB that a size is above, or by "<"
+    # and ">" below the first and above the last of them (of one number for all: ">").
+    divisions: Mapping[str, int] = field(default_factory=dict)
+    max_split_bytes: float = math.inf  # larger blocks are never split
+    rounding_bytes: int = LARGE_SEGMENT_BYTES  # that such a block may be larger than what is asked
+    segment_bytes: int = LARGE_SEGMENT_BYTES
+    unfollowed: tuple[str, ...] = ()
+
+    def rounded(self, asked_bytes: int) -> int:
+        """The size of a block for so many bytes."""
+        parts = self._divisions(asked_bytes)
+        if parts > 1 and asked_bytes > BLOCK_BYTES * parts:
+            step = (1 << (asked_bytes.bit_length() - 1)) // parts
+            return -(-asked_bytes // step) * step
+        return max(1, -(-asked_bytes // BLOCK_BYTES)) * BLOCK_BYTES
+
+    def _divisions(self, asked_bytes: int) -> int:
+        if not self.divisions:
+            return 0
+        powers = [int(mib) for mib in self.divisions if mib.isdigit()]
+        mib = 1 << max(0, asked_bytes.bit_length() - 1 - 20)
+        beyond = ">" if not powers or mib > max(powers) else "<" if mib < min(powers) else ""
+        return self.divisions.get(str(mib), self.divisions.get(beyond, 0))
+
+
+def rules(environment: Mapping[str, str] = os.environ) -> Rules:
+    """The settings of this process. What PyTorch itself would refuse is not followed."""
+    text = next((environment[name] for name in NAMES if environment.get(name)), "")
+    found: dict[str, Any] = {}
+    unfollowed = []
+    sizes = {
+        "max_split_size_mb": "max_split_bytes",
+        "max_non_split_rounding_mb": "rounding_bytes",
+        "large_segment_size_mb": "segment_bytes",
+    }
+    for name, value in re.findall(r"([^,:\[\]\s]+)\s*:\s*(\[[^\]]*\]|[^,\[\]]+)", text):
+        pairs = re.findall(r"(\d+|>)\s*:\s*(\d+)", value)
+        if name in sizes and value.strip().isdigit():
+            found[sizes[name]] = int(value) * MIB
+        elif name == "roundup_power2_divisions" and value.strip().isdigit():
+            found["divisions"] = {">": int(value)}
+        elif name == "roundup_power2_divisions" and pairs:
+            found["divisions"] = {"<": int(pairs[0][1]), **{k: int(v) for k, v in pairs}}
+        elif (name, value.strip()) != ("backend", "native") and not TAKE_NO_MORE.fullmatch(name):
+            unfollowed.append(name)
+    return Rules(**found, unfollowed=tuple(unfollowed))
 
 
 @dataclass(frozen=True)
@@ -64,6 +127,7 @@ class Pool:
     """The allocator. limit_bytes: of what may be reserved."""
 
     limit_bytes: float = math.inf
+    rules: Rules = field(default_factory=rules)
     allocated: int = 0
     reserved: int = 0
     peak_allocated: int = 0
@@ -84,12 +148,13 @@ class Pool:
         return self
 
     def _take(self, asked: Take) -> None:
-        size = max(1, -(-asked.bytes // BLOCK_BYTES)) * BLOCK_BYTES
+        size = self.rules.rounded(asked.bytes)
         is_small = size <= SMALL_BYTES
         pool = asked.pool, is_small
         block = self._best(pool, size) or self._segment(pool, size)
         left = block.bytes - size
-        if left >= BLOCK_BYTES if is_small else left > SMALL_BYTES:
+        may_split = size < self.rules.max_split_bytes
+        if left >= BLOCK_BYTES if is_small else may_split and left > SMALL_BYTES:
             rest = _Block(left, pool, before=block, after=block.after)
             if rest.after is not None:
                 rest.after.before = rest
@@ -118,13 +183,18 @@ class Pool:
         """The smallest free block that is large enough."""
         blocks = self._free.get(pool, [])
         at = bisect_left(blocks, (size,))
-        return blocks.pop(at)[2] if at < len(blocks) else None
+        if at == len(blocks):
+            return None
+        found_bytes, whole_bytes = blocks[at][0], self.rules.max_split_bytes
+        is_kept = size < whole_bytes <= found_bytes  # for what needs all of it
+        is_waste = size >= whole_bytes and found_bytes >= size + self.rules.rounding_bytes
+        return None if is_kept or is_waste else blocks.pop(at)[2]
 
     def _segment(self, pool: tuple[int, bool], size: int) -> _Block:
         if pool[1]:
             size = SMALL_SEGMENT_BYTES
         elif size < LARGE_BYTES:
-            size = LARGE_SEGMENT_BYTES
+            size = self.rules.segment_bytes
         else:
             size = -(-size // ROUND_BYTES) * ROUND_BYTES
         if self.reserved + size > self.limit_bytes:

@@ -1,6 +1,9 @@
-"""The scratch memory of a sum over rows on CUDA, which no tensor shows: a bias's gradient of 2,048
-rows and 1,024 columns takes 16 MiB for a moment. It follows setReduceConfig in PyTorch's
-ATen/native/cuda/Reduce.cuh for a matrix that lies row by row; other sums take next to nothing.
+"""The scratch memory of operations on CUDA, which no tensor shows. A sum over rows: a bias's
+gradient of 2,048 rows and 1,024 columns takes 16 MiB for a moment, by setReduceConfig in PyTorch's
+ATen/native/cuda/Reduce.cuh for a matrix that lies row by row; other sums take next to nothing. And
+softmax, which attention takes where no fused kernel does: backwards it holds the product of
+gradient and output (softmax_backward_cuda_out in ATen/native/cuda/SoftMax.cu), forwards a mask of
+the rows that are all masked (_safe_softmax in ATen/native/SoftMax.cpp).
 """
 
 from __future__ import annotations
@@ -28,6 +31,10 @@ def scratch_of(device: torch.device) -> Callable[[Any, tuple[Any, ...]], int]:
     )
 
     def scratch(func: Any, args: tuple[Any, ...]) -> int:
+        if func is torch.ops.aten._softmax_backward_data.default:
+            return int(args[0].nbytes)
+        if func is torch.ops.aten._safe_softmax.default:
+            return int(args[0].numel())  # booleans
         if func is not torch.ops.aten.sum.dim_IntList or not _is_over_rows(args[0], args[1]):
             return 0
         columns = args[0].shape[-1]

@@ -2,7 +2,17 @@
 
 import pytest
 
-from tasks.engine.memory.caching_allocator import MIB, Empty, Exceeded, Give, Pool, Take, least_room
+from tasks.engine.memory.caching_allocator import (
+    MIB,
+    Empty,
+    Exceeded,
+    Give,
+    Pool,
+    Rules,
+    Take,
+    least_room,
+    rules,
+)
 from tasks.engine.memory.reduction_scratch import column_sum_bytes
 
 
@@ -57,3 +67,16 @@ def test_the_scratch_memory_of_a_sum_over_rows(rows: int, columns: int, bytes: i
     """Measured with torch 2.13 on a device of 16 processors: a bias's gradient took 16 MiB that
     no tensor showed, a fifth of a training's peak."""
     assert column_sum_bytes(rows, columns, processors=16, threads=2048) == bytes
+
+
+def test_settings_of_the_environment_are_followed_and_others_named() -> None:
+    assert rules({}) == Rules() and rules({"PYTORCH_ALLOC_CONF": "backend:native"}) == Rules()
+    found = rules({"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:2"})
+    assert found.rounded(5 * MIB) == 6 * MIB and found.rounded(4 * MIB) == 4 * MIB
+    split = rules({"PYTORCH_ALLOC_CONF": "max_split_size_mb:20, garbage_collection_threshold:0.6"})
+    assert split.max_split_bytes == 20 * MIB and not split.unfollowed
+    events = [Take(1, 40 * MIB), Give(1), Take(2, 12 * MIB)]
+    assert Pool(rules=split).follow(events).reserved == 52 * MIB
+    assert Pool(rules=Rules()).follow(events).reserved == 40 * MIB
+    other = {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync,expandable_segments:True,new_one:3"}
+    assert rules(other).unfollowed == ("backend", "new_one")
