@@ -1,6 +1,7 @@
 """Forecast against measured, in a table: what tensors hold and the allocator reserves on a GPU,
 for the built-in models, three batch sizes, two precisions, two optimizers, with and without a
-recorded step; and for models as users write them (nets.py), in two precisions. `python -m benchmarks.forecast [MODEL ...]` prints the table and keeps it.
+recorded step; and for models as users write them (nets.py), in two precisions.
+`python -m benchmarks.forecast [MODEL ...]` prints the table and keeps it.
 """
 
 from __future__ import annotations

@@ -109,6 +109,7 @@ class Pairs(Net):
 class Binned(Net):
     def build(self, inputs: int, outputs: int) -> None:
         self.words = nn.Embedding(64 * inputs, 32)
+        self.first: Tensor
         self.register_buffer("first", torch.arange(inputs) * 64)
         self.last = nn.Sequential(nn.Linear(32 * inputs, 256), nn.ReLU(), nn.Linear(256, outputs))
 
