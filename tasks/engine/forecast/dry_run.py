@@ -41,6 +41,9 @@ HOPPER = 9
 WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES = int(8.125 * MIB), 32 * MIB
 # cuBLASLt's, which multiplies where a bias is added: forwards. It shares since pytorch#175879.
 LT_WORKSPACE_BYTES, LT_SHARES_SINCE = 1 * MIB, "2.12"
+_OPS = torch.ops.aten
+PRODUCTS = {_OPS.mm.default, _OPS.addmm.default, _OPS.bmm.default, _OPS.baddbmm.default}
+CONVOLUTIONS = {_OPS.convolution.default, _OPS.convolution_backward.default}
 SETUP, EVALUATION = "setup", "eval"
 
 
@@ -61,17 +64,28 @@ class Peaks:
 
     ledger: AllocationLog
     events: list[Event]
-    workspaces: dict[str, list[int]]  # bytes, by the phase after which they are taken
+    # Bytes, by the phase after which the first product of matrices takes them.
+    workspaces: dict[str, list[int]]
     training: int = 0  # of the events, those before the last evaluation
     phases: dict[str, int] = field(default_factory=dict)
     owners: dict[str, int] = field(default_factory=dict)
     _most: int = 0
+    _due: list[int] = field(default_factory=list)
+
+    def called(self, func: Any) -> None:
+        """An operation is under way, whose results are there."""
+        is_product = func in PRODUCTS or (
+            func in CONVOLUTIONS and not torch.backends.cudnn.enabled  # they are products then
+        )
+        if self._due and is_product:
+            for size in self._due:  # below 0: no name of the ledger's
+                self.events.append(Take(-1 - len(self.events), size))
+            self._due = []
 
     def mark(self, phase: str) -> None:
         """`phase` ends here."""
         self.ledger.end_phase(phase)
-        for size in self.workspaces.pop(phase, ()):  # below 0: no name of the ledger's
-            self.events.append(Take(-1 - len(self.events), size))
+        self._due += self.workspaces.pop(phase, ())
         self.phases[phase] = max(self.phases.get(phase, 0), self.ledger.peak_bytes)
         self.ledger.reset_peak()
 
@@ -98,10 +112,16 @@ def dry_run(
     device = _usable(torch.device(facts.name))
     precision = resolve_precision(config.train.precision, facts)
     events: list[Event] = []
+    scratch = scratch_of(torch.device(facts.name))
+
+    def scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
+        peaks.called(func)
+        return scratch(func, args)
+
     ledger = AllocationLog(
         device,
         block=int if facts.kind == "cpu" else rules().rounded,
-        scratch=scratch_of(torch.device(facts.name)),
+        scratch=scratch_bytes,
         told=events.append,
     )
     peaks = Peaks(ledger, events, workspaces_of(facts))
