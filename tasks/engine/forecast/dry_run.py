@@ -114,7 +114,7 @@ def dry_run(
     events: list[Event] = []
     scratch = scratch_of(torch.device(facts.name))
 
-    def scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    def scratch_bytes(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
         peaks.called(func)
         return scratch(func, args)
 

@@ -7,7 +7,7 @@ enters it on sampled steps, for a limit, and to explain why memory ran out.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,8 @@ from tasks.engine.memory.operation_names import Lines, described, name_of, shape
 
 MIB = 1024**2
 ACTIVATIONS, LIBRARIES, REST = "activations", "libraries", "rest"
-Scratch = Callable[[Any, tuple[Any, ...]], int]  # of an operation and its arguments, in bytes
+# Of an operation and its arguments, in bytes of each allocation, which it holds together.
+Scratch = Callable[[Any, tuple[Any, ...]], tuple[int, ...]]
 # What StorageWeakRef.expired() asks, without its two Python calls: a step of a transformer has some
 # hundred storages, each asked at each allocation.
 _EXPIRED = torch.UntypedStorage._expired
@@ -53,7 +54,7 @@ class AllocationLog(TorchDispatchMode):
         *,
         limit_bytes: int | None = None,
         block: Callable[[int], int] = int,
-        scratch: Scratch = lambda func, args: 0,
+        scratch: Scratch = lambda func, args: (),
         told: Callable[[Event], None] = lambda event: None,
     ) -> None:
         """limit_bytes: more raises torch.OutOfMemoryError, as a device would. block: the bytes
@@ -209,9 +210,9 @@ class AllocationLog(TorchDispatchMode):
         line = self._lines.of_this(is_needed=bool(made))
         for tensor in made:
             self._entry(tensor, line=line, what=described(func, tensor))
-        scratch_bytes = self._scratch(func, args)
-        if scratch_bytes:
-            self._add_scratch(scratch_bytes, line=line, what=f"scratch memory of {name_of(func)}")
+        taken = self._scratch(func, args)
+        if taken:
+            self._add_scratch(taken, line=line, what=f"scratch memory of {name_of(func)}")
         return out
 
     def _refusal(self, made: list[Tensor]) -> torch.OutOfMemoryError | None:
@@ -265,16 +266,21 @@ class AllocationLog(TorchDispatchMode):
         self._note_peak(self._allocated)
         return entry
 
-    def _add_scratch(self, size_bytes: int, *, line: str, what: str) -> None:
-        """Memory that an operation has taken and given back."""
-        self._allocations += 1
-        at = self._allocations
-        entry = Entry(None, self._rounded(size_bytes), at, line, what, owner=LIBRARIES, died=at + 1)
-        self._gone.append(entry)
-        self._unphased.append(entry)
-        self._told(Take(at, entry.bytes, self.pool))
-        self._told(Give(at))
-        self._note_peak(self._allocated + entry.bytes)
+    def _add_scratch(self, sizes: Sequence[int], *, line: str, what: str) -> None:
+        """Memory that an operation has taken, all of it at once, and given back."""
+        first, most = self._allocations + 1, 0
+        self._allocations += len(sizes)
+        for at, size_bytes in enumerate(sizes, first):
+            died = self._allocations + 1
+            size = self._rounded(size_bytes)
+            entry = Entry(None, size, at, line, what, owner=LIBRARIES, died=died)
+            self._gone.append(entry)
+            self._unphased.append(entry)
+            self._told(Take(at, entry.bytes, self.pool))
+            most += entry.bytes
+        for at in range(first, first + len(sizes)):
+            self._told(Give(at))
+        self._note_peak(self._allocated + most)
 
     def _note_peak(self, in_use_bytes: int) -> None:
         self.peak_bytes = max(self.peak_bytes, in_use_bytes)

@@ -3,7 +3,8 @@ gradient of 2,048 rows and 1,024 columns takes 16 MiB for a moment, by setReduce
 ATen/native/cuda/Reduce.cuh for a matrix that lies row by row; other sums take next to nothing. And
 softmax, which attention takes where no fused kernel does: backwards it holds the product of
 gradient and output (softmax_backward_cuda_out in ATen/native/cuda/SoftMax.cu), forwards a mask of
-the rows that are all masked (_safe_softmax in ATen/native/SoftMax.cpp).
+the rows that are all masked (_safe_softmax in ATen/native/SoftMax.cpp). nn.MultiheadAttention, when
+it predicts: query, key and value twice (ATen/native/transformers/cuda/attention.cu).
 """
 
 from __future__ import annotations
@@ -20,26 +21,29 @@ LEAST_VALUES, MOST_VALUES = 16, 256  # that a thread adds up
 ACCUMULATOR_BYTES = 4  # of a float32, also for bf16 and fp16
 
 
-def scratch_of(device: torch.device) -> Callable[[Any, tuple[Any, ...]], int]:
-    """What an operation with these arguments takes on the device for itself, in bytes."""
+def scratch_of(device: torch.device) -> Callable[[Any, tuple[Any, ...]], tuple[int, ...]]:
+    """What an operation with these arguments takes on the device for itself, in bytes of each."""
     if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
-        return lambda func, args: 0
+        return lambda func, args: ()
     properties = torch.cuda.get_device_properties(device)
     processors, threads = (
         properties.multi_processor_count,
         properties.max_threads_per_multi_processor,
     )
 
-    def scratch(func: Any, args: tuple[Any, ...]) -> int:
+    def scratch(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
         if func is torch.ops.aten._softmax_backward_data.default:
-            return int(args[0].nbytes)
+            return (int(args[0].nbytes),)
         if func is torch.ops.aten._safe_softmax.default:
-            return int(args[0].numel())  # booleans
+            return (int(args[0].numel()),)  # booleans
+        if func is torch.ops.aten._native_multi_head_attention.default:
+            return (3 * int(args[0].nbytes),) * 2
         if func is not torch.ops.aten.sum.dim_IntList or not _is_over_rows(args[0], args[1]):
-            return 0
+            return ()
         columns = args[0].shape[-1]
         rows = prod(args[0].shape[:-1])
-        return column_sum_bytes(rows, columns, processors=processors, threads=threads)
+        taken = column_sum_bytes(rows, columns, processors=processors, threads=threads)
+        return (taken,) if taken else ()
 
     return scratch
 
