@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-START, LOCK = "start.json", "training.lock"
+from tasks.tracking.journal_lines import TRAINING_LOCK
+
+START, LOCK = "start.json", TRAINING_LOCK
 
 
 @dataclass(frozen=True)

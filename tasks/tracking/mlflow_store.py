@@ -5,6 +5,7 @@ process.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 
@@ -25,8 +26,11 @@ from requests import exceptions as http
 from sqlalchemy import create_engine, make_url
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
+from tasks.engine.base.file_lock import FileLock
+from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
 from tasks.process.redaction import redacted
 from tasks.tracking.journal import BEGIN
+from tasks.tracking.journal_lines import LOCK, TRAINING_LOCK
 from tasks.tracking.mlflow_pages import VIEW_TAG, view_tag
 from tasks.tracking.where import TrackingError, Where
 
@@ -215,8 +219,25 @@ def explained(error: Exception, where: Where | None) -> str:
 
 
 def sweep_journals(runs: Path, *, keep: int) -> None:
-    """Remove the oldest journals whose runs were sent whole, all but `keep`."""
-    sent = [f.parent for f in runs.glob("*/sent.json") if '"closed": true' in f.read_text()]
-    sent = [folder for folder in sent if not (folder / BEGIN).exists()]
-    for folder in sorted(sent)[: max(0, len(sent) - keep)]:
-        shutil.rmtree(folder, ignore_errors=True)
+    """Remove the oldest journals whose runs were sent whole, all but `keep`; none of a training
+    that may go on from a checkpoint, and none that another process has to do with."""
+    old = sorted(f.parent for f in runs.glob("*/sent.json") if _may_go(f.parent))
+    for folder in old[: max(0, len(old) - keep)]:
+        with (
+            suppress(OSError),
+            FileLock(folder / TRAINING_LOCK) as one,
+            FileLock(folder / LOCK) as two,
+        ):
+            mine = all(lock.take(f"process {os.getpid()}, which removes it") for lock in (one, two))
+            if mine and _may_go(folder):  # still
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _may_go(folder: Path) -> bool:
+    with suppress(OSError, ValueError):
+        if '"closed": true' in (folder / "sent.json").read_text() and not (folder / BEGIN).exists():
+            if not steps(folder / CHECKPOINTS):
+                return True
+            run = json.loads((folder / "run.json").read_text())
+            return run.get("status") == "FINISHED" and not run.get("stopped")
+    return False

@@ -19,6 +19,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from sqlalchemy.exc import OperationalError
 
+from tasks.engine.base.file_lock import FileLock
+from tasks.engine.checkpoint.kept_steps import steps
 from tasks.tracking import journal, mlflow_sender, mlflow_store, orphaned_runs
 from tasks.tracking.journal import BEGIN, Journal
 from tasks.tracking.mlflow_run import LOCK, Sender, State
@@ -358,3 +360,37 @@ def test_a_database_that_takes_connections_and_refuses_is_wrong(
         where = _where(tmp_path, f"postgresql://ann:s3cret@127.0.0.1:{port}/runs")
         error = OperationalError("SELECT 1", {}, Exception(said))
         assert mlflow_store.may_come(error, where) is is_away
+
+
+def test_journals_that_somebody_needs_are_not_swept(tmp_path: Path) -> None:
+    """A run that was being resumed lost its folder, and one that was not done its checkpoints."""
+    names = (
+        "1 done",
+        "2 goes on",
+        "3 trains",
+        "4 sends",
+        "5 stopped",
+        "6 unsent",
+        "7 failed early",
+    )
+    for name in names:
+        folder = tmp_path / name
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "checkpoints" / "step-000000000010.json").write_text("{}")
+        is_done = name in ("1 done", "3 trains", "4 sends", "5 stopped")
+        run = {"status": "FINISHED" if is_done else "KILLED"}
+        if name == "5 stopped":
+            run["stopped"] = "a signal"
+        (folder / "run.json").write_text(json.dumps(run))
+        (folder / "sent.json").write_text(json.dumps({"closed": name != "6 unsent"}))
+        if name == "7 failed early":
+            shutil.rmtree(folder / "checkpoints")
+        assert bool(steps(folder / "checkpoints")) is (name != "7 failed early")
+    with (
+        FileLock(tmp_path / "3 trains" / "training.lock") as one,
+        FileLock(tmp_path / "4 sends" / "sending.lock") as two,
+    ):
+        # What another process would hold: of this one, each opening of a file is by itself.
+        assert one.take() and two.take()
+        mlflow_store.sweep_journals(tmp_path, keep=0)
+    assert sorted(f.name for f in tmp_path.iterdir()) == list(names[1:-1])
