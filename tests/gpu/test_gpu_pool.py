@@ -12,7 +12,7 @@ from tasks.engine.memory.allocator_stats import give_back
 from tasks.engine.memory.caching_allocator import Empty, Exceeded, Give, Pool, Take
 from tasks.engine.memory.leaks import release
 from tasks.engine.memory.memory_meter import MIB
-from tasks.engine.memory.reduction_scratch import scratch_of
+from tasks.engine.memory.scratch_memory import scratch_of
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)

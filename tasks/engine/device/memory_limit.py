@@ -17,7 +17,7 @@ from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.memory.allocator_stats import Allocator, allocator
 from tasks.engine.memory.caching_allocator import rules
 from tasks.engine.memory.memory_by_owner import CountedAllocator
-from tasks.engine.memory.reduction_scratch import scratch_of
+from tasks.engine.memory.scratch_memory import scratch_of
 from tasks.engine.settings.run_config import RunConfig
 
 

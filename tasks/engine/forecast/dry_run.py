@@ -23,7 +23,7 @@ from tasks.engine.forecast.batch_bytes import Loader, Rows, fed
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.memory.caching_allocator import Empty, Event, Take, rules
 from tasks.engine.memory.memory_by_owner import BEST
-from tasks.engine.memory.reduction_scratch import scratch_of
+from tasks.engine.memory.scratch_memory import scratch_of
 from tasks.engine.models import builtin
 from tasks.engine.scores.kept_rows import KeptRows, small
 from tasks.engine.settings.run_config import RunConfig

@@ -3,5 +3,5 @@ operation, and the proof that all was given back. It calls an allocator by its p
 where there are any, and leaves out what a device does not tell.
 
 Front doors: allocation_log, allocator_history, allocator_stats, broken_device, caching_allocator,
-glibc_heap, leaks, memory_by_owner, memory_meter, oom_report, reduction_scratch.
+glibc_heap, leaks, memory_by_owner, memory_meter, oom_report, scratch_memory.
 """

@@ -13,7 +13,7 @@ from tasks.engine.memory.caching_allocator import (
     least_room,
     rules,
 )
-from tasks.engine.memory.reduction_scratch import column_sum_bytes
+from tasks.engine.memory.scratch_memory import column_sum_bytes
 
 
 def reserved(*events) -> int:
