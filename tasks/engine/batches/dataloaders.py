@@ -6,15 +6,19 @@ not a pair of inputs and targets.
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
+from threading import current_thread, main_thread
 from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from tasks.engine.base import nested
@@ -26,6 +30,7 @@ from tasks.engine.memory.memory_meter import is_oom
 from tasks.engine.models.structured_inputs import LABELS
 
 ENDLESS = sys.maxsize  # steps of an epoch that nobody knows the end of
+DEATHS: list[str] = []  # what PyTorch said of workers that ended, not told yet
 WORKER_END_S = 5.0  # at most, from its broken connection to the end of a worker's process
 
 log = logging.getLogger(__name__)
@@ -127,6 +132,7 @@ class Loaded:
     def _read(self, mark: Mark) -> Iterator[tuple[Any, Any]]:
         # Held by this frame alone: worker processes end with the iterator.
         found = _told(iter(self._loader))
+        _keep_deaths()
         sampler = getattr(self._loader, "batch_sampler", None)
         rows, done = 0, self._done if self._random is not None else 0
         if self._random is not None:
@@ -160,6 +166,8 @@ def _told(batches: Iterator[Any]) -> Iterator[Any]:
     """The same batches; what the user's code raises is told in one sentence."""
     while True:
         try:
+            if DEATHS:
+                raise RuntimeError(DEATHS[0])
             batch = next(batches)
         except StopIteration as error:
             row = _row_that_stopped(error)
@@ -170,7 +178,8 @@ def _told(batches: Iterator[Any]) -> Iterator[Any]:
         except Exception as error:
             if is_oom(error):
                 raise
-            told, died = told_of(error), said(error)
+            told, died = told_of(error), DEATHS[0] if DEATHS else said(error)
+            DEATHS.clear()
             if isinstance(error, ConnectionError) and (workers := getattr(batches, "_workers", ())):
                 _await_an_end(workers)
                 died = "DataLoader worker ended while it sent a batch"
@@ -184,6 +193,25 @@ def _told(batches: Iterator[Any]) -> Iterator[Any]:
                 "error of its code"
             )
         raise DataError(f"data.source: the loader raised: {told}")
+
+
+def _keep_deaths() -> None:
+    """Let the death of a worker be told where batches are read: PyTorch raises it from its handler
+    of SIGCHLD, inside of whatever runs then, such as the making of a file that then stays. While
+    it waits for a batch it looks for itself, every 5 s."""
+    if not hasattr(signal, "SIGCHLD") or current_thread() is not main_thread():
+        return
+    raises = signal.getsignal(signal.SIGCHLD)
+    if getattr(raises, "__module__", "") != signal_handling.__name__ or not callable(raises):
+        return
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        try:
+            raises(number, frame)
+        except RuntimeError as error:
+            DEATHS.append(str(error))
+
+    signal.signal(signal.SIGCHLD, keep)
 
 
 def _row_that_stopped(error: StopIteration) -> str | None:

@@ -322,9 +322,6 @@ def late(): return DataLoader(Late(), 10, num_workers=2), DataLoader(Pairs(), 10
 """
 
 
-# PyTorch raises from a signal's handler: inside of whatever runs, such as the opening of a file.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_worker_that_is_killed_is_said_and_leaves_nothing_of_its_own(
     own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
