@@ -325,15 +325,6 @@ def test_the_licence_is_one_and_the_versions_agree() -> None:
     assert f"({project['version']})" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_image_is_made_of_files_that_are_sent_to_it() -> None:
-    lines = (ROOT / "Dockerfile").read_text().splitlines()
-    copied = {name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]}
-    sent = (ROOT / ".dockerignore").read_text().splitlines()
-    assert {f"!{name}" for name in copied} == {line for line in sent if line.startswith("!")}
-    assert all((ROOT / name).exists() for name in copied)
-    assert "mlflow.yaml" not in copied, "results would lie in the image"
-
-
 def test_the_first_call_of_make_says_what_it_does(tmp_path: Path) -> None:
     """It was silent for two minutes."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
