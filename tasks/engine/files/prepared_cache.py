@@ -205,7 +205,9 @@ def check_room(cache: Path, needed_bytes: int) -> None:
     if not there.is_dir():
         raise DataError(f"data.cache: {shown} lies under {there}, a file; name another folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise DataError(f"data.cache: {there} must not be written; name another folder")
+        raise DataError(
+            f"data.cache: this user may not write in {there}; name another folder, or `chown` it"
+        )
     free_bytes = shutil.disk_usage(there).free
     if needed_bytes > free_bytes:
         raise DataError(

@@ -508,6 +508,14 @@ def test_a_cache_that_cannot_be_a_folder_is_refused_by_the_check(tmp_path):
             preparation.check(DataConfig(cache=cache))
 
 
+def test_a_cache_that_another_user_owns_is_told_with_both_remedies(tmp_path, monkeypatch):
+    """A folder that Docker made is root's: "must not be written" was no sentence to act on."""
+    monkeypatch.setattr("tasks.engine.files.prepared_cache.os.access", lambda *_: False)
+    words = "^data.cache: this user may not write in .*; name another folder, or `chown` it$"
+    with pytest.raises(DataError, match=words):
+        preparation.check(_cached(tmp_path))
+
+
 def test_a_write_that_the_disk_refuses_keeps_its_reason(tmp_path):
     words = "^data.cache: .* .No space left on device.; make room"
     with pytest.raises(DataError, match=words), prepared_cache.refusals(tmp_path):
