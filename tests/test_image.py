@@ -44,7 +44,7 @@ COPIED = [
 (INSTALLS,) = (
     i for i, (word, rest) in enumerate(LAYERS) if word == "RUN" and "pip install" in rest
 )
-SECRET = """@:/#%?'" $HOME${x} \\b`id`&=+,;|<>()[]{}*~!^ü end"""
+SECRET = """@:/#%?'" $HOME${x} \\b`id`&=+,;|<>()[]{}*~!^\u00fc end"""
 
 
 def _environment(service: str, **given: str) -> dict[str, str]:
