@@ -121,7 +121,7 @@ def test_loaders_in_a_container_get_shared_memory() -> None:
     assert [worker["shm_size"] for worker in WORKERS] == ["8gb", "8gb"]
     assert all(service["init"] for service in OURS.values())
     for text in (_text("Dockerfile"), _text("docs/team.md")):
-        for command in re.findall(r"docker run (?:.|\\\n)*", text):
+        for command in re.findall(r"docker run (?:\\\n|.)*", text):
             trains = "--entrypoint" not in command
             assert {"--init", *["--shm-size"][:trains]} <= set(command.split()), command
 
