@@ -1,7 +1,7 @@
 """The service on one machine: a Prefect server, a worker for the deployments of prefect.yaml,
-MLflow's UI, and a keeper, which starts again what dies. `python -m tasks.serve up`, `down`, `status`;
-`ui` is MLflow alone, in the foreground. It listens on 127.0.0.1 only, since neither Prefect's nor
-MLflow's server asks for a password.
+MLflow's UI, and a keeper, which starts again what dies. `python -m tasks.serve up`, `down`,
+`status`; `ui` is MLflow alone, in the foreground. It listens on 127.0.0.1 only, since neither
+Prefect's nor MLflow's server asks for a password.
 """
 
 from __future__ import annotations
