@@ -16,7 +16,7 @@ from typing import Any
 from uuid import UUID
 
 import psutil
-from httpx import TransportError
+from httpx import HTTPStatusError, TransportError
 from prefect import Flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
@@ -33,12 +33,12 @@ from tasks.engine.report import run_report
 from tasks.engine.settings.read_settings import ConfigError, from_mapping, override
 from tasks.engine.settings.run_config import RunConfig
 from tasks.failures import classify
-from tasks.gate import GATES, GateFailed
+from tasks.gate import GateFailed
 from tasks.process import streams
-from tasks.process.redaction import link, redact_logs, without_secrets
+from tasks.process.redaction import link, redact_logs, redacted, without_secrets
 from tasks.record import Record
 from tasks.resume import default_name, plan_retry
-from tasks.serving.crashed_flow_runs import TAG
+from tasks.serving.crashed_flow_runs import TAG, end_of
 from tasks.serving.local_prefect import is_temporary
 
 log = logging.getLogger(__name__)
@@ -177,16 +177,12 @@ def _go_on(self: Console) -> None:
 
 
 def ended_as(run: dict[str, Any]) -> Any:
-    """The run; for Prefect in a state of its own where it is not done, or did not pass its gate.
-    Raises GateFailed where that is to fail."""
-    if stopped := run["stopped"]:
-        return Completed(name="Stopped", message=stopped, data=run)
-    tags = run["tags"]
-    if tags.get("gate") not in GATES:
-        return run
-    if run["params"]["gate.fail"]:
+    """The run; for Prefect in a state of its own where it is not done, did not pass its gate, or
+    MLflow has not got all of it. Raises GateFailed where the gate is to fail."""
+    end = end_of(run, run.get("unsent", ""))
+    if end.type == "FAILED":
         raise GateFailed(run)
-    return Completed(name=tags["gate"].capitalize(), message=tags["gate.why"], data=run)
+    return Completed(name=end.name, message=end.message, data=run) if end.name else run
 
 
 def publish(run: Mapping[str, Any]) -> None:
@@ -196,11 +192,12 @@ def publish(run: Mapping[str, Any]) -> None:
 
 
 def show(text: str, key: str, title: str) -> None:
-    """Markdown, as an artifact of this flow run."""
+    """Markdown, as an artifact of this flow run; without it the run is what it is."""
     try:
         create_markdown_artifact(text, key=key, description=title)
-    except TransportError:  # its server is away: the run's end does not wait for it once more
-        here = get_settings_context()
-        once = here.settings.copy_with_update({PREFECT_CLIENT_MAX_RETRIES: 0})
-        SettingsContext(profile=here.profile, settings=once).__enter__()
-        raise
+    except (TransportError, HTTPStatusError) as error:
+        log.warning("no report in Prefect: %s", redacted(str(error)))
+        if "PREFECT__FLOW_RUN_ID" not in os.environ:  # the desk's end does not wait once more
+            here = get_settings_context()
+            once = here.settings.copy_with_update({PREFECT_CLIENT_MAX_RETRIES: 0})
+            SettingsContext(profile=here.profile, settings=once).__enter__()

@@ -17,6 +17,7 @@ from tasks.engine.base.file_lock import is_held
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
 from tasks.live_runs import Live, live_runs, owner
 from tasks.run_folders import LOCK, Start, folders, json_of, resume_command, start_of
+from tasks.tracking.journal import BEGIN
 from tasks.tracking.journal_lines import LOCK as SENDING_LOCK
 from tasks.tracking.journal_lines import Line, ends
 
@@ -32,6 +33,7 @@ STATES = {  # of a training that lives, by its stage
 }
 GONE = "its process is gone, and nothing has ended it; `python -m flows.tidy --yes` does"
 UNTOLD = "how it ended is only known in MLflow"
+UNKNOWN = "MLflow has not been told of it yet"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Run:
     tokens_per_s: float | None = None
     peak_mib: float | None = None
     reason: str = ""  # why it ended as it did
+    unsent: str = ""  # why MLflow has not got all of it
     resume: str = ""  # the command that goes on with it
     began_at: float | None = None  # Unix time
 
@@ -138,6 +141,7 @@ def of_folder(folder: Path) -> Run | None:
         pid=start.pid or None,
         device=str(tags.get("device") or json_of(folder / "device.json").get("name") or ""),
         reason=" ".join(str(reason).split()),
+        unsent="" if is_alive or not end else _unsent(folder),
         steps=start.steps or None,
         epochs=start.epochs or None,
         resume=""
@@ -145,6 +149,13 @@ def of_folder(folder: Path) -> Run | None:
         else resume_command(start.run_id or folder.name),
     )
     return _measured(run, start, end.get("metrics") or {})
+
+
+def _unsent(folder: Path) -> str:
+    """Why MLflow has not got all of a run that has ended; empty where it has."""
+    if (folder / BEGIN).exists():
+        return UNKNOWN
+    return str(json_of(folder / "sent.json").get("unsent") or "")
 
 
 def _measured(run: Run, start: Start, end: Mapping[str, float]) -> Run:

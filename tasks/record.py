@@ -285,7 +285,10 @@ class Record:
             self.run["metrics"] |= self._journal.close(self.run)
         except TrackingError as unsent:
             told = f"python -m tasks.tracking.mlflow_sender {shlex.quote(str(self.folder))}"
-            log.error("%s. Nothing is lost: the next run sends it, or now `%s`", unsent, told)
+            log.error(
+                "%s. Nothing is lost: it is sent when MLflow takes it, or now by `%s`", unsent, told
+            )
+            self.run["unsent"] = f"MLflow has not got all of it yet: {unsent}"
         self.run |= self._page()  # it may have been told of the run at last
 
     def _page(self) -> dict[str, str]:

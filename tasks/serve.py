@@ -1,7 +1,7 @@
-"""The service on one machine: a Prefect server, a worker that plays the deployments of prefect.yaml
-and MLflow's UI. `python -m tasks.serve up`, `down`, `status`; `ui` is MLflow alone, in the
-foreground. It listens on 127.0.0.1 only, since neither Prefect's nor MLflow's server asks for a
-password.
+"""The service on one machine: a Prefect server, a worker for the deployments of prefect.yaml,
+MLflow's UI, and a keeper, which starts again what dies. `python -m tasks.serve up`, `down`,
+`status`; `ui` is MLflow alone, in the foreground. It listens on 127.0.0.1 only, since neither
+Prefect's nor MLflow's server asks for a password.
 """
 
 from __future__ import annotations
@@ -12,22 +12,29 @@ import shlex
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import IO
+
+import psutil
 
 from tasks.process.redaction import link, redacted
-from tasks.serving import prefect_http, service_down, service_up
+from tasks.serving import keeper, prefect_http, service_down, service_up
 from tasks.serving.processes import (
+    KEEPER,
     Part,
     ServeError,
     SettingError,
     alone,
+    is_running,
     log_path,
     parts,
     port_from,
     require_free,
 )
+from tasks.tracking import send_later
 from tasks.tracking.mlflow_pages import EXPERIMENTS_PAGE, experiment_page, run_page
 from tasks.tracking.where import TrackingError, Where, where
 
@@ -40,7 +47,8 @@ PORTS = {"prefect": PREFECT_PORT, "mlflow": MLFLOW_PORT}
 
 def main(argv: Sequence[str]) -> int:
     """Do what the command line says. Returns the exit code: 0, 1 failed, 2 a bad setting."""
-    return obey(argv, {"up": up, "down": down, "status": status, "ui": ui}, "tasks.serve", __doc__)
+    actions = {"up": up, "down": down, "status": status, "ui": ui, "keep": keep}
+    return obey(argv, actions, "tasks.serve", __doc__)
 
 
 def obey(
@@ -70,19 +78,24 @@ def up() -> int:
 
 
 def begun(
-    folder: Path, planned: Callable[[Mapping[str, Part]], service_up.Plan]
+    folder: Path,
+    planned: Callable[[Mapping[str, Part]], service_up.Plan],
+    *,
+    is_keeper: bool = False,
 ) -> service_up.Plan:
-    """The plan, of which everything is up. planned: makes one, given what is up."""
+    """The plan, of which everything is up. planned: makes one, given what is up. is_keeper: whether
+    it is this process that will look after it."""
     signal.signal(signal.SIGTERM, _leave)
     # A worker ends itself by SIGINT. Started from a script's background job it would inherit that
     # SIGINT is ignored, and then never end.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with alone(folder):
-        alive = parts(folder)
+        alive = keeper.with_keeper(parts(folder)) if is_keeper else parts(folder)
         plan = planned(alive)
         gone = ", ".join(name for name in plan.addresses if name not in alive)
         if not gone:
-            print("It is up already.")
+            if not is_keeper:
+                print("It is up already.")
         else:
             if alive:
                 print(f"{gone}: had ended (logs: {folder}), and is started again.", flush=True)
@@ -97,6 +110,7 @@ def down() -> int:
 
 def ended(folder: Path) -> int:
     """End what is up of the service that has this folder."""
+    service_down.end_keeper(folder)  # which may just be starting something, and would go on
     with alone(folder):
         names = parts(folder)
         service_down.take_down(folder)
@@ -122,6 +136,19 @@ def told(folder: Path, names: Sequence[str]) -> int:
     return 0 if set(states.values()) == {"up"} else 1
 
 
+def keep() -> int:
+    """Look after what `up` has started, for ever: `up` starts this too."""
+    chosen = where()
+
+    def send() -> None:
+        if chosen.send_later_s and send_later.is_needed(Path(chosen.runs)):
+            api = parts(FOLDER)["prefect"].address + "/api"
+            send_later.start(chosen, api)
+
+    keeper.keep(FOLDER, lambda: begun(FOLDER, _plan, is_keeper=True), send)
+    return 0
+
+
 def ui() -> int:
     """Become MLflow's server on the runs; or say where they are, where a server has them."""
     chosen = where()
@@ -133,13 +160,41 @@ def ui() -> int:
         return 0
     port = port_from(*MLFLOW_PORT)
     require_free(port, MLFLOW_PORT[0])
-    page = f"http://127.0.0.1:{port}{_first_page(chosen)}"
-    print(f"MLflow: {page}\n        (this machine only; Ctrl-C ends it)", flush=True)
+    address = f"http://127.0.0.1:{port}"
+    print("MLflow is starting ...", flush=True)
+    with _told_when_up(address) as telling:
+        telling.write(address + _first_page(chosen))
     os.environ["MLFLOW_BACKEND_STORE_URI"] = chosen.tracking_uri  # unlike a flag, not seen in `ps`
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # with it: 1.7 GB and 30 s
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     arguments += ["--default-artifact-root", Path(chosen.artifacts).as_uri()]
     os.execv(sys.executable, [sys.executable, "-m", "mlflow", "server", *arguments])
+
+
+def _told_when_up(address: str) -> IO[str]:
+    """Where the page is to be written that is printed once the server answers that this process is
+    about to become: before, a click on it would be refused. By a process of its own, which nobody
+    has to wait for; forked before a library has threads."""
+    server = os.getpid()
+    read, write = os.pipe()
+    if child := os.fork():
+        os.close(read)
+        os.waitpid(child, 0)
+        return os.fdopen(write, "w")
+    try:
+        os.close(write)
+        if not os.fork() and (page := os.fdopen(read).read()):
+            while is_running(psutil.Process(server)):
+                if prefect_http.answers(address + service_up.HEALTH["mlflow"]):
+                    print(
+                        f"MLflow: {page}\n        (this machine only; Ctrl-C ends it)", flush=True
+                    )
+                    break
+                time.sleep(0.2)
+    except (KeyboardInterrupt, psutil.Error):
+        pass
+    finally:
+        os._exit(0)
 
 
 def _first_page(chosen: Where) -> str:
@@ -192,22 +247,23 @@ def open_command(tracking_uri: str, experiment_id: str, run_id: str) -> str:
 def _names() -> list[str]:
     """The parts of the service; where a tracking server has the runs, it has a UI of its own."""
     is_local = not where().tracking_uri.startswith(("http", "databricks"))
-    return ["prefect", "mlflow", "worker"] if is_local else ["prefect", "worker"]
+    return ["prefect", *(["mlflow"] if is_local else []), "worker", KEEPER]
 
 
 def _plan(up: Mapping[str, Part]) -> service_up.Plan:
     """Where each part is, or will be, on a port that nobody holds."""
     chosen = where()
     ports = {name: PORTS[name] for name in _names() if name in PORTS}
-    addresses = {**placed(ports, up), "worker": socket.gethostname()}
+    addresses = {**placed(ports, up), "worker": socket.gethostname(), KEEPER: keeper.ADDRESS}
     addresses |= {name: part.address for name, part in up.items()}
     return service_up.Plan(
         project=PROJECT,
         folder=FOLDER,
         tracking_uri=chosen.tracking_uri,
         experiment=chosen.experiment,
-        runs=Path(chosen.runs),
+        runs=[(socket.gethostname(), Path(chosen.runs))],
         addresses=addresses,
+        programs={KEEPER: service_up.Program([sys.executable, "-m", "tasks.serve", "keep"])},
     )
 
 

@@ -7,17 +7,20 @@ the project.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from tasks import serve
 from tasks.process.redaction import redacted
-from tasks.serving import service_up, team_hosts
-from tasks.serving.processes import STORES, Part, SettingError, parts
+from tasks.serving import keeper, service_up, team_hosts
+from tasks.serving.processes import KEEPER, STORES, Part, SettingError, parts
 from tasks.serving.service_up import Program
 from tasks.serving.team_stores import GIVEN, Stores
+from tasks.tracking import send_later
 from tasks.tracking.mlflow_pages import EXPERIMENTS_PAGE
 from tasks.tracking.where import where
 
@@ -32,7 +35,8 @@ UVICORN = "--timeout-worker-healthcheck 120"
 
 def main(argv: Sequence[str]) -> int:
     """Do what the command line says. Returns the exit code: 0, 1 failed, 2 a bad setting."""
-    return serve.obey(argv, {"up": up, "down": down, "status": status}, "tasks.team", __doc__)
+    actions = {"up": up, "down": down, "status": status, "keep": keep}
+    return serve.obey(argv, actions, "tasks.team", __doc__)
 
 
 def folder() -> Path:
@@ -61,6 +65,33 @@ def up() -> int:
     return 0
 
 
+def keep() -> int:
+    """Look after what `up` has started, for ever: `up` starts this too."""
+    place = folder()
+    given = {name: os.environ.pop(name) for name in GIVEN if os.environ.get(name)}
+    begun = partial(serve.begun, place, lambda up: _plan(place, up, given), is_keeper=True)
+    keeper.keep(place, begun, lambda: _send(place))
+    return 0
+
+
+def _send(place: Path) -> None:
+    """What runs of the hosts could not, each on its host."""
+    up, chosen = parts(place), where()
+    hosts = team_hosts.hosts(list(HOSTS.values()))
+    uri, api = up["mlflow"].address, f"{up['prefect'].address}/api"
+    chosen = chosen.model_copy(update={"tracking_uri": uri})
+    for name, runs in _runs(place).items():
+        if chosen.send_later_s and send_later.is_needed(runs):
+            there = chosen.model_copy(update={"runs": str(runs)})
+            inside = hosts.inside(name, []) if hosts.are_there() else []
+            send_later.start(there, api, inside=inside)
+
+
+def _runs(place: Path) -> dict[str, Path]:
+    """The folders of journals, by the hosts."""
+    return {name: place / "hosts" / name / "code/.headroom/runs" for name in HOSTS.values()}
+
+
 def down() -> int:
     """End what `up` started, and nothing else; what it kept stays."""
     serve.ended(folder())
@@ -72,7 +103,7 @@ def status() -> int:
     """Print what is up. Returns 1 where something that was brought up is not."""
     given = {name: os.environ[name] for name in GIVEN if os.environ.get(name)}
     stores = Stores(folder(), "", "", given).names
-    return serve.told(folder(), [*stores, *serve.PORTS, *HOSTS])
+    return serve.told(folder(), [*stores, *serve.PORTS, *HOSTS, KEEPER])
 
 
 def _plan(place: Path, up: Mapping[str, Part], given: Mapping[str, str]) -> service_up.Plan:
@@ -88,7 +119,7 @@ def _plan(place: Path, up: Mapping[str, Part], given: Mapping[str, str]) -> serv
     addresses = {n: a.replace("http:", "postgresql:") for n, a in addresses.items()}
     # The S3 store is asked by all: MLflow sends who downloads a model there.
     ports = {"s3": S3_PORT, **serve.PORTS} if "s3" in stores.names else serve.PORTS
-    addresses |= {**serve.placed(ports, up, host=host), **HOSTS}
+    addresses |= {**serve.placed(ports, up, host=host), **HOSTS, KEEPER: keeper.ADDRESS}
     stores = Stores(place, addresses.get("postgres", ""), addresses.get("s3", ""), given)
     of_prefect, of_mlflow = stores.server_env()
     programs = stores.programs()
@@ -100,12 +131,15 @@ def _plan(place: Path, up: Mapping[str, Part], given: Mapping[str, str]) -> serv
     command += ["--workers", "2", "--uvicorn-opts", UVICORN]
     programs["mlflow"] = Program(command, {**of_mlflow, **pages})
     programs |= {part: _worker(part, place, None if why_not else hosts) for part in HOSTS}
+    # The stores' passwords too: it starts the servers again.
+    programs[KEEPER] = Program([sys.executable, "-m", "tasks.team", "keep"], dict(given))
+    here = socket.gethostname()
     return service_up.Plan(
         project=serve.PROJECT,
         folder=place,
         tracking_uri=addresses["mlflow"],
         experiment=where().experiment,
-        runs=place / "hosts",
+        runs=[(here if why_not else name, runs) for name, runs in _runs(place).items()],
         addresses=addresses,
         programs=programs,
         deployments=DEPLOYMENTS,

@@ -25,12 +25,11 @@ from tasks.process.redaction import redacted
 from tasks.run_folders import LOCK, START, folders, start_of
 from tasks.serving import crashed_flow_runs, local_prefect
 from tasks.serving.crashed_flow_runs import End
-from tasks.serving.processes import parts
+from tasks.serving.processes import parts, started
 from tasks.tracking.journal_lines import LOCK as SENDING_LOCK
 from tasks.tracking.where import Where
 
 MIB = 1024**2
-BEGUN = ["RUNNING", "CANCELLING"]  # PENDING is also what is about to get its process
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
 
 
@@ -50,9 +49,9 @@ def put_right(chosen: Where, *, older_s: float | None = None, does: bool) -> Ite
     if chosen.database is None or chosen.database.is_file():
         yield from _in_mlflow(chosen, known, does=does)
     known |= crashed_flow_runs.ends(Path(chosen.runs))
-    for api, is_ours in _servers().items():
+    for api, workers in _servers().items():
         try:
-            yield from _in_prefect(api, known, is_ours=is_ours, does=does)
+            yield from _in_prefect(api, known, workers, does=does)
         except (OSError, ValueError, LookupError, TypeError) as error:
             yield Deed("set", "flow runs", f"Prefect at {redacted(api)}: {redacted(str(error))}")
     for path in left_files():
@@ -89,20 +88,22 @@ def _of_mlflow(told: dict[str, Any], known: dict[str, End]) -> Deed:
     return Deed(told["verb"], f"{which}: {why}", told["problem"])
 
 
-def _servers() -> dict[str, bool]:
-    """Prefect's APIs that are known here, and which is that of `make serve`: whose worker is no
-    other host's."""
-    ours = parts(serve.FOLDER).get("prefect")
-    found = {f"{ours.address}/api": True} if ours else {}
+def _servers() -> dict[str, list[float] | None]:
+    """Prefect's APIs that are known here; of that of `make serve`, whose workers are no other
+    host's, since when these live."""
+    ours = parts(serve.FOLDER)
+    found = {f"{ours['prefect'].address}/api": started(ours)} if "prefect" in ours else {}
     named = local_prefect.known_api()
-    return {named: False, **found} if named else found
+    return {named: None, **found} if named else {**found}
 
 
-def _in_prefect(api: str, known: dict[str, End], *, is_ours: bool, does: bool) -> Iterator[Deed]:
-    of_worker = BEGUN if is_ours else ()
-    dead = crashed_flow_runs.crash_the_dead(api, known, of_worker=of_worker, does=does)
-    for name, end in dead.items():
-        yield Deed("set", f"flow run {printable(name, limit=60)} to {end.type}: {end.message}")
+def _in_prefect(
+    api: str, known: dict[str, End], workers: list[float] | None, *, does: bool
+) -> Iterator[Deed]:
+    dead = crashed_flow_runs.crash_the_dead(api, known, workers=workers, does=does)
+    for name, end in {**dead, **crashed_flow_runs.correct(api, known, does=does)}.items():
+        state = end.name or end.type
+        yield Deed("set", f"flow run {printable(name, limit=60)} to {state}: {end.message}")
 
 
 def _old(runs: Path, older_s: float, *, does: bool) -> Iterator[Deed]:

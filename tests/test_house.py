@@ -55,7 +55,7 @@ ROOMS = (
     "flows.cli",
     "flows",
 )
-LARGEST_ROOM = 16  # files: more are two subjects
+LARGEST_ROOM = 17  # files: more are two subjects
 MODULES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts): file
     for file in FILES

@@ -93,5 +93,6 @@ def _notes(run: Run, columns: int) -> list[str]:
     return [
         ", ".join([*whose, *which]),
         printable(reason, limit=2 * columns - 3 * BETWEEN),
+        printable(run.unsent, limit=2 * columns - 3 * BETWEEN),
         f"go on: {run.resume}" if run.resume else "",
     ]

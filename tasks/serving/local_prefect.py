@@ -29,7 +29,11 @@ from tasks.engine.base.file_lock import is_held
 
 LINGER_S = 20.0  # after the last run: events are written within seconds; a next run finds it ready
 # Of a request: for 30 s, in which a server that starts again is back. Prefect's own 5 are a minute.
-TRIES_AGAIN = {"PREFECT_CLIENT_MAX_RETRIES": "4"}
+# It answers 500 while its database is away.
+TRIES_AGAIN = {
+    "PREFECT_CLIENT_MAX_RETRIES": "4",
+    "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500,504",
+}
 SERVER_ENV = {
     "PREFECT_UI_ENABLED": "0",
     "PREFECT__SERVER_EPHEMERAL": "1",  # no scheduler, no late runs: those are for a real server

@@ -8,7 +8,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -19,6 +19,7 @@ POOL = "headroom"
 ANSWER_S = 30.0  # a server that has just come up, on a busy machine, has taken 13
 FLOW_RUN = "PREFECT__FLOW_RUN_ID"  # in the environment of a run that a worker has started
 LIVE = ["RUNNING", "PENDING", "CANCELLING"]
+PENDING_S = 300.0  # a worker takes seconds from there to the process, which then brings the code
 
 # 127.0.0.1 is never behind a proxy, whatever the environment says.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -102,17 +103,31 @@ def confirm_cancelled(api: str, run: str) -> None:
         set_state(api, run, type="CANCELLED", message="Its process ended with the service.")
 
 
-def dead_of_pool(api: str, states: Sequence[str]) -> dict[str, str]:
-    """Of the pool's runs in these states those without a process, e.g. after a power cut, their
-    names by their ids. Prefect itself would show them as running for ever."""
-    asked = {"state": {"type": {"any_": list(states)}}}
-    begun = {run["id"] for run in _runs(api, asked)}  # before the processes are looked for
-    alive = set()
+def dead_of_pool(api: str, workers: Sequence[float]) -> dict[str, str]:
+    """Of the pool's live runs those without a process, e.g. after a power cut, their names by their
+    ids. Prefect itself would show them as running, or as about to run, for ever. workers: when
+    those of the pool that live began, all on this host, in Unix time."""
+    asked = {"state": {"type": {"any_": LIVE}}}
+    begun = {run["id"] for run in _runs(api, asked) if not _gets_process(run["state"], workers)}
+    alive = set()  # who is there is looked for after the runs
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             alive.add(process.environ().get(FLOW_RUN))
     dead = begun - alive
-    return {run["id"]: run["name"] for run in _runs(api, asked) if run["id"] in dead}
+    return {
+        run["id"]: run["name"]
+        for run in _runs(api, asked)
+        if run["id"] in dead and not _gets_process(run["state"], workers)
+    }
+
+
+def _gets_process(state: Mapping[str, str], workers: Sequence[float]) -> bool:
+    """Whether one without a process may be about to get it: of a worker that was there when the run
+    became pending, and not long ago."""
+    if state["type"] != "PENDING":
+        return False
+    since = datetime.fromisoformat(state["timestamp"]).timestamp()
+    return time.time() - since < PENDING_S and any(began <= since for began in workers)
 
 
 def skip_the_missed(api: str) -> int:
@@ -137,7 +152,7 @@ def _runs(api: str, flow_runs: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def set_state(api: str, run: str, *, type: str, message: str) -> None:
-    """Give a flow run that state, whatever Prefect's rules say."""
-    state = {"type": type, "message": message}
+def set_state(api: str, run: str, *, type: str, message: str, name: str = "") -> None:
+    """Give a flow run that state, whatever Prefect's rules say. name: if not that of the type."""
+    state = {"type": type, "message": message, **({"name": name} if name else {})}
     call("POST", f"{api}/flow_runs/{run}/set_state", {"state": state, "force": True})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -25,6 +26,7 @@ MARK = "HEADROOM_SERVE"  # in the environment of all we start: the value is draw
 PART = "HEADROOM_SERVE_PART"  # and of which part it is: its name and address
 STORES = ("postgres", "s3")  # the parts that the others write to
 WORKER = "worker"  # how the names of those parts begin that have runs as their children
+KEEPER = "keeper"  # the part that starts the others again
 
 
 class ServeError(RuntimeError):
@@ -62,10 +64,14 @@ def start(
     cwd: Path,
     user: str | None = None,
 ) -> Part:
-    """Start one process in a session of its own; what it prints goes to `folder`/`name`.log. user:
-    whose it becomes, where this process is root's."""
-    with open(log_path(folder, name), "w") as log:
-        # Not a child of ours once we have gone, and nothing to close: init collects it.
+    """Start one process in a session of its own; what it prints goes to `folder`/`name`.log, and
+    what the last one printed to `name`.1.log. user: whose it becomes, where this process is
+    root's."""
+    path = log_path(folder, name)
+    with suppress(FileNotFoundError):
+        path.rename(log_path(folder, f"{name}.1"))
+    with open(path, "w") as log:
+        # Not a child of ours once we have gone, and nothing to close.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -86,7 +92,8 @@ def start(
     except psutil.NoSuchProcess:
         raise died(name, folder) from None
     finally:
-        process.returncode = 0  # ends itself later; silences "subprocess is still running"
+        # Where this process lives on it collects what dies.
+        threading.Thread(target=process.wait, daemon=True).start()
 
 
 def mark_of(folder: Path) -> str:
@@ -122,6 +129,16 @@ def parts(folder: Path) -> dict[str, Part]:
             if part and by_pid.get(process.ppid()) != part:
                 name, _, address = part.partition(" ")
                 found[name] = Part(address, process)
+    return found
+
+
+def started(up: Mapping[str, Part]) -> list[float]:
+    """When the workers among them began, in Unix time."""
+    found = []
+    for name, part in up.items():
+        with suppress(psutil.Error):
+            if name.startswith(WORKER):
+                found.append(part.process.create_time())
     return found
 
 

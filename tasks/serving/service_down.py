@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 
-from tasks.serving import prefect_http
+from tasks.serving import prefect_http, systemd_unit
 from tasks.serving.prefect_http import FLOW_RUN
-from tasks.serving.processes import PART, STORES, WORKER, await_end, end, marked, parts
+from tasks.serving.processes import KEEPER, PART, STORES, WORKER, await_end, end, marked, parts
 
 RUN_S = 90.0  # for runs to end: give the device back, and send what MLflow has not got yet
 
@@ -28,13 +28,21 @@ def take_down(folder: Path, *, but: Collection[str] = ()) -> None:
     spares = bool(but) or not workers or "prefect" not in up
     if not spares:
         _end_workers(folder, workers, f"{up['prefect'].address}/api")
-    for name, part in sorted(up.items(), key=lambda p: p[0] in STORES):  # still written to
+    # The keeper first, which would start the others again; the stores last: still written to.
+    for name, part in sorted(up.items(), key=lambda p: (p[0] in STORES, p[0] != KEEPER)):
         if name in but:
             continue
         if spares and name.startswith(WORKER):
             part.process.kill()  # told to end, it would take its run with it
         end([part.process], wait_s=20)
     _sweep(folder, spares=spares, but=but)
+
+
+def end_keeper(folder: Path) -> None:
+    """So that nothing is started again that is taken down."""
+    systemd_unit.remove(folder)
+    if KEEPER in (up := parts(folder)):
+        end([up[KEEPER].process], wait_s=20)
 
 
 def _end_workers(folder: Path, workers: Sequence[psutil.Process], api: str) -> None:

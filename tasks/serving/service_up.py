@@ -15,9 +15,18 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tasks.serving import crashed_flow_runs, local_prefect, prefect_http, service_down
+from tasks.serving import (
+    crashed_flow_runs,
+    local_prefect,
+    prefect_http,
+    service_down,
+    systemd_unit,
+)
+from tasks.serving.crashed_flow_runs import End
 from tasks.serving.processes import (
+    KEEPER,
     MARK,
+    PART,
     STORES,
     WORKER,
     Part,
@@ -27,8 +36,10 @@ from tasks.serving.processes import (
     log_path,
     mark_of,
     start,
+    started,
 )
 
+MAX_TRIES = {"PREFECT_CLIENT_MAX_RETRIES": "6"}  # for two minutes: nobody sits and waits
 START_S = 180.0  # a new database on a busy machine, with room to spare
 HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
 # Settings of another API, or of a UI that talks to one: this service talks to itself.
@@ -53,7 +64,7 @@ class Plan:
     folder: Path  # of logs
     tracking_uri: str
     experiment: str
-    runs: Path  # of the runs' journals
+    runs: Sequence[tuple[str, Path]]  # of the runs' journals: hosts, as the runs call them
     addresses: Mapping[str, str]  # by part; no mlflow where a tracking server has the runs
     programs: Mapping[str, Program] = field(default_factory=dict)  # by part
     deployments: Sequence[str] = ("--all",)  # as `prefect deploy` is told
@@ -86,13 +97,16 @@ def bring_up(plan: Plan, up: Mapping[str, Part]) -> None:
             _await(name, found[name], plan, plan.programs[name].is_ready)
         found |= {name: _start(name, plan) for name in missing if name in HEALTH}
         _await("prefect", found["prefect"], plan)
-        _deploy(plan)
+        if any(name == "prefect" or name.startswith(WORKER) for name in missing):
+            _deploy(plan, up)
         is_online = partial(prefect_http.worker_is_online, plan.api, since=time.time())
         workers = {name: _start(name, plan) for name in missing if name.startswith(WORKER)}
         for name, worker in workers.items():
             _await(name, worker, plan, partial(is_online, worker.address))
         if "mlflow" in found:
             _await("mlflow", found["mlflow"], plan)
+        if KEEPER in missing:
+            _start_keeper(plan)
     except OSError as error:
         service_down.take_down(plan.folder, but=up)
         raise ServeError(f"Prefect's server stopped answering: {error}") from None
@@ -116,6 +130,20 @@ def _start(name: str, plan: Plan) -> Part:
     )
 
 
+def _start_keeper(plan: Plan) -> None:
+    """As a unit of systemd where that starts it again too, else as the others."""
+    program, address = plan.programs[KEEPER], plan.addresses[KEEPER]
+    if not systemd_unit.is_possible():
+        _start(KEEPER, plan)
+        return
+    systemd_unit.put(
+        plan.folder,
+        project=plan.project,
+        command=program.command,
+        env={**_environment(plan), **program.env, PART: f"{KEEPER} {address}"},
+    )
+
+
 def program_of(name: str, address: str) -> Program:
     """How `make serve` starts a part."""
     python, url = [sys.executable, "-m"], urlsplit(address)
@@ -130,14 +158,23 @@ def program_of(name: str, address: str) -> Program:
     return Program([*worker, "--name", address, "--limit", "1"])
 
 
-def _deploy(plan: Plan) -> None:
+def put_right(plan: Plan, up: Mapping[str, Part]) -> dict[str, End]:
+    """Give flow runs that do not tell the truth their true state, by their names. Raises
+    OSError."""
+    known: dict[str, End] = {}
+    for host, runs in plan.runs:
+        known |= crashed_flow_runs.ends(runs, host)
+    dead = crashed_flow_runs.crash_the_dead(plan.api, known, workers=started(up))
+    return {**dead, **crashed_flow_runs.correct(plan.api, known)}
+
+
+def _deploy(plan: Plan, up: Mapping[str, Part]) -> None:
     """Put right what the last service left, and deploy, before there is a worker to act on it."""
     prefect_http.make_pool(plan.api)
-    known = crashed_flow_runs.ends(plan.runs)  # what they could not tell a server that was away
-    dead = crashed_flow_runs.crash_the_dead(plan.api, known, of_worker=prefect_http.LIVE)
+    righted = put_right(plan, up)  # also what they could not tell a server that was away
     missed = prefect_http.skip_the_missed(plan.api)
-    if dead:
-        print(f"Ended {len(dead)} flow run(s) in Prefect: their processes are gone.")
+    if righted:
+        print(f"Put {len(righted)} flow run(s) right in Prefect: their processes are gone.")
     if missed:
         print(f"Skipped {missed} scheduled run(s) whose time passed; the latest takes their place.")
     if prefect_http.is_paused(plan.api):
@@ -175,6 +212,7 @@ def _environment(plan: Plan) -> dict[str, str]:
         **kept,
         "PREFECT_API_URL": plan.api,
         **local_prefect.TRIES_AGAIN,
+        **MAX_TRIES,
         "PREFECT_HOME": str(local_prefect.home().absolute()),
         "PREFECT_LOGGING_EXTRA_LOGGERS": "tasks",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

@@ -44,7 +44,7 @@ class Hosts:
             return "network namespaces take root"
         if lacks := [p for p in ("ip", "nsenter", "unshare", "hostname") if not shutil.which(p)]:
             return f"network namespaces take the program {lacks[0]}"
-        if all(Path("/run/netns", self._namespace(name)).exists() for name in self.names):
+        if self.are_there():
             return ""
         self.remove()
         bridge, all_of_it = self._namespace("0"), f"{self.network}.0/24"
@@ -71,6 +71,10 @@ class Hosts:
                 self.remove()
                 return f"network namespaces can't be made here ({why})"
         return ""
+
+    def are_there(self) -> bool:
+        """Whether `make` has made them."""
+        return all(Path("/run/netns", self._namespace(name)).exists() for name in self.names)
 
     def remove(self) -> None:
         """What `make` has made."""

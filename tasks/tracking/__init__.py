@@ -2,5 +2,5 @@
 Only that process imports mlflow, and one that compares runs; never one that trains.
 
 Front doors: journal, journal_lines, mlflow_pages, mlflow_store, model_store, past_runs, query_runs,
-where.
+send_later, where.
 """

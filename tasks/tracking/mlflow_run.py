@@ -37,6 +37,8 @@ TAG_LIMIT = 7900  # characters; over 8,000 MLflow cuts, or refuses
 REOPEN_S = 60.0  # for another process to send the end that the run has come to
 REPORT = "report.html"
 REGISTERED = "registered"  # a tag
+UNSENT = "unsent"  # a tag of a run of which MLflow has not got all: why, and where the rest is
+EARLIER = "prefect.earlier_flow_runs"  # a tag: those that this run goes on with
 OURS = (
     *("sent.json", "run.json", BEGIN, LOCK, RESERVE, "model"),
     *("start.json", "training.lock", "checkpoints"),
@@ -54,6 +56,8 @@ class State:
     model_id: str = ""  # of the model logged, once it exists
     has_model: bool = False  # whether all of it is there
     damaged: int = 0  # lines that had to be skipped
+    unsent: str = ""  # why it has ended and not all of it could be sent
+    earlier: str = ""  # flow runs that the run began in, and does not end in: separated by commas
 
 
 @dataclass
@@ -146,6 +150,13 @@ class Sender:
         (self.folder / RESERVE).unlink(missing_ok=True)  # where its process has died
         try:
             times = self._send_the_rest(run)
+            if self.state.unsent:
+                self.state.unsent = ""
+                if UNSENT in self.client.get_run(self.state.run_id).data.tags:
+                    self.client.delete_tag(self.state.run_id, UNSENT)
+        except Exception as error:
+            self._tell_unsent(run, error)
+            raise
         finally:
             self.telemetry.close()
             # Whatever else went wrong, the run is over, and says how it ended.
@@ -193,6 +204,17 @@ class Sender:
         note = run_report.markdown(run, open_command=command)
         self.client.set_tag(run_id, "mlflow.note.content", note)
         return times
+
+    def _tell_unsent(self, run: Mapping[str, Any], error: Exception) -> None:
+        """Else a run would look whole that has no model, and only a log would know."""
+        has_one = run["status"] == "FINISHED" and (self.folder / "model" / "spec.json").is_file()
+        lacks = "its model" if has_one and not self.state.has_model else "part of it"
+        said = " ".join(redacted(str(error)).split())[:300] or type(error).__name__
+        self.state.unsent = f"{lacks} is not in MLflow yet, but in {self.folder}: {said}"
+        with suppress(OSError):  # a full disk
+            self._keep()
+        with suppress(Exception):  # of any store: it may be all away
+            self.client.set_tag(self.state.run_id, UNSENT, self.state.unsent)
 
     def _tell_damage(self) -> None:
         """Nothing comes any more: what is no whole line by now will never be one."""
@@ -268,9 +290,14 @@ def reopen(
     state.closed, state.model_id, state.has_model = False, "", False
     sender = Sender(client, chosen, folder, state)
     # First who trains it: one that says RUNNING and whose process is gone is ended by anybody.
-    for name in set(client.get_run(state.run_id).data.tags) & {"end.reason", "failure", "warnings"}:
+    before = client.get_run(state.run_id).data.tags
+    for name in before.keys() & {"end.reason", "failure", "warnings", UNSENT}:
         client.delete_tag(state.run_id, name)
-    known = [RunTag(k, v[:TAG_LIMIT]) for k, v in tags.items()]
+    # They crashed, or were stopped, and would be counted among the failed ones for ever.
+    flow_runs = [*before.get(EARLIER, "").split(","), before.get("prefect.flow_run_id", "")]
+    others = dict.fromkeys(f for f in flow_runs if f not in ("", tags.get("prefect.flow_run_id")))
+    state.earlier, state.unsent = ",".join(others), ""
+    known = [RunTag(k, v[:TAG_LIMIT]) for k, v in {**tags, EARLIER: state.earlier}.items() if v]
     client.log_batch(state.run_id, tags=known)
     client.update_run(state.run_id, status="RUNNING")
     sender._keep()

@@ -33,7 +33,7 @@ from tasks.engine.base.file_lock import FileLock  # noqa: E402
 from tasks.engine.report import run_report  # noqa: E402
 from tasks.process.redaction import redact_output, redacted  # noqa: E402
 from tasks.serving import crashed_flow_runs
-from tasks.tracking import mlflow_store, orphaned_runs  # noqa: E402
+from tasks.tracking import mlflow_store, orphaned_runs, send_later  # noqa: E402
 from tasks.tracking.environment import code_version  # noqa: E402
 from tasks.tracking.mlflow_run import Sender, State, lock, lock_patiently, telemetry  # noqa: E402
 from tasks.tracking.query_runs import history, recall  # noqa: E402
@@ -142,10 +142,8 @@ class Session:
 
     def crash_the_dead(self) -> None:
         """In Prefect too. Its server may be gone, or ask for a password: then the next run does."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            if self.prefect_api and self.where is not None:
-                known = crashed_flow_runs.ends(Path(self.where.runs))
-                crashed_flow_runs.crash_the_dead(self.prefect_api, known)
+        assert self.where is not None
+        crashed_flow_runs.set_right(self.prefect_api, Path(self.where.runs))
 
     def close(self, run: dict[str, Any]) -> dict[str, float]:
         """End the run, trying again until `give_up_s` have passed."""
@@ -165,13 +163,20 @@ class Session:
 
     def end(self) -> None:
         """The training process is gone. If it did not close the run, it was killed."""
+        if self.where is None:
+            return
         if self.sender is not None and not self.sender.state.closed:
-            orphaned_runs.resend(self.sender)
-            self.crash_the_dead()
-        if self.where is not None:
-            if self.client is not None and self.sender is not None:  # MLflow answers, as it seems
+            with orphaned_runs.passed_over(self.sender.folder.name):
+                orphaned_runs.resend(self.sender)
+        elif self.held is not None:
+            self.held.close()
+        if self.client is not None and self.sender is not None:  # MLflow answers, as it seems
+            with orphaned_runs.passed_over(self.where.runs):
                 orphaned_runs.send_the_unsent(self.client, self.where)
-            mlflow_store.sweep_journals(Path(self.where.runs), keep=self.where.keep_runs)
+        self.crash_the_dead()
+        mlflow_store.sweep_journals(Path(self.where.runs), keep=self.where.keep_runs)
+        if self.where.send_later_s and send_later.is_needed(Path(self.where.runs)):
+            send_later.become(self.where, self.prefect_api)
 
 
 def main() -> None:

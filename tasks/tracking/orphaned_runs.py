@@ -21,10 +21,11 @@ from mlflow.exceptions import MlflowException
 
 from tasks.engine.base.file_lock import is_held
 from tasks.process.redaction import redacted
+from tasks.serving import crashed_flow_runs
 from tasks.serving.crashed_flow_runs import is_alive
 from tasks.tracking.journal import BEGIN
 from tasks.tracking.journal_lines import LOCK, metrics_before
-from tasks.tracking.mlflow_run import Sender, State, create, lock, reopen
+from tasks.tracking.mlflow_run import EARLIER, UNSENT, Sender, State, create, lock, reopen
 from tasks.tracking.mlflow_store import explained, open_experiment
 from tasks.tracking.where import TrackingError, Where
 
@@ -34,7 +35,7 @@ DEAD = "its process was gone"
 def close_the_dead(client: MlflowClient, chosen: Where, experiment_id: str) -> None:
     """End the runs of this host that say RUNNING though their process is gone."""
     for sender in _dead(client, chosen, [experiment_id]):
-        with _passed_over(sender.state.run_id):
+        with passed_over(sender.state.run_id):
             resend(sender)
 
 
@@ -51,7 +52,7 @@ def _dead(client: MlflowClient, chosen: Where, experiments: list[str]) -> Iterat
 
 
 @contextmanager
-def _passed_over(which: str) -> Iterator[None]:
+def passed_over(which: str) -> Iterator[None]:
     """Whatever is wrong with one run that was left, the others are sent; it stays as it is."""
     try:
         yield
@@ -68,14 +69,14 @@ def _folders(chosen: Where) -> set[str]:
 def send_the_unsent(client: MlflowClient, chosen: Where) -> None:
     """Send what earlier runs could not, and whose processes are gone."""
     for sender in _unsent(client, chosen):
-        with _passed_over(sender.folder.name):
+        with passed_over(sender.folder.name):
             resend(sender)
 
 
 def _unsent(client: MlflowClient, chosen: Where) -> Iterator[Sender]:
     for name in sorted(_folders(chosen)):
         folder = Path(chosen.runs) / name
-        with _passed_over(name):
+        with passed_over(name):
             begin, said = _begin(folder), _said(folder)
             if begin is None and said is not None and said.closed:
                 continue
@@ -148,6 +149,7 @@ def state_of(client: MlflowClient, run: Run, folder: Path) -> State:
     """How far the run was sent: what sent.json says, as far as the journal and MLflow agree with
     it; else from the start. What is sent twice is kept once."""
     whole = State(run.info.run_id, run.info.experiment_id)
+    whole.unsent, whole.earlier = (run.data.tags.get(name, "") for name in (UNSENT, EARLIER))
     said = _said(folder)
     if said is None or said.run_id != whole.run_id:
         return whole
@@ -220,7 +222,8 @@ def _resend(sender: Sender) -> None:
             (sender.folder / "run.json").write_text(json.dumps(run))
     run = {"params": stored.data.params, "metrics": stored.data.metrics, **run}
     run["tags"] = {**stored.data.tags, **run.get("tags", {})}
-    run["tags"] = {k: v for k, v in run["tags"].items() if not k.startswith("mlflow.")}
+    kept = {k: v for k, v in run["tags"].items() if not k.startswith("mlflow.")}
+    run["tags"] = {k: v for k, v in kept.items() if k != UNSENT}
     sender.close({"name": stored.info.run_name, **run}, end_ms=end_ms)
 
 
@@ -259,6 +262,7 @@ def main() -> None:
             print(json.dumps(told), flush=True)
     except Exception as error:  # whatever it is, who asked has to hear of it
         print(json.dumps({"problem": explained(error, chosen)}))
+    crashed_flow_runs.set_right(order.get("prefect_api", ""), Path(chosen.runs))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ class Where(BaseModel):
     required: bool = False
     flush_s: float = Field(2, gt=0, le=3600)
     give_up_s: float = Field(60, gt=0, le=3600)
+    send_later_s: float = Field(86400, ge=0, le=30 * 86400)
     keep_runs: int = Field(200, ge=0)
 
     @property

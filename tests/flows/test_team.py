@@ -32,7 +32,7 @@ if not (shutil.which("initdb") or list(Path("/usr/lib/postgresql").glob("*/bin/i
     pytest.skip("PostgreSQL is not installed", allow_module_level=True)
 
 ROOT = Path(__file__).parent.parent.parent
-PARTS = {"postgres", "s3", "prefect", "mlflow", "worker-1", "worker-2"}
+PARTS = {"postgres", "s3", "prefect", "mlflow", "worker-1", "worker-2", "keeper"}
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
 PORTS = ("HEADROOM_PREFECT_PORT", "HEADROOM_MLFLOW_PORT", "HEADROOM_S3_PORT")
 

@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,7 +14,8 @@ import psutil
 import pytest
 
 from tasks.serving import crashed_flow_runs
-from tasks.serving.crashed_flow_runs import crash_the_dead, ends
+from tasks.serving.crashed_flow_runs import correct, crash_the_dead, ends
+from tasks.serving.prefect_http import FLOW_RUN, PENDING_S
 
 MINE = f"{psutil.Process().create_time():.2f}"
 
@@ -25,6 +28,7 @@ class Prefect:
     ) -> None:
         self.runs, self.fast = runs, fast
         self.ended: dict[str, tuple[str, str]] = {}
+        self.names: dict[str, str] = {}
         patch.setattr("tasks.serving.crashed_flow_runs.call", self.call)
         patch.setattr("tasks.serving.prefect_http.call", self.call)
 
@@ -35,7 +39,9 @@ class Prefect:
             self.runs = {name: run for name, run in self.runs.items() if name not in self.fast}
             return found
         assert body["force"]
-        self.ended[url.split("/")[-2]] = body["state"]["type"], body["state"]["message"]
+        id, state = url.split("/")[-2], body["state"]
+        self.ended[id] = state["type"], state["message"]
+        self.names[id] = state.get("name", "")
         return None
 
 
@@ -100,3 +106,93 @@ def test_what_ends_while_the_dead_are_looked_for_keeps_its_end(
     prefect = Prefect(monkeypatch, {"one": {"tags": dead}, "two": {"tags": dead}}, fast=["one"])
     crash_the_dead("http://x/api", {})
     assert list(prefect.ended) == ["two"]
+
+
+def _kept(runs: Path, name: str, status: str = "FINISHED", **sent: str) -> dict[str, Any]:
+    """The folder of a run whose process was here and is gone."""
+    tags = {"host": socket.gethostname(), "pid": "4194305", "process.started_at": "1.0"}
+    run = {"status": status, "tags": {**tags, "prefect.flow_run_id": name}}
+    (runs / name).mkdir()
+    (runs / name / "run.json").write_text(json.dumps(run))
+    (runs / name / "metrics.jsonl").touch()
+    (runs / name / "sent.json").write_text(json.dumps(sent))
+    return run
+
+
+def test_a_flow_run_that_crashed_when_all_was_done_or_was_gone_on_with_to_the_end_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """PostgreSQL was away for 25 s at a training's end: CRASHED, with a whole record in MLflow. And
+    one that was killed, resumed and FINISHED was told as failed for ever."""
+    _kept(tmp_path, "whole", earlier="killed,failed,stopped by a person")
+    _kept(tmp_path, "really failed", "FAILED", earlier="killed before")
+    _kept(tmp_path, "sent at last")
+    _kept(tmp_path, "sent in part", unsent="its model is not in MLflow yet")
+    _kept(tmp_path, "still in part", unsent="its model is not in MLflow yet")
+    at = datetime.now(UTC).isoformat()
+    states = {
+        "whole": ("CRASHED", "Crashed"),
+        "killed": ("CRASHED", "Crashed"),
+        "failed": ("FAILED", "Failed"),
+        "stopped by a person": ("CANCELLED", "Cancelled"),
+        "really failed": ("CRASHED", "Crashed"),
+        "killed before": ("CRASHED", "Crashed"),
+        "sent at last": ("COMPLETED", "Unsent"),
+        "sent in part": ("COMPLETED", "Completed"),
+        "still in part": ("COMPLETED", "Unsent"),
+    }
+    runs = {
+        id: {"tags": [], "state": {"type": type, "name": name, "timestamp": at}}
+        for id, (type, name) in states.items()
+    }
+    prefect = Prefect(monkeypatch, runs)
+    known = ends(tmp_path)
+    told = correct("http://x/api", known, does=False)
+    assert not prefect.ended and correct("http://x/api", known) == told
+    assert told.keys() == prefect.ended.keys()
+    types = {id: (ended[0], prefect.names[id]) for id, ended in prefect.ended.items()}
+    assert types == {
+        "whole": ("COMPLETED", ""),
+        "killed": ("COMPLETED", "Resumed"),
+        "failed": ("COMPLETED", "Resumed"),
+        "sent at last": ("COMPLETED", ""),
+        "sent in part": ("COMPLETED", "Unsent"),
+    }
+    assert "in flow run whole" in prefect.ended["killed"][1]
+    assert prefect.ended["sent in part"][1] == "its model is not in MLflow yet"
+
+
+@pytest.mark.parametrize(
+    ("age_s", "worker_began_s", "is_dead"),
+    [
+        (10, 60, False),  # it is about to get its process
+        (10, 5, True),  # from a worker that came later: not from that one
+        (10, None, True),
+        (PENDING_S + 10, 9999, True),
+    ],
+)
+def test_a_pending_run_ends_where_its_worker_is_gone_or_took_too_long(
+    monkeypatch: pytest.MonkeyPatch, age_s: float, worker_began_s: float | None, is_dead: bool
+) -> None:
+    """A worker was killed in a pull step: its run was PENDING for 68 minutes."""
+    now = datetime.now(UTC)
+    state = {"type": "PENDING", "timestamp": (now - timedelta(seconds=age_s)).isoformat()}
+    prefect = Prefect(monkeypatch, {"one": {"tags": [], "state": state}})
+    workers = [] if worker_began_s is None else [now.timestamp() - worker_began_s]
+    crash_the_dead("http://x/api", {}, workers=workers)
+    assert list(prefect.ended) == (["one"] if is_dead else [])
+    crash_the_dead("http://x/api", {})  # of a server whose workers may be anywhere
+    assert list(prefect.ended) == (["one"] if is_dead else [])
+
+
+def test_a_pending_run_whose_process_brings_the_code_lives_without_its_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = {"type": "PENDING", "timestamp": datetime.now(UTC).isoformat()}
+    prefect = Prefect(monkeypatch, {"one": {"tags": [], "state": state}})
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, FLOW_RUN: "one"}) as process:
+        while process.poll() is None and not psutil.Process(process.pid).environ().get(FLOW_RUN):
+            time.sleep(0.01)
+        crash_the_dead("http://x/api", {}, workers=[])
+        process.kill()
+    assert not prefect.ended

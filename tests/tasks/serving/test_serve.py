@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,14 +23,24 @@ import psutil
 import pytest
 
 from tasks import serve
-from tasks.serving import local_prefect, processes, service_down, service_up
+from tasks.serving import (
+    keeper,
+    local_prefect,
+    processes,
+    service_down,
+    service_up,
+    systemd_unit,
+)
 from tasks.serving.processes import MARK, Part, ServeError, SettingError
 from tasks.tracking.mlflow_store import open_experiment
 from tasks.tracking.where import where
 from tests.conftest import free_port
 
 SLEEP = ["sleep", "60"]  # a program that becomes another has no environment for a moment
-ADDRESSES = {"prefect": "http://127.0.0.1:1", "mlflow": "http://127.0.0.1:2", "worker": "test"}
+ADDRESSES = {
+    **{"prefect": "http://127.0.0.1:1", "mlflow": "http://127.0.0.1:2"},
+    **{"worker": "test", "keeper": "starts the others again"},
+}
 
 
 @pytest.fixture
@@ -147,7 +161,8 @@ def test_up_starts_again_what_has_died_and_leaves_the_rest_alone(
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("PREFECT_HOME", str(folder))
     monkeypatch.setattr(service_up, "_await", lambda *_: None)
-    monkeypatch.setattr(service_up, "_deploy", lambda plan: None)
+    monkeypatch.setattr(service_up, "_deploy", lambda plan, up: None)
+    monkeypatch.setattr(systemd_unit, "is_possible", lambda: False)
     begun = []
 
     def begin(name: str, plan: service_up.Plan) -> Part:
@@ -157,13 +172,14 @@ def test_up_starts_again_what_has_died_and_leaves_the_rest_alone(
     monkeypatch.setattr(service_up, "_start", begin)
     monkeypatch.setattr(serve, "_addresses", lambda addresses: "")
     page = start(folder, SLEEP, name="mlflow").process
+    start(folder, SLEEP, name="keeper")
     assert serve.main(["status"]) == 1
     assert re.search(r"^worker +down", capsys.readouterr().out, re.MULTILINE)
     assert serve.main(["up"]) == 0
     assert "worker: had ended" in capsys.readouterr().out
     assert begun == [("worker", processes.mark_of(folder))]
     up = processes.parts(folder)
-    assert up.keys() == {"prefect", "mlflow", "worker"}
+    assert up.keys() == {"prefect", "mlflow", "worker", "keeper"}
     assert (up["prefect"].process, up["mlflow"].process) == (sleeper, page)
     assert serve.main(["up"]) == 0
     assert "It is up already." in capsys.readouterr().out and len(begun) == 1
@@ -209,7 +225,7 @@ def test_a_part_that_dies_while_starting_shows_its_log_and_ends_the_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """MLflow's database can't be made: the server that was started beside it must go."""
-    monkeypatch.setattr(service_up, "_deploy", lambda plan: None)
+    monkeypatch.setattr(service_up, "_deploy", lambda plan, up: None)
     begun, begin, wait = {}, service_up._start, service_up._await
 
     def real_mlflow(name: str, plan: service_up.Plan) -> Part:
@@ -219,19 +235,20 @@ def test_a_part_that_dies_while_starting_shows_its_log_and_ends_the_others(
     monkeypatch.setattr(service_up, "_start", real_mlflow)
     monkeypatch.setattr(service_up, "_await", lambda *a: a[0] == "mlflow" and wait(*a))
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
+    addresses = {name: at for name, at in ADDRESSES.items() if name != "keeper"}
     plan = service_up.Plan(
         project=serve.PROJECT,
         folder=folder,
         tracking_uri="sqlite:////proc/none/mlflow.db",
         experiment="headroom",
-        runs=tmp_path,
-        addresses=ADDRESSES,
+        runs=[],
+        addresses=addresses,
     )
     with pytest.raises(
         ServeError, match="mlflow ended while starting(.|\n)*tracking_uri: /proc/none"
     ):
         service_up.bring_up(plan, {})
-    assert begun.keys() == ADDRESSES.keys()
+    assert begun.keys() == addresses.keys()
     assert not any(processes.is_running(part.process) for part in begun.values())
     assert processes.parts(folder) == {}
 
@@ -248,7 +265,7 @@ def test_the_service_talks_to_its_own_server_whatever_the_environment_names(
         folder=tmp_path,
         tracking_uri=where().tracking_uri,
         experiment=where().experiment,
-        runs=tmp_path,
+        runs=[],
         addresses={"prefect": "http://127.0.0.1:4242", "worker": "test"},
     )
     env = service_up._environment(plan)
@@ -277,8 +294,214 @@ def test_ui_opens_on_our_runs_among_the_pages_for_training(
     """It was MLflow's front page, and from there the pages for traces and prompts."""
     monkeypatch.setenv("HEADROOM_MLFLOW_PORT", str(free_port()))
     monkeypatch.setattr(serve, "os", SimpleNamespace(environ={}, execv=lambda *_: None))
+    told = place / "told"
+    monkeypatch.setattr(serve, "_told_when_up", lambda address: told.open("w"))
     serve.ui()
-    assert "/#/experiments/1/runs?workflowType=machine_learning" in capsys.readouterr().out
+    assert "/#/experiments/1/runs?workflowType=machine_learning" in told.read_text()
+    assert "http" not in capsys.readouterr().out
+
+
+TELLS = """
+import sys, time
+from tasks import serve
+with serve._told_when_up(sys.argv[1]) as telling:
+    telling.write("the page")
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_address_of_the_pages_is_printed_when_they_answer_and_not_before(comes: bool) -> None:
+    """A click at once was refused."""
+    address = f"http://127.0.0.1:{(port := free_port())}"
+    command = [sys.executable, "-c", TELLS, address, "30" if comes else "1"]
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=serve.PROJECT, env=env, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        os.set_blocking(server.stdout.fileno(), False)
+        if not comes:  # it has died, and whoever would have told of it goes too
+            server.wait(timeout=30)
+            os.set_blocking(server.stdout.fileno(), True)
+            assert server.stdout.read() == b""
+            return
+        time.sleep(1)
+        assert server.stdout.read() is None
+        with HTTPServer(("127.0.0.1", port), Healthy) as healthy:
+            threading.Thread(target=healthy.serve_forever, daemon=True).start()
+            os.set_blocking(server.stdout.fileno(), True)
+            assert server.stdout.readline() == b"MLflow: the page\n"
+            healthy.shutdown()
+        server.kill()
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """A server's health endpoint."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"OK")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Enough(Exception):
+    """So often was looked."""
+
+
+def _keep(folder: Path, plan: service_up.Plan, done: list[str], *, looks: int) -> list[float]:
+    """The pauses of so many looks; what has died is started by name."""
+    pauses: list[float] = []
+
+    def look(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) == looks:
+            raise Enough
+
+    def brought_up() -> service_up.Plan:
+        for name in plan.addresses:
+            if name not in processes.parts(folder) and name != "keeper":
+                done.append(name)
+                if name == "mlflow":
+                    raise ServeError("mlflow ended while starting")
+                start(folder, SLEEP, name=name)
+        return plan
+
+    with pytest.raises(Enough):
+        keeper.keep(folder, brought_up, lambda: done.append("sent"), looks=look)
+    return pauses
+
+
+@pytest.fixture
+def plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[service_up.Plan]:
+    addresses = {name: at for name, at in ADDRESSES.items() if name != "mlflow"}
+    known = {"tracking_uri": "", "experiment": "", "runs": [], "addresses": addresses}
+    monkeypatch.setattr(keeper, "put_right", lambda plan, up: {})
+    yield service_up.Plan(project=folder, folder=folder, **known)  # type: ignore[arg-type]
+    for part in processes.parts(folder).values():
+        part.process.kill()
+
+
+def test_the_keeper_starts_again_what_has_died_and_sees_to_what_was_not_sent(
+    folder: Path, plan: service_up.Plan
+) -> None:
+    """A worker that was killed at night was missed in the morning."""
+    done: list[str] = []
+    _keep(folder, plan, done, looks=2)
+    assert done == ["prefect", "worker", "sent"]
+    worker = processes.parts(folder)["worker"].process
+    worker.kill()
+    processes.await_end([worker], wait_s=10)
+    # As `brought_up` finds it up at first: the death is seen by a look.
+    real, first = processes.parts(folder), start(folder, SLEEP, name="worker")
+    assert "worker" not in real
+    done.clear()
+
+    def dies(pause_s: float) -> None:
+        if processes.is_running(first.process):
+            first.process.kill()
+            processes.await_end([first.process], wait_s=10)
+        elif "worker" in done:
+            raise Enough
+
+    def again() -> service_up.Plan:
+        if "worker" not in processes.parts(folder):
+            done.append("worker")
+            start(folder, SLEEP, name="worker")
+        return plan
+
+    with pytest.raises(Enough):
+        keeper.keep(folder, again, lambda: None, looks=dies)
+    assert done == ["worker"] and "worker" in processes.parts(folder)
+
+
+def test_the_keeper_tries_what_can_not_start_more_and_more_seldom(
+    folder: Path, plan: service_up.Plan
+) -> None:
+    addresses = {"mlflow": "http://127.0.0.1:2", "keeper": ""}
+    done: list[str] = []
+    broken = replace(plan, addresses=addresses)
+    assert _keep(folder, broken, done, looks=7) == [10, 20, 40, 80, 160, 300, 300]
+    assert done == ["mlflow"] * 7
+
+
+def test_the_keeper_is_ended_before_what_it_would_start_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mlflow", "keeper"):
+        start(folder, SLEEP, name=name)
+    ended, end = [], service_down.end
+    found = processes.parts(folder)
+
+    def told(those: list[psutil.Process], *, wait_s: float) -> None:
+        ended.extend(n for n, part in found.items() if part.process in those)
+        end(those, wait_s=wait_s)
+
+    monkeypatch.setattr(service_down, "end", told)
+    assert serve.main(["down"]) == 0
+    assert ended[0] == "keeper" and "mlflow" in ended and not processes.parts(folder)
+
+
+SYSTEMCTL = """#!/bin/sh
+echo "$(basename "$0") $*" >> "$CALLS"
+[ "$(basename "$0")" = loginctl ] && echo Linger="$LINGER"
+[ "$2" = import-environment ] && echo "$TOKEN $MY_TOKEN" >> "$CALLS"
+exit 0
+"""
+
+
+@pytest.fixture
+def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What systemctl and loginctl were called with: stand-ins that do nothing."""
+    (tmp_path / "bin").mkdir()
+    for name in ("systemctl", "loginctl"):
+        (tmp_path / "bin" / name).write_text(SYSTEMCTL)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("LINGER", "yes")
+    return tmp_path / "calls"
+
+
+def test_where_systemd_outlives_a_log_out_it_keeps_the_keeper(
+    folder: Path, systemd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no secret of the environment is in a file of it."""
+    assert systemd_unit.is_possible()
+    project = folder / "100 % of $it"
+    project.mkdir()
+    monkeypatch.setenv("MY_TOKEN", "s3cretw0rdOfMine")
+    env = {**os.environ, "ODD": 'a "b" $c\\ d', "WITH_LOGIN": "http://ann:s3cretw0rd@host/x"}
+    env |= {MARK: processes.mark_of(folder), "PWD": "/", "_": "x", "TERM": "vt100"}
+    command = [sys.executable, "-m", "tasks.serve", "keep"]
+    systemd_unit.put(folder, project=project, command=command, env=env)
+    (unit,) = (folder.parent / "config/systemd/user").iterdir()
+    told = (folder / "environment").read_text()
+    assert "s3cretw0rd" not in told + unit.read_text()
+    assert r'ODD="a \"b\" \$c\\ d"' in told and "\nTERM" not in told
+    assert (folder / "environment").stat().st_mode & 0o777 == 0o600
+    said = systemd.read_text()
+    assert re.search("import-environment .*MY_TOKEN", said) and " s3cretw0rdOfMine\n" in said
+    assert f"systemctl --user enable --quiet {unit.name}\n" in said
+    assert said.endswith(f"systemctl --user restart {unit.name}\n")
+    if shutil.which("systemd-analyze"):
+        verify = ["systemd-analyze", "verify", "--user", str(unit)]
+        here = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
+        done = subprocess.run(verify, env=here, capture_output=True, text=True)
+        assert done.returncode == 0 and unit.name not in done.stderr, done.stderr
+    service_down.end_keeper(folder)
+    assert not unit.exists() and not (folder / "environment").exists()
+    assert f"systemctl --user stop {unit.name}\n" in systemd.read_text()
+
+
+def test_a_systemd_that_ends_with_the_log_in_keeps_nothing(
+    systemd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would end the trainings with it."""
+    monkeypatch.setenv("LINGER", "no")
+    assert not systemd_unit.is_possible()
 
 
 def test_ui_starts_where_the_experiment_was_deleted(

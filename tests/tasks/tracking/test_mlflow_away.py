@@ -96,7 +96,7 @@ def _until(what: Callable[[], object], *, timeout_s: float = 90) -> None:
 
 def _where(tmp_path: Path, uri: str, **more: object) -> Where:
     where = Where(tracking_uri=uri, artifacts=str(tmp_path / "a"), runs=str(tmp_path / "runs"))
-    return where.model_copy(update={"flush_s": 0.2, "give_up_s": 0.5, **more})
+    return where.model_copy(update={"flush_s": 0.2, "give_up_s": 0.5, "send_later_s": 0, **more})
 
 
 def _all(client: MlflowClient) -> list[Run]:

@@ -1,5 +1,6 @@
 """The sender of one run, in this process, on a real SQLite MLflow."""
 
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -146,3 +147,24 @@ def test_data_that_another_run_tells_at_the_same_time_is_told_all_the_same(tmp_p
     for sender in senders:
         (found,) = client.get_run(sender.state.run_id).inputs.dataset_inputs
         assert found.dataset.name == "houses.csv"
+
+
+def test_a_run_that_is_gone_on_with_knows_the_flow_runs_it_was_in(tmp_path: Path) -> None:
+    """Else nobody could tell Prefect that what it calls crashed went on to the end."""
+    where = Where(
+        tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", artifacts=str(tmp_path / "artifacts")
+    )
+    client, experiment_id = open_experiment(where)
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    how = {"experiment_id": experiment_id, "folder": folder, "name": "n", "params": {}}
+    first = {"prefect.flow_run_id": "first", "unsent": "its model"}
+    state = mlflow_run.create(client, where, **how, tags=first).state
+    for flow_run in ("second", "second", "third"):
+        tags = {"prefect.flow_run_id": flow_run}
+        sender = mlflow_run.reopen(client, where, state=state, folder=folder, tags=tags)
+        state = sender.state
+    found = client.get_run(state.run_id).data.tags
+    assert found["prefect.earlier_flow_runs"] == state.earlier == "first,second"
+    assert "unsent" not in found
+    assert json.loads((folder / "sent.json").read_text())["earlier"] == "first,second"

@@ -34,6 +34,7 @@ def _where(tmp_path: Path, **more) -> Where:
         artifacts=str(tmp_path / "artifacts"),
         runs=str(tmp_path / "runs"),
         flush_s=0.2,
+        send_later_s=0,
         **more,
     )
 

@@ -49,7 +49,7 @@ with Journal(where, Path(where.runs) / "unlucky") as journal:
 
 @pytest.fixture
 def where(where: Where) -> Where:
-    return where.model_copy(update={"give_up_s": 0.1})
+    return where.model_copy(update={"give_up_s": 0.1, "send_later_s": 0})
 
 
 def _left(where: Where, host: str) -> tuple[MlflowClient, str, Path]:
