@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from tasks.process import home
 from tasks.process.redaction import link, redacted
 from tasks.serving import prefect_http, service_down, service_up
 from tasks.serving.processes import (
@@ -50,6 +51,7 @@ def obey(
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
     parser.add_argument("action", choices=list(actions))
     action = parser.parse_args(argv).action
+    home.provide()
     try:
         return actions[action]()
     except ServeError as error:

@@ -19,6 +19,7 @@ from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 from mlflow import MlflowClient
+from mlflow import __file__ as mlflow_file
 from mlflow import __version__ as mlflow_version
 from mlflow.entities import Experiment
 from mlflow.exceptions import MlflowException
@@ -51,6 +52,8 @@ def open_experiment(where: Where) -> tuple[MlflowClient, str]:
 
     Raises TrackingError where the database, the server or the experiment can't be used.
     """
+    if where.database is not None or where.is_sql:
+        refuse_folder(str(mlflow_file))
     if where.database is not None:
         _provide_database(where.database, where)
     if where.is_sql:
@@ -74,6 +77,16 @@ def open_experiment(where: Where) -> tuple[MlflowClient, str]:
         )
     _keep_view(client, found.experiment_id, found.tags)
     return client, found.experiment_id
+
+
+def refuse_folder(path: str) -> None:
+    """Raise TrackingError where MLflow lies in a folder out of which it can't open a database: it
+    takes the name of its tables' folder for a pattern."""
+    if "%" in path:
+        raise TrackingError(
+            f"tracking_uri: MLflow opens no database where its own folder has a % in its name "
+            f"({Path(path).parent}); make this Python environment in a folder without one"
+        )
 
 
 def _keep_view(client: MlflowClient, experiment_id: str, tags: Mapping[str, str]) -> None:
@@ -140,7 +153,7 @@ def _provide_database(path: Path, where: Where) -> None:
             if not path.exists():
                 _make(path, where)
         if path.stat().st_size:
-            file = f"file:{path}?mode=rw"
+            file = f"{path.absolute().as_uri()}?mode=rw"
             with closing(sqlite3.connect(file, uri=True, timeout=LOCKED_S)) as opened:
                 opened.execute("PRAGMA schema_version")
                 opened.execute("BEGIN IMMEDIATE")  # can it be written?
