@@ -18,6 +18,7 @@ from tasks.engine.training.oom_files import OutOfMemory
 from tasks.engine.training.step_metrics import Diverged
 from tasks.preflight import BAD_INPUT
 from tasks.process import signals
+from tasks.tracking.journal import SenderEnded
 from tasks.tracking.where import TrackingError
 
 # What no later call of this process survives, and what a driver says of a device that has gone.
@@ -74,6 +75,8 @@ def _known(
 ) -> tuple[str, Literal["never", "always", "in a retry"]] | None:
     if isinstance(error, NotNow):
         return error.kind, "in a retry"
+    if isinstance(error, SenderEnded):
+        return "server_away", "in a retry"
     if isinstance(error, TrackingError) and str(error).startswith("tracking_uri:"):
         return "server_away", "in a retry"
     if isinstance(error, BAD_INPUT):

@@ -29,6 +29,7 @@ from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it 
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  # noqa: E402
 
+from tasks.engine.base import host_memory  # noqa: E402
 from tasks.engine.base.file_lock import FileLock  # noqa: E402
 from tasks.engine.report import run_report  # noqa: E402
 from tasks.process.redaction import redact_output, redacted  # noqa: E402
@@ -59,6 +60,7 @@ class Session:
         self.opened_at = math.inf
         self.gate_of = ""  # of the runs that this one is compared with
         self.system: SystemMetricsMonitor | None = None
+        self.kills = host_memory.kills()  # by the kernel, before this run
 
     def obey(self, order: dict[str, Any]) -> dict[str, Any] | None:
         match order.pop("do"):
@@ -166,7 +168,9 @@ class Session:
     def end(self) -> None:
         """The training process is gone. If it did not close the run, it was killed."""
         if self.sender is not None and not self.sender.state.closed:
-            orphaned_runs.resend(self.sender)
+            killed = host_memory.killed_since(self.kills)
+            dead = f"{orphaned_runs.DEAD}{killed and ', '}{killed}"
+            orphaned_runs.resend(self.sender, dead=dead)
             self.crash_the_dead()
         if self.where is not None:
             if self.client is not None and self.sender is not None:  # MLflow answers, as it seems

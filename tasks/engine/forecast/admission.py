@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tasks.engine.base import host_memory
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.base.field_types import is_import
 from tasks.engine.base.units import mebibytes, seconds
@@ -64,7 +65,8 @@ def admit(
     several processes. Raises DeviceError where not even one row at a time fits.
     """
     rows = min(asked_micro_batch(config), past_micro_batch or config.train.batch_size)
-    if device.kind == "cpu" and config.memory.limit_mib is None:
+    is_bounded = device.kind != "cpu" or host_memory.limit_bytes() is not None
+    if not is_bounded and config.memory.limit_mib is None:
         return Admission(None, "", rows, "a cpu without memory.limit_mib gives what it has")
     if is_shared_out or config.memory.recompute:  # a forecast would ask for too much
         how = "shared out" if is_shared_out else "computed again"
@@ -96,7 +98,10 @@ def admit(
 
 
 def free_bytes(device: DeviceFacts) -> int | None:
-    """What the device has free now, all processes together; None where it does not tell."""
+    """What the device has free now, all processes together; None where it does not tell. A CPU's
+    memory is bounded where its process would be killed for more."""
+    if device.kind == "cpu":
+        return host_memory.free_bytes() if host_memory.limit_bytes() is not None else None
     space = allocator(torch.device(device.name)).space()
     return None if space is None else space.free_bytes
 
@@ -197,15 +202,18 @@ class _Asked:
         least_bytes = self.forecast(1).needed_bytes
         return (
             f"training one row at a time needs {_size(least_bytes)} of {self._device.name}, and "
-            f"{_size(room)} are free{_held(found)}"
+            f"{_size(room)} are free{self._of_a_limit()}{_held(found)}"
         )
+
+    def _of_a_limit(self) -> str:
+        return host_memory.of_a_limit() if self._device.kind == "cpu" else ""
 
     def _of(self, room: float) -> str:
         if math.isinf(room):
             return f"; {self._device.name} does not tell what is free"
         if room == self._limit_bytes:
             return f", of {_size(room)} that memory.limit_mib leaves it"
-        beside = "" if self._device.kind == "mps" else " beside the driver's context"
+        beside = "" if self._device.kind in ("cpu", "mps") else " beside the driver's context"
         return f", of {_size(room)} that {self._device.name} has free{beside}"
 
 

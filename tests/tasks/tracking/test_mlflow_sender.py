@@ -21,11 +21,12 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from tasks.engine.base.file_lock import is_held
-from tasks.tracking import mlflow_store
-from tasks.tracking.journal import Journal
+from tasks.failures import classify
+from tasks.tracking import environment, mlflow_store
+from tasks.tracking.journal import Journal, SenderEnded
 from tasks.tracking.journal_lines import append
 from tasks.tracking.where import TrackingError, Where
-from tests.conftest import PYTHON
+from tests.conftest import PYTHON, ROOT
 
 
 def _where(tmp_path: Path, **more) -> Where:
@@ -313,6 +314,73 @@ def test_a_sending_process_that_is_killed_is_replaced_and_nothing_is_lost(
     assert [m.step for m in losses] == list(range(1, 101))
 
 
+# A sending process that is killed as soon as MLflow has the run, before it can say so.
+KILLED_AT_CREATION = """
+import os, signal
+from tasks.tracking import mlflow_run, mlflow_sender
+made = mlflow_run.MlflowClient.create_run
+def create_run(*args):
+    made(*args)
+    os.kill(os.getpid(), signal.SIGKILL)
+mlflow_run.MlflowClient.create_run = create_run
+mlflow_sender.main()
+"""
+
+
+@pytest.mark.parametrize("when", ["before the creation", "at the creation"])
+def test_a_sending_process_that_is_killed_as_the_run_begins_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The command ended with exit code 2, as if its user had asked for what can't be."""
+    spawned = [environment.spawn]
+    if when == "at the creation":
+        spawned.append(lambda where: _sender("-c", KILLED_AT_CREATION))
+    monkeypatch.setattr(
+        "tasks.tracking.journal.spawn",
+        lambda where: (spawned.pop() if len(spawned) > 1 else spawned[0])(where),
+    )
+    where = _where(tmp_path)
+    with Journal(where, tmp_path / "runs" / "one") as journal:
+        if when == "before the creation":
+            assert journal._sender is not None
+            os.kill(journal._sender.pid, signal.SIGKILL)
+        journal.open(None)
+        journal.create(name="first", params={"a": 1}, tags={"device": "cpu"})
+        journal.log({"train/loss": 0.5}, 1)
+        journal.close(_run())
+    assert journal.notes == [
+        "the sending process ended before the run began (exit code -9); it is started again"
+    ]
+    client = MlflowClient(where.tracking_uri)
+    (run,) = client.search_runs([journal.experiment_id])
+    assert (run.info.run_id, run.info.status) == (journal.run_id, "FINISHED")
+    assert run.data.params == {"a": "1"} and run.data.metrics["train/loss"] == 0.5
+
+
+def _sender(*words: str) -> "subprocess.Popen[str]":
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([PYTHON, *words], text=True, env=env, **pipes)
+
+
+def test_a_sending_process_that_never_lives_is_no_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.tracking.journal.RESTARTS_AT_START", 1)
+    monkeypatch.setattr(
+        "tasks.tracking.journal.spawn", lambda where: _sender("-c", "raise SystemExit(3)")
+    )
+    with Journal(_where(tmp_path), tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        words = (
+            r"the sending process ended before the run began \(exit code 3\); see .*tracking.log"
+        )
+        with pytest.raises(SenderEnded, match=words) as caught:
+            journal.create(name="first", params={}, tags={})
+    assert classify(caught.value).kind == "server_away" and not isinstance(caught.value, ValueError)
+    assert not (tmp_path / "runs" / "one").exists()
+
+
 def test_a_sending_process_that_ends_again_and_again_is_told(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("tasks.tracking.journal.RESTARTS", 1)
     monkeypatch.setattr("tasks.tracking.journal.CLOSE_S", 30)
@@ -326,7 +394,7 @@ def test_a_sending_process_that_ends_again_and_again_is_told(tmp_path: Path, mon
         _until(lambda: journal._sender is not first)
         assert journal._sender is not None
         journal._sender.kill()
-        with pytest.raises(TrackingError, match="the sending process ended; see"):
+        with pytest.raises(TrackingError, match="the sending process ended in mid-run .*; see"):
             journal.close(_run())
     assert len(journal.notes) == 2
 
