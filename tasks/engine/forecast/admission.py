@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,6 +27,7 @@ from tasks.engine.settings.run_config import FUSED, RunConfig
 
 MIB = 1024**2
 ASK_AGAIN_S = 1.0
+CHECKPOINTED = ("parameters", "buffers", "best_weights", "optimizer_state")  # by owner
 SHOWN = 4  # processes that a refusal names
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,10 @@ class _Asked:
     def forecast(self, rows: int) -> Forecast:
         if rows not in self._forecasts:
             told = forecast(self._config, self._data, self._device, micro_batch=rows)
+            # A checkpoint is copied before it is written: on a CPU, beside all the rest.
+            if self._device.kind == "cpu" and self._is_killed_for_more():
+                copied_bytes = sum(told.owners.get(owner, 0) for owner in CHECKPOINTED)
+                told = replace(told, needed_bytes=told.needed_bytes + copied_bytes)
             self._forecasts[rows] = told
         return self._forecasts[rows]
 
@@ -192,7 +197,8 @@ class _Asked:
                 f"{held if self._held_bytes else ''} (got {self._config.memory.limit_mib:g}); "
                 "raise it, or make the model smaller"
             )
-        remedy = "make the model smaller, or choose another device"
+        raised = ", raise that limit" if self._of_a_limit() else ""
+        remedy = f"make the model smaller{raised}, or choose another device"
         if least_bytes <= self.most_bytes:
             remedy += ", or let memory.wait_s wait for it"
         return f"device.name: {self.shortage(room, found)}; {remedy}"
@@ -207,6 +213,9 @@ class _Asked:
 
     def _of_a_limit(self) -> str:
         return host_memory.of_a_limit() if self._device.kind == "cpu" else ""
+
+    def _is_killed_for_more(self) -> bool:
+        return self._config.memory.limit_mib is None and host_memory.limit_bytes() is not None
 
     def _of(self, room: float) -> str:
         if math.isinf(room):

@@ -68,13 +68,13 @@ def gpu(cpu: DeviceFacts) -> DeviceFacts:
     return replace(cpu, name="cuda:0", kind="cuda", index=0, uuid="GPU-1", total_bytes=2**34)
 
 
-@pytest.mark.parametrize(("free_mib", "rows"), [(300, 256), (7, 32), (1, None)])
+@pytest.mark.parametrize(("free_mib", "rows"), [(300, 256), (12, 256), (11.5, 32), (1, None)])
 def test_a_cpu_in_a_memory_cgroup_gives_no_more_than_its_limit(
-    data: DataFacts, cpu: DeviceFacts, monkeypatch: pytest.MonkeyPatch, free_mib: int, rows: int
+    data: DataFacts, cpu: DeviceFacts, monkeypatch: pytest.MonkeyPatch, free_mib: float, rows: int
 ) -> None:
     """Of a container's 300 MiB nobody knew: the training was killed without a word."""
     monkeypatch.setattr(admission.host_memory, "limit_bytes", lambda: 300 * MIB)
-    monkeypatch.setattr(admission.host_memory, "free_bytes", lambda: free_mib * MIB)
+    monkeypatch.setattr(admission.host_memory, "free_bytes", lambda: int(free_mib * MIB))
     nothing = {"past_peak_bytes": None, "past_micro_batch": None}
     if rows is None:
         words = "training one row at a time needs .* of cpu, and 1.00 MiB are free of the 300 MiB"

@@ -76,7 +76,9 @@ def test_a_refused_uri_does_not_show_its_password(monkeypatch: pytest.MonkeyPatc
     assert "s3cret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["plain", "a b", "a?b", "a#b", "a%20b", "\u00fc", "a?x=1", "a@b:c"])
+@pytest.mark.parametrize(
+    "name", ["plain", "a b", "a?b", "a#b", "a%20b", "\u00fc", "a?x=1", "a@b:c"]
+)
 def test_a_database_lies_in_its_folder_whatever_that_is_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
