@@ -12,6 +12,7 @@ from typing import Literal
 import httpx
 
 from tasks.engine.base.import_paths import said as words_of
+from tasks.engine.checkpoint.checkpoints import NoRoom
 from tasks.engine.device.detection import NotNow
 from tasks.engine.memory.memory_meter import chain, is_oom
 from tasks.engine.training.oom_files import OutOfMemory
@@ -64,6 +65,8 @@ def classify(error: BaseException) -> Failure:
     if signals.exit_code() or any(not isinstance(one, Exception) for one in errors):
         said = signals.in_words() if signals.exit_code() else said
         return Failure("signal", said, "KILLED")
+    if any(isinstance(one, NoRoom) for one in errors):
+        return Failure("disk_full", said)
     if any(getattr(one, "errno", None) in (ENOSPC, EDQUOT) or _says(_FULL, one) for one in errors):
         return Failure("disk_full", said)
     found = next(filter(None, map(_known, errors)), None)
