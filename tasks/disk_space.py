@@ -29,7 +29,7 @@ def _refuse_read_only(folder: Path) -> None:
 
 
 def check(where: Where, *, weights_bytes: int, log_points: int) -> None:
-    """Raises TrackingError where a disk lacks room for the record and the weights, or takes none."""
+    """Raises TrackingError where a disk lacks room for record and weights, or takes none."""
     journal = log_points * JOURNAL_BYTES
     needs = {"runs": (Path(where.runs), weights_bytes + journal + RECORD_BYTES)}
     if where.database is not None:

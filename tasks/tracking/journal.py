@@ -307,6 +307,8 @@ class Journal:
     def _hear(self, answer: dict[str, Any]) -> None:
         if "history" in answer:
             return self._histories.put(answer["history"])
+        for told in answer.get("notes", ()):
+            self._note(told)
         if "run_id" in answer:
             if self.is_begun and not self.run_id:
                 log.info("MLflow is there, and has the run: %s", answer["run_id"])

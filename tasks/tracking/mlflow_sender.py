@@ -69,7 +69,8 @@ class Session:
                 self.prefect_api = order.get("prefect_api", "")
                 self.answer({"to": "open"})  # MLflow is imported
                 self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
-                return {"ready": True}
+                told, mlflow_store.notes[:] = [*mlflow_store.notes], []
+                return {"ready": True, "notes": told}
             case "begin":
                 if not order.get("late"):
                     return self.begin(order)

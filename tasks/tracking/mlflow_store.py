@@ -35,6 +35,7 @@ from tasks.tracking.journal_lines import LOCK, TRAINING_LOCK
 from tasks.tracking.mlflow_pages import VIEW_TAG, view_tag
 from tasks.tracking.where import TrackingError, Where
 
+notes: list[str] = []  # what a person has to know of the store, not told yet
 AWAY_S = 60.0  # so long MLflow itself tries to reach a database that is away
 # MLflow's pages for training rather than those for language models' traces.
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
@@ -152,6 +153,8 @@ def _provide_database(path: Path, where: Where) -> None:
             flock(lock, LOCK_EX)
             if not path.exists():
                 _make(path, where)
+            elif path.stat().st_size:
+                _keep_older(path)
         if path.stat().st_size:
             file = f"{path.absolute().as_uri()}?mode=rw"
             with closing(sqlite3.connect(file, uri=True, timeout=LOCKED_S)) as opened:
@@ -159,6 +162,28 @@ def _provide_database(path: Path, where: Where) -> None:
                 opened.execute("BEGIN IMMEDIATE")  # can it be written?
     except (OSError, sqlite3.Error) as error:
         raise TrackingError(f"tracking_uri: {path} can't be used as a database: {error}") from error
+
+
+def _keep_older(path: Path) -> None:
+    """Copy a database that MLflow is about to bring up to date: it does so in place where a table
+    is missing, and there is no way back."""
+    from mlflow.store.db.utils import Base  # which knows all tables by then
+
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as old:
+        have = {name for (name,) in old.execute("SELECT name FROM sqlite_master")}
+        if "alembic_version" not in have or {t.name for t in Base.metadata.sorted_tables} <= have:
+            return
+        found = old.execute("SELECT version_num FROM alembic_version").fetchone()
+        copy = path.with_name(f"{path.name}.{found[0] if found else 'older'}")
+        if not copy.exists():
+            half = path.with_name(f"{copy.name}.{os.getpid()}")
+            with closing(sqlite3.connect(half)) as new:
+                old.backup(new)
+            os.rename(half, copy)
+    notes.append(
+        f"tracking_uri: {path} is of an older MLflow and is brought up to {mlflow_version}, which "
+        f"older ones can't read; as it was, it is kept as {copy}"
+    )
 
 
 def _make(path: Path, where: Where) -> None:

@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from alembic import command
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from mlflow.store.db.utils import InitialBase, _get_alembic_config
+from sqlalchemy import create_engine
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from tasks.engine.base.file_lock import is_held
@@ -236,6 +239,28 @@ def test_a_file_that_is_no_database_is_refused_and_kept(tmp_path: Path) -> None:
         with pytest.raises(TrackingError, match="can't be used as a database: file is not"):
             journal.create(name="first", params={}, tags={})
     assert (tmp_path / "mlflow.db").read_text().startswith("my notes")
+
+
+def test_a_database_of_an_older_mlflow_is_kept_beside_the_one_it_becomes(tmp_path: Path) -> None:
+    """It was brought up to date in place, without a word, and the older MLflow refused it."""
+    where, path = _where(tmp_path), tmp_path / "mlflow.db"
+    engine = create_engine(f"sqlite:///{path}")
+    config = _get_alembic_config(str(engine.url))
+    with engine.begin() as connection:
+        InitialBase.metadata.create_all(connection)
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0584bdc529eb")
+    engine.dispose()
+    with Journal(where, tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        journal.create(name="first", params={}, tags={})
+        journal.close(_run())
+    (told,) = journal.notes
+    kept = tmp_path / "mlflow.db.0584bdc529eb"
+    assert "is of an older MLflow" in told and told.endswith(f"it is kept as {kept}")
+    with closing(sqlite3.connect(kept)) as old:
+        assert old.execute("SELECT * FROM alembic_version").fetchall() == [("0584bdc529eb",)]
+    assert MlflowClient(where.tracking_uri).get_run(journal.run_id).info.status == "FINISHED"
 
 
 def test_a_deleted_experiment_is_refused_with_its_remedy(tmp_path: Path) -> None:
