@@ -69,8 +69,9 @@ class Session:
                 self.prefect_api = order.get("prefect_api", "")
                 self.answer({"to": "open"})  # MLflow is imported
                 self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
-                told, mlflow_store.notes[:] = [*mlflow_store.notes], []
-                return {"ready": True, "notes": told}
+                notes = [*mlflow_store.notes]
+                mlflow_store.notes.clear()
+                return {"ready": True, "notes": notes}
             case "begin":
                 if not order.get("late"):
                     return self.begin(order)

@@ -167,7 +167,8 @@ def _provide_database(path: Path, where: Where) -> None:
 def _keep_older(path: Path) -> None:
     """Copy a database that MLflow is about to bring up to date: it does so in place where a table
     is missing, and there is no way back."""
-    from mlflow.store.db.utils import Base  # which knows all tables by then
+    import mlflow.store.db.utils  # noqa: F401 (it makes all tables known)
+    from mlflow.store.db.base_sql_model import Base
 
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as old:
         have = {name for (name,) in old.execute("SELECT name FROM sqlite_master")}
