@@ -7,10 +7,11 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import signals, streams
+    from tasks.process import home, signals, streams
 
     streams.keep()
     signals.catch()
+    home.provide()
     # It answers --help and bad settings before prefect is imported.
     from flows.cli.compare_command import main
     from flows.cli.train_command import leave

@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import signals, streams
+    from tasks.process import home, signals, streams
 
     streams.keep()
     signals.catch()
+    home.provide()
     from flows.cli.predict_command import (
         main,  # answers --help and bad words before prefect is imported
     )

@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import signals, streams
+    from tasks.process import home, signals, streams
 
     streams.keep()
     signals.catch()
+    home.provide()
     from flows.cli.tidy_command import main  # it needs no prefect
     from flows.cli.train_command import leave
 

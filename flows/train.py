@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import restart, signals, streams
+    from tasks.process import home, restart, signals, streams
 
     streams.keep()
     signals.catch()
+    home.provide()
     restart.begin()
     # It answers --help and bad settings before prefect is imported.
     from flows.cli.train_command import leave, main

@@ -19,8 +19,17 @@ JOURNAL_BYTES, DATABASE_BYTES = 200, 1000
 RECORD_BYTES, COPY_BYTES, NEW_BYTES = 1 * MIB, 1 * MIB, 2 * MIB
 
 
+def _refuse_read_only(folder: Path) -> None:
+    there = next((p for p in (folder, *folder.parents) if p.exists()), None)
+    if there is not None and not os.access(there, os.W_OK | os.X_OK):
+        raise TrackingError(
+            f"artifacts: {there} can't be written, and the run's files and its model go to "
+            f"{folder}; make it writable, or name another folder in mlflow.yaml"
+        )
+
+
 def check(where: Where, *, weights_bytes: int, log_points: int) -> None:
-    """Raises TrackingError where a disk lacks room for the record and the weights."""
+    """Raises TrackingError where a disk lacks room for record and weights, or takes none."""
     journal = log_points * JOURNAL_BYTES
     needs = {"runs": (Path(where.runs), weights_bytes + journal + RECORD_BYTES)}
     if where.database is not None:
@@ -34,6 +43,8 @@ def check(where: Where, *, weights_bytes: int, log_points: int) -> None:
         there = next((p for p in (path, *path.parents) if p.exists()), None)
         if there is not None:
             disks.setdefault(os.stat(there).st_dev, []).append((name, there, needed))
+    if where.keeps_files:
+        _refuse_read_only(Path(where.artifacts))
     for found in disks.values():
         needed = sum(needed for *_, needed in found)
         free = shutil.disk_usage(found[0][1]).free

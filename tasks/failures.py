@@ -12,12 +12,14 @@ from typing import Literal
 import httpx
 
 from tasks.engine.base.import_paths import said as words_of
+from tasks.engine.checkpoint.checkpoints import NoRoom
 from tasks.engine.device.detection import NotNow
 from tasks.engine.memory.memory_meter import chain, is_oom
 from tasks.engine.training.oom_files import OutOfMemory
 from tasks.engine.training.step_metrics import Diverged
 from tasks.preflight import BAD_INPUT
 from tasks.process import signals
+from tasks.tracking.journal import SenderEnded
 from tasks.tracking.where import TrackingError
 
 # What no later call of this process survives, and what a driver says of a device that has gone.
@@ -63,6 +65,8 @@ def classify(error: BaseException) -> Failure:
     if signals.exit_code() or any(not isinstance(one, Exception) for one in errors):
         said = signals.in_words() if signals.exit_code() else said
         return Failure("signal", said, "KILLED")
+    if any(isinstance(one, NoRoom) for one in errors):
+        return Failure("disk_full", said)
     if any(getattr(one, "errno", None) in (ENOSPC, EDQUOT) or _says(_FULL, one) for one in errors):
         return Failure("disk_full", said)
     found = next(filter(None, map(_known, errors)), None)
@@ -74,6 +78,8 @@ def _known(
 ) -> tuple[str, Literal["never", "always", "in a retry"]] | None:
     if isinstance(error, NotNow):
         return error.kind, "in a retry"
+    if isinstance(error, SenderEnded):
+        return "server_away", "in a retry"
     if isinstance(error, TrackingError) and str(error).startswith("tracking_uri:"):
         return "server_away", "in a retry"
     if isinstance(error, BAD_INPUT):

@@ -13,10 +13,15 @@ from pathlib import Path
 
 from tasks.serving import local_prefect
 from tasks.tracking import mlflow_store
+from tasks.tracking.where import TrackingError
 
 
 def main() -> None:
     """Make what is missing."""
+    try:
+        mlflow_store.refuse_folder(sys.prefix)
+    except TrackingError as error:
+        sys.exit(str(error))
     _make(local_prefect.template(), _prefect_database)
     _make(mlflow_store.template(), mlflow_store.make_database)
     from tasks.engine.report import run_report

@@ -135,10 +135,15 @@ def process_of(live: Live) -> psutil.Process | None:
 
 def owner(live: Live) -> str:
     """Its user's name."""
+    return user_name(live.uid)
+
+
+def user_name(uid: int) -> str:
+    """The user's name; the number of one without, as in a container."""
     try:
-        return pwd.getpwuid(live.uid).pw_name
-    except KeyError:  # of a container, without a name
-        return str(live.uid)
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def _read(path: Path) -> Live | None:

@@ -20,6 +20,7 @@ from typing import IO
 
 import psutil
 
+from tasks.process import home
 from tasks.process.redaction import link, redacted
 from tasks.serving import keeper, prefect_http, service_down, service_up
 from tasks.serving.processes import (
@@ -58,6 +59,7 @@ def obey(
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
     parser.add_argument("action", choices=list(actions))
     action = parser.parse_args(argv).action
+    home.provide()
     try:
         return actions[action]()
     except ServeError as error:

@@ -4,7 +4,7 @@ what there is to say of it. Names and reasons may be anybody's: they are shown a
 
 from __future__ import annotations
 
-import getpass
+import os
 from collections.abc import Sequence
 
 from rich.cells import cell_len, set_cell_size
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from tasks.engine.base.units import ELLIPSIS, clock, mebibytes, number, printable, seconds
 from tasks.known_runs import Run
+from tasks.live_runs import user_name
 
 # The last ones go first where there is no room; those of a live training are told below it then.
 COLUMNS = ("run", "state", "step", "time", "loss", "id", "samples/s", "peak", "epoch", "device")
@@ -87,7 +88,7 @@ def _cells(run: Run) -> dict[str, str]:
 
 def _notes(run: Run, columns: int) -> list[str]:
     """What no column tells: each one line or two."""
-    whose = [f"of {run.user}"] if run.live and run.user not in ("", getpass.getuser()) else []
+    whose = [f"of {run.user}"] if run.live and run.user not in ("", user_name(os.geteuid())) else []
     which = [f"process {run.pid}"] if run.live and (whose or not run.run_id) else []
     reason = f"waits: {run.waits_for}" if run.waits_for else run.reason
     return [

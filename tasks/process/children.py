@@ -31,7 +31,8 @@ def start(
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
-        env={**env, "PYTHONPATH": path},
+        # What a user makes of warnings is for the user's code: with `error` MLflow does not import.
+        env={**{k: v for k, v in env.items() if k != "PYTHONWARNINGS"}, "PYTHONPATH": path},
         start_new_session=True,
     )
     _started.add(process)

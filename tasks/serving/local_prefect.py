@@ -114,7 +114,7 @@ def _start(folder: Path, lock: IO[str], listening: socket.socket) -> None:
             stdout=log,
             stderr=log,
             cwd=Path(__file__).parent.parent.parent,
-            env={**os.environ, **SERVER_ENV},
+            env={**{k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}, **SERVER_ENV},
             start_new_session=True,  # Ctrl-C is for the run; the server still has to record it
         )
     threading.Thread(target=server.wait, daemon=True).start()  # it may end before this process

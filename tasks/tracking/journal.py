@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -21,6 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from tasks.engine.base import host_memory
 from tasks.process import children
 from tasks.process.redaction import redacted
 from tasks.tracking.environment import spawn
@@ -32,6 +34,7 @@ CLOSE_S = 120.0  # without a sign of it, beside the time for a store that is awa
 # A server that is there answers in less. A new SQLite database takes long, and is waited for.
 SILENT_S = 15.0
 RESTARTS = 5  # of a sending process that ends in mid-run: on a host without memory each may
+RESTARTS_AT_START = 2  # before the run has begun: its user is there
 BEGIN = "begin.json"  # how the run began, as long as MLflow has not been told of it
 RESERVE = "reserve"  # a file that holds the room for a run's end on a disk that fills up
 RESERVE_BYTES = 1 << 20
@@ -47,6 +50,10 @@ def warm_up(where: Where) -> None:
 
 class JournalError(RuntimeError):
     """A run that has begun can't be kept any more; the text starts with the setting at fault."""
+
+
+class SenderEnded(RuntimeError):
+    """The process that tells MLflow of the run ended, each time, before the run had begun."""
 
 
 class Journal:
@@ -135,15 +142,31 @@ class Journal:
                 os.posix_fallocate(reserve.fileno(), 0, RESERVE_BYTES)
         except OSError as error:
             raise TrackingError(self._refusal(error)) from None
-        self._orders.append({**order, "do": "begin", "folder": str(self.folder)})
-        if is_away:
-            self._begin_without(answer["away"])
-        self._tell({**self._orders[1], "wanted": list(wanted), "late": is_away})
-        if not is_away and "away" in (answer := self._unless_away("begin")):
+        order |= {"do": "begin", "folder": str(self.folder), "wanted": list(wanted)}
+        with self._telling:
+            self._orders.append(order)
+            if is_away:
+                self._begin_without(answer["away"])
+            self._tell({**order, "late": is_away})
+        try:
+            answer = answer if is_away else self._unless_away("begin")
+        except (SenderEnded, TrackingError):
+            self._leave_nothing()
+            raise
+        if not is_away and "away" in answer:
             self._begin_without(answer["away"])
         (self.folder / "run.json").unlink(missing_ok=True)  # its end of then
         self.is_begun = True
         return dict(answer.get("past", {}))
+
+    def _leave_nothing(self) -> None:
+        """Of a run that did not begin, and of which nothing was logged before."""
+        with suppress(OSError):
+            self.make_room()
+            if not (self.folder / "metrics.jsonl").stat().st_size:
+                for name in (BEGIN, "metrics.jsonl"):
+                    (self.folder / name).unlink(missing_ok=True)
+                self.folder.rmdir()  # not where anything else is in it
 
     def history(self) -> list[dict[str, Any]] | None:
         """Gate and metrics of the newest runs of the same `gate.of`; None where it is not known."""
@@ -247,11 +270,13 @@ class Journal:
             uri = redacted(self.where.tracking_uri)
             answer = {silent: f"tracking_uri: {uri} gave no answer within {timeout_s:.0f} s"}
         if "error" in answer:
-            raise TrackingError(redacted(answer["error"]))
+            is_lost = "ended" in answer and not self.is_begun
+            raise (SenderEnded if is_lost else TrackingError)(redacted(answer["error"]))
         return answer
 
     def _listen(self) -> None:
         """Hand on the answers, of one sending process after the other where they end too early."""
+        kills = host_memory.kills()
         for restarts in range(1 + RESTARTS):
             sender = self._sender
             assert sender is not None and sender.stdout is not None
@@ -260,22 +285,30 @@ class Journal:
                     with suppress(json.JSONDecodeError):  # a library that prints
                         self._hear(json.loads(line))
             code = sender.wait()
-            if self._is_left or not self.is_begun:
+            killed = host_memory.killed_since(kills) if code == -signal.SIGKILL else ""
+            ended = (
+                f"the sending process ended in mid-run (exit code {code}{killed and ', '}{killed})"
+            )
+            if not self.is_begun:
+                ended = ended.replace(" in mid-run", " before the run began")
+            if self._is_left:
                 break
-            again = "; it is started again" if restarts < RESTARTS else ""
-            self._note(f"the sending process ended in mid-run (exit code {code}){again}")
-            if restarts == RESTARTS:
+            is_last = restarts >= (RESTARTS if self.is_begun else RESTARTS_AT_START)
+            self._note(ended if is_last else f"{ended}; it is started again")
+            if is_last:
                 break
             time.sleep(2**restarts - 1)
             if not self._replaced():
                 break
         self._histories.put(None)
-        error = f"tracking_uri: the sending process ended; see {self.where.runs}/tracking.log"
-        self._answers.put({"to": None, "error": error})
+        error = f"tracking_uri: {ended}; see {self.where.runs}/tracking.log"
+        self._answers.put({"to": None, "error": error, "ended": True})
 
     def _hear(self, answer: dict[str, Any]) -> None:
         if "history" in answer:
             return self._histories.put(answer["history"])
+        for told in answer.get("notes", ()):
+            self._note(told)
         if "run_id" in answer:
             if self.is_begun and not self.run_id:
                 log.info("MLflow is there, and has the run: %s", answer["run_id"])
@@ -284,8 +317,6 @@ class Journal:
 
     def _replaced(self) -> bool:
         """Whether another sending process goes on where the last one was."""
-        opening, begin = self._orders
-        begin = {**begin, **(self.ids if self.run_id else {}), "again": bool(self.run_id)}
         with self._telling:
             assert self._sender is not None
             children.let_go(self._sender)
@@ -293,8 +324,14 @@ class Journal:
                 self._sender = spawn(self.where)
             except TrackingError:
                 return False
-            self._tell(opening)
-            self._tell({**begin, "late": True})
+            for order in self._orders[:1]:
+                self._tell(order)
+            for begin in self._orders[1:]:
+                known = {**self.ids, "again": True} if self.run_id else {}
+                if not self.is_begun:  # the other may have made the run: it is looked for
+                    with suppress(OSError):
+                        self._keep_begin()
+                self._tell({**begin, **known, "late": self.is_begun})
             if self._closing is not None:
                 self._tell(self._closing)
         return True

@@ -29,6 +29,7 @@ from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it 
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  # noqa: E402
 
+from tasks.engine.base import host_memory  # noqa: E402
 from tasks.engine.base.file_lock import FileLock  # noqa: E402
 from tasks.engine.report import run_report  # noqa: E402
 from tasks.process.redaction import redact_output, redacted  # noqa: E402
@@ -59,6 +60,7 @@ class Session:
         self.opened_at = math.inf
         self.gate_of = ""  # of the runs that this one is compared with
         self.system: SystemMetricsMonitor | None = None
+        self.kills = host_memory.kills()  # by the kernel, before this run
 
     def obey(self, order: dict[str, Any]) -> dict[str, Any] | None:
         match order.pop("do"):
@@ -67,7 +69,9 @@ class Session:
                 self.prefect_api = order.get("prefect_api", "")
                 self.answer({"to": "open"})  # MLflow is imported
                 self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
-                return {"ready": True}
+                notes = [*mlflow_store.notes]
+                mlflow_store.notes.clear()
+                return {"ready": True, "notes": notes}
             case "begin":
                 if not order.get("late"):
                     return self.begin(order)
@@ -166,8 +170,10 @@ class Session:
         if self.where is None:
             return
         if self.sender is not None and not self.sender.state.closed:
+            killed = host_memory.killed_since(self.kills)
+            dead = f"{orphaned_runs.DEAD}{killed and ', '}{killed}"
             with orphaned_runs.passed_over(self.sender.folder.name):
-                orphaned_runs.resend(self.sender)
+                orphaned_runs.resend(self.sender, dead=dead)
         elif self.held is not None:
             self.held.close()
         if self.client is not None and self.sender is not None:  # MLflow answers, as it seems

@@ -19,6 +19,7 @@ from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 from mlflow import MlflowClient
+from mlflow import __file__ as mlflow_file
 from mlflow import __version__ as mlflow_version
 from mlflow.entities import Experiment
 from mlflow.exceptions import MlflowException
@@ -34,6 +35,7 @@ from tasks.tracking.journal_lines import LOCK, TRAINING_LOCK
 from tasks.tracking.mlflow_pages import VIEW_TAG, view_tag
 from tasks.tracking.where import TrackingError, Where
 
+notes: list[str] = []  # what a person has to know of the store, not told yet
 AWAY_S = 60.0  # so long MLflow itself tries to reach a database that is away
 # MLflow's pages for training rather than those for language models' traces.
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
@@ -51,6 +53,8 @@ def open_experiment(where: Where) -> tuple[MlflowClient, str]:
 
     Raises TrackingError where the database, the server or the experiment can't be used.
     """
+    if where.database is not None or where.is_sql:
+        refuse_folder(str(mlflow_file))
     if where.database is not None:
         _provide_database(where.database, where)
     if where.is_sql:
@@ -74,6 +78,16 @@ def open_experiment(where: Where) -> tuple[MlflowClient, str]:
         )
     _keep_view(client, found.experiment_id, found.tags)
     return client, found.experiment_id
+
+
+def refuse_folder(path: str) -> None:
+    """Raise TrackingError where MLflow lies in a folder out of which it can't open a database: it
+    takes the name of its tables' folder for a pattern."""
+    if "%" in path:
+        raise TrackingError(
+            f"tracking_uri: MLflow opens no database where its own folder has a % in its name "
+            f"({Path(path).parent}); make this Python environment in a folder without one"
+        )
 
 
 def _keep_view(client: MlflowClient, experiment_id: str, tags: Mapping[str, str]) -> None:
@@ -139,13 +153,38 @@ def _provide_database(path: Path, where: Where) -> None:
             flock(lock, LOCK_EX)
             if not path.exists():
                 _make(path, where)
+            elif path.stat().st_size:
+                _keep_older(path)
         if path.stat().st_size:
-            file = f"file:{path}?mode=rw"
+            file = f"{path.absolute().as_uri()}?mode=rw"
             with closing(sqlite3.connect(file, uri=True, timeout=LOCKED_S)) as opened:
                 opened.execute("PRAGMA schema_version")
                 opened.execute("BEGIN IMMEDIATE")  # can it be written?
     except (OSError, sqlite3.Error) as error:
         raise TrackingError(f"tracking_uri: {path} can't be used as a database: {error}") from error
+
+
+def _keep_older(path: Path) -> None:
+    """Copy a database that MLflow is about to bring up to date: it does so in place where a table
+    is missing, and there is no way back."""
+    import mlflow.store.db.utils  # noqa: F401 (it makes all tables known)
+    from mlflow.store.db.base_sql_model import Base
+
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as old:
+        have = {name for (name,) in old.execute("SELECT name FROM sqlite_master")}
+        if "alembic_version" not in have or {t.name for t in Base.metadata.sorted_tables} <= have:
+            return
+        found = old.execute("SELECT version_num FROM alembic_version").fetchone()
+        copy = path.with_name(f"{path.name}.{found[0] if found else 'older'}")
+        if not copy.exists():
+            half = path.with_name(f"{copy.name}.{os.getpid()}")
+            with closing(sqlite3.connect(half)) as new:
+                old.backup(new)
+            os.rename(half, copy)
+    notes.append(
+        f"tracking_uri: {path} is of an older MLflow and is brought up to {mlflow_version}, which "
+        f"older ones can't read; as it was, it is kept as {copy}"
+    )
 
 
 def _make(path: Path, where: Where) -> None:

@@ -175,15 +175,16 @@ def _is_gone(tags: Mapping[str, str]) -> bool:
     return is_here and not is_alive(tags.get("pid", ""), tags.get("process.started_at", ""))
 
 
-def resend(sender: Sender) -> bool:
+def resend(sender: Sender, *, dead: str = DEAD) -> bool:
     """Send what the folder holds, and end the run as its process ended it, or as KILLED. The run
-    that its state names, or the one of its folder. False where another process is at it."""
+    that its state names, or the one of its folder. dead: why it ended, where its process has not
+    told. False where another process is at it."""
     if sender.held is None and sender.folder.is_dir() and sender.folder != Path():
         sender.held = lock(sender.folder)
         if sender.held is None:
             return False
     try:
-        _resend(sender)
+        _resend(sender, dead)
     finally:
         if sender.held is not None:
             sender.held.close()
@@ -191,7 +192,7 @@ def resend(sender: Sender) -> bool:
     return True
 
 
-def _resend(sender: Sender) -> None:
+def _resend(sender: Sender, dead: str) -> None:
     if sender.held is not None and (begin := _begin(sender.folder)) is not None:
         chosen = sender.where.model_copy(update={"experiment": begin["experiment"]})
         sender.client, experiment_id = open_experiment(chosen)
@@ -201,7 +202,7 @@ def _resend(sender: Sender) -> None:
         sender.state = State(run_info.run_id, run_info.experiment_id)
     stored = sender.client.get_run(sender.state.run_id)
     if not sender.folder.is_dir() or sender.folder == Path():
-        sender.client.set_tag(sender.state.run_id, "end.reason", DEAD)
+        sender.client.set_tag(sender.state.run_id, "end.reason", dead)
         sender.client.set_terminated(sender.state.run_id, "KILLED")
         return
     sender.state = state_of(sender.client, stored, sender.folder)
@@ -216,7 +217,7 @@ def _resend(sender: Sender) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         run = {"status": stored.info.status}  # all that is known of an end on a full disk
         if run["status"] == "RUNNING":
-            run = {"status": "KILLED", "error": DEAD, "tags": {"end.reason": DEAD}}
+            run = {"status": "KILLED", "error": dead, "tags": {"end.reason": dead}}
         run["tags"] = {**stored.data.tags, **run.get("tags", {})}
         with suppress(OSError):  # who looks at the folder learns it too
             (sender.folder / "run.json").write_text(json.dumps(run))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -13,6 +14,8 @@ from tasks.process.redaction import redacted
 
 SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")
 EXPERIMENT_LETTERS = 250  # of a name, at most
+# Of an SQLite address, what SQLAlchemy and SQLite read behind the file's name.
+_OPTIONS = re.compile(r"\?((?:\w+=[^/?&]*&?)*)$")
 
 
 class TrackingError(ValueError):
@@ -39,7 +42,7 @@ class Where(BaseModel):
         """The SQLite file that the runs are kept in, if they are."""
         if not self.tracking_uri.startswith("sqlite"):
             return None
-        return Path(self.tracking_uri.partition(":///")[2].partition("?")[0])
+        return _database(self.tracking_uri.partition(":///")[2])[0]
 
     @property
     def is_sql(self) -> bool:
@@ -117,15 +120,35 @@ def _absolute(uri: str, base: Path) -> str:
             f"(got {redacted(uri)!r}); MLflow no longer writes to plain folders"
         )
     if name == "sqlite":
-        path = rest.removeprefix("/")
-        if not path or path == ":memory:":
+        path, options = _database(rest.removeprefix("/"))
+        if str(path) in (".", ":memory:"):
             raise TrackingError(
                 f"tracking_uri: {uri!r} is in memory and gone at exit; name a file: sqlite:///mlflow.db"
             )
-        return f"{scheme}:///{(base / path).absolute()}"
+        return _sqlite_uri(scheme, (base / path).absolute(), options)
     if name in ("http", "https") and not _has_host(uri):
         raise TrackingError(f"tracking_uri: must name a host (got {redacted(uri)!r})")
     return uri
+
+
+def _database(address: str) -> tuple[Path, str]:
+    """The file that an SQLite address names, and its options; see _sqlite_uri."""
+    found = _OPTIONS.search(address)
+    path, options = (address[: found.start()], found[1]) if found else (address, "")
+    if path.startswith("file:") and "uri=true" in options.split("&"):
+        return Path(unquote(path.removeprefix("file:"))), options
+    return Path(path), options
+
+
+def _sqlite_uri(scheme: str, path: Path, options: str) -> str:
+    """The address of a file. SQLAlchemy takes all of a name as it is written, but for a `?`: that
+    only SQLite itself can read, as %3F."""
+    others = "&".join(o for o in options.split("&") if o and o != "uri=true")
+    if "?" not in str(path):
+        return f"{scheme}:///{path}{'?' if others else ''}{others}"
+    # With its driver's name: for `sqlite:///file:` MLflow makes a folder of that name.
+    options = "&".join(filter(None, ("uri=true", others)))
+    return f"sqlite+pysqlite:///file:{quote(str(path))}?{options}"
 
 
 def _has_host(uri: str) -> bool:

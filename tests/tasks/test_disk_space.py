@@ -77,3 +77,18 @@ def test_many_epochs_that_patience_will_cut_short_need_no_room(tmp_path: Path, m
         check_fit(config, data)
     train["patience"] = 5
     check_fit(RunConfig.model_validate({**config.model_dump(), "train": train}), data)
+
+
+def test_artifacts_that_cannot_be_written_are_told_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the training, tracking_uri was blamed for it."""
+    may = disk_space.os.access
+    closed = tmp_path / "a"
+    closed.mkdir()
+    monkeypatch.setattr(disk_space.os, "access", lambda p, mode: p != closed and may(p, mode))
+    with pytest.raises(
+        TrackingError, match=f"^artifacts: {closed} can't be written, .*mlflow.yaml"
+    ):
+        disk_space.check(_where(tmp_path), weights_bytes=0, log_points=0)
+    disk_space.check(_where(tmp_path, "http://127.0.0.1:5000"), weights_bytes=0, log_points=0)

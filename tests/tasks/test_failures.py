@@ -9,6 +9,7 @@ import torch
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from tasks.engine.checkpoint.checkpoints import NoRoom
 from tasks.engine.device.detection import DeviceError, NotNow
 from tasks.engine.files.source_data import DataError
 from tasks.engine.memory.oom_message import Told
@@ -83,6 +84,7 @@ CASES = {
     "host": (MemoryError(), "out_of_memory", "never"),
     "admission": (NotNow("device.name: 3 MiB free", kind="out_of_memory"), "out_of_memory", ""),
     "full": (_caught(JournalError("runs: can't be written"), FULL), "disk_full", "never"),
+    "no room for a checkpoint": (NoRoom("checkpoint.every_s: 2 GiB"), "disk_full", "never"),
     "quota": (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), "disk_full", "never"),
     "rust": (
         RuntimeError('IoError(Os { message: "No space left on device" })'),

@@ -6,6 +6,8 @@ not a pair of inputs and targets.
 from __future__ import annotations
 
 import logging
+import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from tasks.engine.base import nested
 from tasks.engine.base.import_paths import said, told_of
+from tasks.engine.base.units import mebibytes
 from tasks.engine.batches.pinned_staging import PINNING, Mark
 from tasks.engine.batches.shared_loader import IndexBatches
 from tasks.engine.files.source_data import DataError
@@ -32,6 +35,12 @@ from tasks.engine.models.structured_inputs import LABELS
 ENDLESS = sys.maxsize  # steps of an epoch that nobody knows the end of
 DEATHS: list[str] = []  # what PyTorch said of workers that ended, not told yet
 WORKER_END_S = 5.0  # at most, from its broken connection to the end of a worker's process
+
+SHARED = "/dev/shm"
+# What PyTorch says of a file that finds no room there, and of a worker that has written past it.
+NO_SHARED_MEMORY = re.compile(
+    r"unable to (allocate|open) shared memory|killed by signal: Bus error"
+)
 
 log = logging.getLogger(__name__)
 Look = Callable[[Any, int], Any]  # the targets of a batch and its number: what losses take
@@ -186,6 +195,12 @@ def _told(batches: Iterator[Any]) -> Iterator[Any]:
         else:
             yield batch
             continue
+        if NO_SHARED_MEMORY.search(died):
+            raise DataError(
+                f"data.source: the worker processes of the loader hand batches over in {SHARED}, "
+                f"which is too small for them{_size_of(SHARED)}; give it more (docker run "
+                "--shm-size=2g), take fewer num_workers or smaller batches, or num_workers=0"
+            )
         if died.startswith("DataLoader worker"):  # by no word of the data
             raise RuntimeError(
                 f"data.source: a worker process of the loader has died ({' '.join(died.split())}), "
@@ -193,6 +208,14 @@ def _told(batches: Iterator[Any]) -> Iterator[Any]:
                 "error of its code"
             )
         raise DataError(f"data.source: the loader raised: {told}")
+
+
+def _size_of(folder: str) -> str:
+    """Its size in words, where it is known."""
+    try:
+        return f" (it has {mebibytes(shutil.disk_usage(folder).total / 1024**2)})"
+    except OSError:
+        return ""
 
 
 def _keep_deaths() -> None:

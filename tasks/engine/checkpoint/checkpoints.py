@@ -263,15 +263,19 @@ def newest(
     return None
 
 
+class NoRoom(ConfigError):
+    """The disk has no room for a checkpoint."""
+
+
 def refuse_no_room(folder: Path, need_bytes: int) -> None:
     """Before the first step: the old checkpoint stays until the new one is whole.
 
-    Raises ConfigError.
+    Raises NoRoom.
     """
     there = next(p for p in (folder, *folder.parents) if p.is_dir())
     free_bytes = shutil.disk_usage(there).free
     if need_bytes > free_bytes:
-        raise ConfigError(
+        raise NoRoom(
             f"checkpoint.every_s: a checkpoint takes about {mebibytes(need_bytes / MIB)} and "
             f"{folder} has {mebibytes(free_bytes / MIB)} left; make room there, or set it to none"
         )

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
+from tasks.engine.base import host_memory
 from tasks.engine.device.checks import KINDS, VENDORS, VISIBILITY
 from tasks.engine.device.machine_facts import Adapter, Driver, Gpu, Machine
 from tasks.engine.device.nvml import Nvml, look_nvml
@@ -200,7 +200,6 @@ def look(env: Mapping[str, str], *, touch: bool = True) -> Machine:
     """This machine. Without `touch` PyTorch is not asked for GPUs, so no driver is woken."""
     nvml = look_nvml()
     gpus, said = _torch_gpus(nvml) if touch else ((), "")
-    ram = psutil.virtual_memory()
     cuda = bool(gpus) and gpus[0].kind in ("cuda", "rocm")
     variables = {name for names in VISIBILITY.values() for name in names}
     return Machine(
@@ -209,8 +208,8 @@ def look(env: Mapping[str, str], *, touch: bool = True) -> Machine:
         arch=platform.machine(),
         os_version=platform.mac_ver()[0],
         cpu_model=_cpu_model(),
-        ram_total_bytes=ram.total,
-        ram_free_bytes=ram.available,
+        ram_total_bytes=host_memory.total_bytes(),
+        ram_free_bytes=host_memory.free_bytes(),
         adapters=_adapters(nvml, gpus),
         drivers=drivers(Path("/"), nvml),
         driver_cuda=nvml.cuda,

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
+from tasks.engine.base import host_memory
 from tasks.engine.base.units import mebibytes
 from tasks.engine.settings.data_config import TOKEN_SOURCES, DataConfig
 
@@ -263,7 +263,7 @@ def allowed_bytes(data: DataConfig) -> int:
     """What preparing may take of the host's memory: data.memory_mib, else what is free."""
     if data.memory_mib is not None:
         return int(data.memory_mib * 1024**2)
-    return psutil.virtual_memory().available
+    return host_memory.free_bytes()
 
 
 def check_memory(
@@ -276,9 +276,9 @@ def check_memory(
             f"data.memory_mib: {what.removeprefix('data.path: ')} needs about {size(needed_bytes)} "
             f"of memory to read (got {data.memory_mib:g}); raise it, or {remedy}"
         )
-    free_bytes = psutil.virtual_memory().available
+    free_bytes = host_memory.free_bytes()
     if needed_bytes > free_bytes:
         raise DataError(
             f"{what} needs about {size(needed_bytes)} of memory to read, "
-            f"and {size(free_bytes)} are free; {remedy}"
+            f"and {size(free_bytes)} are free{host_memory.of_a_limit()}; {remedy}"
         )

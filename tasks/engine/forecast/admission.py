@@ -9,10 +9,11 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from tasks.engine.base import host_memory
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.base.field_types import is_import
 from tasks.engine.base.units import mebibytes, seconds
@@ -26,6 +27,7 @@ from tasks.engine.settings.run_config import FUSED, RunConfig
 
 MIB = 1024**2
 ASK_AGAIN_S = 1.0
+CHECKPOINTED = ("parameters", "buffers", "best_weights", "optimizer_state")  # by owner
 SHOWN = 4  # processes that a refusal names
 
 log = logging.getLogger(__name__)
@@ -64,7 +66,8 @@ def admit(
     several processes. Raises DeviceError where not even one row at a time fits.
     """
     rows = min(asked_micro_batch(config), past_micro_batch or config.train.batch_size)
-    if device.kind == "cpu" and config.memory.limit_mib is None:
+    is_bounded = device.kind != "cpu" or host_memory.limit_bytes() is not None
+    if not is_bounded and config.memory.limit_mib is None:
         return Admission(None, "", rows, "a cpu without memory.limit_mib gives what it has")
     if is_shared_out or config.memory.recompute:  # a forecast would ask for too much
         how = "shared out" if is_shared_out else "computed again"
@@ -96,7 +99,10 @@ def admit(
 
 
 def free_bytes(device: DeviceFacts) -> int | None:
-    """What the device has free now, all processes together; None where it does not tell."""
+    """What the device has free now, all processes together; None where it does not tell. A CPU's
+    memory is bounded where its process would be killed for more."""
+    if device.kind == "cpu":
+        return host_memory.free_bytes() if host_memory.limit_bytes() is not None else None
     space = allocator(torch.device(device.name)).space()
     return None if space is None else space.free_bytes
 
@@ -125,6 +131,10 @@ class _Asked:
     def forecast(self, rows: int) -> Forecast:
         if rows not in self._forecasts:
             told = forecast(self._config, self._data, self._device, micro_batch=rows)
+            # A checkpoint is copied before it is written: on a CPU, beside all the rest.
+            if self._device.kind == "cpu" and self._is_killed_for_more():
+                copied_bytes = sum(told.owners.get(owner, 0) for owner in CHECKPOINTED)
+                told = replace(told, needed_bytes=told.needed_bytes + copied_bytes)
             self._forecasts[rows] = told
         return self._forecasts[rows]
 
@@ -187,7 +197,8 @@ class _Asked:
                 f"{held if self._held_bytes else ''} (got {self._config.memory.limit_mib:g}); "
                 "raise it, or make the model smaller"
             )
-        remedy = "make the model smaller, or choose another device"
+        raised = ", raise that limit" if self._of_a_limit() else ""
+        remedy = f"make the model smaller{raised}, or choose another device"
         if least_bytes <= self.most_bytes:
             remedy += ", or let memory.wait_s wait for it"
         return f"device.name: {self.shortage(room, found)}; {remedy}"
@@ -197,15 +208,21 @@ class _Asked:
         least_bytes = self.forecast(1).needed_bytes
         return (
             f"training one row at a time needs {_size(least_bytes)} of {self._device.name}, and "
-            f"{_size(room)} are free{_held(found)}"
+            f"{_size(room)} are free{self._of_a_limit()}{_held(found)}"
         )
+
+    def _of_a_limit(self) -> str:
+        return host_memory.of_a_limit() if self._device.kind == "cpu" else ""
+
+    def _is_killed_for_more(self) -> bool:
+        return self._config.memory.limit_mib is None and host_memory.limit_bytes() is not None
 
     def _of(self, room: float) -> str:
         if math.isinf(room):
             return f"; {self._device.name} does not tell what is free"
         if room == self._limit_bytes:
             return f", of {_size(room)} that memory.limit_mib leaves it"
-        beside = "" if self._device.kind == "mps" else " beside the driver's context"
+        beside = "" if self._device.kind in ("cpu", "mps") else " beside the driver's context"
         return f", of {_size(room)} that {self._device.name} has free{beside}"
 
 

@@ -5,6 +5,7 @@ peaks, which are process-wide: whoever else resets them spoils a run's numbers.
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 import traceback
@@ -13,7 +14,9 @@ from typing import Any
 import psutil
 import torch
 
+from tasks.engine.base import host_memory
 from tasks.engine.base.import_paths import said
+from tasks.engine.base.units import mebibytes
 from tasks.engine.memory.allocator_stats import Allocator, Space, allocator
 from tasks.engine.memory.live_tensors import live_tensors, unique_bytes
 
@@ -21,7 +24,10 @@ if sys.platform != "win32":
     import resource
 
 MIB = 1024**2
+NEAR = 0.05  # of a limit on the host's memory: so little left is told
 REPORTED_PHASES = ("forward", "backward", "optimizer", "eval")
+
+log = logging.getLogger(__name__)
 
 # What allocators and libraries say when memory ran out and no torch.OutOfMemoryError came of it.
 _OOM = re.compile(
@@ -163,11 +169,24 @@ class HostMemory:
         self._process = psutil.Process()
         self._record_before = _record_rss_bytes()
         self._highest = 0
+        self._limit = host_memory.limit_bytes()
+        self._looked_at = 0  # bytes in use when its cgroup was asked
         self.rss_bytes()
 
     def rss_bytes(self) -> int:
-        """In use now; remembered for the peak."""
+        """In use now; remembered for the peak. It is told once where a limit is near."""
         now = int(self._process.memory_info().rss)
+        if self._limit is not None and now - self._looked_at > self._limit * NEAR:
+            self._looked_at = now
+            free = host_memory.free_bytes()
+            if free < self._limit * NEAR:
+                self._limit = None
+                log.warning(
+                    "memory: %s are free of the %s of this memory cgroup; a process that takes "
+                    "more is killed. Take smaller batches or fewer workers, or raise the limit",
+                    mebibytes(free / MIB),
+                    mebibytes(host_memory.total_bytes() / MIB),
+                )
         self._highest = max(now, self._highest)
         return now
 

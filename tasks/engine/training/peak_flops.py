@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
 
-import psutil
 import torch
 from torch import Tensor
 
+from tasks.engine.base import host_memory
 from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.base.timing import wait
 from tasks.engine.device.precision import AMP, matmul_mode
@@ -152,7 +152,7 @@ def _product_s(left: Tensor, right: Tensor, out: Tensor) -> float:
 def _largest_side(device: torch.device, dtype: torch.dtype) -> int:
     """The largest side of three square matrices that fit in the share of the free memory."""
     if device.type == "cpu":
-        free_bytes = psutil.virtual_memory().available
+        free_bytes = host_memory.free_bytes()
     else:
         space = allocator(device).space()
         free_bytes = (space and space.free_bytes) or UNKNOWN_FREE_BYTES

@@ -1,6 +1,8 @@
 """A user's own DataLoader feeds the loop like any other rows, and its processes end with it."""
 
 import multiprocessing
+import os
+import signal
 import time
 from collections import namedtuple
 
@@ -199,3 +201,30 @@ def test_a_worker_has_ended_when_its_loss_is_told() -> None:
     ):
         list(Loaded(loader, CPU).in_order(1))
     assert loader._workers[0].exitcode == 0
+
+
+class ShortOfSharedMemory(Dataset):
+    """What happens in a worker whose /dev/shm is full: PyTorch finds no room, or writes past it."""
+
+    def __init__(self, kills: bool) -> None:
+        self.kills = kills
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, int]:
+        if self.kills:
+            os.kill(os.getpid(), signal.SIGBUS)
+        raise RuntimeError(
+            "unable to allocate shared memory(shm) for file </torch_1_2_0>: No space"
+        )
+
+
+@forks
+@pytest.mark.parametrize("kills", [False, True])
+def test_workers_without_shared_memory_are_told_its_cure(kills: bool) -> None:
+    """In a container, whose /dev/shm has 64 MiB, the words were PyTorch's, without a remedy."""
+    fed = Loaded(DataLoader(ShortOfSharedMemory(kills), batch_size=4, num_workers=1), CPU)
+    words = "^data.source: the worker .* in /dev/shm, which .*--shm-size.* or num_workers=0$"
+    with pytest.raises(DataError, match=words):
+        list(fed.in_order(4))

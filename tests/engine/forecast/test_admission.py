@@ -10,7 +10,7 @@ import pytest
 
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import DeviceError, detect
+from tasks.engine.device.detection import DeviceError, NotNow, detect
 from tasks.engine.device.machine_facts import Gpu, Holder
 from tasks.engine.device.nvml import Nvml, holders
 from tasks.engine.forecast import admission
@@ -66,6 +66,24 @@ def cpu() -> DeviceFacts:
 @pytest.fixture(scope="module")
 def gpu(cpu: DeviceFacts) -> DeviceFacts:
     return replace(cpu, name="cuda:0", kind="cuda", index=0, uuid="GPU-1", total_bytes=2**34)
+
+
+@pytest.mark.parametrize(("free_mib", "rows"), [(300, 256), (12, 256), (11.5, 32), (1, None)])
+def test_a_cpu_in_a_memory_cgroup_gives_no_more_than_its_limit(
+    data: DataFacts, cpu: DeviceFacts, monkeypatch: pytest.MonkeyPatch, free_mib: float, rows: int
+) -> None:
+    """Of a container's 300 MiB nobody knew: the training was killed without a word."""
+    monkeypatch.setattr(admission.host_memory, "limit_bytes", lambda: 300 * MIB)
+    monkeypatch.setattr(admission.host_memory, "free_bytes", lambda: int(free_mib * MIB))
+    nothing = {"past_peak_bytes": None, "past_micro_batch": None}
+    if rows is None:
+        words = "training one row at a time needs .* of cpu, and 1.00 MiB are free of the 300 MiB"
+        with pytest.raises(NotNow, match=words):
+            admit(config_of(), data, cpu, **nothing)
+        return
+    found = admit(config_of(), data, cpu, **nothing)
+    assert found.micro_batch == rows
+    assert " MiB that cpu has free" in found.reason and "driver" not in found.reason
 
 
 def config_of(**memory) -> RunConfig:

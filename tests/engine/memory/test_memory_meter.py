@@ -4,10 +4,13 @@ import gc
 import os
 import sys
 import weakref
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
+from tasks.engine.base import host_memory
 from tasks.engine.memory.allocator_stats import (
     NoAllocator,
     PoolAllocator,
@@ -168,6 +171,21 @@ def test_raw_statistics_have_the_peaks_of_the_run():
         "reserved_bytes.all.peak": 10 * MIB,
     }
     assert Meter(CPU).stats() == {}
+
+
+def test_a_limit_on_the_hosts_memory_is_told_once_when_it_is_near(monkeypatch, caplog):
+    """The kernel killed the training, and nothing had said that memory was running out."""
+    free = [500 * MIB, 40 * MIB, 39 * MIB]
+    monkeypatch.setattr(host_memory, "limit_bytes", lambda: 1000 * MIB)
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: 1000 * MIB)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: free.pop(0))
+    now = iter([100, 120, 160, 170, 400])
+    info = lambda self: SimpleNamespace(rss=next(now) * MIB)  # noqa: E731
+    monkeypatch.setattr(psutil.Process, "memory_info", info)
+    kept = HostMemory()
+    assert [kept.rss_bytes() // MIB for _ in range(4)] == [120, 160, 170, 400]
+    (told,) = [r.getMessage() for r in caplog.records]
+    assert told.startswith("memory: 40.0 MiB are free of the 0.98 GiB of this memory cgroup; a ")
 
 
 def test_an_allocator_that_retries_in_two_windows_running_is_thrashing():

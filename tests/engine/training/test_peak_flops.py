@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -127,9 +128,7 @@ def test_the_product_is_as_large_as_the_device_is_fast(monkeypatch) -> None:
 
 def test_the_product_takes_a_small_share_of_the_free_memory(monkeypatch) -> None:
     free_bytes = 64 * 3 * 4 * 320**2
-    monkeypatch.setattr(
-        peak_flops.psutil, "virtual_memory", lambda: SimpleNamespace(available=free_bytes)
-    )
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free_bytes))
     monkeypatch.setattr(peak_flops, "_product_s", lambda left, right, out: 1e-6)
     found = measured(CPU, "fp32")
     assert found.source == "measured by a matrix product of 320 x 320 x 320"

@@ -3,6 +3,7 @@
 import io
 import os
 import pwd
+from dataclasses import replace
 
 import pytest
 from rich.cells import cell_len
@@ -84,3 +85,17 @@ def test_a_training_is_told_whose_it_is_what_it_waits_for_and_how_to_go_on() -> 
     assert f"  go on: {KILLED.resume}" in lines
     reason = lines[lines.index(next(line for line in lines if line.startswith("lost"))) + 1 :]
     assert [line.endswith("...") for line in reason[:4]] == [False, False, True, False]
+
+
+def test_the_table_is_shown_to_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container of `--user 12345` the list of live trainings was a traceback."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    mine = replace(LIVE, run_id="", pid=42, user="12345")
+    assert "  process 42" in _lines(mine, columns=80)

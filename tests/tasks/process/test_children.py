@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tasks.process import children
+
 STARTS = textwrap.dedent(
     """
     import os, sys, time
@@ -53,3 +55,12 @@ if __name__ == "__main__":
     print(os.getpid(), flush=True)
     said = sys.stdin.read()  # until its other end is closed everywhere
     assert not said, said
+
+
+def test_what_a_user_makes_of_warnings_is_for_the_users_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With PYTHONWARNINGS=error no sending process lived: MLflow warns when it is imported."""
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    process = children.start("tests.tasks.process.warned")
+    assert process.communicate()[0] == "[]\n"

@@ -16,16 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from alembic import command
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from mlflow.store.db.utils import InitialBase, _get_alembic_config
+from sqlalchemy import create_engine
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from tasks.engine.base.file_lock import is_held
-from tasks.tracking import mlflow_store
-from tasks.tracking.journal import Journal
+from tasks.failures import classify
+from tasks.tracking import environment, mlflow_store
+from tasks.tracking.journal import Journal, SenderEnded
 from tasks.tracking.journal_lines import append
 from tasks.tracking.where import TrackingError, Where
-from tests.conftest import PYTHON
+from tests.conftest import PYTHON, ROOT
 
 
 def _where(tmp_path: Path, **more) -> Where:
@@ -238,6 +242,28 @@ def test_a_file_that_is_no_database_is_refused_and_kept(tmp_path: Path) -> None:
     assert (tmp_path / "mlflow.db").read_text().startswith("my notes")
 
 
+def test_a_database_of_an_older_mlflow_is_kept_beside_the_one_it_becomes(tmp_path: Path) -> None:
+    """It was brought up to date in place, without a word, and the older MLflow refused it."""
+    where, path = _where(tmp_path), tmp_path / "mlflow.db"
+    engine = create_engine(f"sqlite:///{path}")
+    config = _get_alembic_config(str(engine.url))
+    with engine.begin() as connection:
+        InitialBase.metadata.create_all(connection)
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0584bdc529eb")
+    engine.dispose()
+    with Journal(where, tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        journal.create(name="first", params={}, tags={})
+        journal.close(_run())
+    (told,) = journal.notes
+    kept = tmp_path / "mlflow.db.0584bdc529eb"
+    assert "is of an older MLflow" in told and told.endswith(f"it is kept as {kept}")
+    with closing(sqlite3.connect(kept)) as old:
+        assert old.execute("SELECT * FROM alembic_version").fetchall() == [("0584bdc529eb",)]
+    assert MlflowClient(where.tracking_uri).get_run(journal.run_id).info.status == "FINISHED"
+
+
 def test_a_deleted_experiment_is_refused_with_its_remedy(tmp_path: Path) -> None:
     where = _where(tmp_path)
     for attempt in range(2):
@@ -314,6 +340,73 @@ def test_a_sending_process_that_is_killed_is_replaced_and_nothing_is_lost(
     assert [m.step for m in losses] == list(range(1, 101))
 
 
+# A sending process that is killed as soon as MLflow has the run, before it can say so.
+KILLED_AT_CREATION = """
+import os, signal
+from tasks.tracking import mlflow_run, mlflow_sender
+made = mlflow_run.MlflowClient.create_run
+def create_run(*args):
+    made(*args)
+    os.kill(os.getpid(), signal.SIGKILL)
+mlflow_run.MlflowClient.create_run = create_run
+mlflow_sender.main()
+"""
+
+
+@pytest.mark.parametrize("when", ["before the creation", "at the creation"])
+def test_a_sending_process_that_is_killed_as_the_run_begins_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The command ended with exit code 2, as if its user had asked for what can't be."""
+    spawned = [environment.spawn]
+    if when == "at the creation":
+        spawned.append(lambda where: _sender("-c", KILLED_AT_CREATION))
+    monkeypatch.setattr(
+        "tasks.tracking.journal.spawn",
+        lambda where: (spawned.pop() if len(spawned) > 1 else spawned[0])(where),
+    )
+    where = _where(tmp_path)
+    with Journal(where, tmp_path / "runs" / "one") as journal:
+        if when == "before the creation":
+            assert journal._sender is not None
+            os.kill(journal._sender.pid, signal.SIGKILL)
+        journal.open(None)
+        journal.create(name="first", params={"a": 1}, tags={"device": "cpu"})
+        journal.log({"train/loss": 0.5}, 1)
+        journal.close(_run())
+    assert journal.notes == [
+        "the sending process ended before the run began (exit code -9); it is started again"
+    ]
+    client = MlflowClient(where.tracking_uri)
+    (run,) = client.search_runs([journal.experiment_id])
+    assert (run.info.run_id, run.info.status) == (journal.run_id, "FINISHED")
+    assert run.data.params == {"a": "1"} and run.data.metrics["train/loss"] == 0.5
+
+
+def _sender(*words: str) -> "subprocess.Popen[str]":
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([PYTHON, *words], text=True, env=env, **pipes)
+
+
+def test_a_sending_process_that_never_lives_is_no_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.tracking.journal.RESTARTS_AT_START", 1)
+    monkeypatch.setattr(
+        "tasks.tracking.journal.spawn", lambda where: _sender("-c", "raise SystemExit(3)")
+    )
+    with Journal(_where(tmp_path), tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        words = (
+            r"the sending process ended before the run began \(exit code 3\); see .*tracking.log"
+        )
+        with pytest.raises(SenderEnded, match=words) as caught:
+            journal.create(name="first", params={}, tags={})
+    assert classify(caught.value).kind == "server_away" and not isinstance(caught.value, ValueError)
+    assert not (tmp_path / "runs" / "one").exists()
+
+
 def test_a_sending_process_that_ends_again_and_again_is_told(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("tasks.tracking.journal.RESTARTS", 1)
     monkeypatch.setattr("tasks.tracking.journal.CLOSE_S", 30)
@@ -327,7 +420,7 @@ def test_a_sending_process_that_ends_again_and_again_is_told(tmp_path: Path, mon
         _until(lambda: journal._sender is not first)
         assert journal._sender is not None
         journal._sender.kill()
-        with pytest.raises(TrackingError, match="the sending process ended; see"):
+        with pytest.raises(TrackingError, match="the sending process ended in mid-run .*; see"):
             journal.close(_run())
     assert len(journal.notes) == 2
 

@@ -1,8 +1,15 @@
+import os
+import subprocess
 from pathlib import Path
 
+import mlflow
 import pytest
+from mlflow import MlflowClient
 
+from tasks.tracking import metrics
+from tasks.tracking.mlflow_store import open_experiment
 from tasks.tracking.where import TrackingError, Where, where
+from tests.conftest import PYTHON, ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +74,51 @@ def test_a_refused_uri_does_not_show_its_password(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(TrackingError) as caught:
         where()
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "a b", "a?b", "a#b", "a%20b", "\u00fc", "a?x=1", "a@b:c"]
+)
+def test_a_database_lies_in_its_folder_whatever_that_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A database of a folder with a `?` was written beside that folder, under half of its name."""
+    folder = tmp_path / name
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    chosen = _where("tracking_uri: sqlite:///kept/mlflow.db\n")
+    assert chosen.database == folder / "kept" / "mlflow.db"
+    client, experiment = open_experiment(chosen)
+    run_id = client.create_run(experiment).info.run_id
+    samples = [("loss", 1.0, 1, 1)]
+    metrics.send(client, chosen.database, run_id, samples)
+    # As a process that is started is told of it, by this variable.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", chosen.tracking_uri)
+    assert where() == chosen
+    assert MlflowClient(where().tracking_uri).get_run(run_id).data.metrics == {"loss": 1.0}
+    assert sorted(f.name for f in (folder / "kept").iterdir()) == ["mlflow.db", "mlflow.db.lock"]
+    assert [f.name for f in tmp_path.iterdir()] == [name]
+    assert not {f.name for f in folder.iterdir()} - {"kept", "mlflow.yaml", ".headroom"}
+
+
+def test_what_is_behind_the_name_of_a_database_stays_an_option(tmp_path: Path) -> None:
+    chosen = _where("tracking_uri: sqlite:///a.db?timeout=5\n")
+    assert chosen.tracking_uri == f"sqlite:///{tmp_path}/a.db?timeout=5"
+    assert chosen.database == tmp_path / "a.db"
+
+
+def test_an_environment_whose_folder_mlflow_cannot_read_is_refused_in_a_sentence(
+    tmp_path: Path,
+) -> None:
+    """With a % in the folder of its environment, MLflow's error was of an interpolation."""
+    (tmp_path / "of%20mine").mkdir()
+    link = tmp_path / "of%20mine" / "mlflow"
+    link.symlink_to(Path(mlflow.__file__).parent)
+    asks = "import sys; from tasks.tracking import mlflow_store as s, where as w\n"
+    asks += "try: s.open_experiment(w.where())\nexcept w.TrackingError as e: print(e)"
+    path = os.pathsep.join([str(link.parent), str(ROOT)])
+    done = subprocess.run(
+        [PYTHON, "-c", asks], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert "MLflow opens no database where its own folder has a %" in done.stdout, done.stderr
+    assert not list(tmp_path.glob("mlflow.db*"))

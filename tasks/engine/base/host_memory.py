@@ -1,0 +1,122 @@
+"""The host's memory as the kernel lets this process have it: what is free of the whole, or of the
+least that a memory cgroup leaves it, such as a container's. More than that is not refused: the
+kernel kills a process. And whether it has killed one.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tasks.engine.base.units import mebibytes
+
+ROOT = Path("/sys/fs/cgroup")  # where cgroups of both versions are mounted
+OWN = Path("/proc/self/cgroup")
+LEAST_UNLIMITED = 2**60  # bytes: version 1 writes nearly 2**63 where there is no limit
+# Of a group's use: files that are cached, which the kernel drops before it kills.
+CACHED = {"active_file", "inactive_file"}
+OLD_CACHED = {"total_active_file", "total_inactive_file"}
+
+
+def total_bytes() -> int:
+    """All that this process could ever have."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits())])
+
+
+def free_bytes() -> int:
+    """What it can have now."""
+    free = [max(0, limit - used) for limit, used in _limits()]
+    return min([psutil.virtual_memory().available, *free])
+
+
+def limit_bytes() -> int | None:
+    """The least limit of its memory cgroups; None where there is none."""
+    return min((limit for limit, _ in _limits()), default=None)
+
+
+def of_a_limit() -> str:
+    """Words behind what is free, where that is of a limit."""
+    limit = limit_bytes()
+    return "" if limit is None else f" of the {mebibytes(limit / 1024**2)} of this memory cgroup"
+
+
+def kills() -> int | None:
+    """How often the kernel has killed a process for memory, here or where this process is
+    limited; None where it does not tell. It only grows."""
+    found = 0
+    for group in _groups():
+        if _limit(group) is not None:
+            found += _counts(group / "memory.events").get("oom_kill", 0)
+            found += _counts(group / "memory.oom_control").get("oom_kill", 0)
+    everywhere = _counts(Path("/proc/vmstat")).get("oom_kill")
+    return found + everywhere if everywhere is not None else found or None
+
+
+def killed_since(before: int | None) -> str:
+    """Words for a process that was killed, of what a kernel does for memory; empty where it has
+    killed none. before: kills() of then."""
+    now = kills()
+    if now is None or now <= (before or 0):
+        return ""
+    limit = limit_bytes()
+    where = "on this host" if limit is None else f"in its cgroup of {mebibytes(limit / 1024**2)}"
+    return f"maybe by the kernel: memory ran out {where}, and it killed a process"
+
+
+def _limits() -> list[tuple[int, int]]:
+    """Limit and bytes in use of each group that has a limit."""
+    found = []
+    for group in _groups():
+        limit = _limit(group)
+        used = _number(group / "memory.current")
+        cached = CACHED
+        if used is None:
+            used, cached = _number(group / "memory.usage_in_bytes"), OLD_CACHED
+        if limit is not None and used is not None:
+            counts = _counts(group / "memory.stat")
+            found.append((limit, used - sum(counts.get(name, 0) for name in cached)))
+    return found
+
+
+def _groups() -> list[Path]:
+    """The memory cgroups of this process and those above it, of either version."""
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = OWN.read_text().splitlines()
+    found: list[Path] = []
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        if names and "memory" not in names.split(","):
+            continue
+        for mount in [ROOT / "memory"] if names else [ROOT, ROOT / "unified"]:
+            group = mount / path.strip("/")
+            # A container's own may be mounted in the place of the whole tree.
+            while group != mount.parent:
+                found.append(group)
+                group = group.parent
+    return list(dict.fromkeys(found))
+
+
+def _limit(group: Path) -> int | None:
+    limit = _number(group / "memory.max")
+    limit = _number(group / "memory.limit_in_bytes") if limit is None else limit
+    return None if limit is None or limit >= LEAST_UNLIMITED else limit
+
+
+def _number(file: Path) -> int | None:
+    with suppress(OSError, ValueError):  # no such file; "max"
+        return int(file.read_text())
+    return None
+
+
+def _counts(file: Path) -> dict[str, int]:
+    """The numbers of a file of lines `name number`."""
+    found = {}
+    with suppress(OSError):
+        for line in file.read_text().splitlines():
+            name, _, number = line.partition(" ")
+            if number.isdecimal():
+                found[name] = int(number)
+    return found

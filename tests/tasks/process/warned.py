@@ -1,0 +1,5 @@
+"""Says which warnings it was told to look out for."""
+
+import sys
+
+print(sys.warnoptions)
