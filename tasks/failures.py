@@ -14,6 +14,8 @@ import httpx
 from tasks.engine.base.import_paths import said as words_of
 from tasks.engine.checkpoint.checkpoints import NoRoom
 from tasks.engine.device.detection import NotNow
+from tasks.engine.distributed.ranks import LostRank
+from tasks.engine.launch.agent import LostProcess
 from tasks.engine.memory.memory_meter import chain, is_oom
 from tasks.engine.training.oom_files import OutOfMemory
 from tasks.engine.training.step_metrics import Diverged
@@ -84,6 +86,8 @@ def _known(
         return "server_away", "in a retry"
     if isinstance(error, BAD_INPUT):
         return "bad_input", "never"
+    if isinstance(error, (LostRank, LostProcess)):  # whoever launched them begins them again
+        return "process_lost", "never"
     if isinstance(error, Diverged):
         return "diverged", "never"
     if isinstance(error, OutOfMemory) or is_oom(error):

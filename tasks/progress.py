@@ -64,6 +64,7 @@ class Progress:
         self._known: dict[str, float] = {}
         self._step = 0
         self._first: tuple[int, float] | None = None  # step and time of the first log point
+        self._updated_s, self._longest_s = math.inf, 0.0  # the last log point; between two
         self._drawn_s = -math.inf
         self._told: tuple[int, float] | None = None  # epoch and time of the last plain line
         self._untold = False
@@ -95,6 +96,9 @@ class Progress:
         self._step = max(self._step, step)
         if self._first is None:
             self._first = (self._step, now_s)
+        else:
+            self._longest_s = max(self._longest_s, now_s - self._updated_s)
+        self._updated_s = now_s
         if self._bar is not None:
             if now_s - self._drawn_s >= DRAW_EVERY_S or self._step >= self._total_steps:
                 self._drawn_s = now_s
@@ -148,6 +152,9 @@ class Progress:
             so_far_s = now_s - self._began_s
             return [f"{clock(so_far_s)} so far"] if so_far_s >= QUIET_S else []
         first_step, first_s = self._first
+        silent_s = now_s - self._updated_s
+        if silent_s >= max(QUIET_S, 3 * self._longest_s):  # what is left, nobody knows then
+            return [f"no step for {clock(silent_s)}"]
         left_s = left_steps * (now_s - first_s) / (self._step - first_step)
         return [f"{clock(left_s)} left"]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tasks.engine.distributed import ranks
 from tests.ranks import on_ranks
 
 
@@ -28,3 +29,20 @@ def test_ranks_talk_and_import_neither_prefect_nor_mlflow() -> None:
 def test_a_rank_that_fails_is_told_and_ends_the_others() -> None:
     with pytest.raises(AssertionError, match="ValueError: the second"):
         on_ranks(2, _fail_on_the_second)
+
+
+def test_the_number_on_this_host_is_slurms_only_where_that_is_of_this_process() -> None:
+    """RANK without LOCAL_RANK asked for cuda:1 of a pod with one GPU."""
+    given = {"RANK": "3", "WORLD_SIZE": "4"}
+    assert ranks.asked(given).local is None
+    slurm = {"SLURM_LOCALID": "1", "SLURM_PROCID": "3"}
+    assert ranks.asked(given | slurm).local == 1
+    assert ranks.asked(given | slurm | {"SLURM_PROCID": "0"}).local is None
+
+
+def test_only_what_tells_of_a_lost_peer_is_one() -> None:
+    """Every error of NCCL was one."""
+    error = torch.distributed.DistBackendError
+    assert ranks.is_lost_peer(error("ncclRemoteError: a remote process exiting prematurely"))
+    for text in ("ncclInvalidUsage: Duplicate GPU detected", "Cuda failure 2 'out of memory'"):
+        assert not ranks.is_lost_peer(error(text))

@@ -76,7 +76,7 @@ def leave(code: int) -> NoReturn:
 def _train(asked: Namespace) -> int:
     if asked.config.launch.machines:  # before it is imported: of names that no server knows
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if int(os.environ.get("RANK", "0")):  # of torchrun; the first plays the flow
+    if attempts.rank_here():  # of torchrun; the first plays the flow
         from tasks.engine.launch import rank
 
         return rank.follow(asked.config)

@@ -118,6 +118,18 @@ def test_a_step_of_minutes_has_a_line_every_half_minute_too(caplog: Any) -> None
         assert len(caplog.messages) == 3
 
 
+def test_where_no_step_comes_any_more_no_time_left_is_told(caplog: Any) -> None:
+    """While a rank hung the line said "59:03 left"."""
+    clock = Clock()
+    with _plain(clock) as progress:
+        for step in (10, 20):
+            progress.update({"train/loss": 0.412}, step)
+            clock.s += 5
+        clock.s += 60
+        progress.still()
+        assert caplog.messages[-1].endswith("no step for 1:05")
+
+
 def test_the_last_line_always_comes_and_tells_how_long_it_took(caplog: Any) -> None:
     clock = Clock()
     with _plain(clock) as progress:

@@ -6,10 +6,11 @@ which agrees with itself.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,33 +22,50 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tasks.engine.base.import_paths import said
+from tasks.engine.distributed.heartbeats import Heartbeats
 from tasks.engine.settings.read_settings import ConfigError
 
 T = TypeVar("T")
-PATIENCE_S = 600.0  # for the others at a collective: a data set may be prepared meanwhile
+ASK_EVERY_S = 0.1
+WAITED_S = 30.0  # until it is told whom the others wait for
+STORE_S = 5.0  # for an answer of the store
 TOLD_S = 3.0  # for the word of another rank's failure, which comes beside the broken connection
 _FAILURE, _SMALLER = "failure", "smaller"
 _joined = count()  # how often this process has
-# Of gloo, NCCL and the store, where the process at the other end is gone.
-_LOST = re.compile(
-    r"gloo|Connection (closed|reset|refused)|Broken pipe|NCCL|ncclRemoteError|Socket|"
-    r"recvValue|TCPStore|Timed out",
+# What is heard where the process at the other end is gone, or does not come: by gloo, NCCL and the
+# store. NCCL has one class of errors for that and for all else, such as two ranks on one GPU.
+_GONE = re.compile(
+    r"connection (was likely )?(closed|reset|refused)|broken pipe|recvValue|ncclRemoteError"
+    r"|remote process exit|communicator was aborted|timed? ?out|socket closed"
+    r"|no route to host|unreachable|failed to (recv|send)",
     re.IGNORECASE,
 )
+_THEIRS = re.compile(r"gloo|NCCL|TCPStore|c10d|socket", re.IGNORECASE)
+_FRAMES = "\nException raised from "  # PyTorch's own, in C++
+WORDS = 600  # characters of an error
+log = logging.getLogger(__name__)
 
 
 class BeginAgain(Exception):
     """What ends this rank ends all, and may not come again where they begin anew."""
 
 
+class LostRank(BeginAgain):
+    """Another rank is gone without a word, or does not come."""
+
+    def __init__(self, text: str, missing: Sequence[int] = ()) -> None:
+        """missing: who has not come, as far as that is known."""
+        super().__init__(text)
+        self.missing = tuple(missing)
+
+
 @dataclass(frozen=True)
 class Ranks:
-    """One of `size` processes; `local` is its number on this host, of `on_host`."""
+    """One of `size` processes; `local` is its number on this host, None where nobody has said."""
 
     rank: int = 0
     size: int = 1
-    local: int = 0
-    on_host: int = 1
+    local: int | None = 0
     group: Any = None  # that they agree in; None: that of all collectives
 
     @property
@@ -113,44 +131,142 @@ class Ranks:
 
 
 def asked(environment: Mapping[str, str] = os.environ) -> Ranks:
-    """The ranks that a launcher such as torchrun has set; alone where none has."""
+    """Return the ranks that a launcher such as torchrun has set; alone where none has.
+
+    SLURM's number of a process on its host is taken where it is of this very process: a command
+    that runs inside of an allocation has that of the shell.
+    """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return Ranks()
-    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    local = int(environment.get("LOCAL_RANK", rank))
-    return Ranks(rank, size, local, int(environment.get("LOCAL_WORLD_SIZE", size)))
+    rank, local = environment["RANK"], environment.get("LOCAL_RANK")
+    if local is None and environment.get("SLURM_PROCID") == rank:
+        local = environment.get("SLURM_LOCALID")
+    return Ranks(int(rank), int(environment["WORLD_SIZE"]), None if local is None else int(local))
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What ranks that have joined leave for each other."""
+
+    store: Any = None  # where a failure is left
+    heartbeats: Heartbeats | None = None
+
+    def lost(self, error: Exception) -> LostRank:
+        """Return what ends this rank where it heard this error, and another one is gone."""
+        silence = self.heartbeats.describe_silence() if self.heartbeats is not None else ""
+        missing = self.heartbeats.missing() if self.heartbeats is not None and silence else ()
+        return LostRank(f"{silence or 'another rank was lost'} ({describe(error)})", missing)
 
 
 @contextmanager
-def joined(ranks: Ranks, device: torch.device) -> Iterator[Any]:
+def joined(
+    ranks: Ranks, device: torch.device, *, wait_s: float, timeout_s: float
+) -> Iterator[Meeting]:
     """Inside, the ranks hear each other: tensors by what the device has, plain values by gloo.
+    wait_s: for all to come. timeout_s: for one that does not come later on.
 
-    Yields where a failure is left for the others. Raises RuntimeError where they don't come.
+    Raises LostRank where one does not come, and ConfigError where they cannot meet there.
     """
     if ranks.is_alone:
-        yield None
+        yield Meeting()
         return
     # Here: not every PyTorch is built with them.
     from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
 
-    store, rank, size = next(rendezvous("env://"))
     # The launcher's store still holds what lost processes and trainings before this one left there.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(attempt, PrefixStore(f"headroom/{next(_joined)}", store))
+    prefix = f"headroom/{next(_joined)}"
     backend = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}.get(device.type, "gloo")
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=PATIENCE_S),
-        device_id=device if device.type == "cuda" else None,
-    )
     try:
-        yield store
-    finally:
-        dist.destroy_process_group()
+        tcp = _open_store(ranks, wait_s)
+        store = PrefixStore(attempt, PrefixStore(prefix, tcp))
+        _wait_for_all(store, ranks, wait_s)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=ranks.rank,
+            world_size=ranks.size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except RuntimeError as error:
+        if is_lost_peer(error):
+            raise LostRank(f"another rank was lost at the start: {describe(error)}") from None
+        raise shorten(error) from None
+    own = tcp.clone()  # at the other one threads of PyTorch's wait
+    own.set_timeout(timedelta(seconds=STORE_S))
+    with Heartbeats(
+        PrefixStore(attempt, PrefixStore(prefix, own)),
+        keeper="the launcher" if _is_kept_by_launcher() else "rank 0",
+        rank=ranks.rank,
+        size=ranks.size,
+        calls=_count_calls(device),
+        timeout_s=timeout_s,
+    ) as heartbeats:
+        try:
+            yield Meeting(store, heartbeats)
+        finally:
+            dist.destroy_process_group()
+
+
+def _is_kept_by_launcher() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _open_store(ranks: Ranks, wait_s: float) -> Any:
+    """Return where the ranks meet: kept by their launcher, else by the first of them."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = ranks.is_lead and not _is_kept_by_launcher()
+    try:
+        return TCPStore(
+            *place,
+            ranks.size,
+            serves,
+            timedelta(seconds=wait_s),
+            wait_for_workers=False,  # it would not say who is missing
+            multi_tenant=True,
+        )
+    except dist.DistNetworkError as error:
+        if serves:
+            raise ConfigError(
+                f"MASTER_PORT: {_meeting_place()} cannot be opened ({describe(error)}); choose "
+                "another"
+            ) from None
+        raise LostRank(
+            f"launch.wait_s: rank 0 did not come to {_meeting_place()} within {wait_s:g} s"
+        ) from None
+
+
+def _meeting_place() -> str:
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def _wait_for_all(store: Any, ranks: Ranks, wait_s: float) -> None:
+    """Return when all have come. Raises LostRank with the names of those who have not."""
+    store.set(f"here/{ranks.rank}", "")
+    began_s, is_told = time.monotonic(), False
+    while missing := [r for r in range(ranks.size) if not store.check([f"here/{r}"])]:
+        waited_s = time.monotonic() - began_s
+        text = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
+        if waited_s > wait_s:
+            raise LostRank(
+                f"launch.wait_s: {text} of {ranks.size} did not come to {_meeting_place()} within "
+                f"{wait_s:g} s"
+            )
+        if not is_told and waited_s > WAITED_S:
+            log.warning("%s of %d: waited for, up to %g s", text, ranks.size, wait_s)
+            is_told = True
+        time.sleep(ASK_EVERY_S)
+
+
+def _count_calls(device: torch.device) -> Callable[[], int]:
+    """Return what tells how many collectives this rank has come to, by PyTorch's own count."""
+    group = dist.distributed_c10d._get_default_group()
+    kinds = {"cpu"} | ({device.type} & {"cuda"})
+    backends: list[Any] = [group._get_backend(torch.device(kind)) for kind in sorted(kinds)]
+    return lambda: sum(backend._get_sequence_number_for_group() for backend in backends)
 
 
 def refuse_different(ranks: Ranks, things: Mapping[str, Any]) -> None:
@@ -204,6 +320,25 @@ def told_failure(store: Any) -> str | None:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether this is what a rank hears when another one is gone."""
-    if isinstance(error, (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)):
+    if isinstance(error, (LostRank, dist.DistStoreError)):
         return True
-    return type(error) is RuntimeError and _LOST.search(said(error)) is not None
+    text = said(error)
+    if isinstance(error, (dist.DistNetworkError, dist.DistBackendError)):
+        return _GONE.search(text) is not None
+    is_plain = type(error) is RuntimeError and _THEIRS.search(text) is not None
+    return is_plain and _GONE.search(text) is not None
+
+
+def describe(error: BaseException) -> str:
+    """Return what an error of gloo, NCCL or the store says, in a line and without places in C++."""
+    text = " ".join(said(error).partition(_FRAMES)[0].split())
+    # As DistributedDataParallel wraps it.
+    text = re.sub(
+        r"Got the following error when running the callback: \w+: (.*?) At: .*", r"\1", text
+    )
+    return re.sub(r"\[\S+\.\w+:\d+\] ", "", text)[:WORDS]
+
+
+def shorten(error: RuntimeError) -> RuntimeError:
+    """Return the same error in such words, where it is one of theirs."""
+    return type(error)(describe(error)) if isinstance(error, dist.DistError) else error

@@ -1,6 +1,6 @@
 """The processes of a training, started on this machine by PyTorch's launcher (torchrun), and heard
-until they are done. One that is lost is started again with the others, from the last checkpoint.
-None outlives this process.
+until they are done. One that is lost is started again with the others, from the last checkpoint;
+so are all where the launcher itself is lost. None outlives this process.
 """
 
 from __future__ import annotations
@@ -8,17 +8,22 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tasks.engine.base.facts import DeviceFacts, TrainFacts
 from tasks.engine.launch.processes import threads_of
@@ -29,6 +34,7 @@ from tasks.engine.training.step_metrics import Log
 ASK_EVERY_S = 0.1
 EASINGS = 10  # times that all may begin again with half the rows of a micro-batch
 END_S = 10.0  # for processes that were told to end
+SETTLE_S = 1.0  # for what the ranks have sent before their launcher ended
 LINES = 5  # of what the processes printed, where none of them told why it ended
 log = logging.getLogger(__name__)
 
@@ -45,25 +51,42 @@ def train(
     """What so many processes have trained together, the first of them on `device`. restarts: how
     often all of them begin again from the last checkpoint, where one is lost.
 
-    Raises what the first failing of them raised, and RuntimeError where they ended without a word.
+    Raises what the first failing of them raised, LostProcess where they were lost too often, and
+    RuntimeError where they ended without a word.
     """
-    with _launched(job, device, processes=processes, restarts=restarts) as ranks:
-        return _Heard(ranks, restarts, log, asked).to_the_end()
+    heard = _Heard(restarts, log, asked)
+    while True:
+        with _launched(job, device, processes=processes, restarts=restarts) as ranks:
+            facts = heard.to_the_end(ranks)
+        if facts is not None:
+            return facts
+        job = replace(job, resumes=True)  # the launcher was lost
+
+
+class LostProcess(RuntimeError):
+    """Processes of the training were lost more often than it may begin again."""
 
 
 class _Ranks:
     """The launcher's process, and what its ranks send."""
 
     def __init__(self, process: subprocess.Popen[bytes], printed: Path) -> None:
-        self.process, self.printed = process, printed
+        self.process, self._printed = process, printed
         self.messages: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self.lead: Connection | None = None
+        self._connections: list[Connection] = []
+        self._processes: dict[int, psutil.Process] = {}  # by rank
+        self._is_over = False
 
     def accept(self, listener: Listener, job: Job, device: DeviceFacts) -> None:
         """Give the job to each rank that comes, until there is no listener any more."""
         with suppress(OSError, EOFError):
-            while True:
+            while not self._is_over:
                 connection = listener.accept()
+                self._connections.append(connection)
+                if self._is_over:  # it waited here before the listener was closed
+                    connection.close()
+                    return
                 connection.send((job, device))
                 threading.Thread(target=self._read, args=(connection,), daemon=True).start()
 
@@ -73,40 +96,73 @@ class _Ranks:
                 message = connection.recv()
                 if message[:2] == ("here", 0):  # the lead
                     self.lead = connection
+                if message[0] == "here":
+                    with suppress(psutil.NoSuchProcess):
+                        self._processes[message[1]] = psutil.Process(message[3])
                 self.messages.put(message)
+
+    def printed(self) -> str:
+        return self._printed.read_text(errors="replace").strip()
+
+    def kill(self, numbers: Iterable[int]) -> None:
+        """Kill these ranks: what is stopped, or waits in a driver, hears nothing else."""
+        for number in numbers:
+            with suppress(KeyError, psutil.NoSuchProcess):
+                self._processes[number].kill()
+
+    def end(self) -> None:
+        """Return when the launcher and its ranks have ended, by themselves or killed."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)  # it ends its processes first
+            _wait(self.process)
+        self._is_over = True
+        for connection in self._connections:
+            # A rank whose launcher is gone ends by it. To close it is not enough: a thread reads.
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as line:
+                line.shutdown(socket.SHUT_RDWR)
+        _, alive = psutil.wait_procs([*self._processes.values()], END_S)
+        self.kill(self._processes)
+        psutil.wait_procs(alive, END_S)
 
 
 class _Heard:
-    """What the ranks have told so far."""
+    """What the ranks have told so far, whoever launched them."""
 
-    def __init__(self, ranks: _Ranks, restarts: int, log: Log, asked: Asked) -> None:
-        self._ranks, self._most, self._log, self._asked = ranks, restarts, log, asked
+    def __init__(self, restarts: int, log: Log, asked: Asked) -> None:
+        self._most, self._log, self._asked = restarts, log, asked
         self._stop: Any = None  # that the lead was told of
         self._failed: Exception | None = None
         self._left = False
         self._facts: TrainFacts | None = None
+        self._before = 0  # times that all began again under launchers that were lost
         self._restarts = self._eased = 0  # times that all began again; for lack of memory
         self._is_easing = False
+        self._lost: list[str] = []  # why, each time
+        self._is_lost = False  # and will begin again
         self._logged: dict[str, int] = {}  # last steps, by the name of a metric
 
-    def to_the_end(self) -> TrainFacts:
-        ranks = self._ranks
-        while ranks.process.poll() is None or not ranks.messages.empty():
-            try:
+    def to_the_end(self, ranks: _Ranks) -> TrainFacts | None:
+        """Return what was trained; None where the launcher was lost, and all are to begin again."""
+        self._ranks, ended_s = ranks, None
+        while self._facts is None:
+            with suppress(queue.Empty):
                 self._hear(*ranks.messages.get(timeout=ASK_EVERY_S))
-            except queue.Empty:
-                self._ask()
+            self._ask()
+            if ranks.process.poll() is not None:
+                ended_s = ended_s or time.monotonic()
+                if self._facts is None and time.monotonic() - ended_s > SETTLE_S:
+                    self._launcher_ended()
+                    return None
             if self._failed is not None:
                 raise self._failed
             if self._left:
                 _wait(ranks.process)
                 self._stop.act()
-                break
-        if self._facts is None:
-            raise RuntimeError(self._wordless())
-        if lost := self._restarts - self._eased:
-            tags = self._facts.tags | {"ranks.restarts": str(lost)}
-            return replace(self._facts, tags=tags)
+                raise AssertionError("a stop that ends the training returned")
+        _wait(ranks.process)  # a rank that is stopped would keep it
+        if count := self._restarts - self._eased:
+            lost = {"ranks.restarts": str(count), "ranks.lost": "; ".join(self._lost)}
+            return replace(self._facts, tags=self._facts.tags | lost)
         return self._facts
 
     def _ask(self) -> None:
@@ -118,9 +174,7 @@ class _Heard:
 
     def _hear(self, kind: str, rank: int, *told: Any) -> None:
         if kind == "here" and rank == 0:
-            self._restarts, self._is_easing = told[0], False
-            if self._restarts - self._eased > self._most:
-                self._failed = RuntimeError(self._wordless())
+            self._begin_again(self._before + told[0])
         elif kind == "log":
             self._tell(*told)
         elif kind == "line":
@@ -132,7 +186,9 @@ class _Heard:
             self._eased += not self._is_easing  # more than one may say so
             self._is_easing = True
         elif kind == "lost" and not self._is_easing:
-            log.warning("a process of the training was lost; all go on from the last checkpoint")
+            text, missing = told
+            self._lose(text)
+            self._ranks.kill(missing)
         elif kind == "kept" and self._stop is not None and not self._stop.ends:
             self._stop.act()
             self._stop = None
@@ -141,6 +197,46 @@ class _Heard:
         elif kind == "done" and rank == 0:
             self._facts = told[0]
 
+    def _lose(self, text: str) -> None:
+        """A process is lost; each that is left says so, and the first one is heard."""
+        if not self._is_lost:
+            self._is_lost = True
+            self._lost.append(text)
+            log.warning("a process of the training was lost: %s", text)
+
+    def _begin_again(self, restarts: int) -> None:
+        """The lead is here, for the first time or once more."""
+        lost = restarts - self._eased
+        if restarts > self._restarts and not self._is_easing:
+            self._lose(_name_killed(self._ranks.printed()) or "it said nothing")
+            if lost > self._most:
+                self._failed = LostProcess(
+                    "launch.processes: a process of the training was lost more often than "
+                    f"run.retries allows ({self._most}): {self._lost[-1]}"
+                )
+            else:
+                log.warning("all begin again from the last checkpoint (%d of %d)", lost, self._most)
+        self._restarts, self._is_easing, self._is_lost = restarts, False, False
+
+    def _launcher_ended(self) -> None:
+        """Raise RuntimeError where the launcher ended by itself, without a result, and LostProcess
+        where it is lost once too often; else all are to begin again."""
+        code, printed = self._ranks.process.returncode, self._ranks.printed()
+        found = re.search(r"SignalException: Process \d+ got signal: (\d+)", printed)
+        number = -code if code < 0 else int(found[1]) if found else 0
+        if not number:
+            said = " | ".join(line.strip() for line in printed.splitlines()[-LINES:])
+            raise RuntimeError(
+                "launch.processes: the processes ended without a result "
+                f"({said[:600] or 'they printed nothing'})"
+            )
+        self._is_lost = False
+        self._lose(f"their launcher was ended by {_name(number)}")
+        self._before = self._restarts + 1
+        self._begin_again(self._before)
+        if self._failed is not None:
+            raise self._failed
+
     def _tell(self, metrics: dict[str, float], step: int) -> None:
         """Log what is new: after a start anew steps come a second time."""
         new = {k: v for k, v in metrics.items() if step > self._logged.get(k, -1)}
@@ -148,10 +244,22 @@ class _Heard:
         if new:
             self._log(new, step)
 
-    def _wordless(self) -> str:
-        printed = self._ranks.printed.read_text(errors="replace").strip().splitlines()
-        said = " | ".join(line.strip() for line in printed[-LINES:]) or "they printed nothing"
-        return f"launch.processes: the processes ended without a result ({said:.600})"
+
+def _name_killed(printed: str) -> str:
+    """Return which rank the launcher has last seen end, and how; empty where it does not say."""
+    found = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", printed)
+    if not found:
+        return ""
+    code, rank = found[-1]
+    how = f"was ended by {_name(-int(code))}" if code.startswith("-") else f"ended with code {code}"
+    return f"rank {rank} {how}"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 @contextmanager
@@ -176,9 +284,7 @@ def _launched(job: Job, device: DeviceFacts, *, processes: int, restarts: int) -
         try:
             yield ranks
         finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)  # it ends its processes first
-                _wait(process)
+            ranks.end()
 
 
 def _environment(address: str, processes: int) -> dict[str, str]:

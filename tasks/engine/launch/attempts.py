@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tasks.engine.settings.read_settings import ConfigError
+
 FOLDER = "HEADROOM_ATTEMPTS"  # of this machine and this training
 AGAIN = 3  # exit code of a process that is to begin again, with the others
 
@@ -17,6 +19,37 @@ AGAIN = 3  # exit code of a process that is to begin again, with the others
 def is_launched() -> bool:
     """Whether a launcher such as torchrun has started this process."""
     return "RANK" in os.environ
+
+
+def rank_here() -> int:
+    """Return the rank that a launcher has given this process; 0 where none has.
+
+    Raises ConfigError where what the launcher must set is missing or makes no sense.
+    """
+    if not is_launched():
+        return 0
+    found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
+    for name, text in found.items():
+        if not text.isdecimal():
+            told = f"got {text!r:.40}" if text else "it is not set"
+            raise ConfigError(f"{name}: must be a whole number where RANK is set ({told})")
+    rank, size = int(found["RANK"]), int(found["WORLD_SIZE"])
+    if rank >= size:
+        raise ConfigError(f"RANK: must be below WORLD_SIZE, {size} (got {rank})")
+    local = os.environ.get("LOCAL_RANK", "0")
+    if not local.isdecimal():
+        raise ConfigError(f"LOCAL_RANK: must be a whole number (got {local!r:.40})")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if size > 1 and missing:
+        raise ConfigError(
+            f"{missing[0]}: is not set, while RANK and WORLD_SIZE are; give the host of rank 0 as "
+            "MASTER_ADDR and a free port of it as MASTER_PORT"
+        )
+    if size > 1 and not os.environ["MASTER_PORT"].isdecimal():
+        raise ConfigError(
+            f"MASTER_PORT: must be a whole number (got {os.environ['MASTER_PORT']!r:.40})"
+        )
+    return rank
 
 
 @contextmanager

@@ -56,19 +56,32 @@ def threads_of(processes: int) -> int:
 
 
 def own_name(asked: DeviceConfig, ranks: Ranks) -> str:
-    """The name of the device that a process of torchrun asks for: the GPU of its number on this
-    host. Raises DeviceError where one device is asked for by its index."""
+    """Return the name of the device that a process of torchrun asks for: the GPU of its number on
+    this host. Raises DeviceError where one device is asked for by its index, and where nobody has
+    given it a number and it sees several."""
     if ranks.is_alone or asked.name == "cpu":
         return asked.name
     if ":" in asked.name:
         raise DeviceError(
-            f"device.name: is {asked.name}, one device, and {ranks.on_host} processes train on "
-            "this machine; leave the index out"
+            f"device.name: is {asked.name}, one device, and {ranks.size} processes train together; "
+            "leave the index out"
         )
-    if asked.name != "auto":
-        return f"{asked.name}:{ranks.local}"
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    return "auto" if kind is None else f"{kind.type}:{ranks.local}"
+    if asked.name == "auto":
+        found = torch.accelerator.current_accelerator(check_available=True)
+        kind = None if found is None else found.type
+    else:
+        kind = asked.name
+    if kind is None:
+        return "auto"
+    here = torch.accelerator.device_count()
+    if "LOCAL_RANK" not in os.environ and here == 1:  # a scheduler has given each its own
+        return f"{kind}:0"
+    if ranks.local is None:
+        raise DeviceError(
+            f"LOCAL_RANK: is not set, while RANK is {ranks.rank} and {here} devices are visible; "
+            "set it to the number of the process on its host, or let each see one device alone"
+        )
+    return f"{kind}:{ranks.local}"
 
 
 def device_of(ranks: Ranks, first: DeviceFacts, asked: DeviceConfig) -> DeviceFacts:

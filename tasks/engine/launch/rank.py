@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import re
 import signal
 import sys
 import tempfile
@@ -20,17 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tasks.engine.base.facts import DataFacts, DeviceFacts, TrainFacts
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import DeviceError, detect
 from tasks.engine.distributed.ranks import (
     BeginAgain,
+    LostRank,
+    Meeting,
     Ranks,
     asked,
+    describe,
     is_lost_peer,
     joined,
     refuse_different,
+    shorten,
     tell_failure,
     tell_smaller,
     told_failure,
@@ -68,10 +72,6 @@ class Job:
     resumes: bool
 
 
-class LostRank(BeginAgain):
-    """Another rank is gone without a word."""
-
-
 def train_together(
     job: Job,
     device: DeviceFacts,
@@ -88,7 +88,11 @@ def train_together(
     LostRank where another rank is gone, and RuntimeError with its words where another one failed.
     """
     tried: list[int] = []
-    with joined(ranks, torch.device(device.name)) as store:
+    launch = job.config.launch
+    with joined(
+        ranks, torch.device(device.name), wait_s=launch.wait_s, timeout_s=launch.timeout_s
+    ) as meeting:
+        store = meeting.store
         try:
             refuse_different(ranks, _same(job, device))
             past, resumes, tried = ranks.of_lead(
@@ -121,11 +125,10 @@ def train_together(
             raise
         except Exception as error:
             if is_lost_peer(error):
-                failed = told_failure(store)
-                if failed is None:
-                    raise LostRank(f"another rank was lost{_why(error)}") from None
-                raise RuntimeError(failed) from None
-            tell_failure(store, ranks, str(error) or type(error).__name__)
+                raise _failure_of_another(meeting, error) from None
+            tell_failure(store, ranks, describe(error) or type(error).__name__)
+            if isinstance(error, dist.DistError):
+                raise shorten(error) from None
             raise
     metrics = facts.metrics | released.metrics
     metrics |= {k: v + len(tried) for k, v in metrics.items() if "/ooms_recovered" in k}
@@ -151,10 +154,12 @@ def _of_all(job: Job, ranks: Ranks) -> Path:
     return folder if sees[ranks.rank] else job.folder
 
 
-def _why(error: Exception) -> str:
-    """Which address is gone, and how: gloo says it in the middle of a paragraph."""
-    found = re.search(r"error \[([^]]+)\]\S*: ([^.]*)", str(error))
-    return f": {found[1]} ({found[2]})" if found else ""
+def _failure_of_another(meeting: Meeting, error: Exception) -> RuntimeError | LostRank:
+    """Return what ends this rank since another one is gone: the words of that one, where it left
+    some; else who has not come, and what this rank heard."""
+    lost = meeting.lost(error)  # by now: for the words it waits
+    failed = told_failure(meeting.store)
+    return lost if failed is None else RuntimeError(failed)
 
 
 def _same(job: Job, device: DeviceFacts) -> dict[str, Any]:
@@ -222,7 +227,7 @@ def main() -> int:
     logging.getLogger("tasks").addHandler(sender)
     logging.getLogger("tasks").setLevel(logging.INFO)
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    sender.send("here", again)
+    sender.send("here", again, os.getpid())
     job = replace(job, resumes=job.resumes or again > 0)
     wishes = _Wishes(connection, sender)
     try:
@@ -234,7 +239,7 @@ def main() -> int:
         sender.send("too large")
         return AGAIN
     except LostRank as error:
-        sender.send("lost", str(error))
+        sender.send("lost", str(error), error.missing)
         return AGAIN
     except Exception as error:
         sender.send("failed", _sendable(error))

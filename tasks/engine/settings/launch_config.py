@@ -25,7 +25,11 @@ class LaunchConfig(Section):
     port: Annotated[Int, Field(ge=1, le=65535)] = 29400
     """Where they meet, on the first of them by name."""
     wait_s: Annotated[Float, Field(ge=1, le=10**6)] = 600.0
-    """Seconds to wait for all machines to come."""
+    """Seconds to wait for all machines, and then for all processes, to come."""
+    timeout_s: Annotated[Float, Field(ge=10, le=10**6)] = 600.0
+    """Seconds that processes wait for one that does not come to a step, an evaluation or the end.
+    Then all begin again from the last checkpoint. It is the time-out of PyTorch's process group:
+    nobody but you knows how long one may be busy alone, with a data set or a file."""
 
     @field_validator("processes", mode="before")
     @classmethod

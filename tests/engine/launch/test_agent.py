@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from tasks.engine.base.facts import TrainFacts
 from tasks.engine.data.preparation import prepare
@@ -26,9 +28,15 @@ from tasks.engine.training.similar_runs import Past
 from tasks.release_memory import LeakError, release_memory
 
 Own = Callable[[str, str], None]
+NCCL = """NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version 2.27.7
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000
+Exception raised from create at NCCLUtils.cpp:94 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation)"""
 MODEL = """
-import os, signal, sys
-import torch
+import os, signal, sys, time
+import torch, torch.distributed
 from torch import nn
 
 class Linear(nn.Module):
@@ -47,6 +55,12 @@ class Linear(nn.Module):
         is_large = self.training and len(x) > 9 and self.calls > 15
         if self.fault == "greedy" and os.environ["RANK"] == "1" and is_large:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        if self.fault == "hangs" and is_one and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            time.sleep(1000)
+        if self.fault == "slow" and self.training:
+            time.sleep(0.05)
+        if self.fault.startswith("NCCL") and is_one:
+            raise torch.distributed.DistBackendError(self.fault)
         if self.fault == "leak" and is_one:
             sys.kept = [torch.ones(1000)]
         if self.fault == "wrong" and is_one:
@@ -56,7 +70,12 @@ class Linear(nn.Module):
 
 
 def _train(
-    folder: Path, fault: str = "", epochs: int = 3, parallel: str = "auto", **more: Any
+    folder: Path,
+    fault: str = "",
+    epochs: int = 3,
+    parallel: str = "auto",
+    timeout_s: float = 600,
+    **more: Any,
 ) -> tuple[TrainFacts, list]:
     config = RunConfig.model_validate(
         {
@@ -64,6 +83,7 @@ def _train(
             "model": {"name": "agents_own:Linear", "args": {"fault": fault}},
             "train": {"epochs": epochs, "parallel": parallel},
             "checkpoint": {"every_steps": 10, "every_s": None},
+            "launch": {"timeout_s": timeout_s},
         }
     )
     logged: list[tuple[str, int]] = []
@@ -138,8 +158,102 @@ def test_what_a_process_does_not_give_back_is_told_with_its_rank(own: Own, tmp_p
 
 def test_processes_that_are_lost_again_and_again_end_the_training(own: Own, tmp_path: Path) -> None:
     own("agents_own", MODEL)
-    with pytest.raises(RuntimeError, match="launch.processes: the processes ended without"):
+    said = r"launch.processes: .* more often than run.retries allows \(1\): rank 1 .* by SIGKILL"
+    with pytest.raises(agent.LostProcess, match=said):
         _train(tmp_path, "always lost")
+    assert not _left()
+
+
+def _on_checkpoint(folder: Path, act: Callable[[], None], times: int = 1) -> Callable[[], None]:
+    """What the agent asks, whether to stop: it acts once after each checkpoint, so many times."""
+    seen: list[set[str]] = []
+
+    def asked() -> None:
+        there = {entry.name for entry in (folder / "checkpoints").glob("*")}
+        if there and len(seen) < times and there not in seen and _left():
+            seen.append(there)
+            act()
+
+    return asked
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_lost_launcher_is_told_and_all_begin_again_to_the_same_bits(
+    own: Own, tmp_path: Path, caplog: pytest.LogCaptureFixture, number: signal.Signals
+) -> None:
+    """It was FAILED, "ended without a result (they printed nothing)", and its ranks went on."""
+    own("agents_own", MODEL)
+    _train(tmp_path / "whole")
+    ranks: list[psutil.Process] = []
+
+    def kill() -> None:
+        (launcher,) = _left()
+        ranks.extend(launcher.children())
+        launcher.send_signal(number)
+
+    folder = tmp_path / "lost"
+    with caplog.at_level(logging.INFO, "tasks"):
+        facts, logged = _train(folder, "slow", asked=_on_checkpoint(folder, kill))
+    assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)
+    told = f"their launcher was ended by {number.name}"
+    assert facts.tags["ranks.restarts"] == "1" and facts.tags["ranks.lost"] == told
+    assert f"lost: {told}" in caplog.text and "last checkpoint (1 of 1)" in caplog.text
+    assert int(facts.tags["resumed_from_step"]) >= 10 and len(logged) == len(set(logged))
+    whole, again = (torch.load(f / "model" / "weights.pt") for f in (tmp_path / "whole", folder))
+    assert whole.keys() == again.keys() and all(torch.equal(whole[k], again[k]) for k in whole)
+    assert not _left()
+
+
+def test_a_launcher_that_is_lost_again_and_again_ends_the_training(
+    own: Own, tmp_path: Path
+) -> None:
+    own("agents_own", MODEL)
+    ranks: list[psutil.Process] = []
+
+    def kill() -> None:
+        ranks.extend(_left()[0].children())
+        _left()[0].kill()
+
+    with pytest.raises(agent.LostProcess, match=r"allows \(1\): their launcher was ended by SIGK"):
+        _train(tmp_path, "slow", asked=_on_checkpoint(tmp_path, kill, times=2))
+    assert len(ranks) == 4 and not any(rank.is_running() for rank in ranks) and not _left()
+
+
+@pytest.mark.parametrize("fault", ["hangs", "is stopped"])
+def test_who_does_not_come_is_named_given_up_and_begun_again(
+    own: Own, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    """It was silent for 638 s, and then told that a process was lost."""
+    own("agents_own", MODEL)
+    began_s = time.monotonic()
+
+    def stop() -> None:
+        for rank in _left()[0].children():
+            if rank.environ()["RANK"] == "1":
+                rank.suspend()
+
+    asked = _on_checkpoint(tmp_path, stop) if fault == "is stopped" else lambda: None
+    with caplog.at_level(logging.INFO, "tasks"):
+        facts, _ = _train(tmp_path, fault, timeout_s=10, asked=asked)
+    what = r"is at agents_own.py:\d+, forward" if fault == "hangs" else "tells nothing any more"
+    named = rf"no step for \d+ s: rank 1 has not come \(.*, process \d+; it {what}\)"
+    given_up = r"\(given up after 10 s: launch.timeout_s\)"
+    assert re.search(rf"{named} {given_up}", caplog.text), caplog.text
+    assert re.match(rf"{named} \(Timed out waiting", facts.tags["ranks.lost"])
+    assert facts.tags["ranks.restarts"] == "1" and facts.steps == 69
+    assert time.monotonic() - began_s < 60 and not _left()
+
+
+def test_an_error_that_no_new_start_cures_is_raised_in_its_own_words(
+    own: Own, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every error of NCCL was taken for a lost process: begun again, and its words dropped."""
+    own("agents_own", MODEL)
+    with pytest.raises(RuntimeError) as raised:
+        _train(tmp_path, NCCL)
+    said = str(raised.value)
+    assert "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000" in said
+    assert "Exception raised from" not in said and "was lost" not in caplog.text
     assert not _left()
 
 
