@@ -10,7 +10,7 @@ from typing import Any
 
 from tasks import disk_space
 from tasks.engine.base.facts import DataFacts, DeviceFacts
-from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer, read_about
+from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer, intact_about
 from tasks.engine.checkpoint.compatibility import identity, refuse_another
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
 from tasks.engine.data.preparation import check as check_data
@@ -24,6 +24,7 @@ from tasks.engine.settings.read_settings import ConfigError, given_again, overri
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.build import settled, steps_of
 from tasks.engine.training import check_training
+from tasks.resume import NothingKept
 from tasks.tracking.where import TrackingError, where
 
 BAD_INPUT = (ConfigError, DataError, ModelError, DeviceError, TrackingError, Unforeseeable)
@@ -74,18 +75,19 @@ def check_fit(config: RunConfig, data: DataFacts) -> None:
 def check_resume(folder: Path, config: RunConfig, device: DeviceFacts, data: DataFacts) -> None:
     """Refuse to go on with the run of this folder as another training, before it is opened again.
 
-    Raises ConfigError.
+    Raises ConfigError, and NothingKept where none of its checkpoints is what was written.
     """
     kept = folder / CHECKPOINTS
     device_type = device.name.partition(":")[0]
     now = identity(settled(config, data), data, device_type=device_type)
+    damage = []
     for step in steps(kept):
         try:
-            refuse_another(read_about(kept, step), now)
+            refuse_another(intact_about(kept, step), now)
         except Newer as error:
             raise ConfigError(f"--resume: {error}") from None
-        except Damaged:
-            continue  # told when it is read
+        except Damaged as error:  # of an older one than is taken it is told when it is read
+            damage.append(str(error))
+            continue
         return
-    if steps(kept):
-        raise ConfigError(f"--resume {folder}: all of its checkpoints are damaged; train anew")
+    raise NothingKept("; ".join(damage[:1]) or "its checkpoints were removed")

@@ -10,7 +10,8 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 
 from tasks.engine.base.facts import DeviceFacts
@@ -37,6 +38,7 @@ NOT_VARIED = (
 PLAIN = (str, int, float)
 NAME_LETTERS = 48  # of a name that nobody gave
 RETRY_WAIT_S = 600.0  # at most
+KEYS = "keys"  # the folder, beside those of runs, of those that are being trained
 
 
 def default_name(config: RunConfig) -> str:
@@ -58,8 +60,12 @@ def default_name(config: RunConfig) -> str:
 
 
 def stamp() -> str:
-    """The time, as the names of runs' folders have it: in their order."""
-    return datetime.now().strftime("%Y%m%d-%H%M%S")
+    """The time in UTC, as the names of runs' folders have it."""
+    return datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+
+
+class NothingKept(ConfigError):
+    """A run that was to be gone on with has nothing to go on from; a key then begins a new one."""
 
 
 def asked_for(runs: Path, resume: str) -> Path:
@@ -97,6 +103,70 @@ def of_key(runs: Path, key: str) -> Path | None:
     if newest is None or _is_done(newest):
         return None
     return newest if steps(newest / CHECKPOINTS) or is_held(newest / LOCK) else None
+
+
+def held_key(runs: Path, key: str) -> KeyLock:
+    """The key, until it is closed: from before its run has a folder, so that of two first starts
+    one trains. Raises ConfigError where another process has it, or nothing can be written."""
+    try:
+        lock = KeyLock.taken(runs, key)
+    except OSError as error:
+        raise ConfigError(f"runs: {runs} can't be written ({error.strerror})") from None
+    if isinstance(lock, KeyLock):
+        return lock
+    raise ConfigError(
+        f"run.key: {printable(key, limit=80)} is being trained by {lock}; wait for it, end it with "
+        "`python -m flows.stop`, or choose another key"
+    )
+
+
+def is_key_held(runs: Path, key: str) -> bool:
+    """Whether a process trains under this key, or is about to."""
+    return is_held(_key_file(runs, key))
+
+
+def _key_file(runs: Path, key: str) -> Path:
+    return runs / KEYS / f"{sha256(key.encode()).hexdigest()[:24]}.lock"
+
+
+@dataclass(frozen=True)
+class KeyLock:
+    """A key that this process has. Its file goes with it."""
+
+    lock: FileLock
+
+    @classmethod
+    def taken(cls, runs: Path, key: str) -> KeyLock | str:
+        """It, or who else has it. Raises OSError."""
+        path = _key_file(runs, key)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        while True:
+            lock = FileLock(path)
+            if not lock.take(f"process {os.getpid()}"):
+                with lock:
+                    return lock.text()
+            if lock.is_in_place():
+                return cls(lock)
+            lock.close()  # whoever had it has removed the file since it was opened here
+
+    def __enter__(self) -> KeyLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self.lock.path.unlink()
+        self.lock.close()
+
+
+def taken(folder: Path) -> FileLock:
+    """The lock of a run that is to be gone on with. Raises ConfigError where another process has
+    it, and NothingKept where its checkpoints were removed until then."""
+    if folder.is_dir():
+        lock = held(folder)
+        if steps(folder / CHECKPOINTS):
+            return lock
+        lock.close()
+    raise NothingKept(f"--resume {folder}: its checkpoints were removed; train without --resume")
 
 
 def _newest(runs: Path, key: str) -> Path | None:

@@ -35,6 +35,7 @@ from tasks.process.redaction import redact_output, redacted  # noqa: E402
 from tasks.serving import crashed_flow_runs
 from tasks.tracking import mlflow_store, orphaned_runs  # noqa: E402
 from tasks.tracking.environment import code_version  # noqa: E402
+from tasks.tracking.journal import RunGone  # noqa: E402
 from tasks.tracking.mlflow_run import Sender, State, lock, lock_patiently, telemetry  # noqa: E402
 from tasks.tracking.query_runs import history, recall  # noqa: E402
 from tasks.tracking.where import Where, where  # noqa: E402
@@ -93,7 +94,12 @@ class Session:
         self.held = self.held or lock_patiently(folder)
         if not order.get("late"):
             past = recall(self.client, self.experiment_id, tags["alike"], order["wanted"])
-        sender = orphaned_runs.begun(self.client, self.where, folder, order, self.experiment_id)
+        try:
+            sender = orphaned_runs.begun(self.client, self.where, folder, order, self.experiment_id)
+        except RunGone:  # another one may begin, in another folder
+            self.held.close()
+            self.held = None
+            raise
         sender.held = self.held
         sender.telemetry = telemetry(self.client, sender.state.run_id, tags)
         self.sender, self.opened_at = sender, time.monotonic()
@@ -200,6 +206,8 @@ def main() -> None:
             to = told["do"]
             try:
                 answer = session.obey(told)
+            except RunGone as gone:
+                answer = {"gone" if to == "begin" else "error": str(gone)}
             except Exception as error:  # whatever it is, the training process has to hear of it
                 is_kept = to in ("open", "begin") and mlflow_store.may_come(error, session.where)
                 if is_kept and to == "begin":

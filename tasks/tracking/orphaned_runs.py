@@ -22,11 +22,11 @@ from mlflow.exceptions import MlflowException
 from tasks.engine.base.file_lock import is_held
 from tasks.process.redaction import redacted
 from tasks.serving.crashed_flow_runs import is_alive
-from tasks.tracking.journal import BEGIN
+from tasks.tracking.journal import BEGIN, RunGone
 from tasks.tracking.journal_lines import LOCK, metrics_before
 from tasks.tracking.mlflow_run import Sender, State, create, lock, reopen
 from tasks.tracking.mlflow_store import explained, open_experiment
-from tasks.tracking.where import TrackingError, Where
+from tasks.tracking.where import Where
 
 DEAD = "its process was gone"
 
@@ -96,8 +96,8 @@ def begun(
     client: MlflowClient, chosen: Where, folder: Path, begin: dict[str, Any], experiment_id: str
 ) -> Sender:
     """The run in MLflow, of a training that begins or goes on: the one that has this journal, else
-    a new one. Raises TrackingError where it was deleted."""
-    run = client.get_run(begin["run_id"]) if "run_id" in begin else None
+    a new one. Raises RunGone where it was deleted."""
+    run = _known(client, begin["run_id"]) if "run_id" in begin else None
     if run is None and folder.name in _folders(chosen):  # whoever made it may have died then
         with suppress(ValueError):
             run = run_of(client, folder)
@@ -107,7 +107,7 @@ def begun(
         sender = create(client, chosen, experiment_id=experiment_id, folder=folder, **words)
     else:
         if run.info.lifecycle_stage == "deleted":
-            raise TrackingError(f"--resume {run.info.run_id}: was deleted in MLflow; train anew")
+            raise RunGone(f"its run {run.info.run_id} was deleted in MLflow")
         state = state_of(client, run, folder)
         if begin.get("again"):  # in mid-run, with another sending process
             return Sender(client, chosen, folder, state)
@@ -116,6 +116,16 @@ def begun(
         sender.tell_data(begin.get("data", []))
     (folder / BEGIN).unlink(missing_ok=True)
     return sender
+
+
+def _known(client: MlflowClient, run_id: str) -> Run:
+    """That run. Raises RunGone where MLflow has none of that id."""
+    try:
+        return client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+    raise RunGone(f"MLflow does not know its run {run_id} any more")
 
 
 def _said(folder: Path) -> State | None:
