@@ -37,7 +37,6 @@ from tasks.failures import Failure, classify
 from tasks.gate import compared, same
 from tasks.live_runs import Announcement
 from tasks.logged_data import data_inputs
-from tasks.preflight import check_resume
 from tasks.process.redaction import redacted, without_secrets
 from tasks.progress import Progress, tell_in_silence
 from tasks.release_memory import LeakError, release_metrics
@@ -160,7 +159,7 @@ class Record:
         a new run. Raises ConfigError."""
         if self.resumes:
             try:
-                check_resume(self.folder, self.config, device, data)
+                earlier.check_resume(self.folder, self.config, device, data)
             except earlier.NothingKept as nothing:
                 self._begin_anew(nothing)
 

@@ -14,14 +14,17 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 
-from tasks.engine.base.facts import DeviceFacts
+from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.engine.base.units import printable, seconds
+from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer, intact_about
+from tasks.engine.checkpoint.compatibility import identity, refuse_another
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
 from tasks.engine.device.detection import NotNow
 from tasks.engine.settings import unused_settings
 from tasks.engine.settings.read_settings import ConfigError, resolve
 from tasks.engine.settings.run_config import RunConfig, RunSettings
+from tasks.engine.step.build import settled
 from tasks.engine.training.budget import ends_at
 from tasks.failures import Failure
 from tasks.process import restart
@@ -167,6 +170,29 @@ def taken(folder: Path) -> FileLock:
             return lock
         lock.close()
     raise NothingKept(f"--resume {folder}: its checkpoints were removed; train without --resume")
+
+
+def check_resume(folder: Path, config: RunConfig, device: DeviceFacts, data: DataFacts) -> None:
+    """Refuse to go on with the run of this folder as another training, before it is opened again.
+
+    Raises ConfigError, and NothingKept where none of its checkpoints is what was written.
+    """
+    kept = folder / CHECKPOINTS
+    device_type = device.name.partition(":")[0]
+    now = identity(settled(config, data), data, device_type=device_type)
+    damage = []
+    for step in steps(kept):
+        try:
+            refuse_another(intact_about(kept, step), now)
+        except Newer as error:
+            raise ConfigError(f"--resume: {error}") from None
+        except Damaged as error:  # told when it is read, where an older one is taken
+            damage.append(str(error).replace(f"{kept}/", ""))
+            continue
+        return
+    if damage:
+        raise NothingKept(f"no checkpoint of it is what was written ({damage[0]})")
+    raise NothingKept("its checkpoints were removed")
 
 
 def _newest(runs: Path, key: str) -> Path | None:

@@ -95,7 +95,8 @@ class Journal:
         """Begin to open the experiment. `create` waits for it."""
         where = self.where.model_copy(update={"experiment": experiment or self.where.experiment})
         prefect_api = os.environ.get("PREFECT_API_URL", "")  # a desk has set it
-        self._orders = [{"do": "open", "where": where.model_dump(), "prefect_api": prefect_api}]
+        order = {"do": "open", "where": where.model_dump(), "prefect_api": prefect_api}
+        self._orders = [{**order, "pid": os.getpid()}]
         self._tell(self._orders[0])
 
     def create(

@@ -25,6 +25,7 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 # environment while a request reads it, which then fails.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
+import psutil  # noqa: E402
 from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it is imported)
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  # noqa: E402
@@ -51,6 +52,7 @@ class Session:
         self.client: MlflowClient | None = None
         self.where: Where | None = None
         self.prefect_api = ""
+        self.training: psutil.Process | None = None
         self.experiment_id = ""
         self.sender: Sender | None = None
         self.begin_order: dict[str, Any] | None = None  # until MLflow has been told of the run
@@ -66,6 +68,7 @@ class Session:
             case "open":
                 self.where = Where(**order["where"])
                 self.prefect_api = order.get("prefect_api", "")
+                self.watch(order.get("pid", 0))
                 self.answer({"to": "open"})  # MLflow is imported
                 self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
                 return {"ready": True}
@@ -83,6 +86,21 @@ class Session:
                 told = self.sender.registered if self.sender is not None else ""
                 return {"closed": True, "times": times, "registered": told}
         raise AssertionError("an unknown instruction")
+
+    def watch(self, pid: int) -> None:
+        """From now on `is_alone` knows that very process, whatever happens to its number."""
+        with suppress(psutil.NoSuchProcess):  # then the pipe has ended
+            self.training = psutil.Process(pid) if pid else None
+
+    def is_alone(self) -> bool:
+        """Whether the training's process is gone, though somebody holds its end of the pipe: what
+        was forked behind Python's back."""
+        if self.training is None:
+            return False
+        with suppress(psutil.NoSuchProcess):
+            is_there = self.training.is_running()
+            return not is_there or self.training.status() == psutil.STATUS_ZOMBIE
+        return True
 
     def begin(self, order: dict[str, Any]) -> dict[str, Any]:
         """Tell MLflow of the run. Raises what MLflow raises."""
@@ -195,6 +213,8 @@ def main() -> None:
         is_quick = session.sender is not None and not session.is_swept
         pause_s = session.where.flush_s if session.where is not None and not is_quick else 0.05
         if not select.select([0], [], [], pause_s)[0]:
+            if session.is_alone():
+                return session.end()
             session.idle()
             continue
         read = os.read(0, 1 << 16)

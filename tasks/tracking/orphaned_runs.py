@@ -21,7 +21,7 @@ from mlflow.exceptions import MlflowException
 
 from tasks.engine.base.file_lock import is_held
 from tasks.process.redaction import redacted
-from tasks.serving.crashed_flow_runs import is_alive
+from tasks.serving.crashed_flow_runs import lives
 from tasks.tracking.journal import BEGIN, RunGone
 from tasks.tracking.journal_lines import LOCK, metrics_before
 from tasks.tracking.mlflow_run import Sender, State, create, lock, reopen
@@ -43,7 +43,7 @@ def _dead(client: MlflowClient, chosen: Where, experiments: list[str]) -> Iterat
     query = f"attributes.status = 'RUNNING' and tags.host = '{host}'"
     for run in client.search_runs(experiments, query, ViewType.ALL, max_results=100):
         tags = run.data.tags
-        if is_alive(tags.get("pid", ""), tags.get("process.started_at", "")):
+        if lives(tags):
             continue
         name = tags.get("journal", "")  # anybody's text: only a folder of ours is opened
         folder = Path(chosen.runs) / name if name in _folders(chosen) else Path()
@@ -180,7 +180,7 @@ def state_of(client: MlflowClient, run: Run, folder: Path) -> State:
 def _is_gone(tags: Mapping[str, str]) -> bool:
     """Whether the run's process was one of this host and is no more."""
     is_here = tags.get("host") == socket.gethostname()
-    return is_here and not is_alive(tags.get("pid", ""), tags.get("process.started_at", ""))
+    return is_here and not lives(tags)
 
 
 def resend(sender: Sender) -> bool:

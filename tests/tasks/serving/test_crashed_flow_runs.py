@@ -49,7 +49,7 @@ def test_a_flow_run_is_crashed_only_where_its_very_process_was_here_and_is_gone(
         "another with its pid": [f"process:{host}:{os.getpid()}:{began - 60:.2f}"],
         "on another host": ["process:elsewhere:1:1.00"],
         "of a worker": [],
-        "somebody's own": ["process", f"process:{host}:", f"process:{host}:1:2:3"],
+        "somebody's own": ["process", f"process:{host}:", f"process:{host}:1:2:3:4"],
     }
     prefect = Prefect(monkeypatch, {name: {"tags": words} for name, words in tags.items()})
     dead = ["dead", "another with its pid"]
