@@ -70,6 +70,7 @@ class Journal:
         self._ms, self._ms_at = 0, time.monotonic()  # of the newest line, and when that was
         self._sender: subprocess.Popen[str] | None = None
         self._orders: list[dict[str, Any]] = []  # open and begin
+        self._opening: dict[str, Any] | None = None  # the answer
         self._closing: dict[str, Any] | None = None
         self._is_left = False
         self._telling = threading.Lock()  # while orders go to a sending process, or it is replaced
@@ -130,8 +131,10 @@ class Journal:
     def _begun(
         self, begin: Mapping[str, Any], tags: Mapping[str, str], wanted: Sequence[str]
     ) -> dict[str, float]:
-        self._answer("open", OPEN_S)  # it has imported MLflow
-        is_away = "away" in (answer := self._unless_away("open"))
+        if self._opening is None:
+            self._answer("open", OPEN_S)  # it has imported MLflow
+            self._opening = self._unless_away("open")
+        is_away = "away" in (answer := self._opening)
         order = {"start_ms": int(time.time() * 1000), **begin}
         order["experiment"] = self._orders[0]["where"]["experiment"]
         order["tags"] = {"alike": "", **begin.get("tags", {}), **tags}
