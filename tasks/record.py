@@ -250,18 +250,17 @@ class Record:
             self._tags["anew"] = self._anew
         words = {"data": data_inputs(self.config.data, data), "tags": self._tags}
         words |= {"params": unused_settings.params(self.config)}
-        found = self._journal.create(self._name, **without_secrets(words), wanted=WANTED)
-        self._held.enter_context(earlier.held(self.folder))
-        ids = self._journal.run_id, self._journal.experiment_id
-        pid, began_at = os.getpid(), time.time() - self._watch.total_s()
-        self._start = Start(
-            *ids,
-            self._name,
-            self._key,
-            pid=pid,
-            began_at=began_at,
+        start = Start("", "", self._name, self._key, pid=os.getpid())
+        start = replace(
+            start,
+            began_at=time.time() - self._watch.total_s(),
             made_at=next_made_at(self.folder.parent),
         )
+        words |= {"start": asdict(start)}
+        found = self._journal.create(self._name, **without_secrets(words), wanted=WANTED)
+        self._held.enter_context(earlier.held(self.folder))
+        ids = self._journal
+        self._start = replace(start, run_id=ids.run_id, experiment_id=ids.experiment_id)
         return found
 
     def log(self, metrics: dict[str, float], step: int) -> None:

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.tracking.journal_lines import TRAINING_LOCK
+from tasks.tracking import journal_lines
 
-START, LOCK = "start.json", TRAINING_LOCK
+START, LOCK = journal_lines.START, journal_lines.TRAINING_LOCK
 
 
 @dataclass(frozen=True)

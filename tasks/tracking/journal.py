@@ -108,13 +108,16 @@ class Journal:
         tags: Mapping[str, str],
         data: Sequence[Mapping[str, str]] = (),
         wanted: Sequence[str] = (),
+        start: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
         """Open the run in MLflow. Raises TrackingError where that can't be done; where MLflow is
         away, and not required, it is told as soon as it is there. Returns the newest values of the
-        wanted metrics among finished runs with the same `alike`.
+        wanted metrics among finished runs with the same `alike`. start: what start.json is to say,
+        with the run's ids: it is there with the run, whatever becomes of this process meanwhile.
         """
         given = {k: "" if v is None else str(v) for k, v in params.items()}
-        return self._begun({"name": name, "params": given, "data": [*data]}, tags, wanted)
+        begin = {"name": name, "params": given, "data": [*data], "start": start}
+        return self._begun(begin, tags, wanted)
 
     def reopen(
         self, ids: Mapping[str, str], *, tags: Mapping[str, str], wanted: Sequence[str] = ()

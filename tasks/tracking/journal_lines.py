@@ -22,6 +22,7 @@ import orjson
 
 Line = tuple[int, int, dict[str, float]]  # Unix ms, step, metrics
 Sample = tuple[str, float, int, int]  # name, value, unix ms, step
+START = "start.json"  # of a run's folder: how the run began
 TRAINING_LOCK = "training.lock"  # the same of whoever trains it
 LOCK = "sending.lock"  # of a run's folder: whoever sends it holds it
 BATCH = 10_000  # metrics: other runs wait some 0.1 s while so many are written to a database

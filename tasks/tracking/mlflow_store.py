@@ -30,7 +30,7 @@ from tasks.engine.base.file_lock import FileLock
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
 from tasks.process.redaction import redacted
 from tasks.tracking.journal import BEGIN
-from tasks.tracking.journal_lines import LOCK, TRAINING_LOCK
+from tasks.tracking.journal_lines import LOCK, START, TRAINING_LOCK
 from tasks.tracking.mlflow_pages import VIEW_TAG, view_tag
 from tasks.tracking.where import TrackingError, Where
 
@@ -237,7 +237,7 @@ def sweep_journals(runs: Path, *, keep: int) -> None:
 def _made_at(folder: Path) -> float:
     """When its run was made, by its start.json; a name tells the time of a clock somewhere."""
     with suppress(OSError, ValueError, TypeError, AttributeError):
-        start = json.loads((folder / "start.json").read_text())
+        start = json.loads((folder / START).read_text())
         return float(start.get("made_at") or start.get("began_at") or 0)
     return 0.0
 

@@ -23,7 +23,7 @@ from tasks.engine.base.file_lock import is_held
 from tasks.process.redaction import redacted
 from tasks.serving.crashed_flow_runs import lives
 from tasks.tracking.journal import BEGIN, RunGone
-from tasks.tracking.journal_lines import LOCK, metrics_before
+from tasks.tracking.journal_lines import LOCK, START, metrics_before
 from tasks.tracking.mlflow_run import Sender, State, create, lock, reopen
 from tasks.tracking.mlflow_store import explained, open_experiment
 from tasks.tracking.where import Where
@@ -105,6 +105,7 @@ def begun(
         words = {name: begin[name] for name in ("name", "params", "tags", "start_ms")}
         words["data"] = begin.get("data", [])
         sender = create(client, chosen, experiment_id=experiment_id, folder=folder, **words)
+        _keep_start(folder, begin.get("start"), sender.state)
     else:
         if run.info.lifecycle_stage == "deleted":
             raise RunGone(f"its run {run.info.run_id} was deleted in MLflow")
@@ -116,6 +117,15 @@ def begun(
         sender.tell_data(begin.get("data", []))
     (folder / BEGIN).unlink(missing_ok=True)
     return sender
+
+
+def _keep_start(folder: Path, start: Mapping[str, Any] | None, state: State) -> None:
+    """For who looks at the folder of a run whose process has died before it wrote that itself."""
+    if start is not None and not (folder / START).exists():
+        ids = {"run_id": state.run_id, "experiment_id": state.experiment_id}
+        half = folder / f"{START}.new"
+        half.write_text(json.dumps({**start, **ids}))
+        half.rename(folder / START)
 
 
 def _known(client: MlflowClient, run_id: str) -> Run:
