@@ -19,7 +19,7 @@ help:
 	@echo 'make lint         formatter, linter, type checker'
 	@echo 'make docs         what the pages show of the code, written anew: rooms, settings'
 	@echo 'make bench        the benchmarks'
-	@echo 'make chaos        trainings killed, damaged and doubled by the hundred: half an hour'
+	@echo 'make chaos        trainings and runs killed, damaged, doubled by the hundred: an hour'
 	@echo 'make mutants      whether the tests notice a wrong engine: half an hour; ARGS="FILE ..." for some'
 
 setup: .venv/.ready

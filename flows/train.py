@@ -38,7 +38,7 @@ from tasks.flow_run import (
     untagged,
     waited_s,
 )
-from tasks.preflight import check_fit, check_resume, resolved
+from tasks.preflight import check_fit, resolved
 from tasks.prepare_data import prepare_data
 from tasks.process.redaction import redacted_errors
 from tasks.record import Record
@@ -87,7 +87,7 @@ def train(
             seed=config.train.seed,
         )
         check_fit(config, data)
-        check_resume(record.folder, config, device, data)
+        record.check_resume(device, data)
         past = record.begin(device, data)
         try:
             facts = record.timed(

@@ -11,6 +11,7 @@ import psutil
 
 from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.memory.memory_meter import MIB
+from tasks.serving.crashed_flow_runs import uptime
 
 
 def device_tags(device: DeviceFacts) -> dict[str, str]:
@@ -38,6 +39,7 @@ def process_tags(source: str) -> dict[str, str]:
         "host": socket.gethostname(),
         "pid": str(me.pid),
         "process.started_at": f"{me.create_time():.2f}",
+        "process.uptime_s": uptime(me),
         "mlflow.source.name": source,
         "mlflow.source.type": "LOCAL",
         "mlflow.user": _user(),

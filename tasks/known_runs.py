@@ -175,7 +175,7 @@ def _measured(run: Run, start: Start, end: Mapping[str, float]) -> Run:
         step=step,
         epoch=_epoch(step, run),
         eta_s=_left_s(run, newest, start.began_at, now_s) if run.live else None,
-        total_s=so_far_s if run.live else known.get("time/total_s"),
+        total_s=max(0.0, so_far_s) if run.live else known.get("time/total_s"),
         loss=known.get("train/loss"),
         samples_per_s=known.get("speed/samples_per_s"),
         tokens_per_s=known.get("speed/tokens_per_s"),
@@ -198,4 +198,4 @@ def _left_s(run: Run, lines: list[Line], began_at: float, now_s: float) -> float
         return None
     (first_s, first), (last_s, last) = points[0], points[-1]
     pace_s = (last_s - first_s) / (last - first)
-    return max(0.0, (run.steps - last) * pace_s - (now_s - last_s))
+    return max(0.0, (run.steps - last) * pace_s - max(0.0, now_s - last_s))

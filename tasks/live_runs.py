@@ -21,6 +21,7 @@ from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.engine.device import leases
 from tasks.engine.device.leases import Leases
 from tasks.process.redaction import redacted
+from tasks.serving.crashed_flow_runs import uptime
 
 NEW_S = 60.0
 MOST_BYTES = 2**16  # of a file that anybody may have written
@@ -41,6 +42,7 @@ class Live:
     epochs: int = 0
     pid: int = 0
     started_at: float = 0.0  # the process, Unix time
+    uptime_s: str = ""  # of the host then; see crashed_flow_runs.uptime
     uid: int = 0  # of the file's owner, whatever the file says
 
 
@@ -50,7 +52,7 @@ class Announcement:
     def __init__(self, folder: Path, name: str) -> None:
         me = psutil.Process()
         told = {"name": redacted(name), "folder": str(folder), "pid": me.pid}
-        self.live = Live(**told, started_at=me.create_time())  # type: ignore[arg-type]
+        self.live = Live(**told, started_at=me.create_time(), uptime_s=uptime(me))  # type: ignore[arg-type]
         self._place = leases.folder()
         self._path = self._place / f"{time.time_ns():020d}-{me.pid}.run"
         self._lock: FileLock | None = None
@@ -128,6 +130,7 @@ def process_of(live: Live) -> psutil.Process | None:
     with suppress(psutil.Error):
         process = psutil.Process(live.pid)
         is_same = abs(process.create_time() - live.started_at) < 1
+        is_same |= uptime(process) == live.uptime_s  # the clock was set since
         if is_same and process.uids().effective == live.uid:
             return process
     return None

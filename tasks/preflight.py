@@ -5,14 +5,10 @@ before memory is taken on a device and before an MLflow run exists.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tasks import disk_space
 from tasks.engine.base.facts import DataFacts, DeviceFacts
-from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer, read_about
-from tasks.engine.checkpoint.compatibility import identity, refuse_another
-from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
 from tasks.engine.data.preparation import check as check_data
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import DeviceError, check_limit, resolve_precision
@@ -22,7 +18,7 @@ from tasks.engine.settings.import_path_checks import check as check_imports
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError, given_again, override
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.build import settled, steps_of
+from tasks.engine.step.build import steps_of
 from tasks.engine.training import check_training
 from tasks.tracking.where import TrackingError, where
 
@@ -69,23 +65,3 @@ def check_fit(config: RunConfig, data: DataFacts) -> None:
     if config.train.patience:  # as many epochs as it will take at least
         log_points = min(log_points, log_points * config.train.patience // config.train.epochs)
     disk_space.check(where(), weights_bytes=weights_bytes, log_points=log_points)
-
-
-def check_resume(folder: Path, config: RunConfig, device: DeviceFacts, data: DataFacts) -> None:
-    """Refuse to go on with the run of this folder as another training, before it is opened again.
-
-    Raises ConfigError.
-    """
-    kept = folder / CHECKPOINTS
-    device_type = device.name.partition(":")[0]
-    now = identity(settled(config, data), data, device_type=device_type)
-    for step in steps(kept):
-        try:
-            refuse_another(read_about(kept, step), now)
-        except Newer as error:
-            raise ConfigError(f"--resume: {error}") from None
-        except Damaged:
-            continue  # told when it is read
-        return
-    if steps(kept):
-        raise ConfigError(f"--resume {folder}: all of its checkpoints are damaged; train anew")

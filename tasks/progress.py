@@ -54,15 +54,16 @@ class Progress:
         epochs: int,
         stream: TextIO | None = None,
         *,
+        at: int = 0,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stream` is sys.stderr by default, looked up on entry."""
+        """`stream` is sys.stderr by default, looked up on entry. at: the step to go on from."""
         self._total_steps = max(1, total_steps)
         self._epochs = epochs
         self._stream = stream
         self._now_s = now_s
         self._known: dict[str, float] = {}
-        self._step = 0
+        self._step = at
         self._first: tuple[int, float] | None = None  # step and time of the first log point
         self._updated_s, self._longest_s = math.inf, 0.0  # the last log point; between two
         self._drawn_s = -math.inf
@@ -192,7 +193,7 @@ class Progress:
         )
         self._bar = bar
         try:
-            bar.add_task("starting", total=self._total_steps)
+            bar.add_task("starting", total=self._total_steps, completed=self._step)
             bar.start()
             bar.refresh()
         except TERMINAL_ERRORS:

@@ -21,7 +21,11 @@ from tasks import device_slots, serve
 from tasks import resume as earlier
 from tasks.device_tags import device_json, device_tags
 from tasks.engine.base.facts import DataFacts, DeviceFacts, Owner, ReleaseFacts, TrainFacts
+from tasks.engine.base.file_lock import FileLock
 from tasks.engine.base.timing import Stopwatch
+from tasks.engine.base.units import printable
+from tasks.engine.checkpoint.kept_steps import CHECKPOINTS
+from tasks.engine.checkpoint.kept_steps import steps as kept_steps
 from tasks.engine.settings import unused_settings
 from tasks.engine.settings.read_settings import hidden
 from tasks.engine.settings.run_config import RunConfig
@@ -36,8 +40,8 @@ from tasks.logged_data import data_inputs
 from tasks.process.redaction import redacted, without_secrets
 from tasks.progress import Progress, tell_in_silence
 from tasks.release_memory import LeakError, release_metrics
-from tasks.run_folders import Start, start_of
-from tasks.tracking.journal import Journal, JournalError
+from tasks.run_folders import Start, next_made_at, start_of
+from tasks.tracking.journal import Journal, JournalError, RunGone
 from tasks.tracking.journal_lines import ONCE
 from tasks.tracking.where import TrackingError, where
 
@@ -50,6 +54,10 @@ _ended: list[Record] = []
 def last_ended() -> Record | None:
     """That of the run that ended last here, also where Prefect then failed to record it."""
     return _ended[-1] if _ended else None
+
+
+def _new_folder(runs: Path) -> Path:
+    return runs / f"{earlier.stamp()}-{uuid4().hex[:8]}"
 
 
 class Record:
@@ -74,12 +82,22 @@ class Record:
         self._where = where()
         runs = Path(self._where.runs)
         self._key = config.run.key or key
-        left = earlier.asked_for(runs, resume) if resume else earlier.of_key(runs, self._key)
+        self._own_name = name or earlier.default_name(config)
+        self._by_key = bool(self._key and not resume)
+        self._anew = ""  # why the key does not go on with its last run
+        with ExitStack() as held:  # first of the key: of two who look for its run one finds it
+            if self._key:
+                held.enter_context(earlier.held_key(runs, self._key))
+            left, lock = self._found(runs, resume)
+            if lock is not None:
+                held.enter_context(lock)
+            self._held = held.pop_all()  # the key, the folder's lock, and the lease of the device
+        self._folder_lock = lock
         self.resumes = left is not None
-        self.folder = left or runs / f"{earlier.stamp()}-{uuid4().hex[:8]}"
+        self.folder = left or _new_folder(runs)
         self._start = start_of(self.folder) if left else None
         self._follows = self._start or earlier.retry_of(runs, self._key)
-        self._name = self._start.name if self._start else name or earlier.default_name(config)
+        self._name = self._start.name if self._start else self._own_name
         self._watch = Stopwatch()
         self._stages = {"time/start_s": waited_s}
         self._series: dict[str, float] = {}  # last values
@@ -98,14 +116,11 @@ class Record:
         self._journal = Journal(self._where, self.folder)
         self._progress: Progress | None = None
         self._over = threading.Event()
-        self._held = ExitStack()  # the folder's lock, and the lease of the device
         self._live = Announcement(self.folder, self._name)
         self.leases = self._live.leases(config.device.wait_s, told=device_slots.show_waiting)
 
     def __enter__(self) -> Record:
         self._held.callback(self.leases.close)
-        if self.resumes:
-            self._held.enter_context(earlier.held(self.folder))
         tell_in_silence(self._over, lambda: self._progress, lambda: self._live.live.stage)
         for line in unused_settings.told(self.config):
             log.warning("%s", line)
@@ -127,6 +142,41 @@ class Record:
             self._over.set()
             self._journal.__exit__()
             self._held.close()
+
+    def _found(self, runs: Path, resume: str | None) -> tuple[Path | None, FileLock | None]:
+        """The folder of the run to go on with, held; none where a key begins a new one."""
+        left = earlier.asked_for(runs, resume) if resume else earlier.of_key(runs, self._key)
+        try:
+            return left, earlier.taken(left) if left is not None else None
+        except earlier.NothingKept as nothing:
+            if not self._by_key:
+                raise
+            self._anew = str(nothing)
+            return None, None
+
+    def check_resume(self, device: DeviceFacts, data: DataFacts) -> None:
+        """Refuse to go on as another training. Where nothing is left to go on from, a key begins
+        a new run. Raises ConfigError."""
+        if self.resumes:
+            try:
+                earlier.check_resume(self.folder, self.config, device, data)
+            except earlier.NothingKept as nothing:
+                self._begin_anew(nothing)
+
+    def _begin_anew(self, why: earlier.NothingKept | RunGone) -> None:
+        """The run of before can't be gone on with: what names it is refused, a key leaves it."""
+        if not self._by_key:
+            raise earlier.NothingKept(
+                f"--resume {self.folder}: {why}; remove that folder, or train without --resume"
+            ) from None
+        assert self._folder_lock is not None
+        self._folder_lock.close()
+        self._anew = f"{why}; its folder {self.folder} is left, remove it where nobody needs it"
+        self.resumes, self.folder = False, _new_folder(self.folder.parent)
+        self._start = self._follows = None
+        self._name = self._own_name
+        self._journal.folder = self.folder
+        self._live.tell(folder=str(self.folder), name=redacted(self._name))
 
     def timed(self, stage: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a task, and keep how long it took under its name."""
@@ -154,20 +204,11 @@ class Record:
             **earlier.retry_tags(self._follows, device, self.config.run, is_new=not self.resumes),
         }
         self._warn(data.warnings)
-        began, wanted = time.perf_counter(), WANTED
-        if self._start is not None:
-            self._start = self._start.again(self.folder)
-            self._tags["resumed"] = str(self._start.resumed)
-            run = {"run_id": self._start.run_id, "experiment_id": self._start.experiment_id}
-            measured = self._journal.reopen(run, tags=without_secrets(self._tags), wanted=wanted)
-        else:
-            told = {"data": data_inputs(self.config.data, data), "tags": self._tags}
-            told |= {"params": unused_settings.params(self.config)}
-            measured = self._journal.create(self._name, **without_secrets(told), wanted=wanted)
-            self._held.enter_context(earlier.held(self.folder))
-            ids = self._journal.run_id, self._journal.experiment_id
-            pid, began_at = os.getpid(), time.time() - self._watch.total_s()
-            self._start = Start(*ids, self._name, self._key, pid=pid, began_at=began_at)
+        began = time.perf_counter()
+        measured = self._reopened() if self.resumes else None
+        if measured is None:
+            measured = self._created(data)
+        assert self._start is not None
         steps, epochs = steps_of(self.config, data), epochs_of(self.config, data)
         self._start = replace(self._start, steps=steps, epochs=epochs)
         self._start = self._start.following(self._follows, on=device.kind)
@@ -180,8 +221,47 @@ class Record:
         self._stages["time/open_run_s"] = time.perf_counter() - began
         self._write("config.yaml", redacted(to_yaml(hidden(self.config).model_dump())))
         self._write("device.json", device_json(device))
-        self._progress = self._screen.enter_context(Progress(steps, epochs))
+        at = next(iter(kept_steps(self.folder / CHECKPOINTS)), 0) if self.resumes else 0
+        self._progress = self._screen.enter_context(Progress(steps, epochs, at=at))
         return Past(measured)
+
+    def _reopened(self) -> dict[str, float] | None:
+        """What runs alike have measured; None where a key begins a new run instead."""
+        assert self._start is not None
+        self._start = self._start.again(self.folder)
+        self._tags["resumed"] = str(self._start.resumed)
+        run = {"run_id": self._start.run_id, "experiment_id": self._start.experiment_id}
+        try:
+            found = self._journal.reopen(run, tags=without_secrets(self._tags), wanted=WANTED)
+        except RunGone as gone:
+            self._begin_anew(gone)
+            for name in ("resumed", "retries"):
+                self._tags.pop(name, None)
+            return None
+        self._series, self._step = self._journal.told.series(), self._journal.told.step()
+        return found
+
+    def _created(self, data: DataFacts) -> dict[str, float]:
+        """The same of a new run."""
+        if self._anew:
+            told = f"run.key: {printable(self._key, limit=80)} begins a new run: {self._anew}"
+            log.warning("%s", told)
+            self._warn((told,))
+            self._tags["anew"] = self._anew
+        words = {"data": data_inputs(self.config.data, data), "tags": self._tags}
+        words |= {"params": unused_settings.params(self.config)}
+        start = Start("", "", self._name, self._key, pid=os.getpid())
+        start = replace(
+            start,
+            began_at=time.time() - self._watch.total_s(),
+            made_at=next_made_at(self.folder.parent),
+        )
+        words |= {"start": asdict(start)}
+        found = self._journal.create(self._name, **without_secrets(words), wanted=WANTED)
+        self._held.enter_context(earlier.held(self.folder))
+        ids = self._journal
+        self._start = replace(start, run_id=ids.run_id, experiment_id=ids.experiment_id)
+        return found
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """The loop's one seam: metrics of a step."""
@@ -227,7 +307,8 @@ class Record:
 
     def _end(self, error: BaseException | None) -> None:
         self._summary |= self._stages
-        new = {k: v for k, v in self._summary.items() if self._series.get(k) != v}
+        known = {**self._journal.told.values, **self._series}
+        new = {k: v for k, v in self._summary.items() if known.get(k) != v}
         if self._stopped:  # what an epoch was judged by has no place at a step of another
             new = {k: v for k, v in new.items() if not k.startswith(("train/", "val/"))}
         if error is not None:
@@ -236,7 +317,9 @@ class Record:
         try:
             curves = {k: new.pop(k) for k in [*new] if k in self._series}
             self._journal.log(new, ONCE)
-            self._journal.log(curves, self._step)
+            # Again, where the process before this one ended before it had told by what its weights
+            # were chosen. What has a curve never gets a point at the step of what has none.
+            self._journal.log(curves, self._step, again=True)
             for name in [n for n in self._files if not (self.folder / n).is_file()]:
                 self._write(name, self._files[name])  # the folder was removed
         except (JournalError, OSError) as lost:

@@ -10,17 +10,21 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 
-from tasks.engine.base.facts import DeviceFacts
+from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.engine.base.units import printable, seconds
+from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer, intact_about
+from tasks.engine.checkpoint.compatibility import identity, refuse_another
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
 from tasks.engine.device.detection import NotNow
 from tasks.engine.settings import unused_settings
 from tasks.engine.settings.read_settings import ConfigError, resolve
 from tasks.engine.settings.run_config import RunConfig, RunSettings
+from tasks.engine.step.build import settled
 from tasks.engine.training.budget import ends_at
 from tasks.failures import Failure
 from tasks.process import restart
@@ -37,6 +41,7 @@ NOT_VARIED = (
 PLAIN = (str, int, float)
 NAME_LETTERS = 48  # of a name that nobody gave
 RETRY_WAIT_S = 600.0  # at most
+KEYS = "keys"  # the folder, beside those of runs, of those that are being trained
 
 
 def default_name(config: RunConfig) -> str:
@@ -58,8 +63,12 @@ def default_name(config: RunConfig) -> str:
 
 
 def stamp() -> str:
-    """The time, as the names of runs' folders have it: in their order."""
-    return datetime.now().strftime("%Y%m%d-%H%M%S")
+    """The time in UTC, as the names of runs' folders have it."""
+    return datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+
+
+class NothingKept(ConfigError):
+    """A run that was to be gone on with has nothing to go on from; a key then begins a new one."""
 
 
 def asked_for(runs: Path, resume: str) -> Path:
@@ -97,6 +106,93 @@ def of_key(runs: Path, key: str) -> Path | None:
     if newest is None or _is_done(newest):
         return None
     return newest if steps(newest / CHECKPOINTS) or is_held(newest / LOCK) else None
+
+
+def held_key(runs: Path, key: str) -> KeyLock:
+    """The key, until it is closed: from before its run has a folder, so that of two first starts
+    one trains. Raises ConfigError where another process has it, or nothing can be written."""
+    try:
+        lock = KeyLock.taken(runs, key)
+    except OSError as error:
+        raise ConfigError(f"runs: {runs} can't be written ({error.strerror})") from None
+    if isinstance(lock, KeyLock):
+        return lock
+    raise ConfigError(
+        f"run.key: {printable(key, limit=80)} is being trained by {lock}; wait for it, end it with "
+        "`python -m flows.stop`, or choose another key"
+    )
+
+
+def is_key_held(runs: Path, key: str) -> bool:
+    """Whether a process trains under this key, or is about to."""
+    return is_held(_key_file(runs, key))
+
+
+def _key_file(runs: Path, key: str) -> Path:
+    return runs / KEYS / f"{sha256(key.encode()).hexdigest()[:24]}.lock"
+
+
+@dataclass(frozen=True)
+class KeyLock:
+    """A key that this process has. Its file goes with it."""
+
+    lock: FileLock
+
+    @classmethod
+    def taken(cls, runs: Path, key: str) -> KeyLock | str:
+        """It, or who else has it. Raises OSError."""
+        path = _key_file(runs, key)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        while True:
+            lock = FileLock(path)
+            if not lock.take(f"process {os.getpid()}"):
+                with lock:
+                    return lock.text()
+            if lock.is_in_place():
+                return cls(lock)
+            lock.close()  # whoever had it has removed the file since it was opened here
+
+    def __enter__(self) -> KeyLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self.lock.path.unlink()
+        self.lock.close()
+
+
+def taken(folder: Path) -> FileLock:
+    """The lock of a run that is to be gone on with. Raises ConfigError where another process has
+    it, and NothingKept where its checkpoints were removed until then."""
+    if folder.is_dir():
+        lock = held(folder)
+        if steps(folder / CHECKPOINTS):
+            return lock
+        lock.close()
+    raise NothingKept(f"--resume {folder}: its checkpoints were removed; train without --resume")
+
+
+def check_resume(folder: Path, config: RunConfig, device: DeviceFacts, data: DataFacts) -> None:
+    """Refuse to go on with the run of this folder as another training, before it is opened again.
+
+    Raises ConfigError, and NothingKept where none of its checkpoints is what was written.
+    """
+    kept = folder / CHECKPOINTS
+    device_type = device.name.partition(":")[0]
+    now = identity(settled(config, data), data, device_type=device_type)
+    damage = []
+    for step in steps(kept):
+        try:
+            refuse_another(intact_about(kept, step), now)
+        except Newer as error:
+            raise ConfigError(f"--resume: {error}") from None
+        except Damaged as error:  # told when it is read, where an older one is taken
+            damage.append(str(error).replace(f"{kept}/", ""))
+            continue
+        return
+    if damage:
+        raise NothingKept(f"no checkpoint of it is what was written ({damage[0]})")
+    raise NothingKept("its checkpoints were removed")
 
 
 def _newest(runs: Path, key: str) -> Path | None:

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.tracking.journal_lines import TRAINING_LOCK
+from tasks.tracking import journal_lines
 
-START, LOCK = "start.json", TRAINING_LOCK
+START, LOCK = journal_lines.START, journal_lines.TRAINING_LOCK
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Start:
     after: str = ""  # which class of failure it came
     steps: int = 0  # that it is to take
     epochs: int = 0
+    made_at: float = 0.0  # Unix time; see `next_made_at`
 
     def write(self, folder: Path) -> None:
         half = folder / f"{START}.new"
@@ -81,8 +82,25 @@ def json_of(file: Path) -> dict[str, Any]:
 
 
 def folders(runs: Path) -> list[Path]:
-    """Of runs, the newest first: their names begin with the time."""
-    return sorted((file.parent for file in runs.glob(f"*/{START}")), reverse=True)
+    """Of runs, the newest first, by what their start.json says: a name tells the time of a clock,
+    which may be that of another time zone, or of the hour that comes twice."""
+    found = (file.parent for file in runs.glob(f"*/{START}"))
+    return sorted(found, key=lambda folder: (_made_at(folder), folder.name), reverse=True)
+
+
+def next_made_at(runs: Path) -> float:
+    """Of a run that is made now: the time, or a little more than that of the newest one there,
+    which a clock that was set back since would put behind it."""
+    newest = max(map(_made_at, (file.parent for file in runs.glob(f"*/{START}"))), default=0.0)
+    return max(time.time(), newest + 0.001)
+
+
+def _made_at(folder: Path) -> float:
+    start = json_of(folder / START)
+    with suppress(TypeError, ValueError):
+        # Of an older version: when it began, or was gone on with.
+        return float(start.get("made_at") or start.get("began_at") or 0)
+    return 0.0
 
 
 def resume_command(run_id: str) -> str:

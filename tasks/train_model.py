@@ -12,10 +12,12 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from tasks.engine.base.facts import DataFacts, DeviceFacts, TrainFacts
+from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
 from tasks.engine.distributed.ranks import asked as ranks_asked
 from tasks.engine.launch import agent
 from tasks.engine.launch.processes import processes_of
 from tasks.engine.launch.rank import Job, train_together
+from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.training import trainer
 from tasks.engine.training.loop import Stop
@@ -37,6 +39,11 @@ def train_model(
 ) -> TrainFacts:
     """Train on `device`; the model, its checkpoints, and what memory has to tell, are left in
     `folder`. resumes: from the newest checkpoint there. A signal that ends it leaves one."""
+    if resumes and not steps(Path(folder) / CHECKPOINTS):
+        # From the start, in the same run, each point would be told twice.
+        raise ConfigError(
+            f"--resume {folder}: its checkpoints were removed; train without --resume"
+        )
     forks.let_them_end()
     with redacted_errors(), signals.between_steps() as came:
 

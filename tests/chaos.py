@@ -34,6 +34,8 @@ from tasks.engine.checkpoint.checkpoints import newest
 from tasks.engine.device.leases import Leases
 from tasks.engine.training.loop import Stop
 from tasks.process import signals
+from tests.chaos_runs import Broken, Runs
+from tests.conftest import warm_python
 from tests.engine.checkpoint.test_checkpoint_files import damage, written_pair
 from tests.engine.checkpoint.test_resume import SAME, WAYS, same_to_the_bit, train
 
@@ -47,9 +49,14 @@ COUNTS = {
     "damaged": 1000,
     "pair": 200,
     "flow": 30,
+    **dict.fromkeys(("fork", "sweep", "key", "clock", "deleted", "stop"), 100),
 }
-# For a test of the suite: 20 of each, but flows, which start whole processes.
-FEW = {**dict.fromkeys(COUNTS, 20), "flow": 0}
+# For a test of the suite: 20 of each, fewer of whole runs, no flows, which start whole processes.
+FEW = {
+    **dict.fromkeys(COUNTS, 20),
+    **dict.fromkeys(("fork", "sweep", "key", "clock", "deleted", "stop"), 5),
+    "flow": 0,
+}
 ON_CUDA: dict[str, dict[str, Any]] = {
     **{name: WAYS[name] for name in ("mlp with dropout", "accumulation", "early stopping")},
     "fp16": {"train": {"precision": "fp16"}},
@@ -64,10 +71,6 @@ ON_CUDA: dict[str, dict[str, Any]] = {
 # A checkpoint is written by these, at each of which the process may die.
 WRITES = ("fsync", "fchmod", "rename", "unlink")
 Act = Callable[[], None]
-
-
-class Broken(AssertionError):
-    """Something did not hold; the text says what, and how to see it again."""
 
 
 @dataclass
@@ -87,7 +90,12 @@ class Chaos:
 
     def run(self, counts: dict[str, int]) -> None:
         """Each kind as often as asked. Raises Broken at the first that does not hold."""
-        others = {"damaged": self._damaged, "pair": self._pair, "flow": self._flows}
+        runs = Runs(self.place, self.drawn, _forked, self._count)
+        others = {
+            **{"damaged": self._damaged, "pair": self._pair, "flow": self._flows},
+            **{"fork": runs.fork, "sweep": runs.sweep, "key": runs.key},
+            **{"clock": runs.clock, "deleted": runs.deleted, "stop": runs.stop},
+        }
         for kind, count in counts.items():
             began = time.monotonic()
             while self.done.get(kind, 0) < count:
@@ -349,11 +357,16 @@ def main(words: Sequence[str]) -> int:
         parser.error(f"{', '.join(strangers)}: not among {', '.join(COUNTS)}")
     place = Path(tempfile.mkdtemp(prefix="headroom-chaos-"))
     print(f"seed {asked.seed}, in {place}", flush=True)
+    # What sends to MLflow is forked too: importing it takes longer than a training.
+    os.environ |= {"TESTS_SHARED": str(place), "TESTS_PID": str(os.getpid())}
+    cold, sys.executable = sys.executable, warm_python(place / "bin", sys.executable)
     try:
         Chaos(place, asked.seed, asked.device).run(counts or COUNTS)
     except Broken as error:
-        print(f"BROKEN: {error}", file=sys.stderr)
+        print(f"BROKEN: {error} (--seed {asked.seed})", file=sys.stderr)
         return 1
+    finally:
+        sys.executable = cold
     shutil.rmtree(place)
     return 0
 

@@ -25,7 +25,7 @@ from tasks.engine.settings.read_settings import hidden, secret_variables
 from tasks.engine.settings.yaml_file import to_yaml
 from tasks.flow_run import PARENT
 from tasks.process.redaction import redacted
-from tasks.resume import stamp
+from tasks.resume import is_key_held, stamp
 from tasks.run_folders import LOCK as TRAINING_LOCK
 from tasks.run_folders import folders, json_of, start_of
 from tasks.serving.prefect_http import FLOW_RUN
@@ -200,6 +200,8 @@ def play(
 
 def _ended_since(comparison: Comparison, cell: Cell, runs: Path) -> Ended | None:
     """How it came to its end after its comparison was killed; one that lives is waited for."""
+    while is_key_held(runs, _key(comparison, cell)):  # it may be about to begin
+        time.sleep(POLL_S)
     folder = _folder_of(comparison, cell, runs)
     if folder is None:
         return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +28,8 @@ TAG = "process"  # of a flow run: process:HOST:PID:START
 
 def tag() -> str:
     """The tag by which this process is known again."""
-    return f"{TAG}:{socket.gethostname()}:{os.getpid()}:{psutil.Process().create_time():.2f}"
+    me = psutil.Process()
+    return ":".join([TAG, socket.gethostname(), str(me.pid), f"{me.create_time():.2f}", uptime(me)])
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def ends(runs: Path, host: str = "") -> dict[str, End]:
                 resumed = End("COMPLETED", message, at_s, RESUMED)
                 for id in filter(None, sent.get("earlier", "").split(",")):
                     found.setdefault(id, resumed)
-            if tags["host"] == host and not is_alive(tags["pid"], tags["process.started_at"]):
+            if tags["host"] == host and not lives(tags):
                 found.setdefault(tags["prefect.flow_run_id"], replace(end, at_s=at_s))
     return found
 
@@ -164,14 +164,26 @@ def _end_of(run: dict[str, Any], known: Mapping[str, End]) -> End | None:
 def _is_dead(run: dict[str, list[str]]) -> bool:
     here = f"{TAG}:{socket.gethostname()}:"
     mine = [word.removeprefix(here).split(":") for word in run["tags"] if word.startswith(here)]
-    return any(len(words) == 2 and not is_alive(*words) for words in mine)
+    return any(len(words) in (2, 3) and not is_alive(*words) for words in mine)
 
 
-def is_alive(pid: str, started_at: str) -> bool:
-    """Whether that very process is there; a pid alone may be another process by now."""
+def uptime(process: psutil.Process) -> str:
+    """Seconds from the host's start to the process's, which no setting of the clock changes."""
+    return f"{process.create_time() - psutil.boot_time():.2f}"
+
+
+def lives(tags: Mapping[str, str]) -> bool:
+    """Whether the process of the run with these tags does, which was one of this host."""
+    words = (tags.get(name, "") for name in ("pid", "process.started_at", "process.uptime_s"))
+    return is_alive(*words)
+
+
+def is_alive(pid: str, started_at: str, uptime_s: str = "") -> bool:
+    """Whether that very process is there; a pid alone may be another process by now. uptime_s: of
+    the host at its start; the time of its start is another one where the clock was set since."""
     try:
         process = psutil.Process(int(pid))
-        is_same = abs(process.create_time() - float(started_at)) < 1
+        is_same = abs(process.create_time() - float(started_at)) < 1 or uptime(process) == uptime_s
         return is_same and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, ValueError):
         return False

@@ -26,7 +26,7 @@ from tasks.engine.base import host_memory
 from tasks.process import children
 from tasks.process.redaction import redacted
 from tasks.tracking.environment import spawn
-from tasks.tracking.journal_lines import ONCE, append, line_of, newest_steps
+from tasks.tracking.journal_lines import ONCE, Told, append, line_of, told_by
 from tasks.tracking.where import TrackingError, Where
 
 OPEN_S = 180.0  # the first use of a new database on a busy machine, with room to spare
@@ -56,6 +56,10 @@ class SenderEnded(RuntimeError):
     """The process that tells MLflow of the run ended, each time, before the run had begun."""
 
 
+class RunGone(TrackingError):
+    """MLflow has no such run any more, or it was deleted there; the text says which."""
+
+
 class Journal:
     """One run's record. A context manager: left by an exception, it leaves no process behind."""
 
@@ -69,9 +73,11 @@ class Journal:
         self._histories: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._metrics: FileIO | None = None
-        self._told: dict[str, int] = {}  # the newest step of each metric, before this process
+        self.told = Told()  # before this process
+        self._ms, self._ms_at = 0, time.monotonic()  # of the newest line, and when that was
         self._sender: subprocess.Popen[str] | None = None
         self._orders: list[dict[str, Any]] = []  # open and begin
+        self._opening: dict[str, Any] | None = None  # the answer
         self._closing: dict[str, Any] | None = None
         self._is_left = False
         self._telling = threading.Lock()  # while orders go to a sending process, or it is replaced
@@ -97,7 +103,8 @@ class Journal:
         """Begin to open the experiment. `create` waits for it."""
         where = self.where.model_copy(update={"experiment": experiment or self.where.experiment})
         prefect_api = os.environ.get("PREFECT_API_URL", "")  # a desk has set it
-        self._orders = [{"do": "open", "where": where.model_dump(), "prefect_api": prefect_api}]
+        order = {"do": "open", "where": where.model_dump(), "prefect_api": prefect_api}
+        self._orders = [{**order, "pid": os.getpid()}]
         self._tell(self._orders[0])
 
     def create(
@@ -108,19 +115,23 @@ class Journal:
         tags: Mapping[str, str],
         data: Sequence[Mapping[str, str]] = (),
         wanted: Sequence[str] = (),
+        start: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
         """Open the run in MLflow. Raises TrackingError where that can't be done; where MLflow is
         away, and not required, it is told as soon as it is there. Returns the newest values of the
-        wanted metrics among finished runs with the same `alike`.
+        wanted metrics among finished runs with the same `alike`. start: what start.json is to say,
+        with the run's ids: it is there with the run, whatever becomes of this process meanwhile.
         """
         given = {k: "" if v is None else str(v) for k, v in params.items()}
-        return self._begun({"name": name, "params": given, "data": [*data]}, tags, wanted)
+        begin = {"name": name, "params": given, "data": [*data], "start": start}
+        return self._begun(begin, tags, wanted)
 
     def reopen(
         self, ids: Mapping[str, str], *, tags: Mapping[str, str], wanted: Sequence[str] = ()
     ) -> dict[str, float]:
         """The same for a run that goes on, with the journal of before: what that has told of a step
-        is not told again. ids: run_id and experiment_id."""
+        is not told again. ids: run_id and experiment_id. Raises RunGone too: nothing is begun then,
+        and another run may be, in another folder."""
         try:
             begin = json.loads((self.folder / BEGIN).read_text())
         except (OSError, ValueError):
@@ -130,14 +141,17 @@ class Journal:
     def _begun(
         self, begin: Mapping[str, Any], tags: Mapping[str, str], wanted: Sequence[str]
     ) -> dict[str, float]:
-        self._answer("open", OPEN_S)  # it has imported MLflow
-        is_away = "away" in (answer := self._unless_away("open"))
+        if self._opening is None:
+            self._answer("open", OPEN_S)  # it has imported MLflow
+            self._opening = self._unless_away("open")
+        is_away = "away" in (answer := self._opening)
         order = {"start_ms": int(time.time() * 1000), **begin}
         order["experiment"] = self._orders[0]["where"]["experiment"]
         order["tags"] = {"alike": "", **begin.get("tags", {}), **tags}
         try:
             self._metrics = self._opened()
-            self._told = newest_steps(self.folder / "metrics.jsonl")
+            self.told = told_by(self.folder / "metrics.jsonl")
+            self._ms = self.told.unix_ms
             with open(self.folder / RESERVE, "wb") as reserve:
                 os.posix_fallocate(reserve.fileno(), 0, RESERVE_BYTES)
         except OSError as error:
@@ -155,6 +169,9 @@ class Journal:
             raise
         if not is_away and "away" in answer:
             self._begin_without(answer["away"])
+        if "gone" in answer:
+            self._forget()
+            raise RunGone(answer["gone"])
         (self.folder / "run.json").unlink(missing_ok=True)  # its end of then
         self.is_begun = True
         return dict(answer.get("past", {}))
@@ -167,6 +184,14 @@ class Journal:
                 for name in (BEGIN, "metrics.jsonl"):
                     (self.folder / name).unlink(missing_ok=True)
                 self.folder.rmdir()  # not where anything else is in it
+
+    def _forget(self) -> None:
+        """Of a run that was to be gone on with, and can't be."""
+        assert self._metrics is not None
+        self._metrics.close()
+        self.make_room()
+        self._metrics, self.told, self._ms = None, Told(), 0
+        self._orders.pop()
 
     def history(self) -> list[dict[str, Any]] | None:
         """Gate and metrics of the newest runs of the same `gate.of`; None where it is not known."""
@@ -185,18 +210,28 @@ class Journal:
         half.write_text(json.dumps(self._orders[1]))
         half.rename(self.folder / BEGIN)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Keep metrics of a step. Costs one short write; sent later, by the other process."""
+    def log(self, metrics: Mapping[str, float], step: int, *, again: bool = False) -> None:
+        """Keep metrics of a step. Costs one short write; sent later, by the other process. again:
+        also those that were told of this very step before this process."""
         assert self._metrics is not None, "log() before create()"
-        if self._told and step != ONCE:
-            metrics = {k: v for k, v in metrics.items() if self._told.get(k, -1) < step}
+        if self.told.steps and step != ONCE:
+            told, first = self.told.steps, step + again
+            metrics = {k: v for k, v in metrics.items() if told.get(k, -1) < first}
         if not metrics:
             return
         try:
             self._restore()
-            append(self._metrics, line_of(metrics, step, unix_ms=int(time.time() * 1000)))
+            append(self._metrics, line_of(metrics, step, unix_ms=self._now_ms()))
         except OSError as error:
             raise JournalError(self._refusal(error)) from None
+
+    def _now_ms(self) -> int:
+        """Unix time; never before what was told: of a step that is told of twice MLflow shows the
+        later one, and a clock may be set back."""
+        now_s = time.monotonic()
+        passed_ms = int((now_s - self._ms_at) * 1000)
+        self._ms, self._ms_at = max(int(time.time() * 1000), self._ms + passed_ms), now_s
+        return self._ms
 
     def make_room(self) -> None:
         """Give the run's end the room that was kept for it."""

@@ -13,6 +13,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +22,7 @@ import orjson
 
 Line = tuple[int, int, dict[str, float]]  # Unix ms, step, metrics
 Sample = tuple[str, float, int, int]  # name, value, unix ms, step
+START = "start.json"  # of a run's folder: how the run began
 TRAINING_LOCK = "training.lock"  # the same of whoever trains it
 LOCK = "sending.lock"  # of a run's folder: whoever sends it holds it
 BATCH = 10_000  # metrics: other runs wait some 0.1 s while so many are written to a database
@@ -153,15 +155,34 @@ def append(file: FileIO, line: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def newest_steps(journal: Path) -> dict[str, int]:
-    """Of each metric in it; half a line at its end, of a process that died, is cut off."""
-    newest: dict[str, int] = {}
-    whole_bytes = 0
+@dataclass(frozen=True)
+class Told:
+    """What a journal has told by now."""
+
+    steps: dict[str, int] = field(default_factory=dict)  # the newest, by metric
+    values: dict[str, float] = field(default_factory=dict)  # of that step
+    unix_ms: int = 0  # the latest
+
+    def series(self) -> dict[str, float]:
+        """The newest values of what has more than one a run."""
+        return {name: self.values[name] for name, step in self.steps.items() if step != ONCE}
+
+    def step(self) -> int:
+        return max(self.steps.values(), default=ONCE)
+
+
+def told_by(journal: Path) -> Told:
+    """All of it; half a line at its end, of a process that died, is cut off."""
+    steps: dict[str, int] = {}
+    values: dict[str, float] = {}
+    latest_ms = whole_bytes = 0
     with open(journal, "rb+") as lines:
         for batch, whole_bytes in batches(lines, 0):  # noqa: B007 (its last value is a result)
-            newest.update((name, step) for name, _, _, step in batch)
+            for name, value, unix_ms, step in batch:
+                steps[name], values[name] = step, value
+                latest_ms = max(latest_ms, unix_ms)
         lines.truncate(whole_bytes)
-    return newest
+    return Told(steps, values, latest_ms)
 
 
 def _read(line: bytes) -> Line:

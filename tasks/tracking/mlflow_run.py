@@ -26,7 +26,7 @@ from tasks.process.redaction import redacted
 from tasks.tracking import logged_model, metrics
 from tasks.tracking.environment import environment
 from tasks.tracking.journal import BEGIN, RESERVE
-from tasks.tracking.journal_lines import LOCK, ONCE, Sample, batches, series
+from tasks.tracking.journal_lines import LOCK, ONCE, START, TRAINING_LOCK, Sample, batches, series
 from tasks.tracking.mlflow_pages import run_page
 from tasks.tracking.throttle import Pace
 from tasks.tracking.where import Where
@@ -41,7 +41,7 @@ UNSENT = "unsent"  # a tag of a run of which MLflow has not got all: why, and wh
 EARLIER = "prefect.earlier_flow_runs"  # a tag: those that this run goes on with
 OURS = (
     *("sent.json", "run.json", BEGIN, LOCK, RESERVE, "model"),
-    *("start.json", "training.lock", "checkpoints"),
+    *(START, TRAINING_LOCK, "checkpoints"),
 )  # of a run's folder, what is no artifact
 
 

@@ -25,6 +25,7 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 # environment while a request reads it, which then fails.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
+import psutil  # noqa: E402
 from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it is imported)
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  # noqa: E402
@@ -36,6 +37,7 @@ from tasks.process.redaction import redact_output, redacted  # noqa: E402
 from tasks.serving import crashed_flow_runs
 from tasks.tracking import mlflow_store, orphaned_runs, send_later  # noqa: E402
 from tasks.tracking.environment import code_version  # noqa: E402
+from tasks.tracking.journal import RunGone  # noqa: E402
 from tasks.tracking.mlflow_run import Sender, State, lock, lock_patiently, telemetry  # noqa: E402
 from tasks.tracking.query_runs import history, recall  # noqa: E402
 from tasks.tracking.where import Where, where  # noqa: E402
@@ -51,6 +53,7 @@ class Session:
         self.client: MlflowClient | None = None
         self.where: Where | None = None
         self.prefect_api = ""
+        self.training: psutil.Process | None = None
         self.experiment_id = ""
         self.sender: Sender | None = None
         self.begin_order: dict[str, Any] | None = None  # until MLflow has been told of the run
@@ -67,6 +70,7 @@ class Session:
             case "open":
                 self.where = Where(**order["where"])
                 self.prefect_api = order.get("prefect_api", "")
+                self.watch(order.get("pid", 0))
                 self.answer({"to": "open"})  # MLflow is imported
                 self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
                 notes = [*mlflow_store.notes]
@@ -87,6 +91,21 @@ class Session:
                 return {"closed": True, "times": times, "registered": told}
         raise AssertionError("an unknown instruction")
 
+    def watch(self, pid: int) -> None:
+        """From now on `is_alone` knows that very process, whatever happens to its number."""
+        with suppress(psutil.NoSuchProcess):  # then the pipe has ended
+            self.training = psutil.Process(pid) if pid else None
+
+    def is_alone(self) -> bool:
+        """Whether the training's process is gone, though somebody holds its end of the pipe: what
+        was forked behind Python's back."""
+        if self.training is None:
+            return False
+        with suppress(psutil.NoSuchProcess):
+            is_there = self.training.is_running()
+            return not is_there or self.training.status() == psutil.STATUS_ZOMBIE
+        return True
+
     def begin(self, order: dict[str, Any]) -> dict[str, Any]:
         """Tell MLflow of the run. Raises what MLflow raises."""
         assert self.where is not None
@@ -97,7 +116,12 @@ class Session:
         self.held = self.held or lock_patiently(folder)
         if not order.get("late"):
             past = recall(self.client, self.experiment_id, tags["alike"], order["wanted"])
-        sender = orphaned_runs.begun(self.client, self.where, folder, order, self.experiment_id)
+        try:
+            sender = orphaned_runs.begun(self.client, self.where, folder, order, self.experiment_id)
+        except RunGone:  # another one may begin, in another folder
+            self.held.close()
+            self.held = None
+            raise
         sender.held = self.held
         sender.telemetry = telemetry(self.client, sender.state.run_id, tags)
         self.sender, self.opened_at = sender, time.monotonic()
@@ -200,6 +224,8 @@ def main() -> None:
         is_quick = session.sender is not None and not session.is_swept
         pause_s = session.where.flush_s if session.where is not None and not is_quick else 0.05
         if not select.select([0], [], [], pause_s)[0]:
+            if session.is_alone():
+                return session.end()
             session.idle()
             continue
         read = os.read(0, 1 << 16)
@@ -211,6 +237,8 @@ def main() -> None:
             to = told["do"]
             try:
                 answer = session.obey(told)
+            except RunGone as gone:
+                answer = {"gone" if to == "begin" else "error": str(gone)}
             except Exception as error:  # whatever it is, the training process has to hear of it
                 is_kept = to in ("open", "begin") and mlflow_store.may_come(error, session.where)
                 if is_kept and to == "begin":

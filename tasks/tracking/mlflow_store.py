@@ -31,7 +31,7 @@ from tasks.engine.base.file_lock import FileLock
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
 from tasks.process.redaction import redacted
 from tasks.tracking.journal import BEGIN
-from tasks.tracking.journal_lines import LOCK, TRAINING_LOCK
+from tasks.tracking.journal_lines import LOCK, START, TRAINING_LOCK
 from tasks.tracking.mlflow_pages import VIEW_TAG, view_tag
 from tasks.tracking.where import TrackingError, Where
 
@@ -260,7 +260,8 @@ def explained(error: Exception, where: Where | None) -> str:
 def sweep_journals(runs: Path, *, keep: int) -> None:
     """Remove the oldest journals whose runs were sent whole, all but `keep`; none of a training
     that may go on from a checkpoint, and none that another process has to do with."""
-    old = sorted(f.parent for f in runs.glob("*/sent.json") if _may_go(f.parent))
+    old = [f.parent for f in runs.glob("*/sent.json") if _may_go(f.parent)]
+    old.sort(key=lambda folder: (_made_at(folder), folder.name))
     for folder in old[: max(0, len(old) - keep)]:
         with (
             suppress(OSError),
@@ -270,6 +271,14 @@ def sweep_journals(runs: Path, *, keep: int) -> None:
             mine = all(lock.take(f"process {os.getpid()}, which removes it") for lock in (one, two))
             if mine and _may_go(folder):  # still
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _made_at(folder: Path) -> float:
+    """When its run was made, by its start.json; a name tells the time of a clock somewhere."""
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        start = json.loads((folder / START).read_text())
+        return float(start.get("made_at") or start.get("began_at") or 0)
+    return 0.0
 
 
 def _may_go(folder: Path) -> bool:

@@ -22,12 +22,12 @@ from mlflow.exceptions import MlflowException
 from tasks.engine.base.file_lock import is_held
 from tasks.process.redaction import redacted
 from tasks.serving import crashed_flow_runs
-from tasks.serving.crashed_flow_runs import is_alive
-from tasks.tracking.journal import BEGIN
-from tasks.tracking.journal_lines import LOCK, metrics_before
+from tasks.serving.crashed_flow_runs import lives
+from tasks.tracking.journal import BEGIN, RunGone
+from tasks.tracking.journal_lines import LOCK, START, metrics_before
 from tasks.tracking.mlflow_run import EARLIER, UNSENT, Sender, State, create, lock, reopen
 from tasks.tracking.mlflow_store import explained, open_experiment
-from tasks.tracking.where import TrackingError, Where
+from tasks.tracking.where import Where
 
 DEAD = "its process was gone"
 
@@ -44,7 +44,7 @@ def _dead(client: MlflowClient, chosen: Where, experiments: list[str]) -> Iterat
     query = f"attributes.status = 'RUNNING' and tags.host = '{host}'"
     for run in client.search_runs(experiments, query, ViewType.ALL, max_results=100):
         tags = run.data.tags
-        if is_alive(tags.get("pid", ""), tags.get("process.started_at", "")):
+        if lives(tags):
             continue
         name = tags.get("journal", "")  # anybody's text: only a folder of ours is opened
         folder = Path(chosen.runs) / name if name in _folders(chosen) else Path()
@@ -97,8 +97,8 @@ def begun(
     client: MlflowClient, chosen: Where, folder: Path, begin: dict[str, Any], experiment_id: str
 ) -> Sender:
     """The run in MLflow, of a training that begins or goes on: the one that has this journal, else
-    a new one. Raises TrackingError where it was deleted."""
-    run = client.get_run(begin["run_id"]) if "run_id" in begin else None
+    a new one. Raises RunGone where it was deleted."""
+    run = _known(client, begin["run_id"]) if "run_id" in begin else None
     if run is None and folder.name in _folders(chosen):  # whoever made it may have died then
         with suppress(ValueError):
             run = run_of(client, folder)
@@ -106,9 +106,10 @@ def begun(
         words = {name: begin[name] for name in ("name", "params", "tags", "start_ms")}
         words["data"] = begin.get("data", [])
         sender = create(client, chosen, experiment_id=experiment_id, folder=folder, **words)
+        _keep_start(folder, begin.get("start"), sender.state)
     else:
         if run.info.lifecycle_stage == "deleted":
-            raise TrackingError(f"--resume {run.info.run_id}: was deleted in MLflow; train anew")
+            raise RunGone(f"its run {run.info.run_id} was deleted in MLflow")
         state = state_of(client, run, folder)
         if begin.get("again"):  # in mid-run, with another sending process
             return Sender(client, chosen, folder, state)
@@ -117,6 +118,25 @@ def begun(
         sender.tell_data(begin.get("data", []))
     (folder / BEGIN).unlink(missing_ok=True)
     return sender
+
+
+def _keep_start(folder: Path, start: Mapping[str, Any] | None, state: State) -> None:
+    """For who looks at the folder of a run whose process has died before it wrote that itself."""
+    if start is not None and not (folder / START).exists():
+        ids = {"run_id": state.run_id, "experiment_id": state.experiment_id}
+        half = folder / f"{START}.new"
+        half.write_text(json.dumps({**start, **ids}))
+        half.rename(folder / START)
+
+
+def _known(client: MlflowClient, run_id: str) -> Run:
+    """That run. Raises RunGone where MLflow has none of that id."""
+    try:
+        return client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+    raise RunGone(f"MLflow does not know its run {run_id} any more")
 
 
 def _said(folder: Path) -> State | None:
@@ -172,7 +192,7 @@ def state_of(client: MlflowClient, run: Run, folder: Path) -> State:
 def _is_gone(tags: Mapping[str, str]) -> bool:
     """Whether the run's process was one of this host and is no more."""
     is_here = tags.get("host") == socket.gethostname()
-    return is_here and not is_alive(tags.get("pid", ""), tags.get("process.started_at", ""))
+    return is_here and not lives(tags)
 
 
 def resend(sender: Sender, *, dead: str = DEAD) -> bool:

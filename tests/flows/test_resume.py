@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -16,7 +17,8 @@ from flows.train import train
 from tasks.engine.checkpoint.kept_steps import steps
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.resume import asked_for, held, of_key
-from tasks.run_folders import Start
+from tasks.run_folders import Start, folders
+from tasks.tracking.where import TrackingError
 
 Desk = Callable[..., subprocess.Popen[str]]
 
@@ -85,6 +87,69 @@ def test_from_python_a_run_goes_on_with_its_own_settings_and_another_one_leaves_
         train(resume=run["run_id"], overrides={"optim.lr": 0.5})
     assert _query(place, "select status from runs") == [("FINISHED",)]
     assert _query(place, "select count(*) from tags where key = 'end.reason'") == [(0,)]
+
+
+KEYED = {"run": {"key": "night"}, "train": {"epochs": 60, "max_s": 0.05}}
+
+
+def _execute(place: Path, *texts: str) -> None:
+    with sqlite3.connect(place / "mlflow.db") as database:
+        for text in texts:
+            database.execute(text)
+
+
+def test_a_key_whose_run_is_gone_begins_a_new_one_and_says_why(
+    prefect_api: str, place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was refused at each start, and told to "train anew", which was what its user did."""
+    ways: dict[str, Callable[[Path], object]] = {
+        "its run .* was deleted in MLflow": lambda run: _execute(
+            place, "update runs set lifecycle_stage = 'deleted'"
+        ),
+        "MLflow does not know its run .* any more": lambda run: _execute(
+            place,
+            *(f"delete from {t}" for t in ("metrics", "latest_metrics", "params", "tags", "runs")),
+        ),
+        "no checkpoint of it is what was written .step-": lambda run: [
+            file.write_bytes(b"x") for file in (run / "checkpoints").glob("*.safetensors")
+        ],
+    }
+    train(KEYED)
+    for why, lose in ways.items():
+        old = folders(place / ".headroom" / "runs")[0]
+        lose(old)
+        with pytest.raises((ConfigError, TrackingError), match=f"^--resume {old}: {why}.*remove"):
+            train(resume="latest")
+        caplog.clear()
+        run = train(KEYED)
+        new = folders(place / ".headroom" / "runs")[0]
+        assert new != old and run["status"] == "FINISHED" and run["stopped"]
+        assert re.search(f"run.key: night begins a new run: .*{why}.*{old} is left", caplog.text)
+        assert re.search(why, run["tags"]["anew"]) and "night begins a new" in run["warnings"][0]
+        assert train(KEYED)["run_id"] == run["run_id"], "with that one it goes on"
+
+
+def test_of_two_first_starts_of_a_key_one_trains(desk: Desk, place: Path) -> None:
+    asked = ("--run.key", "night", "--train.epochs", "300")
+    both = [desk(*asked), desk(*asked)]
+    told = [process.communicate(timeout=200) for process in both]
+    assert sorted(process.returncode for process in both) == [0, 2], told
+    assert "run.key: night is being trained by process" in "".join(err for _, err in told)
+    assert _query(place, "select status from runs") == [("FINISHED",)]
+
+
+def test_a_run_that_was_done_tells_nothing_twice_when_it_is_gone_on_with(
+    prefect_api: str, place: Path
+) -> None:
+    """All curves of the validation got a point at step 0."""
+    curves = "select key, step from metrics where key like 'val/%' or key like 'train/%'"
+    speeds = "select key, step from metrics where key like 'speed/%'"
+    run = train({"train": {"epochs": 2}})
+    told = [sorted(_query(place, text)) for text in (curves, speeds)]
+    again = train(resume="latest")
+    assert [sorted(_query(place, text)) for text in (curves, speeds)] == told
+    for name in ("val/accuracy", "val/loss", "train/loss", "train/epoch"):
+        assert again["metrics"][name] == run["metrics"][name]
 
 
 def _left(runs: Path, name: str, start: Start, *, kept: bool = True) -> Path:

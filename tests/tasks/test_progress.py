@@ -36,6 +36,15 @@ class Clock:
         return self.s
 
 
+def test_one_that_goes_on_begins_at_its_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    """It said "epoch 1/200" of one that went on in the 14th."""
+    clock = Clock()
+    with Progress(4600, 200, stream=io.StringIO(), at=322, now_s=clock) as shown:
+        clock.s += 60
+        shown.still()
+    assert caplog.messages[0].startswith("epoch 14/200")
+
+
 class Terminal(io.StringIO):
     """A terminal that keeps what it was sent, and may go away or show only ASCII."""
 

@@ -1,11 +1,18 @@
-"""What a run is called that nobody gave a name."""
+"""What a run is called that nobody gave a name, and who may go on with one."""
 
 from __future__ import annotations
 
+import os
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
 import pytest
 
-from tasks.engine.settings.read_settings import resolve
-from tasks.resume import default_name
+from tasks.engine.base.file_lock import FileLock
+from tasks.engine.settings.read_settings import ConfigError, resolve
+from tasks.resume import NothingKept, default_name, held, held_key, is_key_held, stamp, taken
+from tasks.train_model import train_model
 
 
 @pytest.mark.parametrize(
@@ -27,3 +34,54 @@ def test_a_long_name_says_how_much_it_leaves_out() -> None:
     asked = {"optim.lr": "0.01", "optim.weight_decay": "0.5", "train.epochs": "3"}
     name = default_name(resolve(None, {**asked, "train.seed": "7", "train.batch_size": "16"}))
     assert name.startswith("mlp-digits lr=0.01") and name.endswith(" +2") and len(name) <= 52
+
+
+def test_of_two_first_starts_of_a_key_one_has_it(tmp_path: Path) -> None:
+    """Both trained: neither had a folder yet that the other could have seen."""
+    with held_key(tmp_path, "night"):
+        with held_key(tmp_path, "another"):
+            assert is_key_held(tmp_path, "night") and not is_key_held(tmp_path, "none of them")
+        told = f"^run.key: night is being trained by process {os.getpid()}; wait for it"
+        with pytest.raises(ConfigError, match=told):
+            held_key(tmp_path, "night")
+    assert not [*(tmp_path / "keys").iterdir()], "its file goes with it"
+    held_key(tmp_path, "night").__exit__()
+
+
+def test_a_key_is_not_had_by_a_file_that_its_last_holder_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two could have it: one by the old file, one by the new one of the same name."""
+    real, opened = FileLock.take, []
+
+    def take(lock: FileLock, text: str = "") -> bool:
+        if not opened:  # between its opening and its locking
+            opened.append(lock)
+            lock.path.unlink()
+        return real(lock, text)
+
+    monkeypatch.setattr(FileLock, "take", take)
+    with held_key(tmp_path, "night") as key:
+        assert key.lock is not opened[0] and is_key_held(tmp_path, "night")
+
+
+def test_what_was_swept_before_its_lock_was_had_is_not_gone_on_with(tmp_path: Path) -> None:
+    """It trained from step 0 in the same run, and told each point twice."""
+    with pytest.raises(NothingKept, match="its checkpoints were removed; train without --resume$"):
+        taken(tmp_path / "gone")
+    with pytest.raises(NothingKept, match="its checkpoints were removed"):
+        taken(tmp_path)
+    taken_again = held(tmp_path)  # it was given back
+    taken_again.close()
+    with pytest.raises(ConfigError, match="^--resume .*: its checkpoints were removed"):
+        train_model.fn(*[None] * 3, past=None, folder=str(tmp_path), log=None, resumes=True)
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Pacific/Kiritimati", "Pacific/Midway"])
+def test_folders_are_named_by_utc(zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a container in UTC beside a desk elsewhere, the newest run was not the last by name."""
+    with monkeypatch.context() as patch:
+        patch.setitem(os.environ, "TZ", zone)
+        time.tzset()
+        assert stamp() == datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    time.tzset()

@@ -68,6 +68,12 @@ class FileLock:
         """What its holder wrote there, or the last one."""
         return os.pread(self._file, 4096, 0).decode(errors="replace")
 
+    def is_in_place(self) -> bool:
+        """Whether its file is still the one that lies there by that name."""
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._file), os.lstat(self.path))
+        return False
+
     def close(self) -> None:
         """Give it back."""
         if self._file >= 0:

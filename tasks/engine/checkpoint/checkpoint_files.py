@@ -103,9 +103,13 @@ def put_record(
     _put(_record(folder, step), hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
 
 
-def read_about(folder: Path, step: int) -> dict[str, Any]:
-    """What a checkpoint says of itself. Raises Damaged and Newer."""
-    about: dict[str, Any] = read_record(folder, step)["about"]
+def intact_about(folder: Path, step: int) -> dict[str, Any]:
+    """What a checkpoint says of itself, which is all there as it was written. Reads each byte of
+    it. Raises Damaged and Newer."""
+    record = read_record(folder, step)
+    for name, digest in record.get("files") or [(record["tensors"], record["sha256"])]:
+        intact(folder / str(name), digest)
+    about: dict[str, Any] = record["about"]
     return about
 
 

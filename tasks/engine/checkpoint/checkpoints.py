@@ -21,7 +21,7 @@ import torch
 from tasks.engine.base.units import mebibytes
 from tasks.engine.checkpoint import checkpoint_files
 from tasks.engine.checkpoint.checkpoint_files import Checkpoint, Damaged
-from tasks.engine.checkpoint.compatibility import refuse_another
+from tasks.engine.checkpoint.compatibility import changed_code, refuse_another
 from tasks.engine.checkpoint.host_copies import HostCopies
 from tasks.engine.checkpoint.kept_steps import steps
 from tasks.engine.checkpoint.nested_state import Unkeepable, taken_apart
@@ -81,6 +81,7 @@ class Checkpoints:
         self._best_step: int | None = None
         self._failed = ""
         self._resumed: dict[str, str] = {}
+        self.warnings: tuple[str, ...] = ()  # what a person should doubt who goes on from one
         self.written = 0
         self.copy_s = 0.0  # that the training thread has spent, in sum
 
@@ -111,6 +112,9 @@ class Checkpoints:
         position = Position(**found.about["position"])
         self._saved_step, self._best_step = position.step, found.about["best_step"]
         self._resumed = {"resumed_from_step": str(position.step)}
+        if code := changed_code(found.about, self._about):
+            log.warning("%s", code)
+            self.warnings = (code,)
         if changed:
             self._resumed["resumed.changed"] = "; ".join(changed)
         log.info(

@@ -4,12 +4,20 @@ and what may differ. It refuses by name, all that differs at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tasks.engine.base.facts import DataFacts
+from tasks.engine.base.field_types import is_import
+from tasks.engine.base.import_paths import OWN, PACKAGES, is_installed
 from tasks.engine.settings.read_settings import ConfigError, hidden
 from tasks.engine.settings.run_config import RunConfig
 
@@ -21,6 +29,7 @@ MAY_DIFFER = (
     *("train.log_every", "train.compile", "train.parallel"),
 )
 MAY_DIFFER_IN = ("checkpoint", "memory", "launch", "run")
+GIT_S = 5.0  # for its answer
 
 
 def identity(config: RunConfig, data: DataFacts, *, device_type: str) -> dict[str, Any]:
@@ -33,6 +42,59 @@ def identity(config: RunConfig, data: DataFacts, *, device_type: str) -> dict[st
     }
 
 
+def code_of(config: RunConfig) -> dict[str, Any]:
+    """The same of the code that it is trained by: the user's own modules, as far as they are
+    imported by now, and the commit of the working directory; empty where that has none."""
+    files = {os.path.relpath(file): sha256(file.read_bytes()).hexdigest() for file in _own(config)}
+    return {"code": files, "commit": _commit()}
+
+
+def _own(config: RunConfig) -> Iterator[Path]:
+    """Files of modules from the working directory, and of those that an import path begins with."""
+    paths = [path for path in _texts(hidden(config).model_dump()) if is_import(path)]
+    named = {path.partition(":")[0].partition(".")[0] for path in paths}
+    here = os.getcwd() + os.sep
+    for name, module in list(sys.modules.items()) if named else ():
+        file, top = getattr(module, "__file__", None) or "", name.partition(".")[0]
+        is_own = file.endswith(".py") and top not in OWN and name != "__main__"
+        if not is_own or not (top in named or file.startswith(here)):
+            continue
+        if not set(PACKAGES) & set(Path(file).parts) and not is_installed(file):
+            with suppress(OSError):
+                if os.access(file, os.R_OK):
+                    yield Path(file)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _texts(one)
+
+
+def _commit() -> str:
+    with suppress(OSError, subprocess.TimeoutExpired):
+        asked = ["git", "rev-parse", "HEAD"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=GIT_S)
+        return done.stdout.strip() if done.returncode == 0 else ""
+    return ""
+
+
+def changed_code(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The sentence for code of the user's own that is not what it was; empty where it is, as far
+    as both know of it."""
+    before, files = was.get("code", {}), now.get("code", {})
+    other = sorted(file for file in files if before.get(file, files[file]) != files[file])
+    if not other:
+        return ""
+    have = "has" if len(other) == 1 else "have"
+    return (
+        f"{', '.join(other)} {have} changed since the checkpoint was written: the training goes on "
+        "with the code of now"
+    )
+
+
 def refuse_another(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs and may. Raises ConfigError for what must not."""
     problems, told = [], []
@@ -42,7 +104,7 @@ def refuse_another(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         else:
             problems.append(
                 f"{name}: was {before} when the checkpoint was written and is {after}; "
-                "leave it as it was, or train anew"
+                "leave it as it was, or train anew (a run.key: under another one)"
             )
     if was["data"] != now["data"]:
         problems.append(
@@ -54,6 +116,9 @@ def refuse_another(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     for what in ("device", "torch"):
         if was[what] != now[what]:
             told.append(f"{what} was {was[what]} and is {now[what]}: not the same to the last bit")
+    before, after = was.get("commit"), now.get("commit")
+    if before and after and before != after:
+        told.append(f"git.commit was {before[:12]} and is {after[:12]}")
     return told
 
 

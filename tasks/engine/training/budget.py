@@ -22,22 +22,30 @@ class Budget:
     """Asked after each step: whether this is the last one for now."""
 
     def __init__(
-        self, train: TrainConfig, asked: Asked, *, now_s: Callable[[], float] = time.time
+        self,
+        train: TrainConfig,
+        asked: Asked,
+        *,
+        passed_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = time.time,
     ) -> None:
-        """asked: what else may want an end; it is heard first. now_s: Unix time."""
-        self._asked, self._now_s = asked, now_s
-        began = now_s()
-        ends: list[tuple[float, str]] = []
+        """asked: what else may want an end; it is heard first. passed_s: seconds, whatever somebody
+        does to the clock of the host, which is now_s, Unix time."""
+        self._asked = asked
+        self._ends: list[tuple[Callable[[], float], float, str]] = []
         if train.max_s is not None:
-            ends.append((began + train.max_s, f"train.max_s: {seconds(train.max_s)} are over"))
+            why = f"train.max_s: {seconds(train.max_s)} are over"
+            self._ends.append((passed_s, passed_s() + train.max_s, why))
         if train.until is not None:
-            ends.append((ends_at(train.until, began), f"train.until: it is {train.until}"))
-        self._end_s, self._why = min(ends, default=(float("inf"), ""))
+            end_s = ends_at(train.until, now_s())
+            self._ends.append((now_s, end_s, f"train.until: it is {train.until}"))
 
     def __call__(self) -> Stop | None:
         stop = self._asked()
-        if stop is None and self._now_s() >= self._end_s:
-            return Stop(self._why)
+        if stop is None:
+            for clock, end_s, why in self._ends:
+                if clock() >= end_s:
+                    return Stop(why)
         return stop
 
 
@@ -76,9 +84,20 @@ def ends_at(until: str, now_s: float) -> float:
     """
     now = datetime.fromtimestamp(now_s)
     if len(until) > len("HH:MM"):
-        end = datetime.fromisoformat(until)
-        if end <= now:
-            raise ConfigError(f"train.until: {until} has passed (it is {now:%Y-%m-%d %H:%M})")
-        return end.timestamp()
-    end = datetime.combine(now.date(), datetime.strptime(until, "%H:%M").time())
-    return (end if end > now else end + timedelta(days=1)).timestamp()
+        clocks = [datetime.strptime(until, "%Y-%m-%d %H:%M")]
+    else:
+        time_of_day = datetime.strptime(until, "%H:%M").time()
+        clocks = [datetime.combine(now + timedelta(days=n), time_of_day) for n in range(3)]
+    ends = (end_s for clock in clocks for end_s in _unix_times(clock))
+    end_s = min((end_s for end_s in ends if end_s > now_s), default=None)
+    if end_s is None:
+        raise ConfigError(f"train.until: {until} has passed (it is {now:%Y-%m-%d %H:%M})")
+    return end_s
+
+
+def _unix_times(clock: datetime) -> list[float]:
+    """When the clock of the host shows that: twice in the hour that comes twice. One that is left
+    out in spring is there when it would have been."""
+    found = {clock.replace(fold=fold).timestamp() for fold in (0, 1)}
+    shown = [time_s for time_s in found if datetime.fromtimestamp(time_s) == clock]
+    return shown or [clock.timestamp()]

@@ -293,6 +293,7 @@ def _train(
                 config.train, is_sum=checked.adds_up, micro_rows=min(parts.micro.smallest, here)
             ),
             *((moves,) if moves else ()),
+            *checkpoints.warnings,
         ),
         classes=classes,
     )

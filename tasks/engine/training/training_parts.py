@@ -18,7 +18,7 @@ from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.base.timing import Stopwatch, phase_clock, wait
 from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoints import Checkpoints, refuse_no_room
-from tasks.engine.checkpoint.compatibility import identity
+from tasks.engine.checkpoint.compatibility import code_of, identity
 from tasks.engine.checkpoint.host_copies import HostCopies
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS
 from tasks.engine.checkpoint.training_state import RandomNumbers, Scaler, Stateful, Weights
@@ -250,7 +250,7 @@ def checkpoints_of(
         folder / CHECKPOINTS,
         config.checkpoint,
         HostCopies(device),
-        about=identity(config, data, device_type=device.type),
+        about={**identity(config, data, device_type=device.type), **code_of(config)},
         resumes=resumes,
         ranks=ranks,
         mesh=mesh_of(model),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tasks.engine.base.facts import TrainFacts
+from tasks.engine.checkpoint.compatibility import refuse_another
 from tasks.engine.checkpoint.kept_steps import steps
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
@@ -183,6 +184,42 @@ def test_at_the_end_of_an_epoch_any_loader_goes_on_to_the_same_bits(
     before = play(tmp_path / "run", sections, at=21)
     assert {**before, **play(tmp_path / "run", sections, resumes=True)} == whole
     same_to_the_bit(tmp_path / "whole", tmp_path / "run")
+
+
+MODEL = """
+from torch import nn
+from my_layers import layers
+
+def make(input_shape, outputs):
+    return nn.Sequential(nn.Flatten(), *layers(input_shape[0] * 64, outputs))
+"""
+LAYERS = """
+from torch import nn
+
+def layers(inputs, outputs):
+    return nn.Linear(inputs, 8), nn.ReLU(), nn.Linear(8, outputs)
+"""
+
+
+def test_code_that_has_changed_since_is_told_and_goes_on(tmp_path: Path, own: Any) -> None:
+    """A model of the same shapes and other code went on without a word."""
+    own("my_model", MODEL)
+    own("my_layers", LAYERS)
+    sections = {"model": {"name": "my_model:make"}}
+    play(tmp_path / "run", sections, at=9)
+    same = train(tmp_path / "run", {**sections, "train": {"max_steps": 20}}, resumes=True)
+    assert not [told for told in same.warnings if "changed" in told]
+    own("my_layers", LAYERS.replace("ReLU", "Tanh"))
+    facts = train(tmp_path / "run", sections, resumes=True)
+    told = "my_layers.py has changed since the checkpoint was written: the training goes on with"
+    assert [warning for warning in facts.warnings if warning.startswith(told)]
+
+
+def test_another_commit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    was = {"settings": {}, "data": "", "device": "cpu", "torch": "", "commit": "a" * 40}
+    now = {**was, "commit": "b" * 40}
+    assert refuse_another(was, now) == [f"git.commit was {'a' * 12} and is {'b' * 12}"]
+    assert not refuse_another(was, {**now, "commit": ""}) and not refuse_another({**was}, was)
 
 
 @pytest.mark.parametrize(

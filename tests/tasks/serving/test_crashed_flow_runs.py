@@ -45,6 +45,20 @@ class Prefect:
         return None
 
 
+def test_a_process_is_known_though_the_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever came next ended a run that lived: what Linux tells of a process's start moves with
+    the clock."""
+    me = psutil.Process()
+    tags = {"pid": str(me.pid), "process.started_at": f"{me.create_time():.2f}"}
+    tags["process.uptime_s"] = crashed_flow_runs.uptime(me)
+    real, booted = psutil.Process.create_time, psutil.boot_time()
+    monkeypatch.setattr(psutil, "boot_time", lambda: booted - 3600)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: real(process) - 3600)
+    assert crashed_flow_runs.lives(tags)
+    assert not crashed_flow_runs.lives({**tags, "process.uptime_s": ""})
+    assert not crashed_flow_runs.lives({**tags, "process.uptime_s": "1.00"})
+
+
 def test_a_flow_run_is_crashed_only_where_its_very_process_was_here_and_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -55,7 +69,7 @@ def test_a_flow_run_is_crashed_only_where_its_very_process_was_here_and_is_gone(
         "another with its pid": [f"process:{host}:{os.getpid()}:{began - 60:.2f}"],
         "on another host": ["process:elsewhere:1:1.00"],
         "of a worker": [],
-        "somebody's own": ["process", f"process:{host}:", f"process:{host}:1:2:3"],
+        "somebody's own": ["process", f"process:{host}:", f"process:{host}:1:2:3:4"],
     }
     prefect = Prefect(monkeypatch, {name: {"tags": words} for name, words in tags.items()})
     dead = ["dead", "another with its pid"]

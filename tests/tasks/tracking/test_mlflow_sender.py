@@ -57,6 +57,67 @@ def _until(what, *, timeout_s: float = 60):
     raise AssertionError("it did not happen")
 
 
+FORKS = """
+import ctypes, os, sys, time
+from pathlib import Path
+from tasks.tracking.journal import Journal
+from tasks.tracking.where import Where
+where = Where.model_validate_json(sys.argv[1])
+with Journal(where, Path(where.runs) / "one") as journal:
+    journal.open(None)
+    journal.create("one", params={}, tags={})
+    if ctypes.CDLL(None).fork() == 0:  # Python's own hooks do not hear of it
+        os.execv("/bin/sleep", ["sleep", "60"]) if len(sys.argv) > 2 else time.sleep(60)
+        os._exit(0)
+    print(journal.run_id, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fork of the C library")
+def test_a_run_whose_pipe_a_forked_process_holds_ends_with_its_own(tmp_path: Path) -> None:
+    """It said RUNNING until that one ended."""
+    where = _where(tmp_path)
+    with subprocess.Popen(
+        [PYTHON, "-c", FORKS, where.model_dump_json()],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as training:
+        assert training.stdout is not None
+        run_id = training.stdout.readline().strip()
+        try:
+            training.kill()
+            client = MlflowClient(where.tracking_uri)
+            _until(lambda: client.get_run(run_id).info.status == "KILLED", timeout_s=30)
+        finally:
+            os.killpg(training.pid, signal.SIGKILL)
+
+
+def test_the_times_of_a_journal_never_go_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that went on by a clock that had been set back, MLflow showed the old end: of the
+    same step it takes the point of the later time."""
+    where, real, wrong_s = _where(tmp_path), time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: real() + wrong_s[0])
+    with Journal(where, tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        journal.create("one", params={}, tags={})
+        journal.log({"time/total_s": 1.0}, 0)
+        wrong_s[0] = -3600
+        journal.log({"time/total_s": 2.0}, 0)
+        journal.close(_run())
+    with Journal(where, tmp_path / "runs" / "one") as again:
+        again.open(None)
+        again.reopen(journal.ids, tags={})
+        again.log({"time/total_s": 3.0}, 0)
+        again.close(_run())
+    metrics = MlflowClient(where.tracking_uri).get_run(journal.run_id).data.metrics
+    assert metrics["time/total_s"] == 3.0
+
+
 def test_a_run_is_kept_whole(tmp_path: Path) -> None:
     where = _where(tmp_path, experiment="default one")
     folder = tmp_path / "runs" / "one"
