@@ -27,6 +27,7 @@ from prefect.runtime import flow_run
 from flows.cli.from_python import training
 from tasks.detect_device import detect_device
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.flow_run import (
     describe,
     ended_as,
@@ -85,15 +86,14 @@ def train(
             batch_size=config.train.batch_size,
             seed=config.train.seed,
         )
-        check_fit(config, data)
-        check_resume(record.folder, config, device, data)
-        past = record.begin(device, data)
+        plan = make_plan(config, device, data)
+        check_fit(plan)
+        check_resume(record.folder, plan)
+        past = record.begin(plan)
         try:
             facts = record.timed(
                 train_model,
-                config,
-                device,
-                data,
+                plan,
                 past=past,
                 folder=str(record.folder),
                 log=record.log,

@@ -24,6 +24,7 @@ from tasks.engine.files.source_data import DataError
 from tasks.engine.models import predictor
 from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.settings.run_config import ModelConfig, OptimConfig, RunConfig, TrainConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 
 COUNT = np.arange(100, dtype=np.uint16)
@@ -398,7 +399,7 @@ def test_a_transformer_learns_the_default_text_and_the_saved_one_goes_on_with_it
     )
     facts = _prepared(config.data)
     done = trainer.train(
-        config, detect("cpu"), facts, folder=tmp_path, log=lambda metrics, step: None
+        make_plan(config, detect("cpu"), facts), folder=tmp_path, log=lambda metrics, step: None
     )
     known = np.bincount(np.frombuffer(text, np.uint8)) / len(text)
     by_frequency_alone = math.exp(-(known[known > 0] * np.log(known[known > 0])).sum())
