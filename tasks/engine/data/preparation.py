@@ -115,10 +115,10 @@ def prepare(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> DataFac
 
 def load(facts: DataFacts) -> Arrays:
     """The prepared arrays, mapped; raises DataError where they are no longer there."""
-    parts, test_parts = PARTS, TEST_PARTS
+    names = [*PARTS, *(TEST_PARTS if facts.test_rows else ())]
     if facts.task == "tokens":
-        parts, test_parts = token_windows.TOKEN_PARTS, token_windows.TOKEN_TEST_PARTS
-    names = parts + (test_parts if facts.test_rows else ())
+        test_parts = token_windows.TOKEN_TEST_PARTS if facts.test_rows else ()
+        names = [*token_windows.TOKEN_PARTS, *test_parts]
     try:
         parts = [
             np.load(Path(facts.folder, name), mmap_mode="r", allow_pickle=False) for name in names

@@ -89,7 +89,7 @@ def test_no_token_is_in_both_parts_and_few_in_none(
         patch.setattr(token_windows, "BLOCK_TOKENS", block)
         draft = token_windows.draft(text, config)
         draft.write(folder)
-    texts = [np.load(folder / name) for name in token_windows.PARTS]
+    texts = [np.load(folder / name) for name in token_windows.TOKEN_PARTS]
     assert sum(text.nbytes for text in texts) == draft.needed_bytes
     train, val = (
         np.concatenate([x, y[:, -1:]], 1)
@@ -235,7 +235,7 @@ def test_the_settings_of_tokens_make_no_other_table(tmp_path):
     assert preparation.prepare(config) == replace(first, reused=True)
 
 
-@pytest.mark.parametrize("part", [*token_windows.PARTS, "manifest.json"])
+@pytest.mark.parametrize("part", [*token_windows.TOKEN_PARTS, "manifest.json"])
 def test_damaged_rows_of_tokens_are_noticed_and_prepared_anew(tmp_path, caplog, part):
     config = _config(tmp_path, _npy(COUNT))
     first = _prepared(config)
