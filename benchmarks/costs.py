@@ -28,8 +28,8 @@ from benchmarks.trial import Trial, ready
 from tasks.engine.device.detection import detect
 from tasks.engine.memory.memory_meter import Meter
 from tasks.engine.settings.read_settings import override
-from tasks.engine.step.optimizer_step import Watched
-from tasks.engine.step.phases import Phases
+from tasks.engine.step.phases import Phases, Watched
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 
 PAIRS = 50
@@ -213,7 +213,9 @@ def _turns(
         began = perf_counter()
 
     with switched.around():
-        trainer.train(config, trial.device, trial.data, folder=scratch / "model", log=log)
+        trainer.train(
+            make_plan(config, trial.device, trial.data), folder=scratch / "model", log=log
+        )
     return [sum(spans) / len(spans) / trial.steps for spans in found]
 
 

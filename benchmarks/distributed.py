@@ -28,6 +28,7 @@ from tasks.engine.launch.processes import processes_of
 from tasks.engine.launch.rank import Job
 from tasks.engine.settings.launch_config import LaunchConfig
 from tasks.engine.settings.read_settings import from_mapping
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 from tasks.engine.training.similar_runs import Past
 
@@ -136,7 +137,7 @@ def _train(sections: dict[str, Any], processes: int, device: str) -> dict[str, f
     with tempfile.TemporaryDirectory() as name:
         facts, folder = detect(device), Path(name)
         if processes == 1:
-            trained = trainer.train(config, facts, data, folder=folder, log=log)
+            trained = trainer.train(make_plan(config, facts, data), folder=folder, log=log)
         else:
             job = Job(config, data, Past(), folder, resumes=False)
             trained = agent.train(job, facts, processes=processes, restarts=0, log=log)

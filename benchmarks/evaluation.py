@@ -22,6 +22,7 @@ from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.scores import figures
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 
 WORKLOADS: dict[str, dict[str, Any]] = {
@@ -71,7 +72,9 @@ def _epoch(config: RunConfig, folder: Path, *, figured: bool) -> tuple[float, fl
     none: dict[str, Any] = dict.fromkeys(("of_classes", "of_amounts"), lambda *_: {})
     with nullcontext() if figured else patch.multiple(figures, **none):
         facts = trainer.train(
-            config, detect("cpu"), prepare(config.data), folder=folder, log=lambda *_: None
+            make_plan(config, detect("cpu"), prepare(config.data)),
+            folder=folder,
+            log=lambda *_: None,
         )
     took = facts.metrics
     steps_s = facts.steps / took["speed/steps_per_s"]

@@ -26,6 +26,7 @@ from tasks.engine.memory.leaks import baseline, release
 from tasks.engine.memory.memory_meter import MIB
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import choose_step
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training.trainer import train
 
 STEPS = 130  # after which a graph was tried
@@ -118,8 +119,8 @@ def _row(model: str, config: RunConfig, folder: Path) -> tuple[str, dict[str, fl
     epochs = math.ceil(STEPS / a_whole) if config.train.compile == "auto" else 1
     config = config.model_copy(update={"train": config.train.model_copy(update={"epochs": epochs})})
     before = baseline(device.name)
-    told = forecast(config, data, device)
-    facts = train(config, device, data, folder=folder, log=lambda metrics, step: None)
+    told = forecast(make_plan(config, device, data))
+    facts = train(make_plan(config, device, data), folder=folder, log=lambda metrics, step: None)
     release(device.name, baseline_bytes=before.bytes)
     told = told.graphed if told.graphed is not None else told
     assert told.reserved_bytes is not None

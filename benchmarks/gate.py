@@ -24,6 +24,7 @@ from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.settings.read_settings import from_mapping
 from tasks.engine.settings.run_config import GateConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 from tasks.gate import FIGURES, GATES, REFERENCE, SIGMA, SPEEDS, WAITED, judged
 
@@ -73,7 +74,9 @@ def _train(name: str, file: Path) -> None:
     data = prepare(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
     with tempfile.TemporaryDirectory() as folder, file.open("a") as kept:
         facts = trainer.train(
-            config, detect("cpu"), data, folder=Path(folder), log=lambda metrics, step: None
+            make_plan(config, detect("cpu"), data),
+            folder=Path(folder),
+            log=lambda metrics, step: None,
         )
         kept.write(json.dumps([name, {**facts.metrics, "memory/leaked_mib": 0.0}]) + "\n")
     os._exit(0)

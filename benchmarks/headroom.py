@@ -15,6 +15,7 @@ from time import perf_counter
 
 from benchmarks.trial import Reading, Trial
 from tasks.engine.base.facts import TrainFacts
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 from tasks.engine.training.step_metrics import Log
 from tasks.tracking.journal import Journal
@@ -90,7 +91,7 @@ def timed(trial: Trial, tracker: Tracker, folder: Path) -> Timed:
             at.append(now)
         tracker.log(metrics, step)
 
-    facts = trainer.train(trial.config, trial.device, trial.data, folder=folder, log=log)
+    facts = trainer.train(make_plan(trial.config, trial.device, trial.data), folder=folder, log=log)
     tracker.settle()
     began, ended = at
     return Timed(ended - began, facts)

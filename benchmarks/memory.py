@@ -28,6 +28,7 @@ from tasks.engine.forecast.forecast import forecast
 from tasks.engine.memory.allocation_log import MIB
 from tasks.engine.settings.read_settings import override
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 
 FORECAST_BARS_PCT = {"cpu": 10.0, "cuda": 15.0}
@@ -81,7 +82,7 @@ def _forecasts(device: DeviceFacts, scratch: Path) -> Iterator[str]:
                 },
                 scratch,
             )
-            told_mib = forecast(config, prepare(config.data), device).peak_bytes / MIB
+            told_mib = forecast(make_plan(config, device, prepare(config.data))).peak_bytes / MIB
             mib = _trained(_counted(config, device), device, scratch).facts.metrics[PEAK]
             error = 100 * (told_mib / mib - 1)
             yield f"| {name} | {batch_size} | {told_mib:.2f} | {mib:.2f} | {error:+.1f} % |"
@@ -139,7 +140,7 @@ def _trained(config: RunConfig, device: DeviceFacts, scratch: Path) -> Trained:
     data = prepare(config.data)
     began = perf_counter()
     facts = trainer.train(
-        config, device, data, folder=scratch / "model", log=lambda metrics, step: None
+        make_plan(config, device, data), folder=scratch / "model", log=lambda metrics, step: None
     )
     return Trained(perf_counter() - began, facts)
 

@@ -29,6 +29,7 @@ from benchmarks.conditions import publish
 from tasks.engine.data.preparation import load, prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training.trainer import train
 
 SPLITS = 3
@@ -187,7 +188,9 @@ def _config(folder: Path, task: str, seed: int, **more: str) -> RunConfig:
 
 def _learned(config: RunConfig, folder: Path) -> dict[str, float]:
     log = lambda metrics, step: None  # noqa: E731
-    return train(config, detect("auto"), prepare(config.data), folder=folder, log=log).metrics
+    return train(
+        make_plan(config, detect("auto"), prepare(config.data)), folder=folder, log=log
+    ).metrics
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from benchmarks.turns import in_turns
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 from tasks.tracking.journal import Journal
 
@@ -114,7 +115,7 @@ def _steps(epochs: int, scratch: Path) -> Costs:
     )
     data = prepare(config.data)
     began = perf_counter()
-    trainer.train(config, detect(), data, folder=scratch, log=NO_TRACKER.log)
+    trainer.train(make_plan(config, detect(), data), folder=scratch, log=NO_TRACKER.log)
     return {"training": perf_counter() - began}
 
 

@@ -28,6 +28,7 @@ from tasks.engine.device.precision import autocast
 from tasks.engine.models import builtin
 from tasks.engine.settings.read_settings import override
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import Plan, make_plan
 from tasks.engine.training import check_training
 
 T = TypeVar("T")
@@ -70,9 +71,13 @@ class Trial:
         return {"lr": self.config.optim.lr, "weight_decay": self.config.optim.weight_decay}
 
     @property
+    def plan(self) -> Plan:
+        return make_plan(self.config, self.device, self.data)
+
+    @property
     def work(self) -> int:
         """Multiply-adds of the forward pass of one batch."""
-        return self.config.train.batch_size * check_training.check(self.config, self.data).work
+        return self.config.train.batch_size * check_training.check(self.plan).work
 
     def autocast(self) -> Callable[[], AbstractContextManager[object]]:
         return autocast(self.precision, self.target)

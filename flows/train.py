@@ -28,6 +28,7 @@ from prefect.runtime import flow_run
 from flows.cli.from_python import training
 from tasks.detect_device import detect_device
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.flow_run import (
     describe,
     ended_as,
@@ -86,15 +87,14 @@ def train(
             batch_size=config.train.batch_size,
             seed=config.train.seed,
         )
-        check_fit(config, data)
-        record.check_resume(device, data)
-        past = record.begin(device, data)
+        plan = make_plan(config, device, data)
+        check_fit(plan)
+        record.check_resume(plan)
+        past = record.begin(plan)
         try:
             facts = record.timed(
                 train_model,
-                config,
-                device,
-                data,
+                plan,
                 past=past,
                 folder=str(record.folder),
                 log=record.log,

@@ -15,7 +15,6 @@ from tasks.engine.device.memory_limit import room_bytes
 from tasks.engine.forecast.admission import free_bytes
 from tasks.engine.forecast.forecast import Forecast, forecast, largest_micro_batch
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.training.similar_runs import alike
 from tasks.preflight import looked_at
 from tasks.tracking.past_runs import measured
 from tasks.tracking.where import where
@@ -69,17 +68,17 @@ class Foreseen:
 def forecast_memory(config: RunConfig) -> Foreseen:
     """The memory of this training. Raises what a training with these settings is refused by."""
     device = detect(config.device.name, require=config.device.require)
-    data = looked_at(config, device)
+    plan = looked_at(config, device)
     free = device.free_bytes if device.kind == "cpu" else free_bytes(device)
-    room = room_bytes(config, free)
+    room = room_bytes(config.memory.limit_mib, free)
     place = where()
     place = place.model_copy(update={"experiment": config.run.experiment or place.experiment})
-    past = measured(place, alike(config, device, data), [PEAK])
+    past = measured(place, plan.comparable, [PEAK])
     return Foreseen(
         device=device,
-        told=forecast(config, data, device),
+        told=forecast(plan),
         room_bytes=room,
-        largest=largest_micro_batch(config, data, device, room),
+        largest=largest_micro_batch(plan, room),
         past_mib=past.get(PEAK),
     )
 

@@ -17,6 +17,7 @@ from tasks.engine.forecast.forecast import forecast, largest_micro_batch
 from tasks.engine.settings.import_path_checks import check as check_imports
 from tasks.engine.settings.read_settings import ConfigError, override
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import check_training
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def forecast_on(config: RunConfig, asked: dict[str, float]) -> list[Elsewhere]:
     check(config.data)
     here = detect("cpu")
     data = prepare(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
-    check_training.check(config, data)
+    check_training.check(make_plan(config, here, data))
     return [_on(config, data, here, name, size) for name, size in asked.items()]
 
 
@@ -98,7 +99,8 @@ def _on(
     whole = override(config, {"train.accumulate": 1})
 
     def needed(rows: int) -> int:
-        return forecast(override(whole, {"train.batch_size": rows}), data, device).needed_bytes
+        larger = override(whole, {"train.batch_size": rows})
+        return forecast(make_plan(larger, device, data)).needed_bytes
 
     asked, largest = config.train.batch_size, None
     first = takes = needed(asked)
@@ -109,7 +111,9 @@ def _on(
         largest = rows
         if 2 * rows > data.train_rows:
             break
-    micro = largest_micro_batch(whole, data, device, room) if largest is None else largest
+    micro = largest
+    if micro is None:
+        micro = largest_micro_batch(make_plan(whole, device, data), room)
     return Elsewhere(name, room / MIB, first / MIB, micro, largest)
 
 

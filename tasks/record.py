@@ -20,7 +20,7 @@ from uuid import uuid4
 from tasks import device_slots, serve
 from tasks import resume as earlier
 from tasks.device_tags import device_json, device_tags
-from tasks.engine.base.facts import DataFacts, DeviceFacts, Owner, ReleaseFacts, TrainFacts
+from tasks.engine.base.facts import DataFacts, Owner, ReleaseFacts, TrainFacts
 from tasks.engine.base.file_lock import FileLock
 from tasks.engine.base.timing import Stopwatch
 from tasks.engine.base.units import printable
@@ -30,9 +30,9 @@ from tasks.engine.settings import unused_settings
 from tasks.engine.settings.read_settings import hidden
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.yaml_file import to_yaml
-from tasks.engine.step.build import epochs_of, steps_of
+from tasks.engine.step.plan import Plan
 from tasks.engine.training.oom_files import OutOfMemory
-from tasks.engine.training.similar_runs import WANTED, Past, alike
+from tasks.engine.training.similar_runs import WANTED, Past
 from tasks.failures import Failure, classify
 from tasks.gate import compared, same
 from tasks.live_runs import Announcement
@@ -154,12 +154,12 @@ class Record:
             self._anew = str(nothing)
             return None, None
 
-    def check_resume(self, device: DeviceFacts, data: DataFacts) -> None:
+    def check_resume(self, plan: Plan) -> None:
         """Refuse to go on as another training. Where nothing is left to go on from, a key begins
         a new run. Raises ConfigError."""
         if self.resumes:
             try:
-                earlier.check_resume(self.folder, self.config, device, data)
+                earlier.check_resume(self.folder, plan)
             except earlier.NothingKept as nothing:
                 self._begin_anew(nothing)
 
@@ -191,15 +191,16 @@ class Record:
         finally:
             self._stages[f"time/{name}_s"] = time.perf_counter() - began
 
-    def begin(self, device: DeviceFacts, data: DataFacts) -> Past:
-        """Open the run in MLflow; what runs alike have measured. Raises TrackingError where that
-        can't be done."""
+    def begin(self, plan: Plan) -> Past:
+        """Open the run in MLflow; return what runs alike have measured. Raises TrackingError where
+        that can't be done."""
+        device, data = plan.device, plan.data
         self._tags = {
             **device_tags(device),
             **self._flow_run,
             **({"data.fingerprint": data.fingerprint} if data.fingerprint else {}),
             **({"data.notes": "; ".join(data.notes)} if data.notes else {}),
-            "alike": alike(self.config, device, data),
+            "alike": plan.comparable,
             "gate.of": same(self.config, device, data),
             **earlier.retry_tags(self._follows, device, self.config.run, is_new=not self.resumes),
         }
@@ -209,11 +210,12 @@ class Record:
         if measured is None:
             measured = self._created(data)
         assert self._start is not None
-        steps, epochs = steps_of(self.config, data), epochs_of(self.config, data)
-        self._start = replace(self._start, steps=steps, epochs=epochs)
+        self._start = replace(self._start, steps=plan.steps, epochs=plan.epochs)
         self._start = self._start.following(self._follows, on=device.kind)
         self._start.write(self.folder)
-        self._live.tell(run_id=self._start.run_id, device=device.name, steps=steps, epochs=epochs)
+        self._live.tell(
+            run_id=self._start.run_id, device=device.name, steps=plan.steps, epochs=plan.epochs
+        )
         if self.leases.is_held:
             self._held.enter_context(device_slots.shown(device.uuid or device.name))
         if self.leases.waited_s > 1:
@@ -222,7 +224,7 @@ class Record:
         self._write("config.yaml", redacted(to_yaml(hidden(self.config).model_dump())))
         self._write("device.json", device_json(device))
         at = next(iter(kept_steps(self.folder / CHECKPOINTS)), 0) if self.resumes else 0
-        self._progress = self._screen.enter_context(Progress(steps, epochs, at=at))
+        self._progress = self._screen.enter_context(Progress(plan.steps, plan.epochs, at=at))
         return Past(measured)
 
     def _reopened(self) -> dict[str, float] | None:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 
-from tasks.engine.base.facts import DataFacts, DeviceFacts
+from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.engine.base.units import printable, seconds
 from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer, intact_about
@@ -24,7 +24,7 @@ from tasks.engine.device.detection import NotNow
 from tasks.engine.settings import unused_settings
 from tasks.engine.settings.read_settings import ConfigError, resolve
 from tasks.engine.settings.run_config import RunConfig, RunSettings
-from tasks.engine.step.build import settled
+from tasks.engine.step.plan import Plan
 from tasks.engine.training.budget import ends_at
 from tasks.failures import Failure
 from tasks.process import restart
@@ -172,15 +172,12 @@ def taken(folder: Path) -> FileLock:
     raise NothingKept(f"--resume {folder}: its checkpoints were removed; train without --resume")
 
 
-def check_resume(folder: Path, config: RunConfig, device: DeviceFacts, data: DataFacts) -> None:
+def check_resume(folder: Path, plan: Plan) -> None:
     """Refuse to go on with the run of this folder as another training, before it is opened again.
 
     Raises ConfigError, and NothingKept where none of its checkpoints is what was written.
     """
-    kept = folder / CHECKPOINTS
-    device_type = device.name.partition(":")[0]
-    now = identity(settled(config, data), data, device_type=device_type)
-    damage = []
+    kept, now, damage = folder / CHECKPOINTS, identity(plan), []
     for step in steps(kept):
         try:
             refuse_another(intact_about(kept, step), now)

@@ -11,14 +11,14 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tasks.engine.base.facts import DataFacts, DeviceFacts, TrainFacts
+from tasks.engine.base.facts import TrainFacts
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
 from tasks.engine.distributed.ranks import asked as ranks_asked
 from tasks.engine.launch import agent
 from tasks.engine.launch.processes import processes_of
 from tasks.engine.launch.rank import Job, train_together
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import Plan
 from tasks.engine.training import trainer
 from tasks.engine.training.loop import Stop
 from tasks.engine.training.similar_runs import Past
@@ -28,16 +28,14 @@ from tasks.process.redaction import redacted_errors
 
 @task(cache_policy=NO_CACHE)
 def train_model(
-    config: RunConfig,
-    device: DeviceFacts,
-    data: DataFacts,
+    plan: Plan,
     *,
     past: Past,
     folder: str,
     log: Callable[[dict[str, float], int], None],
     resumes: bool = False,
 ) -> TrainFacts:
-    """Train on `device`; the model, its checkpoints, and what memory has to tell, are left in
+    """Train as planned; the model, its checkpoints, and what memory has to tell, are left in
     `folder`. resumes: from the newest checkpoint there. A signal that ends it leaves one."""
     if resumes and not steps(Path(folder) / CHECKPOINTS):
         # From the start, in the same run, each point would be told twice.
@@ -53,10 +51,10 @@ def train_model(
                 return None
             return Stop("", ends=number != signal.SIGUSR1, act=signals.deliver)
 
-        ranks = ranks_asked()
+        ranks, config, device = ranks_asked(), plan.settings, plan.device
         processes = processes_of(config.launch, device)
         if processes > 1:
-            job = Job(config, data, past, Path(folder), resumes)
+            job = Job(config, plan.data, past, Path(folder), resumes)
             if not ranks.is_alone:  # it was started as one of them
                 return train_together(job, device, ranks, log=log, asked=asked, is_flow=True)
             return agent.train(
@@ -68,9 +66,7 @@ def train_model(
                 asked=asked,
             )
         return trainer.train(
-            config,
-            device,
-            data,
+            plan,
             past=past,
             folder=Path(folder),
             log=log,

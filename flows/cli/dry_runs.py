@@ -33,15 +33,14 @@ def forecast(asked: Namespace) -> int:
     """Print the memory that it would take."""
     from rich.console import Console
 
-    from tasks import forecast_other_gpus
     from tasks.forecast_memory import forecast_memory
+    from tasks.forecast_other_gpus import forecast_on, sizes, table
     from tasks.preflight import BAD_INPUT
 
     try:
         if asked.elsewhere is not None:
-            sizes = forecast_other_gpus.sizes(asked.elsewhere)
-            found = forecast_other_gpus.forecast_on(asked.config, sizes)
-            Console().print(forecast_other_gpus.table(found, asked.config))
+            found = forecast_on(asked.config, sizes(asked.elsewhere))
+            Console().print(table(found, asked.config))
             return 0 if any(one.fits for one in found) else 2
         foreseen = forecast_memory(asked.config)
     except BAD_INPUT as error:

@@ -20,6 +20,7 @@ from flows.cli.flags import parse
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.files.source_data import DataError
+from tasks.engine.step.plan import make_plan
 from tasks.preflight import BAD_INPUT, check_fit, resolved
 
 TABLE = "x,label\n" + "1,0\n2,1\n3,0\n4,1\n"
@@ -376,8 +377,8 @@ def _words(row: Row) -> list[str]:
 def _check(words: list[str]) -> None:
     """All that stands before a run, in the order of the command and its flow."""
     config = resolved(parse(words).config, None)
-    detect(config.device.name, require=config.device.require)
-    check_fit(config, prepare(config.data))
+    device = detect(config.device.name, require=config.device.require)
+    check_fit(make_plan(config, device, prepare(config.data)))
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from tasks.engine.memory import leaks
 from tasks.engine.memory.memory_by_owner import BEST, OWNERS
 from tasks.engine.settings import unused_settings
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 from tasks.tracking.where import where
 from tests.conftest import ROOT
@@ -258,7 +259,9 @@ def test_a_hundred_trainings_of_which_half_fail_leave_nothing(
             }
         )
         try:
-            trainer.train(config, device, data, folder=tmp_path, log=lambda metrics, step: None)
+            trainer.train(
+                make_plan(config, device, data), folder=tmp_path, log=lambda metrics, step: None
+            )
         except (Exception, KeyboardInterrupt) as error:
             assert way, error
             failed[f"{way}: {type(error).__name__}"] = failed.get(way, 0) + 1

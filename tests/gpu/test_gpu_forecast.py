@@ -12,6 +12,7 @@ from tasks.engine.memory.leaks import baseline, release
 from tasks.engine.memory.memory_meter import MIB
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import choose_step
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training.trainer import train
 
 if not torch.cuda.is_available() or torch.version.hip:
@@ -58,9 +59,9 @@ def test_a_forecast_is_within_5_percent_of_what_is_held_and_10_of_what_is_reserv
     config = config.model_copy(update={"optim": config.optim.model_copy(update={"name": optim})})
     data = prepare(config.data)
     before = baseline(device.name)
-    told = forecast(config, data, device)
+    told = forecast(make_plan(config, device, data))
     assert torch.cuda.memory_allocated() <= before.bytes + 512  # what wakes autograd up
-    facts = train(config, device, data, folder=tmp_path, log=lambda metrics, step: None)
+    facts = train(make_plan(config, device, data), folder=tmp_path, log=lambda metrics, step: None)
     release(device.name, baseline_bytes=before.bytes)
     _compare(told, facts.metrics, before)
 
@@ -73,9 +74,9 @@ def test_a_recorded_step_is_part_of_the_forecast(
     config = _config("mlp", tmp_path, precision="fp32", compile="auto", epochs=50)
     device, data = detect("cuda"), prepare(config.data)
     before = baseline(device.name)
-    told = forecast(config, data, device).graphed
+    told = forecast(make_plan(config, device, data)).graphed
     assert told is not None
-    facts = train(config, device, data, folder=tmp_path, log=lambda metrics, step: None)
+    facts = train(make_plan(config, device, data), folder=tmp_path, log=lambda metrics, step: None)
     release(device.name, baseline_bytes=before.bytes)
     _compare(told, facts.metrics, before)
 
@@ -84,13 +85,13 @@ def test_a_limit_that_just_holds_what_is_needed_is_kept_without_running_out(tmp_
     """44 MiB were admitted under a limit that counts segments, and failed 11 times."""
     config = _config("mlp", tmp_path, precision="fp32", epochs=2)
     device, data = detect("cuda"), prepare(config.data)
-    needed_bytes = forecast(config, data, device).needed_bytes
+    needed_bytes = forecast(make_plan(config, device, data)).needed_bytes
     before = baseline(device.name)
     # The limit is the whole process's, what it holds from before included.
     limit_mib = (needed_bytes + (before.taken.reserved or 0)) / MIB
     memory = config.memory.model_copy(update={"limit_mib": limit_mib})
     config = config.model_copy(update={"memory": memory})
-    facts = train(config, device, data, folder=tmp_path, log=lambda metrics, step: None)
+    facts = train(make_plan(config, device, data), folder=tmp_path, log=lambda metrics, step: None)
     release(device.name, baseline_bytes=before.bytes)
     assert facts.metrics["memory/run_peak_reserved_mib"] <= limit_mib
     assert facts.metrics["memory/ooms_recovered"] == 0

@@ -16,7 +16,9 @@ from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import optim
 from tasks.engine.step.cuda_graph import GraphedStep, GraphError, own_stream
 from tasks.engine.step.micro_batches import Fixed
-from tasks.engine.step.optimizer_step import Step, Watched
+from tasks.engine.step.optimizer_step import Step
+from tasks.engine.step.phases import Watched
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import shared_model, trainer
 from tests.gpu.test_gpu_recovery import _Short
 
@@ -38,9 +40,7 @@ def _train(tmp_path: Path, **train):
     )
     logged: list[dict[str, float]] = []
     facts = trainer.train(
-        config,
-        detect("cuda"),
-        prepare(config.data),
+        make_plan(config, detect("cuda"), prepare(config.data)),
         folder=tmp_path,
         log=lambda metrics, step: logged.append(metrics),
     )

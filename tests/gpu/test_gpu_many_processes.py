@@ -14,6 +14,7 @@ from tasks.engine.launch.processes import processes_of
 from tasks.engine.launch.rank import Job
 from tasks.engine.settings.launch_config import LaunchConfig
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 from tasks.engine.training.similar_runs import Past
 
@@ -41,7 +42,7 @@ def _train(folder: Path, processes: int, **train: Any) -> tuple[TrainFacts, dict
         losses.update({step: metrics["train/loss"]} if "train/loss" in metrics else {})
 
     if processes == 1:
-        return trainer.train(config, device, data, folder=folder, log=log), losses
+        return trainer.train(make_plan(config, device, data), folder=folder, log=log), losses
     job = Job(config, data, Past(), folder, resumes=False)
     return agent.train(job, device, processes=processes, restarts=0, log=log), losses
 

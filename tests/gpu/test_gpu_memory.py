@@ -16,6 +16,7 @@ from tasks.engine.memory.leaks import baseline, release
 from tasks.engine.memory.memory_meter import MIB, Meter, allocated_bytes, clear_frames, is_oom
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.choose_step import CompileError
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training.trainer import train
 
 if not torch.cuda.is_available():
@@ -196,4 +197,8 @@ def _train_compiled():
     config = RunConfig.model_validate({"train": {"epochs": 1, "compile": "default"}})
     with tempfile.TemporaryDirectory() as folder:
         data = prepare(config.data.model_copy(update={"cache": f"{folder}/data"}))
-        train(config, detect("cuda"), data, folder=Path(folder), log=lambda metrics, step: None)
+        train(
+            make_plan(config, detect("cuda"), data),
+            folder=Path(folder),
+            log=lambda metrics, step: None,
+        )

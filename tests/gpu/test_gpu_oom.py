@@ -19,6 +19,7 @@ from tasks.engine.memory.oom_report import explain
 from tasks.engine.settings.read_settings import override
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.micro_batches import MemoryExhausted, MicroBatches
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 
 if not torch.cuda.is_available():
@@ -212,9 +213,7 @@ def _trained(tmp_path, **more):
     )
     config = override(config, more)
     facts = trainer.train(
-        config,
-        detect("cuda"),
-        prepare(config.data),
+        make_plan(config, detect("cuda"), prepare(config.data)),
         folder=tmp_path,
         log=lambda metrics, step: None,
     )

@@ -18,6 +18,7 @@ from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.models import predictor
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer, training_batches
 
 pytestmark = pytest.mark.gpu
@@ -163,7 +164,7 @@ def _trained(
 
     train = config.train
     data = prepare(config.data, batch_size=train.batch_size, seed=train.seed)
-    return trainer.train(config, detect(device), data, folder=folder, log=log), learnt
+    return trainer.train(make_plan(config, detect(device), data), folder=folder, log=log), learnt
 
 
 LINEAR = """

@@ -22,6 +22,7 @@ from tasks.engine.memory import leaks
 from tasks.engine.memory.memory_meter import MIB, Meter
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import optim
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import shared_model, trainer
 from tasks.engine.training.oom_files import OutOfMemory
 
@@ -82,9 +83,7 @@ def _train(folder: Path, **sections: dict[str, Any]) -> TrainFacts:
         {**given, **sections, "train": {**train, **sections.get("train", {})}}
     )
     return trainer.train(
-        config,
-        detect("cuda"),
-        prepare(config.data),
+        make_plan(config, detect("cuda"), prepare(config.data)),
         folder=folder,
         log=lambda metrics, step: None,
     )

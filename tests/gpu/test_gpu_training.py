@@ -15,6 +15,7 @@ from tasks.engine.memory.memory_meter import MIB
 from tasks.engine.models import predictor
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 from tasks.engine.training.step_metrics import Diverged
 
@@ -61,9 +62,7 @@ def _train(tmp_path: Path, **sections):
     logged: list[dict[str, float]] = []
     device, data = detect("cuda"), prepare(config.data)
     facts = trainer.train(
-        config,
-        device,
-        data,
+        make_plan(config, device, data),
         folder=tmp_path,
         log=lambda metrics, step: logged.append(metrics),
     )
@@ -231,4 +230,6 @@ def test_a_row_that_is_no_number_is_named_though_the_host_is_ahead_of_it(own, tm
     data, device = prepare(config.data, batch_size=16), detect("cuda")
     said = r"^data.source: the loss became nan at step 3 .*inputs\['b'\]\[0\] holds .* in row 6 of"
     with pytest.raises(Diverged, match=said):
-        trainer.train(config, device, data, folder=tmp_path / "run", log=lambda m, s: None)
+        trainer.train(
+            make_plan(config, device, data), folder=tmp_path / "run", log=lambda m, s: None
+        )

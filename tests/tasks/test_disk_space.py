@@ -7,7 +7,9 @@ import pytest
 
 from tasks import disk_space
 from tasks.engine.data.preparation import prepare
+from tasks.engine.device.detection import detect
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.preflight import check_fit
 from tasks.tracking.where import TrackingError, Where
 
@@ -62,10 +64,10 @@ def test_a_run_is_refused_before_it_is_trained(tmp_path: Path, monkeypatch) -> N
     config = RunConfig.model_validate({"data": {"cache": str(tmp_path)}})
     data = prepare(config.data)
     monkeypatch.chdir(tmp_path)
-    check_fit(config, data)
+    check_fit(make_plan(config, detect("cpu"), data))
     monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: SimpleNamespace(free=MIB))
     with pytest.raises(TrackingError, match=r"has 1.00 MiB free, and the run may need 4\.\d+ MiB"):
-        check_fit(config, data)
+        check_fit(make_plan(config, detect("cpu"), data))
 
 
 def test_many_epochs_that_patience_will_cut_short_need_no_room(tmp_path: Path, monkeypatch) -> None:
@@ -74,9 +76,10 @@ def test_many_epochs_that_patience_will_cut_short_need_no_room(tmp_path: Path, m
     data = prepare(config.data)
     monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30))
     with pytest.raises(TrackingError, match="may need 30.* GiB"):
-        check_fit(config, data)
+        check_fit(make_plan(config, detect("cpu"), data))
     train["patience"] = 5
-    check_fit(RunConfig.model_validate({**config.model_dump(), "train": train}), data)
+    patient = RunConfig.model_validate({**config.model_dump(), "train": train})
+    check_fit(make_plan(patient, detect("cpu"), data))
 
 
 def test_artifacts_that_cannot_be_written_are_told_before_the_training(

@@ -10,6 +10,7 @@ from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.forecast.forecast import forecast
 from tasks.engine.settings.read_settings import ConfigError, from_mapping, override
+from tasks.engine.step.plan import make_plan
 from tasks.forecast_other_gpus import TAKEN_MIB, forecast_on, sizes, table
 
 MIB = 2**20
@@ -26,7 +27,7 @@ def test_the_largest_batch_fits_and_twice_as_much_does_not(place: Path) -> None:
         gpu = replace(detect("cpu"), name="cuda:0", kind="cuda", index=0, bf16=True)
         gpu = replace(gpu, total_bytes=room, free_bytes=room)
         larger = override(config, {"train.batch_size": rows})
-        return forecast(larger, data, gpu).needed_bytes / MIB
+        return forecast(make_plan(larger, gpu, data)).needed_bytes / MIB
 
     asked = {f"{mib} MiB": float(TAKEN_MIB + mib) for mib in (1, 100, 120, 8000)}
     tiny, small, middle, large = forecast_on(config, asked)

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.field_types import is_import
 from tasks.engine.base.import_paths import OWN, PACKAGES, is_installed
 from tasks.engine.settings.read_settings import ConfigError, hidden
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import Plan
 
 # Where it runs and how it is watched, how long, and where its rows come from while they stay the
 # same. Another device draws other random numbers and rounds otherwise: said, and allowed.
@@ -32,12 +32,12 @@ MAY_DIFFER_IN = ("checkpoint", "memory", "launch", "run")
 GIT_S = 5.0  # for its answer
 
 
-def identity(config: RunConfig, data: DataFacts, *, device_type: str) -> dict[str, Any]:
-    """What a checkpoint says of the training that it is of."""
+def identity(plan: Plan) -> dict[str, Any]:
+    """Return what a checkpoint says of the training that it is of."""
     return {
-        "settings": hidden(config).model_dump(mode="json"),
-        "data": data.fingerprint,
-        "device": device_type,
+        "settings": hidden(plan.settings).model_dump(mode="json"),
+        "data": plan.data.fingerprint,
+        "device": plan.torch_device.type,
         "torch": torch.__version__,
     }
 

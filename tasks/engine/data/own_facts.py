@@ -26,15 +26,15 @@ from tasks.engine.data import run_warnings
 from tasks.engine.data.own_data import Feeding, Feeds, made
 from tasks.engine.files.source_data import DataError
 from tasks.engine.settings.data_config import DataConfig
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.run_config import TrainConfig
 
 LOOKED_AT = 1024  # rows
 CPU = torch.device("cpu")
 
 
-def feeding_of(config: RunConfig) -> Feeding:
+def feeding_of(train: TrainConfig) -> Feeding:
     """How the rows will be taken, as far as a factory may ask for it."""
-    return Feeding(config.train.batch_size, config.train.seed)
+    return Feeding(train.batch_size, train.seed)
 
 
 def facts_of(data: DataConfig, feeds: Feeds) -> DataFacts:
@@ -83,28 +83,34 @@ def facts_of(data: DataConfig, feeds: Feeds) -> DataFacts:
 
 
 def loaded(
-    config: RunConfig, data: DataFacts, device: torch.device, *, rank: int = 0, size: int = 1
+    settings: DataConfig,
+    train: TrainConfig,
+    data: DataFacts,
+    device: torch.device,
+    *,
+    rank: int = 0,
+    size: int = 1,
 ) -> tuple[Loaded, Loaded]:
     """The loaders of a training on this device, of which this is one of `size` ranks: the factory
     is asked again, with PyTorch's random numbers in the same state on every rank. Raises DataError.
     """
     if size > 1:  # a factory that draws rows by numbers that nobody seeded draws them alike
-        _seed(config.train.seed)
-    feeds = made(config.data, feeding_of(config), pins=device.type in PINNING)
+        _seed(train.seed)
+    feeds = made(settings, feeding_of(train), pins=device.type in PINNING)
     if rank:  # what its rows draw, they draw for other rows
-        _seed(config.train.seed + rank)
+        _seed(train.seed + rank)
     if not isinstance(feeds, Feeds):
         raise DataError(
-            f"data.source: {config.data.source} gave loaders at first and arrays now; let it "
+            f"data.source: {settings.source} gave loaders at first and arrays now; let it "
             "return the same each time"
         )
-    is_own = is_import(config.train.loss)
-    share = partial(shared_loader, rank=rank, size=size, seed=config.train.seed)
-    train, val = (
+    is_own = is_import(train.loss)
+    share = partial(shared_loader, rank=rank, size=size, seed=train.seed)
+    of_train, of_val = (
         Loaded(share(loader), device, look=Targets(data.task, data.outputs, part, is_own))
         for loader, part in ((feeds.train, "training"), (feeds.val, "validation"))
     )
-    return train, val
+    return of_train, of_val
 
 
 def _seed(seed: int) -> None:

@@ -19,6 +19,7 @@ from tasks.engine.base.field_types import is_import
 from tasks.engine.base.import_paths import ends_told
 from tasks.engine.base.secret_names import hidden
 from tasks.engine.data import prepare_rows, token_windows
+from tasks.engine.data.prepare_rows import PARTS, TEST_PARTS
 from tasks.engine.data.sources import SOURCES, files, origin, synthetic_bytes
 from tasks.engine.files import prepared_cache
 from tasks.engine.files.fingerprint import Hashing, Origin, origin_of, refuse_changed
@@ -114,8 +115,10 @@ def prepare(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> DataFac
 
 def load(facts: DataFacts) -> Arrays:
     """The prepared arrays, mapped; raises DataError where they are no longer there."""
-    kind = token_windows if facts.task == "tokens" else prepare_rows
-    names = kind.PARTS + (kind.TEST_PARTS if facts.test_rows else ())
+    names = [*PARTS, *(TEST_PARTS if facts.test_rows else ())]
+    if facts.task == "tokens":
+        test_parts = token_windows.TOKEN_TEST_PARTS if facts.test_rows else ()
+        names = [*token_windows.TOKEN_PARTS, *test_parts]
     try:
         parts = [
             np.load(Path(facts.folder, name), mmap_mode="r", allow_pickle=False) for name in names

@@ -17,8 +17,8 @@ from tasks.engine.files.source_data import DataError
 from tasks.engine.files.tokens import BLOCK_TOKENS, BYTES, Tokens
 from tasks.engine.settings.data_config import DataConfig
 
-PARTS = ("train.npy", "val.npy")
-TEST_PARTS = ("test.npy",)  # where the end is put aside
+TOKEN_PARTS = ("train.npy", "val.npy")
+TOKEN_TEST_PARTS = ("test.npy",)  # where the end is put aside
 
 
 def draft(tokens: Tokens, data: DataConfig) -> prepared_cache.Draft:

@@ -18,7 +18,6 @@ from tasks.engine.memory.allocator_stats import Allocator, allocator
 from tasks.engine.memory.caching_allocator import rules
 from tasks.engine.memory.memory_by_owner import CountedAllocator
 from tasks.engine.memory.scratch_memory import scratch_of
-from tasks.engine.settings.run_config import RunConfig
 
 
 @contextmanager
@@ -50,19 +49,22 @@ def limited(
         yield ledger, counted
 
 
-def room_bytes(config: RunConfig, free_bytes: float | None, *, held_bytes: int = 0) -> float:
-    """What a run may take of the bytes that are free; infinite where nobody tells. held_bytes: that
-    this process holds already, and that count against its limit."""
-    limit_mib = config.memory.limit_mib
+def room_bytes(limit_mib: float | None, free_bytes: float | None, *, held_bytes: int = 0) -> float:
+    """Return what a run may take of the bytes that are free; infinite where nobody tells.
+    limit_mib: of memory.limit_mib. held_bytes: that this process holds already, and that count
+    against its limit."""
     limit_bytes = math.inf if limit_mib is None else limit_mib * MIB - held_bytes
     return min(limit_bytes, math.inf if free_bytes is None else free_bytes)
 
 
-def rows_room_bytes(config: RunConfig, device: DeviceFacts) -> float:
-    """What the rows of a run and all else may take of its device; 0 where nobody tells.
+def rows_room_bytes(
+    device: DeviceFacts, *, limit_mib: float | None, rows_mib: float | None
+) -> float:
+    """Return what the rows of a run and all else may take of its device; 0 where nobody tells.
+    limit_mib, rows_mib: of memory.limit_mib and data.memory_mib.
 
     On a CPU, where rows take the memory that they are prepared in, at most data.memory_mib.
     """
-    room = room_bytes(config, device.free_bytes or 0)
-    most_mib = config.data.memory_mib if device.kind == "cpu" else None
+    room = room_bytes(limit_mib, device.free_bytes or 0)
+    most_mib = rows_mib if device.kind == "cpu" else None
     return room if most_mib is None else min(room, most_mib * MIB)

@@ -14,16 +14,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from tasks.engine.base import host_memory
-from tasks.engine.base.facts import DataFacts, DeviceFacts
+from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.base.field_types import is_import
 from tasks.engine.base.units import mebibytes, seconds
 from tasks.engine.device.detection import DeviceError, NotNow
 from tasks.engine.device.machine_facts import Holder
 from tasks.engine.device.memory_limit import room_bytes
 from tasks.engine.device.nvml import Nvml, holders, look_nvml
-from tasks.engine.forecast.forecast import Forecast, Unforeseeable, asked_micro_batch, forecast
+from tasks.engine.forecast.forecast import Forecast, Unforeseeable, forecast
 from tasks.engine.memory.allocator_stats import allocator
-from tasks.engine.settings.run_config import FUSED, RunConfig
+from tasks.engine.settings.run_config import FUSED
+from tasks.engine.step.plan import Plan
 
 MIB = 1024**2
 ASK_AGAIN_S = 1.0
@@ -46,9 +47,7 @@ class Admission:
 
 
 def admit(
-    config: RunConfig,
-    data: DataFacts,
-    device: DeviceFacts,
+    plan: Plan,
     *,
     past_peak_bytes: float | None,
     past_micro_batch: int | None,
@@ -65,7 +64,8 @@ def admit(
     micro-batch that fitted; None where there are none. is_shared_out: whether the model is, among
     several processes. Raises DeviceError where not even one row at a time fits.
     """
-    rows = min(asked_micro_batch(config), past_micro_batch or config.train.batch_size)
+    config, device = plan.settings, plan.device
+    rows = min(plan.micro_batch, past_micro_batch or config.train.batch_size)
     is_bounded = device.kind != "cpu" or host_memory.limit_bytes() is not None
     if not is_bounded and config.memory.limit_mib is None:
         return Admission(None, "", rows, "a cpu without memory.limit_mib gives what it has")
@@ -74,7 +74,7 @@ def admit(
         return Admission(None, "", rows, f"what is {how} is not forecast")
     # A limit is the whole process's: what it holds from before is not for this training.
     held_bytes = allocator(torch.device(device.name)).read().get("reserved", 0)
-    asked = _Asked(config, data, device, rows, past_peak_bytes, past_reserved_bytes, held_bytes)
+    asked = _Asked(plan, rows, past_peak_bytes, past_reserved_bytes, held_bytes)
     untold = asked.untold()
     if untold is not None:
         return Admission(None, "", rows, untold)
@@ -82,7 +82,8 @@ def admit(
     until = now() + config.memory.wait_s
     is_told = False
     while True:
-        room = room_bytes(config, free() if free else free_bytes(device), held_bytes=held_bytes)
+        now_free = free() if free else free_bytes(device)
+        room = room_bytes(config.memory.limit_mib, now_free, held_bytes=held_bytes)
         admission = asked.fitting(room)
         if admission is not None:
             return admission
@@ -112,25 +113,24 @@ class _Asked:
 
     def __init__(
         self,
-        config: RunConfig,
-        data: DataFacts,
-        device: DeviceFacts,
+        plan: Plan,
         rows: int,
         past_peak_bytes: float | None,
         past_reserved_bytes: float | None,
         held_bytes: int,
     ) -> None:
-        self._config, self._data, self._device = config, data, device
+        self._plan, self._config, self._device = plan, plan.settings, plan.device
         self._held_bytes = held_bytes
         self._rows, self._past_peak_bytes = rows, past_peak_bytes
         self._past_needed_bytes = past_reserved_bytes or past_peak_bytes
         self._forecasts: dict[int, Forecast] = {}
-        self._limit_bytes = room_bytes(config, None)
-        self.most_bytes = room_bytes(config, device.total_bytes, held_bytes=held_bytes)
+        limit_mib, total = plan.settings.memory.limit_mib, plan.device.total_bytes
+        self._limit_bytes = room_bytes(limit_mib, None)
+        self.most_bytes = room_bytes(limit_mib, total, held_bytes=held_bytes)
 
     def forecast(self, rows: int) -> Forecast:
         if rows not in self._forecasts:
-            told = forecast(self._config, self._data, self._device, micro_batch=rows)
+            told = forecast(self._plan, micro_batch=rows)
             # A checkpoint is copied before it is written: on a CPU, beside all the rest.
             if self._device.kind == "cpu" and self._is_killed_for_more():
                 copied_bytes = sum(told.owners.get(owner, 0) for owner in CHECKPOINTED)

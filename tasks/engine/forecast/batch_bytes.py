@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from tasks.engine.base import nested
-from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.batches.dataset_batches import RESIDENT_SHARE, TRAIN_SHARE, VAL_SHARE
 from tasks.engine.batches.memory_format import BLOCK_BYTES, laid_out
 from tasks.engine.batches.pinned_staging import PINNING, dtype_of
 from tasks.engine.data.preparation import load
 from tasks.engine.device.memory_limit import rows_room_bytes
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -132,25 +131,23 @@ class Loader:
     in_order = gathered
 
 
-def fed(
-    config: RunConfig,
-    facts: DeviceFacts,
-    data: DataFacts,
-    *,
-    device: torch.device,
-    channels_last: bool,
+def make_empty_rows(
+    plan: Plan, *, device: torch.device, channels_last: bool
 ) -> tuple[Rows, Rows] | tuple[Loader, Loader]:
-    """The rows to train on and those to validate on, with the room that a training gives each."""
-    if data.batch is not None:
-        return Loader(data.batch, device), Loader(data.batch, device)
-    arrays = load(data)
-    room = rows_room_bytes(config, facts)
+    """Return the rows to train on and those to validate on, with the room that a training gives
+    each. device: of the tensors."""
+    if plan.data.batch is not None:
+        return Loader(plan.data.batch, device), Loader(plan.data.batch, device)
+    arrays, settings = load(plan.data), plan.settings
+    room = rows_room_bytes(
+        plan.device, limit_mib=settings.memory.limit_mib, rows_mib=settings.data.memory_mib
+    )
 
     def rows(x: np.ndarray, y: np.ndarray, *, share: float, is_shuffled: bool) -> Rows:
         return Rows(
             x,
             y,
-            kind=torch.device(facts.name).type,
+            kind=plan.torch_device.type,
             device=device,
             room_bytes=share * room,
             channels_last=channels_last,

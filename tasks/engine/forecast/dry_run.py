@@ -17,23 +17,23 @@ from torch.nn.modules.conv import _ConvNd
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.base.seeds import chosen_cublas_workspace_bytes
-from tasks.engine.device.detection import resolve_precision
 from tasks.engine.device.memory_limit import room_bytes
-from tasks.engine.forecast.batch_bytes import Loader, Rows, fed
+from tasks.engine.forecast.batch_bytes import Loader, Rows, make_empty_rows
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.memory.caching_allocator import Empty, Event, Take, rules
 from tasks.engine.memory.memory_by_owner import BEST
 from tasks.engine.memory.scratch_memory import scratch_of
 from tasks.engine.models import builtin
 from tasks.engine.scores.kept_rows import KeptRows, small
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.run_config import ModelConfig
 from tasks.engine.step import build
 from tasks.engine.step.best_weights import tensors_of
-from tasks.engine.step.cuda_graph import may_replay
 from tasks.engine.step.evaluation import eval_rows
 from tasks.engine.step.losses import loss_of
 from tasks.engine.step.micro_batches import Fixed
-from tasks.engine.step.optimizer_step import Step, Watched
+from tasks.engine.step.optimizer_step import Step
+from tasks.engine.step.phases import Watched
+from tasks.engine.step.plan import Plan
 
 # cuBLAS's workspace by the major version of the GPU's architecture: pytorch#95668, pytorch#89027.
 # Each thread has a handle of its own, and matrices are multiplied in two: forwards and backwards.
@@ -102,15 +102,10 @@ class Peaks:
         self.ledger.begin_step()
 
 
-def dry_run(
-    config: RunConfig,
-    data: DataFacts,
-    facts: DeviceFacts,
-    micro_batch: int,
-    own: nn.Module | None,
-) -> Dry:
-    device = _usable(torch.device(facts.name))
-    precision = resolve_precision(config.train.precision, facts)
+def dry_run(plan: Plan, micro_batch: int, own: nn.Module | None) -> Dry:
+    """Run a training without bytes. own: the model, where it is the user's; else it is built."""
+    settings, data, facts = plan.settings, plan.data, plan.device
+    device = _usable(plan.torch_device)
     events: list[Event] = []
     scratch = scratch_of(torch.device(facts.name))
 
@@ -126,48 +121,38 @@ def dry_run(
     )
     peaks = Peaks(ledger, events, workspaces_of(facts))
     with ledger:
-        model = _model(config, data, device) if own is None else _faked(own, device)
+        model = _model(settings.model, data, device) if own is None else _faked(own, device)
         ledger.own("parameters", model.parameters())
         ledger.own("buffers", model.buffers())
         parameter_bytes = ledger.allocated_bytes
-        train, val = fed(
-            config,
-            facts,
-            data,
-            device=device,
-            channels_last=build.takes_channels_last(config, model),
-        )
+        channels_last = build.takes_channels_last(settings.model.name, model)
+        train, val = make_empty_rows(plan, device=device, channels_last=channels_last)
         ledger.own("data", (*train.tensors(), *val.tensors()))
         # On a CPU the weights of the best epoch are kept where the others are.
-        keeps_best = build.keeps_best(config) and facts.kind == "cpu"
+        keeps_best = plan.keeps_best and facts.kind == "cpu"
         best = [t.clone() for _, t in tensors_of(model)] if keeps_best else []
         ledger.own(BEST, best)
         peaks.mark(SETUP)
         peaks.settle()
-        step = build.step_of(
-            config,
-            data,
+        step = build.make_step(
+            plan,
             model,
-            build.optimizer_of(config, model),
+            build.make_optimizer(settings.optim, model),
             device=device,
-            precision=precision,
             micro=Fixed(micro_batch),
             mark=peaks.mark,
         )
-        whole = min(config.train.batch_size, data.train_rows)
+        whole = min(settings.train.batch_size, data.train_rows)
         steps = partial(_train, model, step, train, (whole, whole, data.train_rows % whole), peaks)
         steps()
-        eval_batch = eval_rows(
-            data, config.train.batch_size, room_bytes=room_bytes(config, facts.free_bytes or 0)
-        )
-        judged = partial(
-            _evaluate, config, data, model, step, val, peaks, min(eval_batch, data.val_rows)
-        )
+        room = room_bytes(settings.memory.limit_mib, facts.free_bytes or 0)
+        eval_batch = eval_rows(data, settings.train.batch_size, room_bytes=room)
+        judged = partial(_evaluate, plan, model, step, val, peaks, min(eval_batch, data.val_rows))
         judged()
         convolves = any(isinstance(m, (_ConvNd, nn.RNNBase)) for m in model.modules())
         dry = Dry(parameter_bytes, peaks.so_far(), convolves)
-        if may_replay(config, facts, precision, steps=build.steps_of(config, data)):
-            kept = _record(model, step, train.gathered(config.train.batch_size), peaks)
+        if plan.may_replay:
+            kept = _record(model, step, train.gathered(settings.train.batch_size), peaks)
             steps()  # taken plainly in between
             judged()
             dry = replace(dry, graphed=peaks)
@@ -199,16 +184,16 @@ def _usable(device: torch.device) -> torch.device:
     return device if here is not None and here.type == device.type else torch.device("cpu")
 
 
-def _model(config: RunConfig, data: DataFacts, device: torch.device) -> nn.Module:
+def _model(settings: ModelConfig, data: DataFacts, device: torch.device) -> nn.Module:
     """The model of the training, none of whose weights is ever drawn."""
     with device:
         model = builtin.build(
-            config.model.name,
+            settings.name,
             input_shape=data.input_shape,
             outputs=data.outputs,
-            args=config.model.args,
+            args=settings.args,
         )
-    if build.takes_channels_last(config, model):
+    if build.takes_channels_last(settings.name, model):
         # Not by model.to(), which can't convert such tensors.
         for weight in (p for p in model.parameters() if p.dim() == 4):
             weight.data = weight.data.contiguous(memory_format=torch.channels_last)
@@ -257,8 +242,7 @@ def _train(
 
 @torch.no_grad()  # in inference mode operations that are made of others would be seen as one
 def _evaluate(
-    config: RunConfig,
-    data: DataFacts,
+    plan: Plan,
     model: nn.Module,
     step: Step,
     rows: Rows | Loader,
@@ -268,15 +252,17 @@ def _evaluate(
     """Two of the largest batches of an evaluation, the second beside what the first has left in the
     caches, then the last one, which may have fewer rows; what a regression keeps of all."""
     peaks.training = len(peaks.events)
+    data, train = plan.data, plan.settings.train
+    forward = build.choose_forward(plan.settings.model.name, train)(model)
     model.eval()
     kept = KeptRows(data.task, data.val_rows)
     whole, rest = divmod(data.val_rows, most)
     for size in (*[most] * min(2, whole), *([rest] if rest else [])):
         x, y = rows.in_order(size)
         with step.autocast():
-            outputs, loss = build.forward_of(config)(model)(x)
+            outputs, loss = forward(x)
             if loss is None:
-                loss_of(config.train, data, outputs.device)(outputs, y)
+                loss_of(train, data, outputs.device)(outputs, y)
         if data.task == "classification":
             told = outputs.argmax(1)
             _ = told == y

@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tasks.engine.base.facts import DataFacts, DeviceFacts
+from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.base.field_types import is_import
 from tasks.engine.base.import_paths import told_of
 from tasks.engine.forecast.dry_run import EVALUATION, SETUP, Peaks, dry_run, workspaces_of
 from tasks.engine.memory.allocation_log import LIBRARIES
 from tasks.engine.memory.caching_allocator import SMALL_SEGMENT_BYTES, Pool, least_room, rules
-from tasks.engine.settings.run_config import FUSED, RunConfig
-from tasks.engine.step import build, own_model
+from tasks.engine.settings.run_config import FUSED
+from tasks.engine.step import own_model
+from tasks.engine.step.plan import Plan
 
 POOLED = ("cuda", "rocm", "xpu")  # whose allocators cache as caching_allocator.py tells
 # What lies among the small tensors and in no dry run, such as losses that wait to be read: an mlp
@@ -54,30 +55,23 @@ class Unforeseeable(ValueError):
     optimizer whose state is not known."""
 
 
-def asked_micro_batch(config: RunConfig) -> int:
-    """Rows that go through the model at once if nothing speaks against it."""
-    return math.ceil(config.train.batch_size / config.train.accumulate)
-
-
-def forecast(
-    config: RunConfig, data: DataFacts, device: DeviceFacts, *, micro_batch: int | None = None
-) -> Forecast:
-    """The memory of this training. micro_batch: rows; as train.accumulate says where None.
+def forecast(plan: Plan, *, micro_batch: int | None = None) -> Forecast:
+    """Return the memory of this training. micro_batch: rows; as train.accumulate says where None.
 
     Where this PyTorch can't use a device of that kind, the CPU's operations stand in for its own.
     """
     # Here, since entering it imports the compiler: 2 s, once in a process.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    config, data, device = plan.settings, plan.data, plan.device
     if config.optim.name not in FUSED:
         raise Unforeseeable(
             f"optim.name: what {config.optim.name} will take cannot be told beforehand"
         )
-    config = build.settled(config, data)
-    rows = micro_batch or asked_micro_batch(config)
+    rows = micro_batch or plan.micro_batch
     # Built outside, where its constructor may compute; a tensor that it keeps beside its parameters
     # is a real one.
-    own = own_model.build(config, data) if is_import(config.model.name) else None
+    own = own_model.build(config.model, data) if is_import(config.model.name) else None
     # A loss of the user's own may hold real ones too, such as weights of the classes.
     setting, theirs = ("train.loss", config.train.loss)
     if own is not None:
@@ -85,7 +79,7 @@ def forecast(
     untold = None
     try:
         with FakeTensorMode(allow_non_fake_inputs=is_import(theirs)):
-            dry = dry_run(config, data, device, rows, own)
+            dry = dry_run(plan, rows, own)
     except Exception as error:
         if not is_import(theirs):
             raise
@@ -138,12 +132,10 @@ def _told(peaks: Peaks, parameter_bytes: int, device: DeviceFacts, rows: int) ->
     )
 
 
-def largest_micro_batch(
-    config: RunConfig, data: DataFacts, device: DeviceFacts, room_bytes: float
-) -> int | None:
-    """The largest of batch_size and its halves that fits; None where not even one row does."""
-    rows = build.settled(config, data).train.batch_size
-    while forecast(config, data, device, micro_batch=rows).needed_bytes > room_bytes:
+def largest_micro_batch(plan: Plan, room_bytes: float) -> int | None:
+    """Return the largest of batch_size and its halves that fits; None where not even a row does."""
+    rows = plan.settings.train.batch_size
+    while forecast(plan, micro_batch=rows).needed_bytes > room_bytes:
         if rows == 1:
             return None
         rows = math.ceil(rows / 2)

@@ -45,16 +45,16 @@ def train_on_machines(config: RunConfig, arguments: Sequence[str]) -> int:
     except DeviceError as error:
         raise ConfigError(str(error)) from None
     here = 1 if config.device.name == "cpu" else torch.accelerator.device_count()
-    processes = config.launch.count or max(1, here)
+    count = config.launch.count or max(1, here)
     with _met(config.launch) as (own_name, run_id), attempts.kept_here():
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads_of(processes)))
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads_of(count)))
         for name in [n for n in logging.root.manager.loggerDict if n.startswith(ELASTIC)]:
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks tell
         start = api.elastic_launch(
             api.LaunchConfig(
                 min_nodes=1,  # so many go on where others are lost
                 max_nodes=len(config.launch.machines),
-                nproc_per_node=processes,
+                nproc_per_node=count,
                 run_id=run_id,
                 rdzv_backend="c10d",
                 rdzv_endpoint=_address(config.launch),

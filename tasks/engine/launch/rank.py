@@ -47,6 +47,7 @@ from tasks.engine.memory.leaks import baseline, release
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 from tasks.engine.training.agreed_micro_batches import TooLarge
 from tasks.engine.training.budget import Asked, Left, leave
@@ -101,9 +102,7 @@ def train_together(
             if tried:
                 past = Past(past.metrics | {"memory/micro_batch": min(tried)})
             facts = trainer.train(
-                job.config,
-                device,
-                job.data,
+                make_plan(job.config, device, job.data),
                 past=past,
                 folder=_of_all(job, ranks),
                 log=log,

@@ -127,7 +127,7 @@ class Pool:
     """The allocator. limit_bytes: of what may be reserved."""
 
     limit_bytes: float = math.inf
-    rules: Rules = field(default_factory=rules)
+    rules: Rules = field(default_factory=lambda: rules())
     allocated: int = 0
     reserved: int = 0
     peak_allocated: int = 0

@@ -21,7 +21,8 @@ from tasks.engine.base.units import seconds
 from tasks.engine.step.compiled_step import compiled_step, first_line, untakeable
 from tasks.engine.step.cpu_threads import ThreadedStep
 from tasks.engine.step.cuda_graph import REPLAY_TRIED_ABOVE, WARM_UP, GraphedStep, GraphError
-from tasks.engine.step.optimizer_step import Outcome, Step, Steps, Watched
+from tasks.engine.step.optimizer_step import Outcome, Step, Steps
+from tasks.engine.step.phases import Watched
 from tasks.engine.step.verdict import Known, Verdict
 
 log = logging.getLogger(__name__)

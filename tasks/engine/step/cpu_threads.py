@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from tasks.engine.step.optimizer_step import Outcome, Steps, Watched
+from tasks.engine.step.optimizer_step import Outcome, Steps
+from tasks.engine.step.phases import Watched
 
 # Multiply-adds of a batch's forward pass, on 2 shared cores: at 1 million (mlp 64-128-64-10, batch
 # 64) one thread and two take 0.75 ms; at 30 million (784-256-128-10, batch 128) 2.3 and 1.7 ms, but

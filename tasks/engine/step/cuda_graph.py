@@ -16,7 +16,8 @@ from tasks.engine.base.field_types import is_import
 from tasks.engine.base.timing import REPLAY
 from tasks.engine.memory.memory_meter import clear_frames
 from tasks.engine.settings.run_config import FUSED, RunConfig
-from tasks.engine.step.optimizer_step import Outcome, Step, Watched, total_norm
+from tasks.engine.step.optimizer_step import Outcome, Step, total_norm
+from tasks.engine.step.phases import Watched
 
 WARM_UP = 3  # steps before recording, in which libraries and the optimizer make their state
 # Steps that a run has to have left for a trial of replaying, and those that are taken before.

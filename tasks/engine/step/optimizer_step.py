@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +17,7 @@ from tasks.engine.distributed.parallel import Parallel
 from tasks.engine.distributed.shards import full
 from tasks.engine.step.micro_batches import Fitting, Fixed
 from tasks.engine.step.optim import Optimizer
+from tasks.engine.step.phases import Watched
 
 Loss = Callable[[Any, Any], Tensor]  # the mean over what its Count tells, a scalar
 # Of inputs and targets: over how much a loss of these rows is the mean. Rows, or a tensor on the
@@ -25,15 +25,6 @@ Loss = Callable[[Any, Any], Tensor]  # the mean over what its Count tells, a sca
 Count = Callable[[Any, Any], Any]
 
 ALONE = nullcontext()
-
-
-class Watched(Enum):
-    """What is measured of a step while it is taken."""
-
-    NOT = "not"
-    TIMED = "timed"  # phase by phase: taken plainly, also where steps are replayed as a whole
-    WHOLE = "whole"  # timed as it is taken
-    COUNTED = "counted"  # storage by storage: the plain step only
 
 
 def _one() -> float:

@@ -26,7 +26,7 @@ from tasks.engine.models import builtin
 from tasks.engine.models.model_call import NoOutputs, free
 from tasks.engine.models.own_factory import construct
 from tasks.engine.settings.model_args import ModelError
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.run_config import ModelConfig, TrainConfig
 from tasks.engine.step.losses import (
     adds_up,
     check_loss,
@@ -68,12 +68,12 @@ def sample(data: DataFacts, rows: int, *, device: torch.device) -> tuple[Any, An
     return x, torch.zeros(rows, data.outputs, device=device)
 
 
-def build(config: RunConfig, data: DataFacts) -> nn.Module:
+def build(settings: ModelConfig, data: DataFacts) -> nn.Module:
     """The model on the host, built-in or the user's own, with freshly drawn weights.
 
     Raises ModelError.
     """
-    name, args = config.model.name, config.model.args
+    name, args = settings.name, settings.args
     if not is_import(name):
         return builtin.build(name, input_shape=data.input_shape, outputs=data.outputs, args=args)
     factory = found(name, setting="model.name", refusal=ModelError)
@@ -86,48 +86,48 @@ def build(config: RunConfig, data: DataFacts) -> nn.Module:
     return model
 
 
-def check(config: RunConfig, data: DataFacts) -> Checked:
+def check(settings: ModelConfig, train: TrainConfig, data: DataFacts) -> Checked:
     """Build the model, send two rows through it and try the loss. Raises ModelError, ConfigError.
 
     Of a model of the user's own the last answer is kept, in plain values: a flow asks before a run
     is opened and again in training.
     """
-    name = config.model.name
+    name = settings.name
     if not is_import(name):
-        return _checked_builtin(config, data)
+        return _checked_builtin(settings, train, data)
     factory = found(name, setting="model.name", refusal=ModelError)
     facts = [data.task, data.input_shape, data.outputs, data.batch, data.class_rows]
     facts.append(data.train_rows)
-    said = [config.model.args, config.train.model_dump(), facts]
+    said = [settings.args, train.model_dump(), facts]
     try:
-        return _checked(factory, json.dumps(said, default=str), _Unhashed(config, data))
+        return _checked(factory, json.dumps(said, default=str), _Unhashed(settings, train, data))
     except (RuntimeError, MemoryError) as error:
         if not is_oom(error):
             raise
-        told = f"model.name: {name} with {dict(config.model.args)} needs more memory than this host"
+        told = f"model.name: {name} with {dict(settings.args)} needs more memory than this host"
     raise ModelError(f"{told} has; make it smaller")
 
 
-def _checked_builtin(config: RunConfig, data: DataFacts) -> Checked:
-    name = config.model.name
+def _checked_builtin(settings: ModelConfig, train: TrainConfig, data: DataFacts) -> Checked:
+    name = settings.name
     if data.batch is not None:
         _refuse_batches(data, name)
     work, weights_bytes = builtin.check(
         name,
         input_shape=data.input_shape,
         outputs=data.outputs,
-        args=config.model.args,
+        args=settings.args,
         task=data.task,
     )
-    loss = loss_of(config.train, data, CPU)
-    if is_import(config.train.loss) or config.train.metrics:
+    loss = loss_of(train, data, CPU)
+    if is_import(train.loss) or train.metrics:
         x, y = sample(data, 2, device=CPU)
         with torch.no_grad():
-            model = build(config, data)
+            model = build(settings, data)
             outputs = model(x)
         finder = ChangeFinder(model, y)
-        writes = check_loss(config.train, loss, outputs, y)
-        is_sum = adds_up(config.train, loss, count_of(config.train, data), outputs, y)
+        writes = check_loss(train, loss, outputs, y)
+        is_sum = adds_up(train, loss, count_of(train, data), outputs, y)
         changes = finder.changes(writes)
         return Checked(work, weights_bytes, data.outputs, changes, adds_up=is_sum)
     return Checked(work, weights_bytes, data.outputs)
@@ -155,8 +155,8 @@ def _refuse_batches(data: DataFacts, name: str) -> None:
 class _Unhashed:
     """Carries what the key beside it says already."""
 
-    def __init__(self, config: RunConfig, data: DataFacts) -> None:
-        self.config, self.data = config, data
+    def __init__(self, settings: ModelConfig, train: TrainConfig, data: DataFacts) -> None:
+        self.settings, self.train, self.data = settings, train, data
 
     def __hash__(self) -> int:
         return 0
@@ -167,12 +167,12 @@ class _Unhashed:
 
 @lru_cache(maxsize=1)
 def _checked(factory: Callable[..., Any], key: str, of: _Unhashed) -> Checked:
-    config, data = of.config, of.data
-    name = config.model.name
-    model = build(config, data)
+    settings, train, data = of.settings, of.train, of.data
+    name = settings.name
+    model = build(settings, data)
     _refuse_untrainable(model, name)
     x, y = sample(data, 2, device=CPU)
-    own_loss = gives_own_loss(config.train)
+    own_loss = gives_own_loss(train)
     finder = ChangeFinder(model, (x, y))
     before = set(model.state_dict())
     with builtin.multiply_adds(model) as work:
@@ -184,12 +184,12 @@ def _checked(factory: Callable[..., Any], key: str, of: _Unhashed) -> Checked:
             "register_buffer or as an nn.Parameter, of the shape that it will have"
         )
     wide = _refuse_misshapen(outputs, y, data, name)
-    loss = loss_of(config.train, data, CPU)
-    writes = check_loss(config.train, loss, outputs, y)
-    is_sum = adds_up(config.train, loss, count_of(config.train, data), outputs, y)
+    loss = loss_of(train, data, CPU)
+    writes = check_loss(train, loss, outputs, y)
+    is_sum = adds_up(train, loss, count_of(train, data), outputs, y)
     changes = finder.changes(writes)
     _refuse_otherwise_in_eval(model, data, name, tuple(outputs.shape[1:]), takes_loss=own_loss)
-    if _has_single_row(config.train.batch_size, config.train.accumulate, data.train_rows):
+    if _has_single_row(train.batch_size, train.accumulate, data.train_rows):
         _forward(model.train(), *sample(data, 1, device=CPU), name)  # a norm of the batch can't
     of_labels = None
     if own_loss and isinstance(x, Mapping) and "labels" in x:

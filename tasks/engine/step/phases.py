@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ import torch
 from tasks.engine.base.timing import PhaseClock
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import Meter
-from tasks.engine.step.optimizer_step import Watched
 
 # On an asynchronous device a timed step keeps the host busy with events and statistics. The first
 # is taken phase by phase, those after it as steps are taken by then: replayed, perhaps.
@@ -23,6 +23,15 @@ TIME_EVERY = 100
 TIME_FIRST = 20
 # A counted step takes about 2 ms longer on a CPU (an mlp of three layers: 2.8 instead of 0.6 ms).
 COUNT_EVERY = 5000
+
+
+class Watched(Enum):
+    """What is measured of a step while it is taken."""
+
+    NOT = "not"
+    TIMED = "timed"  # phase by phase: taken plainly, also where steps are replayed as a whole
+    WHOLE = "whole"  # timed as it is taken
+    COUNTED = "counted"  # storage by storage: the plain step only
 
 
 class Phases:

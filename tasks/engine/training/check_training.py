@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import time
 
-from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.import_paths import ends_told
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import own_model, own_optim
-from tasks.engine.step.build import settled, steps_of
 from tasks.engine.step.own_model import Checked
+from tasks.engine.step.plan import Plan
 from tasks.engine.training.budget import ends_at
 
 # They work on whole parameters, and PyTorch has no way to share that out.
@@ -20,12 +18,12 @@ NOT_SHARED = ("Adafactor", "Rprop")
 
 
 @ends_told
-def check(config: RunConfig, data: DataFacts) -> Checked:
-    """Refuse what can't be trained before a device is touched; what two rows have shown.
+def check(plan: Plan) -> Checked:
+    """Refuse what can't be trained before a device is touched; return what two rows have shown.
 
     Raises models.ModelError for the model and ConfigError for a setting that contradicts the data.
     """
-    config = settled(config, data)
+    config, data = plan.settings, plan.data
     if data.endless and config.train.max_steps is None:
         raise ConfigError(
             f"train.max_steps: is needed, since the training loader of {data.source} has no "
@@ -33,8 +31,8 @@ def check(config: RunConfig, data: DataFacts) -> Checked:
         )
     if config.train.until is not None:
         ends_at(config.train.until, time.time())
-    own_optim.check(config.optim, steps=steps_of(config, data))
-    checked = own_model.check(config, data)
+    own_optim.check(config.optim, steps=plan.steps)
+    checked = own_model.check(config.model, config.train, data)
     if config.train.batch_size > data.train_rows:
         raise ConfigError(
             f"train.batch_size: must be at most the {data.train_rows} training rows "

@@ -10,33 +10,28 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from tasks.engine.base.core_wait import CoreWatch
 from tasks.engine.base.nested import rows_of
-from tasks.engine.base.timing import Stopwatch, wait
 from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoints import Checkpoints, Position
 from tasks.engine.data.run_warnings import UNLOGGED
-from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.scores.figures import Cells
 from tasks.engine.step.best_weights import Best
-from tasks.engine.step.build import Plan
 from tasks.engine.step.evaluation import Evaluator, evaluate
 from tasks.engine.step.micro_batches import Fitting, told_in
 from tasks.engine.step.nan_origin import NOBODY, NanOrigin, row_sums
 from tasks.engine.step.optim import Optimizer
 from tasks.engine.step.optimizer_step import Steps
-from tasks.engine.step.phases import Phases
-from tasks.engine.training.step_metrics import Log, StepMetrics
+from tasks.engine.step.plan import Schedule
+from tasks.engine.training.accounts import Accounts, LoopFacts
 
 
 @dataclass(frozen=True)
 class Stop:
     """Somebody wants a checkpoint now."""
 
-    reason: str  # of an end that is none of the training's own; see Fitted
+    reason: str  # of an end that is none of the training's own; see TrainingResult
     ends: bool = True  # the training, after the checkpoint
     act: Callable[[], None] = lambda: None  # called when it is written: a signal raises here
 
@@ -45,26 +40,23 @@ class Stop:
 class Tools:
     """What the loop works with."""
 
-    device: torch.device
     step: Steps
     micro: Fitting
     evaluator: Evaluator
     optimizer: Optimizer
     rate: Callable[[int], float]
-    phases: Phases
-    watch: Stopwatch
-    speeds: Callable[[float], dict[str, float]]  # more of them, from the samples a second
-    log: Log
+    accounts: Accounts
+    speeds: Callable[[float], dict[str, float]] = lambda samples_per_s: {}  # see LoopFacts
     best: Best = field(default_factory=Best)
     outputs: list[tuple[str, Tensor]] = field(default_factory=list)  # see nan_origin.Seen
     checkpoints: Checkpoints = field(default_factory=Checkpoints.none)
     stop: Callable[[], Stop | None] = lambda: None  # asked after each step
-    ranks: Ranks = Ranks()
-    cores: CoreWatch = field(default_factory=CoreWatch)
 
 
 @dataclass(frozen=True)
-class Fitted:
+class TrainingResult:
+    """What a loop has come to."""
+
     steps: int
     epochs: int
     rows: int  # trained on, each as often as it was
@@ -72,71 +64,57 @@ class Fitted:
     stopped: str  # why it ended before it was done; empty: it is done
     metrics: dict[str, float]  # of the weights that the model has: the best epoch's, or the last
     cells: Cells | None = None  # of a classification, of the same weights
+    tested: dict[str, float] = field(default_factory=dict)  # of the rows that were put aside
 
 
-def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: Tools) -> Fitted:
+def fit(
+    model: nn.Module, train: Batches, val: Batches, *, schedule: Schedule, tools: Tools
+) -> TrainingResult:
     """Train `model` in place and return the validation metrics reached.
 
     Raises Diverged for a loss that is not finite: on a CPU at the next reading, elsewhere at the
     one after it, and at the latest when the epoch ends.
     """
-    t, watch = tools, tools.watch
+    t, accounts = tools, tools.accounts
     metrics: dict[str, float] = {}
-    of_epoch = train.steps(plan.batch_size)
-    last_step = plan.steps(of_epoch)
-    step_metrics = StepMetrics(
-        t.device,
-        phases=t.phases,
-        watch=watch,
-        rate=t.rate,
-        speeds=t.speeds,
-        last_step=last_step,
-        log=t.log,
-        ranks=t.ranks,
+    of_epoch = train.steps(schedule.batch_size)
+    last_step = schedule.count_steps(of_epoch)
+    step_metrics = accounts.begin_training(
+        LoopFacts(last_step, schedule.log_every, t.rate, t.speeds)
     )
     t.checkpoints.follow(rows=train, step_metrics=step_metrics)
     at = t.checkpoints.resumed()
+    step, epoch, rows = at.step, at.epoch - 1, at.rows
     t.best.keep(model)  # where the epoch before was the best
-    step, epoch, rows, first_step = at.step, at.epoch - 1, at.rows, at.step + 1
     stop: Stop | None = None
-    stopped_early = 0 < plan.patience <= t.best.waited and step < last_step
+    stopped_early = 0 < schedule.patience <= t.best.waited and step < last_step
     is_done = at.batch == 0 and (stopped_early or step == last_step)
-    watch.lap("setup")
-
-    def is_log_point(step: int) -> bool:
-        return step % plan.log_every == 0 or step == last_step
+    accounts.lap("setup")
 
     with told_in("training", step=lambda: step):
-        for epoch in range(at.epoch, 0 if is_done else plan.epochs):
+        for epoch in range(at.epoch, 0 if is_done else schedule.epochs):
             model.train()
             batch = 0 if train.begins_again else at.batch
-            order = train.order(seed=plan.seed, epoch=epoch)[batch * plan.batch_size :]
-            t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
-            step_metrics.begin(epoch)
-            batches = train.shuffled(plan.batch_size, order, t.phases.mark)
+            order = train.order(seed=schedule.seed, epoch=epoch)[batch * schedule.batch_size :]
+            accounts.begin_epoch(epoch, step + 1)
+            batches = train.shuffled(schedule.batch_size, order, accounts.mark)
             sent = _sent(batches, step=lambda: step + 1)  # noqa: B023 (asked while it is this)
             for x, y in islice(sent, last_step - step):
                 t.optimizer.set_lr(t.rate(step))
                 t.checkpoints.let_go_on()
                 step, batch = step + 1, batch + 1
-                with t.phases.counting((x, y)):
-                    outcome = t.step(x, y, norm=is_log_point(step), watched=t.phases.watched)
+                with accounts.count_step((x, y)):
+                    norm = accounts.is_log_point(step)
+                    outcome = t.step(x, y, norm=norm, watched=accounts.watched)
                 step_rows = train.rows_of_whole or rows_of(y)
                 rows += step_rows
                 sums = row_sums(x, y) if train.residency == "loader" else ()
                 nan_origin = NanOrigin(sums, tuple(t.outputs)) if sums or t.outputs else NOBODY
-                step_metrics.add(outcome, rows=step_rows, nan_origin=nan_origin)
+                accounts.end_step(step, *outcome, rows=step_rows, blame=nan_origin.blamed)
                 t.outputs.clear()
-                if step == first_step:
-                    wait(t.device)
-                    t.phases.restart()
-                    step_metrics.restart()
-                    watch.lap("first_step")
-                if is_log_point(step):
-                    step_metrics.point(outcome)
-                    if t.phases.meter.is_thrashing():
-                        t.micro.ease("the allocator had to free its cache twice running")
-                t.phases.begin(step + 1, is_log_point=is_log_point(step + 1))
+                if accounts.is_short_of_memory(step):
+                    t.micro.ease("the allocator had to free its cache twice running")
+                accounts.begin_step(step + 1)
                 del x, y  # gone before the next ones come
                 at = Position(step, epoch, batch, rows)
                 if batch < of_epoch:  # else it is judged first
@@ -145,16 +123,16 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
                 if stop is not None:
                     break
             sent.close()  # where max_steps ends it, batches are left
-            step_metrics.drain()
+            accounts.end_epoch()
             if stop is not None:
                 break
             metrics = evaluate(model, val, t.evaluator)
-            watch.lap("eval")
+            accounts.lap("eval")
             logged = {name: value for name, value in metrics.items() if name not in UNLOGGED}
-            t.log({**logged, "train/epoch": epoch + 1.0}, step)
-            watch.lap("log")
+            accounts.log({**logged, "train/epoch": epoch + 1.0}, step)
+            accounts.lap("log")
             t.best.judged(metrics, epoch + 1, cells=t.evaluator.told)
-            is_enough = 0 < plan.patience <= t.best.waited
+            is_enough = 0 < schedule.patience <= t.best.waited
             stopped_early = is_enough and step < last_step
             at = Position(step, epoch + 1, 0, rows)
             if stopped_early or step == last_step:
@@ -163,7 +141,7 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
             t.checkpoints.epoch_done(at, is_best=t.best.waited == 0)
             t.checkpoints.let_go_on()
             t.best.keep(model)
-            watch.lap("checkpoint")
+            accounts.lap("checkpoint")
             stop = _asked(t, at)
             if stop is not None:
                 break
@@ -172,7 +150,7 @@ def fit(model: nn.Module, train: Batches, val: Batches, *, plan: Plan, tools: To
     ended = stop.reason if stop is not None else ""
     cells = t.best.cells if t.best.has_weights else t.evaluator.told
     metrics = t.best.restored(model, metrics)
-    return Fitted(step, epoch + 1, rows, stopped_early, ended, metrics, cells)
+    return TrainingResult(step, epoch + 1, rows, stopped_early, ended, metrics, cells)
 
 
 def _asked(t: Tools, at: Position) -> Stop | None:
@@ -180,7 +158,7 @@ def _asked(t: Tools, at: Position) -> Stop | None:
     stop = t.stop()
     if stop is not None:
         t.checkpoints.save(at, last=True)
-        t.watch.lap("checkpoint")
+        t.accounts.lap("checkpoint")
         stop.act()
     return stop if stop is not None and stop.ends else None
 

@@ -8,15 +8,12 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.oom_report import Explanation, explain
 from tasks.engine.report.memory_timeline import page
-from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.micro_batches import Failure
 from tasks.engine.step.phases import Phases
+from tasks.engine.step.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -29,31 +26,24 @@ class OutOfMemory(RuntimeError):
         self.explanation = explanation
 
 
-def unwatched(error: BaseException) -> Failure:
-    """A failure beside the steps, where nothing is repeated and nobody counted."""
+def describe_setup_failure(error: BaseException) -> Failure:
+    """Return a failure beside the steps, where nothing is repeated and nobody counted."""
     return Failure(str(error), phase="set-up")
 
 
-def told(
-    failure: Failure,
-    phases: Phases | None,
-    *,
-    config: RunConfig,
-    device: DeviceFacts,
-    precision: str,
-    folder: Path,
+def explain_failure(
+    failure: Failure, phases: Phases | None, *, plan: Plan, folder: Path
 ) -> Explanation:
-    """The explanation of a failure, left in `folder`/memory/oom.json as well.
+    """Return the explanation of a failure, left in `folder`/memory/oom.json as well.
 
-    phases: None where the training had none yet; precision: as resolved for the device.
+    phases: None where the training had none yet.
     """
-    on = torch.device(device.name)
     explanation = explain(
         failure.text,
-        phases.accounts.ledger if phases else AllocationLog(on),
-        config=config,
-        device=device.name,
-        precision=precision,
+        phases.accounts.ledger if phases else AllocationLog(plan.torch_device),
+        config=plan.settings,
+        device=plan.device.name,
+        precision=plan.precision,
         phase=failure.phase,
         step=failure.step,
         batch_shape=failure.batch_shape,
@@ -68,12 +58,14 @@ def told(
         log.warning("memory/oom.json could not be written: %s", error)
     if phases is not None:
         title = f"Out of memory: {explanation.phase} of step {explanation.step}"
-        draw(phases.accounts.ledger, folder, title=title, lines=[explanation.sentence])
+        write_timeline(phases.accounts.ledger, folder, title=title, lines=[explanation.sentence])
     return explanation
 
 
-def draw(ledger: AllocationLog, folder: Path, *, title: str, lines: Sequence[str]) -> None:
-    """The last step that was counted, as the page `folder`/memory/snapshot.html."""
+def write_timeline(
+    ledger: AllocationLog, folder: Path, *, title: str, lines: Sequence[str]
+) -> None:
+    """Write the last step that was counted as the page `folder`/memory/snapshot.html."""
     try:
         (folder / "memory").mkdir(parents=True, exist_ok=True)
         file = folder / "memory" / "snapshot.html"

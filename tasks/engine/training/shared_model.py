@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from tasks.engine.base.facts import DataFacts
 from tasks.engine.distributed.parallel import Parallel
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.memory import leaks
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.build import model_of
+from tasks.engine.settings.run_config import TrainConfig
+from tasks.engine.step.build import make_model
+from tasks.engine.step.plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def held(config: RunConfig, data: DataFacts, device: torch.device, ranks: Ranks) -> nn.Module:
-    """The model on its device, as the settings ask. Raises ConfigError."""
-    model, recompute = model_of(config, data, device), config.memory.recompute
-    if is_shared_out(config, ranks):
+def build_model_on_device(plan: Plan, ranks: Ranks) -> nn.Module:
+    """Return the model on its device, whole or this rank's share of it. Raises ConfigError."""
+    device, recompute = plan.torch_device, plan.settings.memory.recompute
+    model = make_model(plan.settings.model, plan.data, device)
+    if is_shared_out(plan.settings.train, ranks):
         from tasks.engine.distributed.sharding import sharded
 
         model = sharded(model, device=device, recompute=recompute)
@@ -38,8 +39,8 @@ def held(config: RunConfig, data: DataFacts, device: torch.device, ranks: Ranks)
     return model
 
 
-def is_shared_out(config: RunConfig, ranks: Ranks) -> bool:
-    return config.train.parallel == "fsdp" and not ranks.is_alone
+def is_shared_out(train: TrainConfig, ranks: Ranks) -> bool:
+    return train.parallel == "fsdp" and not ranks.is_alone
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
@@ -48,10 +49,10 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     return mesh
 
 
-def called(
+def share_steps(
     model: nn.Module, ranks: Ranks, *, device: torch.device, mark: Callable[[str], None]
 ) -> Parallel:
-    """The model as a step of several processes calls it."""
+    """Return the model as a step of several processes calls it."""
     if mesh_of(model) is None:
         return Parallel(model, ranks, device=device, mark=mark)
     from tasks.engine.distributed.sharding import Sharded
@@ -59,10 +60,8 @@ def called(
     return Sharded(model, ranks, device=device, mark=mark)
 
 
-def whole(
-    model: nn.Module, config: RunConfig, data: DataFacts, device: torch.device, ranks: Ranks
-) -> nn.Module:
-    """The model with all its weights, on the lead; all call it."""
+def gather_whole(model: nn.Module, plan: Plan, ranks: Ranks) -> nn.Module:
+    """Return the model with all its weights, on the lead; all ranks call it."""
     if mesh_of(model) is None:
         return model
     from tasks.engine.distributed.sharding import whole_state
@@ -70,6 +69,6 @@ def whole(
     state = whole_state(model)
     if not ranks.is_lead:
         return model
-    found = model_of(config, data, device)
+    found = make_model(plan.settings.model, plan.data, plan.torch_device)
     found.load_state_dict(state)
     return found

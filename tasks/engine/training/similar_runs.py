@@ -1,23 +1,15 @@
 """What earlier runs of the same training on the same device measured, for decisions that only a
-measurement can make well. Runs are alike where a step does the same work: rate, seed and length may
-differ. It refuses to decide anything itself.
+measurement can make well; see Plan.comparable for which runs these are. It refuses to decide
+anything itself.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from dataclasses import dataclass, field
 
-from tasks.engine.base.facts import DataFacts, DeviceFacts
-from tasks.engine.device.detection import resolve_precision
-from tasks.engine.distributed.ranks import asked
 from tasks.engine.forecast.admission import Admission
 from tasks.engine.memory.allocation_log import MIB
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.build import keeps_best, steps_of
-from tasks.engine.step.cuda_graph import may_replay
 from tasks.engine.step.verdict import Known
 
 COMPILING = ("time/plain_step_ms", "time/compiled_step_ms", "time/compile_s")
@@ -52,26 +44,6 @@ class Past:
         """Rows of the micro-batch that fitted at the end of the last run."""
         rows = self.metrics.get("memory/micro_batch")
         return None if rows is None else max(1, round(rows))
-
-
-def alike(config: RunConfig, device: DeviceFacts, data: DataFacts) -> str:
-    """A name for the work of a step: the same for runs whose steps cost the same, so also whether
-    they may be replayed from a graph. 16 hex digits."""
-    t, o = config.train, config.optim
-    precision = resolve_precision(t.precision, device)
-    graphs = may_replay(config, device, precision, steps=steps_of(config, data))
-    processes = (config.launch.processes, asked().size)  # the second: of those torchrun started
-    said = [
-        [device.kind, device.model, device.total_bytes, device.torch_version],
-        [data.task, data.input_shape, data.outputs, data.bytes],
-        [config.model.name, config.model.args],
-        [o.name, o.momentum > 0, o.clip_norm is not None],
-        [t.batch_size, t.accumulate, precision, t.deterministic, config.memory.limit_mib, graphs],
-        [keeps_best(config) and device.kind == "cpu"],  # beside the weights that are trained
-        *([] if processes == ("1", 1) else [*processes, t.parallel]),
-        *(["recompute"] if config.memory.recompute else []),
-    ]
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def forecast_figures(

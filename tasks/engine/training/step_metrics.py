@@ -17,14 +17,17 @@ from torch import Tensor
 from tasks.engine.base.timing import Stopwatch, new_event
 from tasks.engine.batches.pinned_staging import to_host
 from tasks.engine.distributed.ranks import Ranks
-from tasks.engine.step.nan_origin import NOBODY, NanOrigin
-from tasks.engine.step.optimizer_step import Outcome
 from tasks.engine.step.phases import Phases
 
 Log = Callable[[dict[str, float], int], None]
+Blame = Callable[[], tuple[str, str] | None]  # the setting to blame and the sentence about it
 
 # Log points closer than this are read together: a reading costs the host about 0.1 ms.
 READ_EVERY_S = 0.05
+
+
+def blame_nobody() -> None:
+    """Return that nothing is known to be to blame for a loss that is no number."""
 
 
 class Diverged(RuntimeError):
@@ -52,7 +55,7 @@ class _Packed:
     began: Any  # where the window's first step began
     timed: tuple[int, int]  # steps and rows that the speed counts
     epoch: int
-    nan_origin: list[NanOrigin]  # of each step
+    blame: list[Blame]  # of each step
     own: Sequence[Tensor]  # losses of this rank's rows, where there are others
 
 
@@ -80,7 +83,7 @@ class StepMetrics:
         self._own: list[Tensor] = []  # of this rank, since all were asked for theirs
         self._norms: list[Tensor] = []
         self._points: list[_Point] = []
-        self._nan_origins: list[NanOrigin] = []
+        self._blames: list[Blame] = []
         self._local: list[Tensor] = []  # the same losses as in _losses, of this rank's rows
         self._timed = (0, 0)  # steps and rows since the last reading
         self._began: Any = None
@@ -96,17 +99,17 @@ class StepMetrics:
         """Steps of this epoch begin here, after something else."""
         self._epoch, self._began = epoch, self._mark()
 
-    def add(self, outcome: Outcome, *, rows: int, nan_origin: NanOrigin = NOBODY) -> None:
-        """One more step was taken. nan_origin: what is to blame if its loss is no number."""
+    def add(self, loss: Tensor, *, rows: int, blame: Blame = blame_nobody) -> None:
+        """One more step was taken. blame: what is to blame if its loss is no number."""
         self._step += 1
-        (self._losses if self._ranks.is_alone else self._own).append(outcome.loss)
-        self._nan_origins.append(nan_origin)
+        (self._losses if self._ranks.is_alone else self._own).append(loss)
+        self._blames.append(blame)
         self._timed = (self._timed[0] + 1, self._timed[1] + rows)
 
-    def point(self, outcome: Outcome) -> None:
-        """The step just added is a log point. Reads, when the last reading is long enough ago."""
+    def point(self, norm: Tensor | None) -> None:
+        """The step just added is a log point, of this norm of all gradients together. Reads, when
+        the last reading is long enough ago."""
         self._agree()
-        norm = outcome.grad_norm
         if norm is not None:
             self._norms.append(norm)
         at = None if norm is None else len(self._norms) - 1
@@ -193,12 +196,12 @@ class StepMetrics:
             self._began,
             self._timed,
             self._epoch,
-            self._nan_origins,
+            self._blames,
             self._local,
         )
         self._began = ready
         self._losses, self._norms, self._points, self._timed = [], [], [], (0, 0)
-        self._nan_origins, self._local = [], []
+        self._blames, self._local = [], []
         return packed
 
     def _take(self, packed: _Packed | None) -> None:
@@ -250,7 +253,7 @@ class StepMetrics:
         for step, loss in enumerate(losses, start=packed.first_step):
             if not math.isfinite(loss):
                 at = step - packed.first_step
-                diverged = self._diverged(step, loss, packed.epoch, packed.nan_origin[at])
+                diverged = self._diverged(step, loss, packed.epoch, packed.blame[at])
                 raise Diverged(self._blamed_rank(diverged, packed.own, at))
             self._last_good = (step, loss)
 
@@ -266,12 +269,12 @@ class StepMetrics:
         named = "rank" if len(bad) == 1 else "ranks"
         return f"{told[bad[0]][1]} (seen by {named} {', '.join(map(str, bad))} of {len(told)})"
 
-    def _diverged(self, step: int, loss: float, epoch: int, nan_origin: NanOrigin) -> str:
+    def _diverged(self, step: int, loss: float, epoch: int, blame: Blame) -> str:
         good = "no step was good"
         if self._last_good is not None:
             good = f"the last good loss was {self._last_good[1]:.6g} at step {self._last_good[0]}"
         when = f"at step {step} (epoch {epoch + 1}, optim.lr then {self._rate(step - 1):.3g}); "
-        blamed = nan_origin.blamed()
+        blamed = blame()
         if blamed:
             return f"{blamed[0]}: the loss became {loss} {when}{good}. {blamed[1]}"
         advice = "Lower optim.lr, set optim.clip_norm, or use train.precision fp32"

@@ -1,70 +1,97 @@
-"""One training from facts to facts: builds what the loop works with, runs it, saves the model and
-measures. Everything that holds device memory lives and dies inside `train`, also when it raises.
+"""Trains one model, from a plan to facts. The recipe is `_train`: place it on the device, build the
+model, open the batches, build the step, resume, fit, judge, save. Everything that holds device
+memory lives and dies inside `train`, also when it raises.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from tasks.engine.base.facts import DataFacts, DeviceFacts, TrainFacts
+from tasks.engine.base.facts import TrainFacts
 from tasks.engine.base.import_paths import ends_told
 from tasks.engine.base.seeds import seeded
 from tasks.engine.base.timing import Stopwatch
+from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer
+from tasks.engine.checkpoint.checkpoints import Checkpoints
 from tasks.engine.checkpoint.training_state import Mismatch
 from tasks.engine.data.run_warnings import ALIKE, UNLOGGED, of_results
-from tasks.engine.device.detection import resolve_precision
 from tasks.engine.device.memory_limit import limited
 from tasks.engine.device.precision import matmul_mode
 from tasks.engine.diagnosis import explain
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.files.source_data import DataError
-from tasks.engine.forecast.admission import admit
+from tasks.engine.forecast.admission import Admission, admit
 from tasks.engine.memory import glibc_heap, memory_meter
-from tasks.engine.memory.allocator_history import recording
+from tasks.engine.memory.allocation_log import AllocationLog
+from tasks.engine.memory.allocator_history import Recorder, recording
 from tasks.engine.memory.allocator_stats import give_back
 from tasks.engine.memory.broken_device import outlived
 from tasks.engine.scores import by_class, figures
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.build import (
-    plan_of,
-    rate_of,
-    settled,
-    spec_of,
-    steps_of,
-    with_batch_of,
-)
+from tasks.engine.step.build import describe_model, make_schedule
 from tasks.engine.step.cpu_threads import fitting_threads
-from tasks.engine.step.cuda_graph import may_replay, own_stream
+from tasks.engine.step.cuda_graph import own_stream
 from tasks.engine.step.evaluation import evaluate
 from tasks.engine.step.losses import warn_of_parts
 from tasks.engine.step.micro_batches import MemoryExhausted
 from tasks.engine.step.optimizer_step import Step
+from tasks.engine.step.own_model import Checked
+from tasks.engine.step.plan import Plan
+from tasks.engine.training.accounts import Accounts
 from tasks.engine.training.budget import Asked, Budget, agreed
 from tasks.engine.training.check_training import check
-from tasks.engine.training.loop import Tools, batch_of, fit
-from tasks.engine.training.oom_files import OutOfMemory, draw, told, unwatched
+from tasks.engine.training.loop import Tools, TrainingResult, batch_of, fit
+from tasks.engine.training.oom_files import (
+    OutOfMemory,
+    describe_setup_failure,
+    explain_failure,
+    write_timeline,
+)
+from tasks.engine.training.peak_flops import Peak
 from tasks.engine.training.rank_facts import of_ranks
 from tasks.engine.training.reload_check import leave_model
-from tasks.engine.training.shared_model import held, is_shared_out, mesh_of, whole
+from tasks.engine.training.shared_model import (
+    build_model_on_device,
+    gather_whole,
+    is_shared_out,
+    mesh_of,
+)
 from tasks.engine.training.similar_runs import Past, forecast_figures
 from tasks.engine.training.step_metrics import Log
-from tasks.engine.training.throughput import peak_of, peak_tags, rates, timings
-from tasks.engine.training.training_batches import fed, put_aside
-from tasks.engine.training.training_parts import checkpoints_of, training_parts
+from tasks.engine.training.throughput import peak_of, peak_tags, rates
+from tasks.engine.training.training_batches import open_batches, open_test_batches
+from tasks.engine.training.training_parts import (
+    Owners,
+    Start,
+    TrainingParts,
+    build_parts,
+    open_checkpoints,
+)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a training is asked for beside its plan."""
+
+    folder: Path  # of the run: gets model and checkpoints
+    log: Log  # is called with metrics and their step, at every log point
+    past: Past = Past()
+    resumes: bool = False  # whether to go on from the newest checkpoint
+    asked: Asked = lambda: None  # tells whether somebody wants a checkpoint, or the end
+    ranks: Ranks = Ranks()  # the processes that train it together, joined; the lead of them writes
 
 
 def train(
-    config: RunConfig,
-    device: DeviceFacts,
-    data: DataFacts,
+    plan: Plan,
     *,
     past: Past = Past(),  # noqa: B008 (frozen)
     folder: Path,
@@ -73,26 +100,16 @@ def train(
     asked: Asked = lambda: None,
     ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> TrainFacts:
-    """Train as `config` says and write the model to `folder`/model, checkpoints to
-    `folder`/checkpoints. resumes: go on from the newest. asked: whether somebody wants one. ranks:
-    the processes that train it together, joined; the lead of them writes.
+    """Train as planned and write the model to `folder`/model, checkpoints to `folder`/checkpoints;
+    return what was measured. See Order for the arguments.
 
-    `log(metrics, step)` is called at every log point. Raises readings.Diverged for a loss that is
-    not finite, and whatever PyTorch raises; the frames of an exception are cleared of tensors.
+    Raises step_metrics.Diverged for a loss that is not finite, and whatever PyTorch raises; the
+    frames of an exception are cleared of tensors.
     """
     failure = None
+    log = log if ranks.is_lead else _log_nothing
     try:
-        return _train(
-            config,
-            device,
-            data,
-            past=past,
-            folder=folder,
-            log=log if ranks.is_lead else _unlogged,
-            resumes=resumes,
-            asked=asked,
-            ranks=ranks,
-        )
+        return _train(plan, Order(folder, log, past, resumes, asked, ranks))
     except BaseException as error:
         # Prefect keeps the exception of a failed task, and with it every tensor of its frames.
         memory_meter.clear_frames(error)
@@ -101,209 +118,260 @@ def train(
             raise
         if isinstance(error, OutOfMemory) or not memory_meter.is_oom(error):
             raise
-        failure = unwatched(error)
+        failure = describe_setup_failure(error)
     # Beside the steps: the model, its rows or a batch found no room.
-    raise OutOfMemory(
-        told(failure, None, config=config, device=device, precision="", folder=folder)
-    )
+    raise OutOfMemory(explain_failure(failure, None, plan=plan, folder=folder))
 
 
 @ends_told
-def _train(
-    config: RunConfig,
-    facts: DeviceFacts,
-    data: DataFacts,
-    *,
-    past: Past,
-    folder: Path,
-    log: Log,
-    resumes: bool,
-    asked: Asked,
-    ranks: Ranks,
-) -> TrainFacts:
-    watch = Stopwatch()
-    config = settled(config, data)
-    device = torch.device(facts.name)
-    checked = check(config, data)
-    work = checked.work
-    if data.task == "multilabel":
+def _train(plan: Plan, order: Order) -> TrainFacts:
+    """The recipe of a training: each line is a page of its own."""
+    ranks, watch = order.ranks, Stopwatch()
+    checked = check(plan)
+    with ExitStack() as stack:
+        place = stack.enter_context(_take_place(plan, checked, order))
+        accounts = Accounts(
+            place.device, place.meter, place.ledger, place.owners,
+            log=order.log, watch=watch, ranks=ranks,
+        )  # fmt: skip
+        model = build_model_on_device(plan, ranks)
+        place.recorder = stack.enter_context(_record_history(plan, order))
+        rows, val = open_batches(plan, model, rank=ranks.rank, size=ranks.size)
+        stack.callback(rows.close)
+        stack.callback(val.close)
+        parts = build_parts(
+            plan, model, (rows, val), accounts,
+            owners=place.owners, start=place.start(plan, checked, order.past), ranks=ranks,
+        )  # fmt: skip
+        if not ranks.is_lead:  # what is drawn from here on, is drawn for other rows
+            torch.manual_seed(plan.settings.train.seed + ranks.rank)
+        checkpoints = open_checkpoints(
+            plan, model, folder=order.folder, resumes=order.resumes, ranks=ranks
+        )
+        stack.callback(checkpoints.close)
+        checkpoints.follow(**parts.stateful(model, is_lead=ranks.is_lead))
+        trained = _Trained(plan, order, place, model, rows, val, parts, checkpoints)
+        result = _fit_and_judge(trained, checked.work)
+        return trained.save(result, checked)
+
+
+@dataclass
+class _Place:
+    """Where a training computes, and with what it may start there."""
+
+    device: torch.device
+    threads: int  # to try beside those of now
+    peak: Peak | None
+    admission: Admission
+    ledger: AllocationLog
+    meter: memory_meter.Meter
+    owners: Owners
+    recorder: Recorder | None = None
+
+    def start(self, plan: Plan, checked: Checked, past: Past) -> Start:
+        assert self.recorder is not None
+        return Start(
+            checked=checked,
+            recorder=self.recorder,
+            known=past.compiling(),
+            micro_rows=self.admission.micro_batch,
+            threads=self.threads,
+            graphs=self.admission.fits_graph and plan.may_replay,
+        )
+
+
+@contextmanager
+def _take_place(plan: Plan, checked: Checked, order: Order) -> Iterator[_Place]:
+    """Set this process up for the training on its device, and put all back afterwards: arithmetic,
+    threads, stream, random numbers, the memory limit. Raises DeviceError where not even one row at
+    a time fits."""
+    train, device, ranks = plan.settings.train, plan.torch_device, order.ranks
+    if plan.data.task == "multilabel":
         figures.load()  # not in the first epoch
-    precision = resolve_precision(config.train.precision, facts)
     with ExitStack() as stack:
         stack.enter_context(glibc_heap.kept(device))
-        stack.enter_context(matmul_mode(precision))
-        here = ranks.largest_share(config.train.batch_size)
-        batch_work = here * work
+        stack.enter_context(matmul_mode(plan.precision))
+        here = ranks.largest_share(train.batch_size)
         threads = stack.enter_context(
-            fitting_threads(batch_work, device, fixed=config.train.deterministic)
+            fitting_threads(here * checked.work, device, fixed=train.deterministic)
         )
-        if facts.index is not None and device.type != "cpu":
-            stack.enter_context(torch.accelerator.device_index(facts.index))
+        if plan.device.index is not None and device.type != "cpu":
+            stack.enter_context(torch.accelerator.device_index(plan.device.index))
         stack.enter_context(own_stream(device))
-        peak = peak_of(facts, precision, task=data.task)
+        peak = peak_of(plan.device, plan.precision, task=plan.data.task)
         if device.type != "cpu":
             give_back(device)  # what was cached by then is no part of the run, and escapes a limit
         admission = admit(
-            with_batch_of(config, here),
-            data,
-            facts,
-            past_peak_bytes=past.peak_bytes(),
-            past_reserved_bytes=past.reserved_bytes(),
-            past_micro_batch=past.micro_batch(),
-            is_shared_out=is_shared_out(config, ranks),
+            plan.with_batch(here),
+            past_peak_bytes=order.past.peak_bytes(),
+            past_reserved_bytes=order.past.reserved_bytes(),
+            past_micro_batch=order.past.micro_batch(),
+            is_shared_out=is_shared_out(train, ranks),
         )
         # After the forecasts, which build a model of the user's own as often as memory is short.
-        stack.enter_context(seeded(config.train.seed, deterministic=config.train.deterministic))
-        ledger, source = stack.enter_context(limited(facts, config.memory.limit_mib))
+        stack.enter_context(seeded(train.seed, deterministic=train.deterministic))
+        ledger, source = stack.enter_context(limited(plan.device, plan.settings.memory.limit_mib))
         meter = memory_meter.Meter(device, source)  # before the model and the rows: they count too
-        model = held(config, data, device, ranks)
-        snapshot = config.memory.snapshot and ranks.is_lead
-        recorder = stack.enter_context(recording(device, folder=folder, on=snapshot))
-        rows, val = fed(config, facts, data, model, rank=ranks.rank, size=ranks.size)
-        stack.callback(rows.close)
-        stack.callback(val.close)
-        parts = training_parts(
-            config,
-            data,
-            model,
-            (rows, val),
-            facts=facts,
-            precision=precision,
-            ledger=ledger,
-            meter=meter,
-            recorder=recorder,
-            known=past.compiling(),
-            micro_rows=admission.micro_batch,
-            threads=threads,
-            graphs=admission.fits_graph
-            and may_replay(config, facts, precision, steps=steps_of(config, data)),
-            checked=checked,
-            ranks=ranks,
-        )
-        if not ranks.is_lead:  # what is drawn from here on, is drawn for other rows
-            torch.manual_seed(config.train.seed + ranks.rank)
-        checkpoints = checkpoints_of(
-            config, data, model, folder=folder, resumes=resumes, ranks=ranks
-        )
-        stack.callback(checkpoints.close)
-        checkpoints.follow(**parts.stateful(model, watch, is_lead=ranks.is_lead))
+        yield _Place(device, threads, peak, admission, ledger, meter, Owners())
+
+
+def _record_history(plan: Plan, order: Order) -> AbstractContextManager[Recorder]:
+    """Return what records the history of the device's memory, on the lead and where asked for."""
+    is_on = plan.settings.memory.snapshot and order.ranks.is_lead
+    return recording(plan.torch_device, folder=order.folder, on=is_on)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A training that is put together: fitted, judged and saved, one after another."""
+
+    plan: Plan
+    order: Order
+    place: _Place
+    model: nn.Module
+    rows: Batches
+    val: Batches
+    parts: TrainingParts
+    checkpoints: Checkpoints
+
+    def fit(self, work: int) -> TrainingResult:
+        """Train the model. work: multiply-adds of a row's forward pass."""
+        plan, parts, ranks, peak = self.plan, self.parts, self.order.ranks, self.place.peak
+        schedule = plan.schedule
+        steps = schedule.count_steps(self.rows.steps(schedule.batch_size))
         tools = Tools(
-            device=device,
             step=parts.tuned,
             micro=parts.micro,
             evaluator=parts.evaluator,
             optimizer=parts.optimizer,
-            rate=rate_of(config, steps=parts.steps),
-            phases=parts.phases,
-            watch=watch,
-            speeds=rates(data, work=work, peak_flops_per_s=peak.flops_per_s if peak else None),
-            log=log,
+            rate=make_schedule(plan.settings.optim, steps=steps),
+            accounts=parts.accounts,
+            speeds=rates(plan.data, work=work, peak_flops_per_s=peak.flops_per_s if peak else None),
             best=parts.best,
             outputs=parts.outputs,
-            checkpoints=checkpoints,
-            stop=agreed(Budget(config.train, asked), ranks, every=config.train.log_every),
-            ranks=ranks,
+            checkpoints=self.checkpoints,
+            stop=agreed(
+                Budget(plan.settings.train, self.order.asked), ranks, every=schedule.log_every
+            ),
         )
-        exhausted = mistake = None
-        tested: dict[str, float] = {}
-        try:
-            with outlived(device):
-                fitted = fit(model, rows, val, plan=plan_of(config), tools=tools)
-                if data.test_rows and not fitted.stopped:
-                    with closing(
-                        put_aside(config, facts, data, model, rank=ranks.rank, size=ranks.size)
-                    ) as test:
-                        tested = evaluate(model, test, parts.evaluator, part="test")
-                    watch.lap("eval")
-        except MemoryExhausted as error:
-            exhausted = error.failure
-        except (Mismatch, Damaged, Newer) as error:
-            raise ConfigError(f"--resume: {error}") from None
-        except (ConfigError, DataError):
-            raise  # a sentence by now, though the words of PyTorch are in it
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            # To see it once more, a rank would need the others.
-            may_look = mesh_of(model) is None
-            mistake = _mistake(error, model, parts.plain) if may_look else None
-            if mistake is None:
-                raise
-        if mistake is not None:
-            raise ModelError(mistake)
-        if exhausted is not None:  # told apart from the error, which keeps what it came through
-            raise OutOfMemory(
-                told(
-                    exhausted,
-                    parts.phases,
-                    config=config,
-                    device=facts,
-                    precision=precision,
-                    folder=folder,
-                )
-            )
+        return fit(self.model, self.rows, self.val, schedule=schedule, tools=tools)
+
+    def judge(self, result: TrainingResult) -> TrainingResult:
+        """Return the result with the metrics of the rows that were put aside, of a training that
+        is done."""
+        if not self.plan.data.test_rows or result.stopped:
+            return result
+        ranks = self.order.ranks
+        with closing(
+            open_test_batches(self.plan, self.model, rank=ranks.rank, size=ranks.size)
+        ) as test:
+            tested = evaluate(self.model, test, self.parts.evaluator, part="test")
+        self.parts.accounts.lap("eval")
+        return replace(result, tested=tested)
+
+    def save(self, result: TrainingResult, checked: Checked) -> TrainFacts:
+        """Write the model and what belongs to it; return all that is known of the training."""
+        plan, order, place, parts = self.plan, self.order, self.place, self.parts
+        data, ranks, accounts = plan.data, order.ranks, parts.accounts
         threads = torch.get_num_threads()  # after the trial
+        limit_mib = plan.settings.memory.limit_mib
         measured = {
             **parts.measured(),
-            **checkpoints.measured(),
-            **forecast_figures(admission, past, config.memory.limit_mib, parts.tuned.has_recorded),
+            **self.checkpoints.measured(),
+            **forecast_figures(place.admission, order.past, limit_mib, parts.tuned.has_recorded),
         }
-        stats = parts.phases.meter.stats()
-        held_bytes = memory_meter.allocated_bytes(device)
-        if snapshot:
-            title = f"Memory of a training step on {facts.name}"
-            draw(parts.phases.accounts.ledger, folder, title=title, lines=[])
-        watch.lap("log")
-        logged, moves = whole(model, config, data, device, ranks), ""
+        stats = place.meter.stats()
+        held_bytes = memory_meter.allocated_bytes(place.device)
+        if plan.settings.memory.snapshot and ranks.is_lead:
+            title = f"Memory of a training step on {plan.device.name}"
+            write_timeline(place.ledger, order.folder, title=title, lines=[])
+        accounts.lap("log")
+        logged, moves = gather_whole(self.model, plan, ranks), ""
         if ranks.is_lead:
-            spec = spec_of(config, data, outputs=checked.outputs)
-            moves = leave_model(logged, spec, data, val, folder / "model", precision=precision)
-        watch.lap("checkpoint")
-        alike = bool(fitted.metrics.get(ALIKE, 0))
-        found = {k: v for k, v in (fitted.metrics | tested).items() if k not in UNLOGGED}
-        judged = {"val": fitted.cells, "test": parts.evaluator.told if tested else None}
+            spec = describe_model(plan, outputs=checked.outputs)
+            moves = leave_model(
+                logged, spec, data, self.val, order.folder / "model", precision=plan.precision
+            )
+        accounts.lap("checkpoint")
+        alike = bool(result.metrics.get(ALIKE, 0))
+        found = {k: v for k, v in (result.metrics | result.tested).items() if k not in UNLOGGED}
+        judged = {"val": result.cells, "test": parts.evaluator.told if result.tested else None}
         classes = {
-            part: by_class.written(cells, data.class_names, folder, part=part)
+            part: by_class.written(cells, data.class_names, order.folder, part=part)
             for part, cells in judged.items()
             if cells is not None and ranks.is_lead
         }
-        measured |= timings(tools, fitted, rows=rows, replays=parts.tuned.replays)
-        by_rank = of_ranks(ranks, facts.name, measured)
-    return TrainFacts(
-        metrics={**found, **measured, **by_rank.metrics},
-        tags={
-            "precision": precision,
-            "threads": str(threads),
-            "data.residency": rows.residency,
-            "data.residency.reason": rows.reason,
-            "memory.admission": admission.reason,
-            **parts.tags(),
-            **checkpoints.tags(),
-            **peak_tags(peak),
-            **by_rank.tags,
-        },
-        steps=fitted.steps,
-        epochs=fitted.epochs,
-        stopped_early=fitted.stopped_early,
-        stopped=fitted.stopped,
-        model_folder=str(folder / "model"),
-        held_bytes=held_bytes,
-        stats=stats,
-        warnings=(
-            *of_results(data, fitted.metrics, loss=config.train.loss, alike=alike),
-            *warn_of_parts(
-                config.train, is_sum=checked.adds_up, micro_rows=min(parts.micro.smallest, here)
+        measured |= accounts.summarize(
+            steps=result.steps,
+            rows=result.rows,
+            replays=parts.tuned.replays,
+            copy_s=self.rows.copy_s,
+        )
+        by_rank = of_ranks(ranks, plan.device.name, measured)
+        least_rows = min(parts.micro.smallest, ranks.largest_share(plan.settings.train.batch_size))
+        return TrainFacts(
+            metrics={**found, **measured, **by_rank.metrics},
+            tags={
+                "precision": plan.precision,
+                "threads": str(threads),
+                "data.residency": self.rows.residency,
+                "data.residency.reason": self.rows.reason,
+                "memory.admission": place.admission.reason,
+                **parts.tags(),
+                **self.checkpoints.tags(),
+                **peak_tags(place.peak),
+                **by_rank.tags,
+            },
+            steps=result.steps,
+            epochs=result.epochs,
+            stopped_early=result.stopped_early,
+            stopped=result.stopped,
+            model_folder=str(order.folder / "model"),
+            held_bytes=held_bytes,
+            stats=stats,
+            warnings=(
+                *of_results(data, result.metrics, loss=plan.settings.train.loss, alike=alike),
+                *warn_of_parts(plan.settings.train, is_sum=checked.adds_up, micro_rows=least_rows),
+                *((moves,) if moves else ()),
+                *self.checkpoints.warnings,
             ),
-            *((moves,) if moves else ()),
-            *checkpoints.warnings,
-        ),
-        classes=classes,
-    )
+            classes=classes,
+        )
 
 
-def _unlogged(metrics: dict[str, float], step: int) -> None:
+def _fit_and_judge(trained: _Trained, work: int) -> TrainingResult:
+    """Return what the steps have come to. Raises what ends them as one sentence, and without the
+    frames that hold tensors."""
+    exhausted = mistake = None
+    parts, plan = trained.parts, trained.plan
+    try:
+        with outlived(plan.torch_device):
+            return trained.judge(trained.fit(work))
+    except MemoryExhausted as error:
+        exhausted = error.failure
+    except (Mismatch, Damaged, Newer) as error:
+        raise ConfigError(f"--resume: {error}") from None
+    except (ConfigError, DataError):
+        raise  # a sentence by now, though the words of PyTorch are in it
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        # To see it once more, a rank would need the others.
+        may_look = mesh_of(trained.model) is None
+        mistake = _explain_mistake(error, trained.model, parts.plain) if may_look else None
+        if mistake is None:
+            raise
+    if mistake is not None:
+        raise ModelError(mistake)
+    assert exhausted is not None
+    # Explained apart from the error, which keeps what it came through.
+    phases, folder = parts.accounts.phases, trained.order.folder
+    raise OutOfMemory(explain_failure(exhausted, phases, plan=plan, folder=folder))
+
+
+def _log_nothing(metrics: dict[str, float], step: int) -> None:
     """Of a rank that is not the lead."""
 
 
-def _mistake(error: Exception, model: nn.Module, step: Step) -> str | None:
-    """The sentence for a mistake of the user's; its batch lives no longer than that is told."""
+def _explain_mistake(error: Exception, model: nn.Module, step: Step) -> str | None:
+    """Return the sentence for a mistake of the user's; its batch lives no longer than that."""
     batch = batch_of(error)
     return explain.explained(error, model, batch, partial(step.forward, *batch))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tasks.engine.base import nested
-from tasks.engine.base.facts import DataFacts, DeviceFacts
+from tasks.engine.base.facts import DataFacts
 from tasks.engine.batches.batches import Batches
 from tasks.engine.batches.dataloaders import Loaded
 from tasks.engine.batches.dataset_batches import TRAIN_SHARE, VAL_SHARE, Resident, Streamed, feed
@@ -22,56 +22,44 @@ from tasks.engine.batches.rank_share import RankShare
 from tasks.engine.data import own_facts
 from tasks.engine.data import preparation as prepared
 from tasks.engine.device.memory_limit import rows_room_bytes
-from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.build import takes_channels_last
+from tasks.engine.step.plan import Plan
 
 
-def fed(
-    config: RunConfig,
-    facts: DeviceFacts,
-    data: DataFacts,
-    model: nn.Module,
-    *,
-    rank: int = 0,
-    size: int = 1,
+def open_batches(
+    plan: Plan, model: nn.Module, *, rank: int = 0, size: int = 1
 ) -> tuple[Batches, Batches]:
-    """The rows to train on and those to validate on, where they are fastest to reach; of several
-    ranks a RankShare of each."""
-    device = torch.device(facts.name)
+    """Return the rows to train on and those to validate on, where they are fastest to reach; of
+    several ranks a RankShare of each. Close both."""
+    data, settings = plan.data, plan.settings
     if data.batch is not None:
-        loaders = own_facts.loaded(config, data, device, rank=rank, size=size)
+        loaders = own_facts.loaded(
+            settings.data, settings.train, data, plan.torch_device, rank=rank, size=size
+        )
         return _shared(loaders[0], rank, size), _shared(loaders[1], rank, size)
-    arrays, send = prepared.load(data), _sending(config, device, model)
-    room = rows_room_bytes(config, facts)
+    arrays, send = prepared.load(data), _sending(plan, model)
+    room = rows_room_bytes(
+        plan.device, limit_mib=settings.memory.limit_mib, rows_mib=settings.data.memory_mib
+    )
     rows = send(arrays.train_x, arrays.train_y, room_bytes=TRAIN_SHARE * room)
     val = send(arrays.val_x, arrays.val_y, room_bytes=VAL_SHARE * room)
     return _shared(rows, rank, size), _shared(val, rank, size)
 
 
-def put_aside(
-    config: RunConfig,
-    facts: DeviceFacts,
-    data: DataFacts,
-    model: nn.Module,
-    *,
-    rank: int = 0,
-    size: int = 1,
-) -> Batches:
-    """The rows to be judged once: they stay on the host."""
-    arrays = prepared.load(data)
+def open_test_batches(plan: Plan, model: nn.Module, *, rank: int = 0, size: int = 1) -> Batches:
+    """Return the rows to be judged once: they stay on the host. Close them."""
+    arrays = prepared.load(plan.data)
     assert arrays.test_x is not None and arrays.test_y is not None
-    send = _sending(config, torch.device(facts.name), model)
+    send = _sending(plan, model)
     return _shared(send(arrays.test_x, arrays.test_y, room_bytes=0), rank, size)
 
 
-def _sending(
-    config: RunConfig, device: torch.device, model: nn.Module
-) -> Callable[..., Resident | Streamed]:
+def _sending(plan: Plan, model: nn.Module) -> Callable[..., Resident | Streamed]:
     return partial(
         feed,
-        device=device,
-        channels_last=takes_channels_last(config, model),
-        is_spare=config.data.memory_mib is not None,
+        device=plan.torch_device,
+        channels_last=takes_channels_last(plan.settings.model.name, model),
+        is_spare=plan.settings.data.memory_mib is not None,
     )
 
 

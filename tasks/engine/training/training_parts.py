@@ -1,5 +1,5 @@
 """What a training works with, put together: the step in all its ways, the micro-batches, the
-evaluator, the clocks and accounts; and what they have measured when it is over.
+evaluator; and what they have measured when it is over.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from tasks.engine.base.facts import DataFacts, DeviceFacts
-from tasks.engine.base.timing import Stopwatch, phase_clock, wait
+from tasks.engine.base.timing import wait
 from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoints import Checkpoints, refuse_no_room
 from tasks.engine.checkpoint.compatibility import code_of, identity
@@ -23,16 +21,13 @@ from tasks.engine.checkpoint.host_copies import HostCopies
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS
 from tasks.engine.checkpoint.training_state import RandomNumbers, Scaler, Stateful, Weights
 from tasks.engine.device.memory_limit import room_bytes
-from tasks.engine.distributed.parallel import Parallel
 from tasks.engine.distributed.ranks import Ranks
-from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.allocator_history import Recorder
-from tasks.engine.memory.memory_by_owner import BEST, MemoryByOwner, Owned
+from tasks.engine.memory.memory_by_owner import BEST, Owned
 from tasks.engine.memory.memory_meter import Meter
 from tasks.engine.models import predictor
-from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.best_weights import Best
-from tasks.engine.step.build import forward_of, optimizer_of, plan_of, step_of
+from tasks.engine.step.build import Shared, choose_forward, make_optimizer, make_step
 from tasks.engine.step.choose_step import TunedStep
 from tasks.engine.step.evaluation import Evaluator, eval_rows
 from tasks.engine.step.losses import count_of, in_units, loss_of, metrics_of
@@ -40,10 +35,34 @@ from tasks.engine.step.micro_batches import MicroBatches
 from tasks.engine.step.optim import Optimizer
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.own_model import Checked
-from tasks.engine.step.phases import COUNT_EVERY, Phases
+from tasks.engine.step.plan import Plan
 from tasks.engine.step.verdict import Known
+from tasks.engine.training.accounts import Accounts
 from tasks.engine.training.agreed_micro_batches import AgreedMicroBatches, FixedMicroBatches
-from tasks.engine.training.shared_model import called, mesh_of
+from tasks.engine.training.shared_model import mesh_of, share_steps
+
+
+@dataclass
+class Owners:
+    """What belongs to whom, whenever it is asked; filled while a training is put together."""
+
+    model: nn.Module | None = None
+    rows: tuple[Batches, ...] = ()
+    optimizer: Optimizer | None = None
+    best: Best | None = None
+    recorded: list[Tensor] = field(default_factory=list)  # what a recorded graph keeps
+
+    def __call__(self) -> Owned:
+        assert self.model is not None and self.optimizer is not None and self.best is not None
+        return {
+            "data": [tensor for rows in self.rows for tensor in rows.tensors()],
+            "parameters": self.model.parameters(),
+            "buffers": self.model.buffers(),
+            BEST: self.best.tensors(),
+            "graph": self.recorded,
+            "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
+            "optimizer_state": self.optimizer.state_tensors(),
+        }
 
 
 @dataclass(frozen=True)
@@ -64,23 +83,33 @@ class _Witness:
 
 
 @dataclass(frozen=True)
+class Start:
+    """With what a training starts, as was found out before: on two rows, by a forecast, by runs
+    alike."""
+
+    checked: Checked  # what two rows have shown
+    recorder: Recorder  # of the device's history
+    known: Known | None  # what runs alike measured of compiling
+    micro_rows: int  # of a micro-batch
+    threads: int  # to try beside those of now
+    graphs: bool  # whether steps may be replayed
+
+
+@dataclass(frozen=True)
 class TrainingParts:
     """What a training works with, and is measured by."""
 
     optimizer: Optimizer
-    phases: Phases
+    accounts: Accounts
     micro: MicroBatches
     plain: Step
     tuned: TunedStep
     evaluator: Evaluator
-    steps: int  # of the whole run
     best: Best
     outputs: list[tuple[str, Tensor]]  # see suspects.Seen
 
-    def stateful(
-        self, model: nn.Module, watch: Stopwatch, *, is_lead: bool = True
-    ) -> dict[str, Stateful]:
-        """What its next step depends on, beside the rows. Random numbers are the lead's."""
+    def stateful(self, model: nn.Module, *, is_lead: bool = True) -> dict[str, Stateful]:
+        """Return what its next step depends on, beside the rows. Random numbers are the lead's."""
         assert isinstance(self.evaluator.micro, MicroBatches)
         random = {"random": RandomNumbers(next(model.parameters()).device)} if is_lead else {}
         return {
@@ -91,16 +120,14 @@ class TrainingParts:
             "evaluation": self.evaluator.micro,
             "best": self.best,
             "step": self.tuned,
-            "times": watch,
+            "times": self.accounts.watch,
             **random,
         }
 
     def measured(self) -> dict[str, float]:
         """Under the names of the run record. Call it before the model is freed."""
-        memory = self.phases.meter.summary()
         return {
-            **memory,
-            **self.phases.accounts.metrics(peak_mib=memory.get("memory/run_peak_allocated_mib")),
+            **self.accounts.measure_memory(),
             **self.tuned.verdict.metrics(),
             "memory/ooms_recovered": float(self.micro.recovered + self.evaluator.micro.recovered),
             "memory/micro_batch": float(self.micro.rows),
@@ -115,109 +142,85 @@ class TrainingParts:
         }
 
 
-def training_parts(
-    config: RunConfig,
-    data: DataFacts,
+def build_parts(
+    plan: Plan,
     model: nn.Module,
     fed: tuple[Batches, Batches],
+    accounts: Accounts,
     *,
-    facts: DeviceFacts,
-    precision: str,
-    ledger: AllocationLog,
-    meter: Meter,
-    recorder: Recorder,
-    known: Known | None,
-    micro_rows: int,
-    threads: int,
-    graphs: bool,
-    checked: Checked,
+    owners: Owners,
+    start: Start,
     ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> TrainingParts:
-    """Everything for one training of `model` on the rows of `fed`, those to validate on last.
-
-    precision: as resolved for the device; ledger: as limits.limited() yields it; recorder: of the
-    device's history; known: what runs alike measured of compiling; micro_rows: of a micro-batch to
-    start with; threads: to try beside those of now; graphs: whether steps may be replayed.
-    checked: what two rows have shown. ranks: who trains it, each on its share of a batch.
+    """Return everything for one training of `model` on the rows of `fed`, those to validate on
+    last. owners: gets to know whose tensors they are. ranks: who trains it, each on its share of a
+    batch.
     """
-    device = torch.device(facts.name)
-    batch_size = config.train.batch_size
+    settings, data, device = plan.settings, plan.data, plan.torch_device
+    train, batch_size = settings.train, settings.train.batch_size
     here = ranks.largest_share(batch_size)
-    optimizer = optimizer_of(config, model)
-
-    best = Best(keeps=config.train.keep == "best")
-    owned = _Owned(fed, model, optimizer, best)
-    phases = Phases(
-        phase_clock(device),
-        meter,
-        MemoryByOwner(
-            ledger, owned, partial(_in_use, meter) if device.type != "cpu" else lambda: None
-        ),
-        count_every=COUNT_EVERY if device.type == "cpu" else None,
-    )
+    optimizer, best = make_optimizer(settings.optim, model), Best(keeps=train.keep == "best")
+    owners.model, owners.rows, owners.optimizer, owners.best = model, fed, optimizer, best
     # Held weakly: in a ring of references, a model would stay until the next collection.
     recorders: weakref.WeakSet[TunedStep] = weakref.WeakSet()
     shared: dict[str, Any] = {
         "device": device,
         "model": model,
-        "accounts": phases.accounts,
-        "witness": _Witness(recorder, phases.meter),
-        "changes": checked.changes,
+        "accounts": accounts.phases.accounts,
+        "witness": _Witness(start.recorder, accounts.phases.meter),
+        "changes": start.checked.changes,
         "forget_graph": lambda: any(each.forget_graphs() for each in recorders),
     }
-    count = count_of(config.train, data, of_labels=checked.of_labels)
-    parallel: Parallel | None = None
+    count = count_of(train, data, of_labels=start.checked.of_labels)
+    micro_rows, together = start.micro_rows, Shared(weight=lambda: fed[0].weight)
     kind: Callable[..., MicroBatches] = MicroBatches
     of_eval: Callable[..., MicroBatches] = MicroBatches
     if not ranks.is_alone:
         micro_rows = min(ranks.all_of(micro_rows))
-        parallel = called(model, ranks, device=device, mark=phases.mark)
+        parallel = share_steps(model, ranks, device=device, mark=accounts.mark)
+        together = Shared(parallel, weight=lambda: fed[0].weight)
         kind = partial(AgreedMicroBatches, ranks=ranks, together=parallel.together)
     if mesh_of(model) is not None:
         kind = of_eval = FixedMicroBatches
     micro = kind(micro_rows, whole=here, what="training", give_back=fed[0].give_back, **shared)
     outputs: list[tuple[str, Tensor]] = []
-    step = step_of(
-        config,
-        data,
+    step = make_step(
+        plan,
         model,
         optimizer,
-        device=device,
-        precision=precision,
         micro=micro,
-        mark=phases.mark,
+        mark=accounts.mark,
         outputs=outputs,
-        parallel=parallel,
-        weight=lambda: fed[0].weight,
+        shared=together,
         count=count,
     )
     # What is chosen by timing may be chosen otherwise the next time.
     # And ranks that tried something out would wait for one another.
-    is_timed = config.train.deterministic or not ranks.is_alone
-    is_timed &= config.train.compile == "auto"
-    steps = plan_of(config).steps(fed[0].steps(batch_size))
+    is_timed = train.deterministic or not ranks.is_alone
+    is_timed &= train.compile == "auto"
     tuned = TunedStep(
         step,
-        mode="off" if is_timed else config.train.compile,
-        steps=steps,
+        mode="off" if is_timed else train.compile,
+        steps=plan.schedule.count_steps(fed[0].steps(batch_size)),
         rows=0 if data.batch is not None else min(here, data.train_rows),
         wait=partial(wait, device),
-        graphs=graphs and ranks.is_alone,
-        threads=threads,
-        known=known,
-        recorded=partial(_recorded, owned, phases),
+        graphs=start.graphs and ranks.is_alone,
+        threads=start.threads,
+        known=start.known,
+        recorded=partial(_keep_recorded, owners, accounts),
     )
     recorders.add(tuned)
-    most = eval_rows(data, batch_size, room_bytes=room_bytes(config, facts.free_bytes or 0))
+    room = room_bytes(settings.memory.limit_mib, plan.device.free_bytes or 0)
+    most = eval_rows(data, batch_size, room_bytes=room)
     evaluator = Evaluator(
         task=data.task,
-        loss=loss_of(config.train, data, device),
+        loss=loss_of(train, data, device),
         autocast=step.autocast,
         micro=of_eval(most, whole=most, what="eval", give_back=fed[1].give_back, **shared),
-        phases=phases,
-        forward=forward_of(config),
+        phases=accounts.phases,
+        forward=choose_forward(settings.model.name, train),
         count=count,
-        metrics={n: in_units(m, data, device) for n, m in metrics_of(config.train).items()},
+        metrics={n: in_units(m, data, device) for n, m in metrics_of(train).items()},
         to_units=partial(
             predictor.in_units,
             offset=data.target_offset,
@@ -227,62 +230,35 @@ def training_parts(
         guess=data.target_guess,
         ranks=ranks,
     )
-    return TrainingParts(optimizer, phases, micro, step, tuned, evaluator, steps, best, outputs)
+    return TrainingParts(optimizer, accounts, micro, step, tuned, evaluator, best, outputs)
 
 
-def checkpoints_of(
-    config: RunConfig,
-    data: DataFacts,
+def open_checkpoints(
+    plan: Plan,
     model: nn.Module,
     *,
     folder: Path,
     resumes: bool,
     ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> Checkpoints:
-    """Those of a training, in the folder of its run. Raises ConfigError where the first one would
-    find no room."""
-    device = next(model.parameters()).device
-    if config.checkpoint.is_on and ranks.is_lead:
+    """Return those of a training, in the folder of its run. Raises ConfigError where the first one
+    would find no room. Close them."""
+    settings = plan.settings
+    if settings.checkpoint.is_on and ranks.is_lead:
         # The weights, the state of an optimizer as large as Adam's, and the best weights.
         weights_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        refuse_no_room(folder, weights_bytes * (4 if config.train.keep == "best" else 3))
+        refuse_no_room(folder, weights_bytes * (4 if settings.train.keep == "best" else 3))
     return Checkpoints(
         folder / CHECKPOINTS,
-        config.checkpoint,
-        HostCopies(device),
-        about={**identity(config, data, device_type=device.type), **code_of(config)},
+        settings.checkpoint,
+        HostCopies(plan.torch_device),
+        about={**identity(plan), **code_of(settings)},
         resumes=resumes,
         ranks=ranks,
         mesh=mesh_of(model),
     )
 
 
-@dataclass
-class _Owned:
-    """What belongs to whom, whenever it is asked."""
-
-    fed: tuple[Batches, Batches]
-    model: nn.Module
-    optimizer: Optimizer
-    best: Best
-    recorded: list[Tensor] = field(default_factory=list)
-
-    def __call__(self) -> Owned:
-        return {
-            "data": [tensor for rows in self.fed for tensor in rows.tensors()],
-            "parameters": self.model.parameters(),
-            "buffers": self.model.buffers(),
-            BEST: self.best.tensors(),
-            "graph": self.recorded,
-            "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
-            "optimizer_state": self.optimizer.state_tensors(),
-        }
-
-
-def _recorded(owned: _Owned, phases: Phases, tensors: list[Tensor]) -> None:
-    owned.recorded = tensors
-    phases.recount()
-
-
-def _in_use(meter: Meter) -> int | None:
-    return meter.reading().get("allocated")
+def _keep_recorded(owners: Owners, accounts: Accounts, tensors: list[Tensor]) -> None:
+    owners.recorded = tensors
+    accounts.phases.recount()

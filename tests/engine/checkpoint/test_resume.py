@@ -15,6 +15,7 @@ from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 from tasks.engine.training.loop import Stop
 
@@ -57,7 +58,9 @@ def train(folder: Path, sections: dict[str, Any], **kwargs: Any) -> TrainFacts:
     config = RunConfig.model_validate(given)
     data = prepare(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
     kwargs = {"log": lambda metrics, step: None, **kwargs}
-    return trainer.train(config, detect(config.device.name), data, folder=folder, **kwargs)
+    return trainer.train(
+        make_plan(config, detect(config.device.name), data), folder=folder, **kwargs
+    )
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tasks.engine.base.facts import DataFacts
+from tasks.engine.batches.dataloaders import Loaded
 from tasks.engine.batches.loader_targets import Targets
 from tasks.engine.data.own_data import Feeding, Feeds, made
 from tasks.engine.data.own_facts import loaded
@@ -46,6 +47,10 @@ def _facts(own: Own, returns: str, *, more: str = "", **data: Any) -> DataFacts:
 def _config(**data: Any) -> RunConfig:
     data = {"source": "mine:f", "cache": "cache", **data}
     return RunConfig.model_validate({"data": data, "train": {"batch_size": 8, "seed": 3}})
+
+
+def _loaded(config: RunConfig, facts: DataFacts, device: torch.device) -> tuple[Loaded, Loaded]:
+    return loaded(config.data, config.train, facts, device)
 
 
 @pytest.mark.parametrize("returns", ["(x, y)", "(X, Y)", "[x, Y]", "(x, y[:, None])"])
@@ -122,7 +127,7 @@ def test_a_data_set_is_split_by_the_settings_and_shuffled_by_the_seed(
     assert (facts.train_rows, facts.val_rows, facts.batch_rows) == (15, 5, 8)
     orders = []
     for _ in range(2):
-        train, val = loaded(_config(validation_fraction=0.25), facts, CPU)
+        train, val = _loaded(_config(validation_fraction=0.25), facts, CPU)
         epochs = [torch.cat([x for x, _ in train.shuffled(8, NO_ORDER, _nothing)]) for _ in "ab"]
         assert not torch.equal(*epochs)
         held = torch.cat([x for x, _ in val.in_order(8)])
@@ -143,7 +148,7 @@ class Dicts(Dataset):
 """
     facts = _facts(own, "Dicts()", more=more)
     assert facts.task == "classification" and facts.input_shape == (4,)
-    (x, y), *_ = loaded(_config(), facts, CPU)[0].in_order(8)
+    (x, y), *_ = _loaded(_config(), facts, CPU)[0].in_order(8)
     assert set(x) == {"ids", "labels"} and torch.equal(x["labels"], y)
 
 
@@ -224,7 +229,7 @@ def test_a_worker_that_raises_is_told_by_its_line(own: Own) -> None:
 def test_labels_of_every_batch_are_looked_at_on_the_host(own: Own) -> None:
     more = "late = Y.clone(); late[17] = 5\n"
     facts = _facts(own, "(DataLoader(Named(X, late), 8), DataLoader(Named(X, Y), 8))", more=more)
-    train, _ = loaded(_config(), facts, torch.device("meta"))
+    train, _ = _loaded(_config(), facts, torch.device("meta"))
     with pytest.raises(DataError, match="batch 3 of the training loader, row 2: a label .*got 5"):
         list(train.shuffled(8, NO_ORDER, _nothing))
 

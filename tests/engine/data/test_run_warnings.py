@@ -15,6 +15,7 @@ from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training.trainer import train
 
 RANDOM = np.random.default_rng(0)
@@ -141,7 +142,7 @@ def _trained(tmp_path: Path, data: DataConfig, named: str, **sections) -> TrainF
     config = RunConfig.model_validate({"data": data.model_dump(), **made})
     logged: list[dict[str, float]] = []
     log = lambda metrics, step: logged.append(metrics)  # noqa: E731
-    facts = train(config, detect("cpu"), prepare(data), folder=tmp_path, log=log)
+    facts = train(make_plan(config, detect("cpu"), prepare(data)), folder=tmp_path, log=log)
     assert not any(run_warnings.ALIKE in metrics for metrics in (*logged, facts.metrics))
     return facts
 

@@ -13,6 +13,7 @@ from tasks.engine.files.source_data import DataError
 from tasks.engine.models import predictor
 from tasks.engine.models.predictor import in_units
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training.trainer import train
 
 ROWS = 600
@@ -36,7 +37,9 @@ def _prepared(folder: Path, y: np.ndarray, **data: str) -> DataFacts:
 
 
 def _trained(folder: Path, config: RunConfig) -> TrainFacts:
-    return train(config, detect("cpu"), prepare(config.data), folder=folder, log=lambda *_: None)
+    return train(
+        make_plan(config, detect("cpu"), prepare(config.data)), folder=folder, log=lambda *_: None
+    )
 
 
 @pytest.mark.parametrize(("y", "chosen"), [(HEAVY, True), (ZEROS, True), (EVEN**2, False)])

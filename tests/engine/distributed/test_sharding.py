@@ -34,9 +34,10 @@ from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.models import builtin
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import CheckpointConfig, OptimConfig, RunConfig
-from tasks.engine.step.build import optimizer_of
+from tasks.engine.step.build import make_optimizer
 from tasks.engine.step.micro_batches import Fixed
-from tasks.engine.step.optimizer_step import Step, Watched
+from tasks.engine.step.optimizer_step import Step
+from tasks.engine.step.phases import Watched
 from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -107,7 +108,7 @@ class _Run:
         self.ranks = Ranks(self.rank, size)
         self.batch = x.chunk(size)[self.rank], y.chunk(size)[self.rank]
         config = RunConfig(optim=OptimConfig(name=optimizer, lr=1e-2, weight_decay=0.1))
-        self.optimizer = optimizer_of(config, self.model)
+        self.optimizer = make_optimizer(config.optim, self.model)
         parallel = None
         if size > 1:
             parallel = Sharded(self.model, self.ranks, device=CPU, mark=lambda phase: None)

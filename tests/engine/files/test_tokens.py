@@ -24,6 +24,7 @@ from tasks.engine.files.source_data import DataError
 from tasks.engine.models import predictor
 from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.settings.run_config import ModelConfig, OptimConfig, RunConfig, TrainConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 
 COUNT = np.arange(100, dtype=np.uint16)
@@ -88,7 +89,7 @@ def test_no_token_is_in_both_parts_and_few_in_none(
         patch.setattr(token_windows, "BLOCK_TOKENS", block)
         draft = token_windows.draft(text, config)
         draft.write(folder)
-    texts = [np.load(folder / name) for name in token_windows.PARTS]
+    texts = [np.load(folder / name) for name in token_windows.TOKEN_PARTS]
     assert sum(text.nbytes for text in texts) == draft.needed_bytes
     train, val = (
         np.concatenate([x, y[:, -1:]], 1)
@@ -234,7 +235,7 @@ def test_the_settings_of_tokens_make_no_other_table(tmp_path):
     assert preparation.prepare(config) == replace(first, reused=True)
 
 
-@pytest.mark.parametrize("part", [*token_windows.PARTS, "manifest.json"])
+@pytest.mark.parametrize("part", [*token_windows.TOKEN_PARTS, "manifest.json"])
 def test_damaged_rows_of_tokens_are_noticed_and_prepared_anew(tmp_path, caplog, part):
     config = _config(tmp_path, _npy(COUNT))
     first = _prepared(config)
@@ -398,7 +399,7 @@ def test_a_transformer_learns_the_default_text_and_the_saved_one_goes_on_with_it
     )
     facts = _prepared(config.data)
     done = trainer.train(
-        config, detect("cpu"), facts, folder=tmp_path, log=lambda metrics, step: None
+        make_plan(config, detect("cpu"), facts), folder=tmp_path, log=lambda metrics, step: None
     )
     known = np.bincount(np.frombuffer(text, np.uint8)) / len(text)
     by_frequency_alone = math.exp(-(known[known > 0] * np.log(known[known > 0])).sum())

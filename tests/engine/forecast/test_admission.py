@@ -18,6 +18,7 @@ from tasks.engine.forecast.admission import admit
 from tasks.engine.forecast.forecast import Forecast, forecast
 from tasks.engine.settings.data_config import DataConfig
 from tasks.engine.settings.run_config import MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from tasks.engine.step.plan import make_plan
 
 MIB = 1024**2
 NVML = Nvml(
@@ -96,7 +97,7 @@ def config_of(**memory) -> RunConfig:
 
 def asked(config: RunConfig, data: DataFacts, device: DeviceFacts, machine: Machine, **past):
     past = {"past_peak_bytes": None, "past_micro_batch": None} | past
-    return admit(config, data, device, **past, **machine.seams())
+    return admit(make_plan(config, device, data), **past, **machine.seams())
 
 
 def test_what_runs_alike_have_taken_is_believed_before_any_forecast(data, gpu):
@@ -110,7 +111,7 @@ def test_what_runs_alike_have_taken_is_believed_before_any_forecast(data, gpu):
 
 
 def test_without_history_a_dry_step_tells(data, gpu):
-    told = forecast(config_of(), data, gpu)
+    told = forecast(make_plan(config_of(), gpu, data))
     found = asked(config_of(), data, gpu, Machine(told.needed_bytes))
     assert (found.predicted_bytes, found.source) == (told.peak_bytes, "dry step")
     assert found.micro_batch == 256
@@ -122,7 +123,7 @@ def test_a_smaller_micro_batch_is_what_it_starts_with_where_only_that_fits(
 ):
     wide = ModelConfig(name="mlp", args={"hidden": [8192]})  # so that segments matter less
     config = config_of(wait_s=60).model_copy(update={"model": wide})
-    room = forecast(config, data, gpu, micro_batch=128).needed_bytes
+    room = forecast(make_plan(config, gpu, data), micro_batch=128).needed_bytes
     machine = Machine(room)
     found = asked(config, data, gpu, machine, past_peak_bytes=past_peak_bytes)
     assert (found.micro_batch, found.source, machine.slept) == (128, "dry step", [])
@@ -132,7 +133,7 @@ def test_a_smaller_micro_batch_is_what_it_starts_with_where_only_that_fits(
 def test_what_counts_against_a_limit_is_what_the_allocator_reserves(data, gpu):
     """44 MiB of tensors were admitted under a limit of as much, and failed 11 times down to one
     row: the limit counts segments of 20 MiB."""
-    told = forecast(config_of(), data, gpu)
+    told = forecast(make_plan(config_of(), gpu, data))
     limit_mib = (told.peak_bytes + MIB // 2) / MIB
     assert told.needed_bytes > limit_mib * MIB
     with pytest.raises(DeviceError, match="must be at least "):
@@ -140,14 +141,14 @@ def test_what_counts_against_a_limit_is_what_the_allocator_reserves(data, gpu):
 
 
 def test_a_history_that_reserved_more_than_there_is_asks_a_dry_step(data, gpu):
-    room = forecast(config_of(), data, gpu).needed_bytes
+    room = forecast(make_plan(config_of(), gpu, data)).needed_bytes
     past = {"past_peak_bytes": MIB, "past_reserved_bytes": 2 * room}
     found = asked(config_of(), data, gpu, Machine(room), **past)
     assert (found.micro_batch, found.source) == (256, "dry step")
 
 
 def test_it_waits_for_memory_and_says_once_for_whom(data, gpu, caplog):
-    need = forecast(config_of(), data, gpu).needed_bytes
+    need = forecast(make_plan(config_of(), gpu, data)).needed_bytes
     machine = Machine(MIB, MIB, MIB, need)
     with caplog.at_level(logging.WARNING):
         found = asked(config_of(wait_s=60.0), data, gpu, machine)
@@ -181,7 +182,7 @@ def test_nobody_waits_for_what_the_whole_device_does_not_have(data, gpu):
 def test_what_takes_less_than_a_forecast_knows_is_not_refused(data, gpu):
     def admitted(config: RunConfig, **more):
         past = {"past_peak_bytes": None, "past_micro_batch": None}
-        return admit(config, data, gpu, **past, **more, **Machine(1.0).seams())
+        return admit(make_plan(config, gpu, data), **past, **more, **Machine(1.0).seams())
 
     with pytest.raises(DeviceError):
         admitted(config_of())
@@ -197,7 +198,7 @@ def test_a_gpu_that_tells_nothing_is_no_reason_to_refuse(data, gpu):
 
 
 def test_a_limit_is_room_too(data, gpu, cpu):
-    need = forecast(config_of(limit_mib=6.0), data, cpu, micro_batch=64).needed_bytes
+    need = forecast(make_plan(config_of(limit_mib=6.0), cpu, data), micro_batch=64).needed_bytes
     config = config_of(limit_mib=need / MIB)
     on_cpu, on_gpu = Machine(None), Machine(2**33)
     assert asked(config, data, cpu, on_cpu).micro_batch == 64
@@ -209,7 +210,7 @@ def test_a_limit_names_itself_where_what_is_held_already_makes_it_too_small(data
     """A process that held memory from before was told that the device had too little free."""
     held = {"reserved": 64 * MIB}
     monkeypatch.setattr(admission, "allocator", lambda _: SimpleNamespace(read=lambda: held))
-    need_mib = forecast(config_of(), data, gpu, micro_batch=1).needed_bytes / MIB
+    need_mib = forecast(make_plan(config_of(), gpu, data), micro_batch=1).needed_bytes / MIB
     with pytest.raises(DeviceError) as caught:
         asked(config_of(limit_mib=need_mib + 1), data, gpu, Machine(2**33))
     least = math.ceil(need_mib + 64)
@@ -231,7 +232,7 @@ def test_a_limit_below_the_parameters_is_refused_in_one_sentence(kind, data, req
 
 
 def test_a_limit_is_kept_to_the_byte(data, gpu):
-    told = forecast(config_of(), data, gpu, micro_batch=1)
+    told = forecast(make_plan(config_of(), gpu, data), micro_batch=1)
     just = told.needed_bytes / MIB
     found = asked(config_of(limit_mib=just), data, gpu, Machine(2**33))
     assert found.predicted_bytes <= told.needed_bytes
@@ -282,7 +283,7 @@ def written(monkeypatch) -> list[int]:
     """The rows that were asked about."""
     rows: list[int] = []
 
-    def told(config, data, device, *, micro_batch) -> Forecast:
+    def told(plan, *, micro_batch) -> Forecast:
         rows.append(micro_batch)
         needed = 10 * MIB * (micro_batch + 1)
         made = Forecast(needed - MIB, None, needed, "backward", {}, {}, 5 * MIB, micro_batch)
@@ -395,9 +396,7 @@ def test_where_asking_takes_longer_than_is_left_it_asks_again_at_once(data, gpu,
     clock, machine = itertools.count(0, 0.75), Machine(MIB)
     with pytest.raises(DeviceError):
         admit(
-            small(wait_s=1),
-            data,
-            gpu,
+            make_plan(small(wait_s=1), gpu, data),
             past_peak_bytes=None,
             past_micro_batch=None,
             **{**machine.seams(), "now": lambda: next(clock)},
@@ -411,9 +410,7 @@ def test_the_four_that_hold_most_are_named_and_the_rest_counted(data, gpu, writt
     nvml = Nvml(gpus=(Gpu("GPU-1", "cuda", uuid="GPU-1", holders=found),))
     with pytest.raises(DeviceError) as caught:
         admit(
-            small(),
-            data,
-            gpu,
+            make_plan(small(), gpu, data),
             past_peak_bytes=None,
             past_micro_batch=None,
             free=lambda: MIB,

@@ -13,7 +13,6 @@ from tasks.engine.device.detection import detect
 from tasks.engine.forecast import forecast as forecasting
 from tasks.engine.forecast.forecast import (
     Unforeseeable,
-    asked_micro_batch,
     forecast,
     largest_micro_batch,
 )
@@ -23,7 +22,8 @@ from tasks.engine.settings.run_config import ModelConfig, OptimConfig, RunConfig
 from tasks.engine.step import build
 from tasks.engine.step.best_weights import Best
 from tasks.engine.step.micro_batches import Fixed
-from tasks.engine.step.optimizer_step import Watched
+from tasks.engine.step.phases import Watched
+from tasks.engine.step.plan import make_plan
 
 SOURCES = {
     "linear": {"source": "synthetic", "rows": 600, "features": 50},
@@ -66,7 +66,7 @@ def config_of(model: str, *, optim: str = "adamw", clip: float | None = None, **
 
 def really(config: RunConfig, data: DataFacts, device: DeviceFacts) -> dict[str, int]:
     """Peaks by phase of two steps of the real thing."""
-    cpu, found = torch.device("cpu"), {}
+    cpu, found, plan = torch.device("cpu"), {}, make_plan(config, device, data)
     ledger = AllocationLog(cpu)
 
     def mark(phase: str) -> None:
@@ -75,7 +75,7 @@ def really(config: RunConfig, data: DataFacts, device: DeviceFacts) -> dict[str,
         ledger.reset_peak()
 
     with ledger:
-        model = build.model_of(config, data, cpu)
+        model = build.make_model(config.model, data, cpu)
         model.train()
         arrays, images = load(data), build.is_convolutional(model)
         room = device.free_bytes or 0
@@ -84,17 +84,15 @@ def really(config: RunConfig, data: DataFacts, device: DeviceFacts) -> dict[str,
         )
         val = feed(arrays.val_x, arrays.val_y, device=cpu, room_bytes=room, channels_last=images)
         ledger.own("data", (*rows.tensors(), *val.tensors()))
-        best = Best(keeps=build.keeps_best(config))
+        best = Best(keeps=plan.keeps_best)
         best.judged({"val/loss": 0.0}, 1)
         best.keep(model)
-        step = build.step_of(
-            config,
-            data,
+        step = build.make_step(
+            plan,
             model,
-            build.optimizer_of(config, model),
+            build.make_optimizer(config.optim, model),
             device=cpu,
-            precision=config.train.precision,
-            micro=Fixed(asked_micro_batch(config)),
+            micro=Fixed(plan.micro_batch),
             mark=mark,
         )
         order = rows.order(seed=0, epoch=0)[: 2 * config.train.batch_size]
@@ -126,7 +124,7 @@ def test_a_forecast_is_within_a_tenth_of_what_a_training_takes(
 ) -> None:
     config, data = config_of(model, **case), prepared[model]
     device = cpu if is_resident else replace(cpu, free_bytes=0)
-    told, measured = forecast(config, data, device), really(config, data, device)
+    told, measured = forecast(make_plan(config, device, data)), really(config, data, device)
     assert set(told.phases) == {*measured, "eval"}
     for phase, most in measured.items():
         assert told.phases[phase] == pytest.approx(most, rel=0.1), phase
@@ -136,8 +134,12 @@ def test_a_forecast_is_within_a_tenth_of_what_a_training_takes(
 def test_owners_add_up_to_the_peak_and_are_what_they_should_be(
     prepared: dict[str, DataFacts], cpu: DeviceFacts
 ) -> None:
-    told = forecast(config_of("transformer", batch_size=64), prepared["transformer"], cpu)
-    model = build.model_of(config_of("transformer"), prepared["transformer"], torch.device("cpu"))
+    told = forecast(
+        make_plan(config_of("transformer", batch_size=64), cpu, prepared["transformer"])
+    )
+    model = build.make_model(
+        config_of("transformer").model, prepared["transformer"], torch.device("cpu")
+    )
     weights = sum(p.nbytes for p in model.parameters())
     buffers = sum(b.nbytes for b in model.buffers())
     assert sum(told.owners.values()) == told.peak_bytes == told.phases[told.phase]
@@ -152,16 +154,16 @@ def test_a_forecast_takes_no_random_number_and_is_the_same_again(
 ) -> None:
     before = torch.get_rng_state()
     config = config_of("mlp", batch_size=4, accumulate=2)
-    first = forecast(config, prepared["mlp"], cpu)
+    first = forecast(make_plan(config, cpu, prepared["mlp"]))
     assert torch.equal(torch.get_rng_state(), before)
-    assert forecast(config, prepared["mlp"], cpu) == first
+    assert forecast(make_plan(config, cpu, prepared["mlp"])) == first
 
 
 def test_a_model_larger_than_any_host_is_forecast_without_its_weights(
     prepared: dict[str, DataFacts], cpu: DeviceFacts
 ) -> None:
     wide = RunConfig(model=ModelConfig(name="mlp", args={"hidden": [2**20, 2**20]}))
-    told = forecast(wide, prepared["linear"], cpu)
+    told = forecast(make_plan(wide, cpu, prepared["linear"]))
     assert told.parameter_bytes > 4 * 2**40  # 4 TiB
 
 
@@ -170,7 +172,10 @@ def test_a_gpu_that_is_not_here_is_forecast_with_its_blocks_and_libraries(
 ) -> None:
     config = config_of("mlp", batch_size=64, precision="bf16", keep="last")
     gpu = replace(cpu, name="cuda:0", kind="cuda", index=0, bf16=True)
-    here, there = forecast(config, prepared["mlp"], cpu), forecast(config, prepared["mlp"], gpu)
+    here, there = (
+        forecast(make_plan(config, cpu, prepared["mlp"])),
+        forecast(make_plan(config, gpu, prepared["mlp"])),
+    )
     libraries = there.owners["libraries"]
     assert libraries in (2 * 8.125 * MIB, 17.25 * MIB)  # 1 MiB more before PyTorch 2.12
     assert sum(there.owners.values()) == there.peak_bytes
@@ -187,7 +192,9 @@ def test_a_last_batch_of_fewer_rows_is_part_of_what_has_to_fit(prepared, cpu: De
         model=ModelConfig(name="mlp", args={"hidden": [2**12] * 12, "dropout": 0.1}),
         train=TrainConfig(batch_size=128, precision="fp32"),
     )
-    whole, more = (forecast(config, replace(data, train_rows=n), gpu) for n in (512, 512 + 40))
+    whole, more = (
+        forecast(make_plan(config, gpu, replace(data, train_rows=n))) for n in (512, 512 + 40)
+    )
     assert more.peak_bytes == whole.peak_bytes
     assert more.needed_bytes > whole.needed_bytes
 
@@ -199,7 +206,7 @@ def test_before_pytorch_2_12_cublaslt_has_a_workspace_of_its_own(
     """17.4 MiB were foretold of a run that held 18.4."""
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)(release))
     gpu = replace(cpu, name="cuda:0", kind="cuda", index=0)
-    told = forecast(config_of("mlp", batch_size=64), prepared["mlp"], gpu)
+    told = forecast(make_plan(config_of("mlp", batch_size=64), gpu, prepared["mlp"]))
     assert told.owners["libraries"] == 2 * 8.125 * MIB + lt_bytes
 
 
@@ -209,18 +216,23 @@ def test_the_largest_micro_batch_is_the_first_half_that_fits(
     # Streamed, so that the micro-batch and not the rows at rest decide.
     config, data = config_of("cnn", batch_size=48), prepared["cnn"]
     device = replace(cpu, free_bytes=0)
-    need = {n: forecast(config, data, device, micro_batch=n).needed_bytes for n in (48, 12, 1)}
-    assert largest_micro_batch(config, data, device, need[48]) == 48
-    assert largest_micro_batch(config, data, device, need[12] - 1) == 6
-    assert largest_micro_batch(config, data, device, need[1]) == 1
-    assert largest_micro_batch(config, data, device, need[1] - 1) is None
+    need = {
+        n: forecast(make_plan(config, device, data), micro_batch=n).needed_bytes
+        for n in (48, 12, 1)
+    }
+    assert largest_micro_batch(make_plan(config, device, data), need[48]) == 48
+    assert largest_micro_batch(make_plan(config, device, data), need[12] - 1) == 6
+    assert largest_micro_batch(make_plan(config, device, data), need[1]) == 1
+    assert largest_micro_batch(make_plan(config, device, data), need[1] - 1) is None
 
 
 def test_the_best_weights_are_a_second_set_on_a_cpu(
     prepared: dict[str, DataFacts], cpu: DeviceFacts
 ) -> None:
     best, last, once = (
-        forecast(config_of("mlp", batch_size=64, keep=keep, epochs=n), prepared["mlp"], cpu)
+        forecast(
+            make_plan(config_of("mlp", batch_size=64, keep=keep, epochs=n), cpu, prepared["mlp"])
+        )
         for keep, n in (("best", 2), ("last", 2), ("best", 1))
     )
     assert best.peak_bytes - last.peak_bytes == last.parameter_bytes
@@ -230,7 +242,9 @@ def test_the_best_weights_are_a_second_set_on_a_cpu(
 def test_a_loss_that_needs_values_is_named_by_its_setting(prepared, own) -> None:
     own("peeking", "def loss(outputs, y):\n    return outputs.sum() * outputs.max().item()\n")
     with pytest.raises(Unforeseeable, match="^train.loss: what peeking:loss will take cannot be"):
-        forecast(config_of("linear", loss="peeking:loss"), prepared["linear"], detect("cpu"))
+        forecast(
+            make_plan(config_of("linear", loss="peeking:loss"), detect("cpu"), prepared["linear"])
+        )
 
 
 def test_a_model_that_needs_values_is_named_by_its_setting(prepared, own) -> None:
@@ -249,18 +263,21 @@ def test_a_model_that_needs_values_is_named_by_its_setting(prepared, own) -> Non
         asked = RunConfig(model=ModelConfig(name="peeking:Net", args={"peeks": peeks}))
         if peeks:
             with pytest.raises(Unforeseeable, match="^model.name: what peeking:Net will take"):
-                forecast(asked, prepared["linear"], detect("cpu"))
+                forecast(make_plan(asked, detect("cpu"), prepared["linear"]))
         else:
-            assert forecast(asked, prepared["linear"], detect("cpu")).parameter_bytes == 4 * 510
+            assert (
+                forecast(make_plan(asked, detect("cpu"), prepared["linear"])).parameter_bytes
+                == 4 * 510
+            )
 
 
 def test_room_is_spared_for_what_no_dry_run_sees(prepared, monkeypatch) -> None:
     gpu = replace(detect("cpu"), name="cuda:0", kind="cuda", index=0, total_bytes=2**34)
-    asked = config_of("linear"), prepared["linear"], gpu
+    asked = config_of("linear"), gpu, prepared["linear"]
     monkeypatch.setattr(forecasting, "SPARE_BYTES", 0)
-    needed = forecast(*asked).needed_bytes
+    needed = forecast(make_plan(*asked)).needed_bytes
     monkeypatch.setattr(forecasting, "SPARE_BYTES", 1000)
-    assert forecast(*asked).needed_bytes == needed + 1000
+    assert forecast(make_plan(*asked)).needed_bytes == needed + 1000
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="which it then takes minutes to measure on")

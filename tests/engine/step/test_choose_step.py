@@ -8,7 +8,8 @@ from tasks.engine.step import choose_step, optim
 from tasks.engine.step.choose_step import CompileError, TunedStep
 from tasks.engine.step.cuda_graph import GraphError
 from tasks.engine.step.micro_batches import Fixed
-from tasks.engine.step.optimizer_step import Step, Watched
+from tasks.engine.step.optimizer_step import Step
+from tasks.engine.step.phases import Watched
 from tasks.engine.step.verdict import Known
 
 

@@ -8,7 +8,8 @@ from torch import nn
 from tasks.engine.step import optim
 from tasks.engine.step.cuda_graph import WARM_UP, GraphedStep
 from tasks.engine.step.micro_batches import Fixed
-from tasks.engine.step.optimizer_step import Outcome, Step, Watched
+from tasks.engine.step.optimizer_step import Outcome, Step
+from tasks.engine.step.phases import Watched
 
 CPU = torch.device("cpu")
 

@@ -14,6 +14,7 @@ from tasks.engine.data.preparation import load, prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.models import builtin
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 
 EPOCHS, BATCH, LR = 3, 64, 2e-3
@@ -75,7 +76,9 @@ def _ours(config: RunConfig, tmp_path: Path) -> tuple[list[float], dict[str, flo
         if "train/loss" in metrics:
             losses.append(metrics["train/loss"])
 
-    facts = trainer.train(config, detect("cpu"), prepare(config.data), folder=tmp_path, log=log)
+    facts = trainer.train(
+        make_plan(config, detect("cpu"), prepare(config.data)), folder=tmp_path, log=log
+    )
     return losses, facts.metrics, facts.tags
 
 

@@ -14,7 +14,8 @@ from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.step import micro_batches, optim
 from tasks.engine.step.micro_batches import Failure, Fixed, MemoryExhausted, MicroBatches, told_in
-from tasks.engine.step.optimizer_step import Step, Watched
+from tasks.engine.step.optimizer_step import Step
+from tasks.engine.step.phases import Watched
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 32, 16

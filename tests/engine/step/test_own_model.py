@@ -48,7 +48,8 @@ PLAIN = NET.format(forward="self.layer(x)")
 def _check(data: DataFacts = ROWS, **sections: Any) -> own_model.Checked:
     own_model._checked.cache_clear()
     asked = {"model": {"name": "mine:Net"}, **sections}
-    return own_model.check(RunConfig.model_validate(asked), data)
+    config = RunConfig.model_validate(asked)
+    return own_model.check(config.model, config.train, data)
 
 
 def _net(forward: str) -> str:
@@ -152,7 +153,7 @@ def test_lazy_layers_find_their_sizes_by_two_rows(own: Own) -> None:
     own("mine", HEAD + "def Net(): return nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(3))\n")
     assert _check().outputs == 3
     config = RunConfig.model_validate({"model": {"name": "mine:Net"}})
-    assert [p.shape for p in own_model.build(config, ROWS).parameters()][0] == (4, 6)
+    assert [p.shape for p in own_model.build(config.model, ROWS).parameters()][0] == (4, 6)
 
 
 def test_a_vocabulary_may_be_rounded_up_and_classes_may_not(own: Own) -> None:
@@ -232,7 +233,7 @@ def test_the_same_answer_is_kept_for_the_same_question_only(own: Own) -> None:
     config = RunConfig.model_validate({"model": {"name": "mine:Net"}})
     own_model._checked.cache_clear()
     for data in (ROWS, ROWS, replace(ROWS, outputs=4)):
-        own_model.check(config, data)
+        own_model.check(config.model, config.train, data)
     assert len(sys.modules["mine"].built) == 2
 
 
@@ -240,9 +241,9 @@ def test_the_same_seed_draws_the_same_weights(own: Own) -> None:
     own("mine", PLAIN)
     config = RunConfig.model_validate({"model": {"name": "mine:Net"}})
     torch.manual_seed(1)
-    first = own_model.build(config, ROWS).layer.weight
+    first = own_model.build(config.model, ROWS).layer.weight
     torch.manual_seed(1)
-    assert torch.equal(own_model.build(config, ROWS).layer.weight, first)
+    assert torch.equal(own_model.build(config.model, ROWS).layer.weight, first)
 
 
 LISTED = HEAD + (
@@ -363,7 +364,7 @@ def test_sparse_gradients_of_an_embedding_become_dense(own: Own) -> None:
         "        return self.layer(x[:, 0].long())\n",
     )
     config = RunConfig.model_validate({"model": {"name": "mine:Net"}})
-    model = own_model.build(config, ROWS)
+    model = own_model.build(config.model, ROWS)
     model(torch.ones(2, 6)).sum().backward()
     assert model.layer.weight.grad.layout is torch.strided
     assert model.layer.weight.grad[1].tolist() == [2.0] * 3

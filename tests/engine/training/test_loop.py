@@ -9,25 +9,23 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.engine.base.timing import HostClock, Stopwatch
 from tasks.engine.batches.dataloaders import Loaded
 from tasks.engine.batches.dataset_batches import feed
 from tasks.engine.batches.memory_format import row_order
 from tasks.engine.memory.allocation_log import AllocationLog
-from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import Meter
 from tasks.engine.step import optim
 from tasks.engine.step.best_weights import Best
-from tasks.engine.step.build import Plan
 from tasks.engine.step.evaluation import Evaluator, evaluate
 from tasks.engine.step.micro_batches import Failure, Fixed, MemoryExhausted
 from tasks.engine.step.optimizer_step import Step
-from tasks.engine.step.phases import Phases
-from tasks.engine.training.loop import Fitted, Tools, batch_of, fit
+from tasks.engine.step.plan import Schedule
+from tasks.engine.training.accounts import Accounts
+from tasks.engine.training.loop import Tools, TrainingResult, batch_of, fit
 from tasks.engine.training.step_metrics import Diverged
 
 CPU = torch.device("cpu")
-PLAN = Plan(
+PLAN = Schedule(
     epochs=3,
     batch_size=16,
     log_every=4,
@@ -60,8 +58,9 @@ def _tools(
     task: str = "classification",
     best: Best | None = None,
 ) -> Tools:
-    accounts = MemoryByOwner(AllocationLog(CPU), lambda: {"parameters": model.parameters()})
-    phases = Phases(HostClock(), Meter(CPU), accounts, count_every=5)
+    accounts = Accounts(
+        CPU, Meter(CPU), AllocationLog(CPU), lambda: {"parameters": model.parameters()}, log=log
+    )
     optimizer = optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, beta1=0.9, beta2=0.99)
     step = Step(
         compute=lambda x, y: loss(model(x), y),
@@ -70,29 +69,27 @@ def _tools(
         autocast=nullcontext,
         clip_norm=clip_norm,
         micro=Fixed(micro_rows),
-        mark=phases.mark,
+        mark=accounts.mark,
     )
     return Tools(
-        device=CPU,
         step=step,
         micro=Fixed(micro_rows),
-        evaluator=Evaluator(task, loss, nullcontext, micro=Fixed(1024), phases=phases),
+        evaluator=Evaluator(task, loss, nullcontext, micro=Fixed(1024), phases=accounts.phases),
         optimizer=optimizer,
         rate=lambda step: lr,
-        phases=phases,
-        watch=Stopwatch(),
-        speeds=lambda samples_per_s: {},
-        log=log,
+        accounts=accounts,
         best=best or Best(),
     )
 
 
-def _fit(model: nn.Module, plan: Plan = PLAN, *, rows: int = 100, **tools) -> tuple[Fitted, list]:
+def _fit(
+    model: nn.Module, plan: Schedule = PLAN, *, rows: int = 100, **tools
+) -> tuple[TrainingResult, list]:
     logged: list[tuple[int, dict[str, float]]] = []
     made = _tools(model, lambda metrics, step: logged.append((step, metrics)), **tools)
     task = made.evaluator.task
     train, val = _data(rows, seed=1, task=task), _data(40, seed=2, task=task)
-    return fit(model, train, val, plan=plan, tools=made), logged
+    return fit(model, train, val, schedule=plan, tools=made), logged
 
 
 def test_the_loop_gives_the_weights_of_the_plain_loop() -> None:
@@ -316,9 +313,9 @@ def test_a_users_own_loader_feeds_the_loop_and_its_waiting_is_timed() -> None:
     loaded = Loaded(torch.utils.data.DataLoader(Slow(), batch_size=16), CPU)
     logged: list[dict[str, float]] = []
     tools = _tools(_model(), lambda metrics, step: logged.append(metrics))
-    fitted = fit(_model(), loaded, _data(40, seed=2), plan=PLAN, tools=tools)
+    fitted = fit(_model(), loaded, _data(40, seed=2), schedule=PLAN, tools=tools)
     assert fitted.steps == 3 * 4 and "train/loss" in logged[0]
-    phases = tools.phases.clock.seconds_per_step()
+    phases = tools.accounts.phases.clock.seconds_per_step()
     assert phases["data_wait"] > 0.004  # 16 rows of half a millisecond
 
 
@@ -362,7 +359,7 @@ def test_a_batch_is_gone_before_the_next_one_comes() -> None:
     """It was held until the next was there: a third batch on the device."""
     model = _model()
     train, val = _Narrow(100, most=16), _Narrow(40, most=1024)
-    fitted = fit(model, train, val, plan=PLAN, tools=_tools(model, lambda metrics, step: None))
+    fitted = fit(model, train, val, schedule=PLAN, tools=_tools(model, lambda metrics, step: None))
     assert sum(train.given) == 300 and sum(val.given) == 120 and fitted.steps == 21
 
 
@@ -371,7 +368,7 @@ def test_an_evaluation_whose_batch_finds_no_room_reads_fewer_rows(most: int) -> 
     whole = _fit(_model())[0].metrics
     model, val = _model(), _Narrow(40, most=most)
     tools = _tools(model, lambda metrics, step: None)
-    found = fit(model, _data(100, seed=1), val, plan=PLAN, tools=tools).metrics
+    found = fit(model, _data(100, seed=1), val, schedule=PLAN, tools=tools).metrics
     assert found == pytest.approx(whole)
     assert max(val.given) <= most and sum(val.given) == 120
     assert most // 2 <= tools.evaluator.micro.rows <= most, "it is learnt once"
@@ -391,7 +388,7 @@ def test_a_batch_without_room_is_told_with_its_phase_and_step(
             model,
             train,
             _Narrow(40, most=val_most),
-            plan=PLAN,
+            schedule=PLAN,
             tools=_tools(model, lambda metrics, step: None),
         )
     assert (ended.value.failure.phase, ended.value.failure.step) == (phase, step)
@@ -413,7 +410,7 @@ def test_a_step_that_runs_out_of_memory_is_told_by_its_number() -> None:
             model,
             _data(100, seed=1),
             _data(40, seed=2),
-            plan=PLAN,
+            schedule=PLAN,
             tools=replace(tools, step=step),
         )
     failure = ended.value.failure
@@ -434,9 +431,9 @@ def test_each_step_has_its_rate_and_is_told_if_it_is_a_log_point(monkeypatch) ->
         begun.append((step, is_log_point))
 
     monkeypatch.setattr(tools.optimizer, "set_lr", rates.append)
-    monkeypatch.setattr(tools.phases, "begin", begin)
+    monkeypatch.setattr(tools.accounts.phases, "begin", begin)
     made = replace(tools, step=step, rate=lambda step: 0.5**step)
-    fit(model, _data(40, seed=1), _data(9, seed=2), plan=replace(PLAN, max_steps=7), tools=made)
+    fit(model, _data(40, seed=1), _data(9, seed=2), schedule=replace(PLAN, max_steps=7), tools=made)
     points = {4: True, 7: True, 8: True}
     assert rates == [0.5**step for step in range(7)]
     assert norms == [points.get(step, False) for step in range(1, 8)]
@@ -450,10 +447,10 @@ def test_an_allocator_that_had_to_free_its_cache_is_asked_for_less_at_log_points
     tools = _tools(model, lambda metrics, step: None)
     monkeypatch.setattr(tools.micro, "ease", eased.append)
     given = _data(40, seed=1), _data(9, seed=2)
-    fit(model, *given, plan=PLAN, tools=tools)
+    fit(model, *given, schedule=PLAN, tools=tools)
     assert eased == []
-    monkeypatch.setattr(tools.phases.meter, "is_thrashing", lambda: True)
-    fit(model, *given, plan=PLAN, tools=tools)
+    monkeypatch.setattr(tools.accounts.phases.meter, "is_thrashing", lambda: True)
+    fit(model, *given, schedule=PLAN, tools=tools)
     assert eased == ["the allocator had to free its cache twice running"] * 3  # steps 4, 8, 9
 
 
@@ -489,9 +486,9 @@ def test_the_seconds_of_a_training_have_names() -> None:
         return tools.step(x, y, norm=norm, watched=watched)
 
     made = replace(tools, step=step)
-    fit(model, _data(40, seed=1), _data(9, seed=2), plan=replace(PLAN, epochs=2), tools=made)
-    assert tools.watch.seconds["first_step"] > 0.3
-    assert {"setup", "first_step", "eval", "log", "checkpoint"} <= set(tools.watch.seconds)
+    fit(model, _data(40, seed=1), _data(9, seed=2), schedule=replace(PLAN, epochs=2), tools=made)
+    assert tools.accounts.watch.seconds["first_step"] > 0.3
+    assert {"setup", "first_step", "eval", "log", "checkpoint"} <= set(tools.accounts.watch.seconds)
 
 
 def test_the_batch_of_an_error_is_the_one_that_was_trained_or_judged_on() -> None:
@@ -508,7 +505,7 @@ def test_the_batch_of_an_error_is_the_one_that_was_trained_or_judged_on() -> Non
 
     data = _data(40, seed=1)
     with pytest.raises(ValueError) as trained:
-        fit(model, data, data, plan=PLAN, tools=replace(tools, step=fails))
+        fit(model, data, data, schedule=PLAN, tools=replace(tools, step=fails))
     first = row_order(40, seed=0, epoch=0)[:16]
     assert torch.equal(batch_of(trained.value)[0], data.x[first])
     assert torch.equal(batch_of(trained.value)[1], data.y[first])

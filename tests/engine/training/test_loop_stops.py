@@ -10,7 +10,7 @@ from tasks.engine.batches.dataloaders import Loaded
 from tasks.engine.batches.dataset_batches import feed
 from tasks.engine.checkpoint.checkpoints import Position
 from tasks.engine.step.best_weights import Best
-from tasks.engine.training.loop import Fitted, Stop, fit
+from tasks.engine.training.loop import Stop, TrainingResult, fit
 from tasks.engine.training.step_metrics import Diverged
 from tests.engine.training.test_loop import CPU, PLAN, _data, _model, _Narrow, _tools
 
@@ -64,7 +64,7 @@ def kept_by(plan=PLAN, *, begin=START, stops=(), best=None, train=None, lr: floa
         return tools.step(x, y, norm=norm, watched=watched)
 
     made = replace(tools, step=step, checkpoints=kept, stop=lambda: next(asked))
-    fitted: Fitted = fit(model, train or _data(40, seed=1), val, plan=plan, tools=made)
+    fitted: TrainingResult = fit(model, train or _data(40, seed=1), val, schedule=plan, tools=made)
     return fitted, kept.calls, seen, len(val.given), tools
 
 
@@ -122,7 +122,7 @@ def test_it_goes_on_with_the_batches_and_counts_that_are_left(step: int) -> None
     assert (fitted.steps, fitted.epochs, fitted.rows) == (9, 3, 120)
     names = [call[1] for call in calls]
     assert names == [call[1] for call in whole][step:]
-    assert tools.watch.seconds["first_step"] > 0
+    assert tools.accounts.watch.seconds["first_step"] > 0
 
 
 def test_rows_that_cannot_be_left_out_begin_their_epoch_again() -> None:
@@ -161,7 +161,7 @@ def test_what_was_done_is_not_trained_further(begin, waited, patience, trained, 
 def test_the_parts_that_are_kept_beside_the_model_have_names() -> None:
     kept = Kept(Position())
     tools = replace(_tools(_model(), lambda metrics, step: None), checkpoints=kept)
-    fit(_model(), _data(40, seed=1), _data(9, seed=2), plan=PLAN, tools=tools)
+    fit(_model(), _data(40, seed=1), _data(9, seed=2), schedule=PLAN, tools=tools)
     assert kept.followed == {"rows", "step_metrics"}
 
 
@@ -174,7 +174,7 @@ def test_a_row_of_a_users_own_loader_is_blamed_and_none_of_ours() -> None:
     ours = feed(x, y, device=CPU, room_bytes=10**9)
     tools = _tools(_model(), lambda metrics, step: None)
     with pytest.raises(Diverged, match="^data.source: .*inputs holds a number there that is not"):
-        fit(_model(), Loaded(loader, CPU), ours, plan=PLAN, tools=tools)
+        fit(_model(), Loaded(loader, CPU), ours, schedule=PLAN, tools=tools)
     tools = _tools(_model(), lambda metrics, step: None)
     with pytest.raises(Diverged, match="^train.loss: became nan at step 1"):
-        fit(_model(), ours, ours, plan=PLAN, tools=tools)
+        fit(_model(), ours, ours, schedule=PLAN, tools=tools)

@@ -28,12 +28,13 @@ from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import build
-from tasks.engine.step.build import settled
 from tasks.engine.step.evaluation import Evaluator, evaluate
 from tasks.engine.step.losses import loss_of
 from tasks.engine.step.micro_batches import Fixed
 from tasks.engine.step.optim import make
-from tasks.engine.step.optimizer_step import Step, Watched
+from tasks.engine.step.optimizer_step import Step
+from tasks.engine.step.phases import Watched
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import check_training, trainer
 from tasks.engine.training.step_metrics import Diverged
 
@@ -123,7 +124,9 @@ def _trained(
     )
     data = prepare(config.data, batch_size=config.train.batch_size)
     device = detect("cpu", require="any")
-    return trainer.train(config, device, data, folder=tmp_path / "run", log=lambda m, s: None)
+    return trainer.train(
+        make_plan(config, device, data), folder=tmp_path / "run", log=lambda m, s: None
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +156,7 @@ def test_memory_that_runs_out_halves_a_dict_too(
     config = RunConfig.model_validate({**asked, "train": {"batch_size": 16}})
     data, device = prepare(config.data, batch_size=16), detect("cpu", require="any")
     most, least = (
-        forecast(config, data, device, micro_batch=rows).needed_bytes for rows in (16, 2)
+        forecast(make_plan(config, device, data), micro_batch=rows).needed_bytes for rows in (16, 2)
     )
     limit = {"limit_mib": (most + least) / 2 / 1024**2}
     started = Admission(None, "", 16, "as if nobody had foretold it")
@@ -208,7 +211,7 @@ def test_a_loss_and_metrics_of_ones_own_see_what_the_logged_model_predicts(
     data = prepare(config.data, batch_size=16)
     assert (data.target_scale == (1.0,)) == fed
     facts = trainer.train(
-        config, detect("cpu"), data, folder=tmp_path / "run", log=lambda m, s: None
+        make_plan(config, detect("cpu"), data), folder=tmp_path / "run", log=lambda m, s: None
     )
     assert facts.metrics["val/loss"] == pytest.approx(facts.metrics["val/off"], rel=1e-5)
     x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
@@ -431,7 +434,7 @@ def test_a_model_that_reads_values_is_trained_though_nothing_can_be_foretold(
         {"model": {"name": "mine:Peeking"}, "data": {"source": "mine:tuples"}}
     )
     with pytest.raises(Unforeseeable, match="^model.name: what mine:Peeking will take cannot be"):
-        forecast(config, prepare(config.data), detect("cpu", require="any"))
+        forecast(make_plan(config, detect("cpu", require="any"), prepare(config.data)))
 
 
 def test_a_loaders_own_batches_are_as_large_as_they_are(own: Own) -> None:
@@ -441,8 +444,8 @@ def test_a_loaders_own_batches_are_as_large_as_they_are(own: Own) -> None:
     )
     data = prepare(config.data, batch_size=32)
     assert (data.batch_rows, data.train_rows) == (7, 48)
-    assert settled(config, data).train.batch_size == 7
-    assert settled(config, data).train.accumulate == 7
+    train = make_plan(config, detect("cpu", require="any"), data).settings.train
+    assert (train.batch_size, train.accumulate) == (7, 7)
 
 
 def test_a_builtin_model_takes_loaders_of_one_tensor_that_tell_their_classes(
@@ -460,7 +463,7 @@ def test_a_builtin_model_takes_loaders_of_one_tensor_that_tell_their_classes(
             {"model": {"name": "linear"}, "data": {"source": "other:f"}}
         )
         with pytest.raises(ModelError, match=words):
-            check_training.check(config, prepare(config.data))
+            check_training.check(make_plan(config, detect("cpu"), prepare(config.data)))
         __import__("sys").modules.pop("other")
 
 
@@ -692,9 +695,9 @@ def test_an_optimizer_of_torch_is_that_of_a_plain_loop_with_the_rate_of_each_ste
     torch.manual_seed(0)
     mine, plain = nn.Linear(3, 2), nn.Linear(3, 2)
     plain.load_state_dict(mine.state_dict())
-    made = build.optimizer_of(config, mine)
+    made = build.make_optimizer(config.optim, mine)
     with pytest.raises(Unforeseeable, match="^optim.name: what NAdam will take cannot be told"):
-        forecast(config, prepare(config.data), detect("cpu"))
+        forecast(make_plan(config, detect("cpu"), prepare(config.data)))
     groups = [{"params": [plain.weight]}, {"params": [plain.bias], "weight_decay": 0.0}]
     theirs = torch.optim.NAdam(groups, lr=0.1, betas=(0.9, 0.999), weight_decay=0.3)
     for rate in (0.1, 0.05, 0.0, 0.2):

@@ -12,6 +12,7 @@ from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 
 Own = Callable[[str, str], None]
@@ -48,7 +49,9 @@ def _trained(
     config = RunConfig.model_validate(asked | sections)
     data = prepare(config.data, batch_size=16)
     return trainer.train(
-        config, detect(device, require="any"), data, folder=tmp_path / "run", log=lambda m, s: None
+        make_plan(config, detect(device, require="any"), data),
+        folder=tmp_path / "run",
+        log=lambda m, s: None,
     )
 
 

@@ -15,6 +15,7 @@ from tasks.engine.data.preparation import load, prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.models import predictor
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 from tasks.engine.training.loop import Stop
 
@@ -24,7 +25,9 @@ def _trained(folder: Path, arrays: dict[str, np.ndarray], **sections: Any):
     made = {"cache": str(folder / "data"), "path": str(folder / "given.npz")}
     config = RunConfig.model_validate({"data": made, "train": {"epochs": 4}, **sections})
     data = prepare(config.data)
-    facts = trainer.train(config, detect("cpu"), data, folder=folder, log=lambda *_: None)
+    facts = trainer.train(
+        make_plan(config, detect("cpu"), data), folder=folder, log=lambda *_: None
+    )
     return facts, data
 
 
@@ -115,7 +118,9 @@ def test_rows_that_are_put_aside_are_judged_once_by_the_weights_that_are_logged(
     data = prepare(config.data)
     logged: list[str] = []
     facts = trainer.train(
-        config, detect("cpu"), data, folder=tmp_path, log=lambda metrics, _: logged.extend(metrics)
+        make_plan(config, detect("cpu"), data),
+        folder=tmp_path,
+        log=lambda metrics, _: logged.extend(metrics),
     )
     arrays = load(data)
     assert arrays.test_x is not None and arrays.test_y is not None
@@ -159,7 +164,9 @@ def test_what_is_put_aside_changes_no_weight(tmp_path: Path) -> None:
         config = RunConfig.model_validate({"data": {**made, **split}, "train": train})
         folder = tmp_path / name
         facts = trainer.train(
-            config, detect("cpu"), prepare(config.data), folder=folder, log=lambda *_: None
+            make_plan(config, detect("cpu"), prepare(config.data)),
+            folder=folder,
+            log=lambda *_: None,
         )
         weights.append((folder / "model" / "weights.pt", facts.metrics))
     states = [torch.load(file, weights_only=True) for file, _ in weights]
@@ -175,9 +182,7 @@ def test_a_training_that_ends_before_it_is_done_judges_nothing_put_aside(tmp_pat
     config = RunConfig.model_validate({"data": {**made, "test_fraction": 0.2}})
     stops = iter([None, None, Stop("enough")])
     facts = trainer.train(
-        config,
-        detect("cpu"),
-        prepare(config.data),
+        make_plan(config, detect("cpu"), prepare(config.data)),
         folder=tmp_path,
         log=lambda *_: None,
         asked=lambda: next(stops),

@@ -5,7 +5,8 @@ import pytest
 from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.training.similar_runs import Past, alike
+from tasks.engine.step.plan import make_plan
+from tasks.engine.training.similar_runs import Past
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +16,7 @@ def facts(tmp_path_factory) -> Any:
 
 
 def _alike(facts: Any, **sections: Any) -> str:
-    return alike(RunConfig.model_validate(sections), *facts)
+    return make_plan(RunConfig.model_validate(sections), *facts).comparable
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tasks.engine.device.detection import detect
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.micro_batches import MemoryExhausted
 from tasks.engine.step.own_optim import Given
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 from tasks.engine.training.oom_files import OutOfMemory
 
@@ -139,7 +140,7 @@ def train_own(
     )
     found = prepare(config.data, batch_size=config.train.batch_size)
     return trainer.train(
-        config, detect(device), found, folder=folder, log=lambda metrics, step: None
+        make_plan(config, detect(device), found), folder=folder, log=lambda metrics, step: None
     )
 
 

@@ -19,6 +19,7 @@ from tasks.engine.models import predictor
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.cpu_threads import fitting_threads
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 from tasks.engine.training.oom_files import OutOfMemory
 from tasks.engine.training.step_metrics import Diverged
@@ -33,9 +34,7 @@ def _train(tmp_path: Path, **sections: Any) -> tuple[TrainFacts, DataFacts, list
     logged: list[dict[str, float]] = []
     data = prepare(config.data)
     facts = trainer.train(
-        config,
-        detect("cpu"),
-        data,
+        make_plan(config, detect("cpu"), data),
         folder=tmp_path,
         log=lambda metrics, step: logged.append(metrics),
     )

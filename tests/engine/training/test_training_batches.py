@@ -16,7 +16,8 @@ from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.files.source_data import DataError
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.training.training_batches import fed, first_rows, put_aside
+from tasks.engine.step.plan import make_plan
+from tasks.engine.training.training_batches import first_rows, open_batches, open_test_batches
 
 Own = Callable[[str, str], None]
 MODEL = nn.Linear(3, 2)
@@ -78,8 +79,8 @@ def files(tmp_path: Path) -> tuple[RunConfig, DataFacts]:
 def test_prepared_rows_are_shared_by_the_ranks(files: tuple[RunConfig, DataFacts]) -> None:
     config, data = files
     device = detect("cpu")
-    train, val = fed(config, device, data, MODEL)
-    test = put_aside(config, device, data, MODEL)
+    train, val = open_batches(make_plan(config, device, data), MODEL)
+    test = open_test_batches(make_plan(config, device, data), MODEL)
     assert not any(isinstance(rows, RankShare) for rows in (train, val, test))
     order = train.order(seed=0, epoch=0)
     expected = [
@@ -88,8 +89,10 @@ def test_prepared_rows_are_shared_by_the_ranks(files: tuple[RunConfig, DataFacts
     ]
     found: list[list[Any]] = [[], [], []]
     for rank in range(3):
-        train, val = map(sure, fed(config, device, data, MODEL, rank=rank, size=3))
-        test = sure(put_aside(config, device, data, MODEL, rank=rank, size=3))
+        train, val = map(
+            sure, open_batches(make_plan(config, device, data), MODEL, rank=rank, size=3)
+        )
+        test = sure(open_test_batches(make_plan(config, device, data), MODEL, rank=rank, size=3))
         found[0].append(parts_of(train, train.shuffled(8, order, nothing)))
         found[1].append(parts_of(val, val.in_order(4)))
         found[2].append(parts_of(test, test.in_order(4)))
@@ -108,7 +111,7 @@ def test_rows_that_a_factory_draws_are_the_same_on_every_rank(own: Own, tmp_path
     for rank in range(2):
         np.random.seed(rank)
         random.seed(rank)
-        shares = fed(config, detect("cpu"), facts, MODEL, rank=rank, size=2)
+        shares = open_batches(make_plan(config, detect("cpu"), facts), MODEL, rank=rank, size=2)
         for part, share in zip(found, map(sure, shares), strict=True):
             part.append(parts_of(share, share.in_order(8)))
         after.append((random.random(), np.random.random()))
@@ -122,6 +125,6 @@ def test_a_stream_is_refused_by_several_ranks(own: Own, tmp_path: Path) -> None:
     data = {"source": "mine:stream", "cache": str(tmp_path)}
     config = RunConfig.model_validate({"data": data, "train": {"max_steps": 5}})
     facts = prepare(config.data)
-    assert len(fed(config, detect("cpu"), facts, MODEL)) == 2
+    assert len(open_batches(make_plan(config, detect("cpu"), facts), MODEL)) == 2
     with pytest.raises(DataError, match="^data.source: a loader over an IterableDataset cannot be"):
-        fed(config, detect("cpu"), facts, MODEL, rank=1, size=2)
+        open_batches(make_plan(config, detect("cpu"), facts), MODEL, rank=1, size=2)

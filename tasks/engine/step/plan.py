@@ -1,0 +1,138 @@
+"""What one training will do, decided once, when its device and its data are known: how many steps
+and epochs, of how many rows, in which arithmetic, and which runs it may be compared with. All that
+comes after it, the forecast, the trainer and the record, reads the plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from tasks.engine.base.facts import DataFacts, DeviceFacts
+from tasks.engine.batches.dataloaders import ENDLESS
+from tasks.engine.device.detection import resolve_precision
+from tasks.engine.distributed.ranks import asked
+from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.cuda_graph import may_replay
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long to train, and when to log. batch_size in rows of one optimizer step."""
+
+    epochs: int
+    batch_size: int
+    log_every: int
+    patience: int
+    seed: int
+    max_steps: int | None = None
+
+    def count_steps(self, epoch_steps: int) -> int:
+        """Return the optimizer steps of all epochs, at most max_steps; patience may end it
+        earlier."""
+        all_steps = self.epochs * epoch_steps
+        return min(all_steps, self.max_steps or all_steps)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one training will do. Made by make_plan; derive others with `with_batch`."""
+
+    settings: RunConfig  # with what the data decides: a loader's batches are as large as they are
+    device: DeviceFacts
+    data: DataFacts
+    precision: str  # as resolved for the device
+    epoch_steps: int  # optimizer steps of one epoch; ENDLESS of a loader without length
+    steps: int  # of the whole run
+    epochs: int  # that these steps begin
+    may_replay: bool  # whether steps may be replayed from a CUDA graph, if that is faster
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device.name)
+
+    @property
+    def schedule(self) -> Schedule:
+        t = self.settings.train
+        return Schedule(
+            epochs=t.epochs,
+            max_steps=t.max_steps,
+            batch_size=t.batch_size,
+            log_every=t.log_every,
+            patience=t.patience,
+            seed=t.seed,
+        )
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows that go through the model at once, if nothing speaks against it."""
+        t = self.settings.train
+        return math.ceil(t.batch_size / t.accumulate)
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether weights are kept beside those that are trained: of one epoch there are no
+        others."""
+        t = self.settings.train
+        return t.keep == "best" and t.epochs > 1
+
+    @cached_property
+    def comparable(self) -> str:
+        """A name for the work of a step: the same for runs whose steps cost the same, so also
+        whether they may be replayed from a graph. 16 hex digits."""
+        t, o, m, device = self.settings.train, self.settings.optim, self.settings.model, self.device
+        # The second: of those that torchrun started.
+        processes = (self.settings.launch.processes, asked().size)
+        work = [
+            [device.kind, device.model, device.total_bytes, device.torch_version],
+            [self.data.task, self.data.input_shape, self.data.outputs, self.data.bytes],
+            [m.name, m.args],
+            [o.name, o.momentum > 0, o.clip_norm is not None],
+            [
+                *(t.batch_size, t.accumulate, self.precision, t.deterministic),
+                *(self.settings.memory.limit_mib, self.may_replay),
+            ],
+            [self.keeps_best and device.kind == "cpu"],  # beside the weights that are trained
+            *([] if processes == ("1", 1) else [*processes, t.parallel]),
+            *(["recompute"] if self.settings.memory.recompute else []),
+        ]
+        return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:16]
+
+    def with_batch(self, rows: int) -> Plan:
+        """Return the plan of a training whose batches have so many rows: a rank's share, say."""
+        return replace(self, settings=_set_batch(self.settings, rows))
+
+
+def make_plan(settings: RunConfig, device: DeviceFacts, data: DataFacts) -> Plan:
+    """Decide what a training with these settings does on this device with this data.
+
+    Raises DeviceError for a precision that the device does not have.
+    """
+    if data.batch_rows is not None and data.batch_rows != settings.train.batch_size:
+        settings = _set_batch(settings, data.batch_rows)
+    train = settings.train
+    epoch_steps = ENDLESS if data.endless else math.ceil(data.train_rows / train.batch_size)
+    steps = min(train.epochs * epoch_steps, train.max_steps or train.epochs * epoch_steps)
+    precision = resolve_precision(train.precision, device)
+    return Plan(
+        settings,
+        device,
+        data,
+        precision=precision,
+        epoch_steps=epoch_steps,
+        steps=steps,
+        epochs=math.ceil(steps / epoch_steps),
+        may_replay=may_replay(settings, device, precision, steps=steps),
+    )
+
+
+def _set_batch(settings: RunConfig, rows: int) -> RunConfig:
+    """Return the settings of a training of batches of so many rows."""
+    accumulate = min(settings.train.accumulate, rows)
+    update = {"batch_size": rows, "accumulate": accumulate}
+    return settings.model_copy(update={"train": settings.train.model_copy(update=update)})
