@@ -80,9 +80,9 @@ def test_a_cpu_in_a_memory_cgroup_gives_no_more_than_its_limit(
     if rows is None:
         words = "training one row at a time needs .* of cpu, and 1.00 MiB are free of the 300 MiB"
         with pytest.raises(NotNow, match=words):
-            admit(config_of(), data, cpu, **nothing)
+            admit(make_plan(config_of(), cpu, data), **nothing)
         return
-    found = admit(config_of(), data, cpu, **nothing)
+    found = admit(make_plan(config_of(), cpu, data), **nothing)
     assert found.micro_batch == rows
     assert " MiB that cpu has free" in found.reason and "driver" not in found.reason
 
