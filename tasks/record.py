@@ -26,6 +26,7 @@ from tasks.engine.base.timing import Stopwatch
 from tasks.engine.base.units import printable
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS
 from tasks.engine.checkpoint.kept_steps import steps as kept_steps
+from tasks.engine.memory.leaks import LeakError, release_metrics
 from tasks.engine.settings import unused_settings
 from tasks.engine.settings.read_settings import hidden
 from tasks.engine.settings.run_config import RunConfig
@@ -39,7 +40,6 @@ from tasks.live_runs import Announcement
 from tasks.logged_data import data_inputs
 from tasks.process.redaction import redacted, without_secrets
 from tasks.progress import Progress, tell_in_silence
-from tasks.release_memory import LeakError, release_metrics
 from tasks.run_folders import Start, next_made_at, start_of
 from tasks.tracking.journal import Journal, JournalError, RunGone
 from tasks.tracking.journal_lines import ONCE

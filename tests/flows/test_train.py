@@ -19,6 +19,7 @@ from prefect.client.orchestration import get_client
 from flows.train import train
 from tasks.engine.files.source_data import DataError
 from tasks.engine.forecast.admission import Admission
+from tasks.engine.memory.leaks import LeakError
 from tasks.engine.models import predictor
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
@@ -26,7 +27,6 @@ from tasks.engine.training import shared_model, trainer
 from tasks.engine.training.oom_files import OutOfMemory
 from tasks.engine.training.step_metrics import Diverged
 from tasks.preflight import BAD_INPUT
-from tasks.release_memory import LeakError
 from tasks.tracking import journal
 from tasks.tracking.journal import JournalError
 from tasks.tracking.where import where

@@ -9,8 +9,8 @@ from prefect.cache_policies import NO_CACHE
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
 from tasks.engine.memory import leaks
-from tasks.engine.memory.leaks import baseline
-from tasks.release_memory import LeakError, leak_in_words, release_memory
+from tasks.engine.memory.leaks import LeakError, baseline, leak_in_words
+from tasks.release_memory import release_memory
 
 KEPT = []
 CPU = torch.device("cpu")

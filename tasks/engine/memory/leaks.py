@@ -22,7 +22,9 @@ from tasks.engine.memory.broken_device import is_broken
 from tasks.engine.memory.live_tensors import GRADIENT, SAVED, Live, live_tensors
 from tasks.engine.memory.reference_holders import Holders
 
+MIB = 1024**2
 MOST_OWNERS = 10
+OWNERS_TOLD = 3  # by a sentence
 COLLECTIONS, PAUSE_S = 3, 0.05
 NO_HOLDER = "nothing that Python can tell: a function running in another thread, or C++ code"
 
@@ -268,3 +270,56 @@ def _shape(tensor: Any) -> tuple[int, ...]:
         return tuple(int(n) for n in Tensor.size(tensor))
     except RuntimeError:  # a nested tensor has none
         return ()
+
+
+class LeakError(RuntimeError):
+    """Memory was not given back. `facts` are what was measured."""
+
+    def __init__(self, facts: ReleaseFacts) -> None:
+        super().__init__(facts)
+        self.facts = facts
+
+    def __str__(self) -> str:
+        return (
+            f"memory.on_leak: {leak_in_words(self.facts)}. Let go of it there, or set "
+            "memory.on_leak to warn"
+        )
+
+
+def release_metrics(facts: ReleaseFacts) -> dict[str, float]:
+    """Under the names of the run record."""
+    found = {
+        "memory/baseline_mib": facts.baseline_bytes / MIB,
+        "memory/release_ok": float(facts.ok),
+    }
+    if facts.broken:
+        return found
+    found |= {
+        "memory/released_mib": facts.released_bytes / MIB,
+        "memory/residual_mib": facts.residual_bytes / MIB,
+        "memory/leaked_mib": facts.leaked_bytes / MIB,
+    }
+    if facts.reserved_bytes is not None:
+        found["memory/reserved_residual_mib"] = facts.reserved_bytes / MIB
+    return found
+
+
+def leak_in_words(facts: ReleaseFacts) -> str:
+    """How much was not given back, and the largest owners."""
+    if not facts.leaked_bytes:
+        kept = "; ".join(f"{kept.name} {_size(kept.bytes)}" for kept in facts.kept)
+        return f"{_size(facts.reserved_bytes or 0)} stay reserved ({kept or 'nobody tells why'})"
+    told = [_owner_in_words(owner) for owner in facts.owners[:OWNERS_TOLD]]
+    if len(facts.owners) > OWNERS_TOLD:
+        told.append(f"and {len(facts.owners) - OWNERS_TOLD} more")
+    return f"{_size(facts.leaked_bytes)} were not given back: {'; '.join(told)}"
+
+
+def _owner_in_words(owner: Owner) -> str:
+    return f"{owner.kind} {owner.shape} {owner.dtype}, held by {owner.held_by}"
+
+
+def _size(size_bytes: int) -> str:
+    if size_bytes < MIB // 10:
+        return f"{size_bytes:,} bytes"
+    return f"{size_bytes / MIB:.1f} MiB"

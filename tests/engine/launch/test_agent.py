@@ -21,11 +21,11 @@ from tasks.engine.data.preparation import prepare
 from tasks.engine.device.detection import detect
 from tasks.engine.launch import agent
 from tasks.engine.launch.rank import Job
-from tasks.engine.memory.leaks import baseline
+from tasks.engine.memory.leaks import LeakError, baseline
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.training.loop import Stop
 from tasks.engine.training.similar_runs import Past
-from tasks.release_memory import LeakError, release_memory
+from tasks.release_memory import release_memory
 
 Own = Callable[[str, str], None]
 NCCL = """NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version 2.27.7
