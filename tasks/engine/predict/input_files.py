@@ -143,9 +143,9 @@ def _picked(names: list[str], label: str, needs: Needs) -> list[str]:
 
 def _read_arrays(order: Order, needs: Needs) -> Iterator[Batch]:
     path, headers, first = Path(order.input), _headers(order, needs), 0
-    for arrays in _parts(path, headers):
-        rows = arrays if needs.inputs else next(iter(arrays.values()))
-        many = len(next(iter(arrays.values())))
+    for found in _parts(path, headers):
+        rows = found if needs.inputs else next(iter(found.values()))
+        many = len(next(iter(found.values())))
         yield Batch(rows, None, path.name, first, first + many)
         first += many
 
