@@ -1,6 +1,6 @@
-"""The score of one prediction: find the model, detect the device, predict, give the memory back.
+"""The flow of one prediction: find the model, detect the device, predict, give the memory back.
 
-`python -m flows.predict` plays it at a desk; Prefect deployments play it by the entrypoint
+`python -m flows.predict` runs it from a command line; Prefect deployments run it by the entrypoint
 `flows/predict.py:predict`.
 """
 
@@ -31,7 +31,6 @@ from tasks.detect_device import detect_device
 from tasks.engine.predict.request import order
 from tasks.engine.settings.run_config import DeviceConfig
 from tasks.find_model import find_model
-from tasks.flow_run import untagged
 from tasks.predict_rows import predict_rows
 from tasks.release_memory import release_memory
 
@@ -69,7 +68,7 @@ def predict(
         experiment=experiment,
         limit_mib=limit_mib,
     )
-    with tempfile.TemporaryDirectory(prefix="headroom-model-") as folder, untagged():
+    with tempfile.TemporaryDirectory(prefix="headroom-model-") as folder:
         model = find_model(wanted, folder=folder)
         found = detect_device(DeviceConfig(name=device), precision="fp32", limit_mib=limit_mib)
         held_bytes = 0
@@ -77,9 +76,7 @@ def predict(
             facts = predict_rows(wanted, found, model)
             held_bytes = facts.held_bytes
         finally:
-            released = release_memory(
-                found.name, baseline_bytes=found.baseline_bytes, held_bytes=held_bytes
-            )
+            released = release_memory(found, held_bytes)
     return {
         **asdict(facts),
         "run_id": model.run_id,

@@ -7,9 +7,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.device.detection import check_limit, detect, resolve_precision
 from tasks.engine.device.leases import Leases
@@ -18,11 +15,12 @@ from tasks.engine.launch.processes import own_name, processes_of
 from tasks.engine.memory.leaks import baseline
 from tasks.engine.settings.launch_config import LaunchConfig
 from tasks.engine.settings.run_config import DeviceConfig
+from tasks.run_task import run_task
 
 log = logging.getLogger(__name__)
 
 
-@task(cache_policy=NO_CACHE)
+@run_task
 def detect_device(
     device: DeviceConfig,
     *,

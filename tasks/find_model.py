@@ -7,17 +7,15 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from tasks.engine.base.facts import ModelFacts
 from tasks.engine.predict import prediction
 from tasks.engine.predict.request import Order
+from tasks.run_task import run_task
 from tasks.tracking import model_store
 from tasks.tracking.where import where
 
 
-@task(cache_policy=NO_CACHE)
+@run_task
 def find_model(order: Order, *, folder: str) -> ModelFacts:
     """The model that predicts; files that are not on this machine are put into `folder`. latest is
     the newest that can take the input.

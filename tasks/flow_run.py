@@ -22,7 +22,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.client.schemas.responses import SetStateStatus
-from prefect.context import SettingsContext, TagsContext, get_settings_context
+from prefect.context import SettingsContext, get_settings_context
 from prefect.exceptions import Pause
 from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, get_current_settings
@@ -34,11 +34,12 @@ from tasks.engine.settings.read_settings import ConfigError, from_mapping, overr
 from tasks.engine.settings.run_config import RunConfig
 from tasks.failures import classify
 from tasks.gate import GateFailed
+from tasks.preflight import resolved
 from tasks.process import streams
-from tasks.process.redaction import link, redact_logs, redacted, without_secrets
+from tasks.process.redaction import link, redact_logs, redacted, redacted_errors, without_secrets
 from tasks.record import Record
 from tasks.resume import default_name, plan_retry
-from tasks.serving.crashed_flow_runs import TAG, end_of
+from tasks.serving.crashed_flow_runs import end_of
 from tasks.serving.local_prefect import is_temporary
 
 log = logging.getLogger(__name__)
@@ -98,11 +99,35 @@ def describe() -> dict[str, str]:
     return {k: str(v) for k, v in found.items() if v}
 
 
-def untagged() -> TagsContext:
-    """For the tasks, of which each would ask Prefect for a slot of the tag that this process is
-    known by: with its server away, for a minute, to fail then."""
-    asked = TagsContext.get().current_tags
-    return TagsContext(current_tags={tag for tag in asked if not tag.startswith(f"{TAG}:")})
+@contextmanager
+def open_run(
+    config: RunConfig, overrides: Mapping[str, Any] | None = None, *, resume: str | None = None
+) -> Iterator[Record]:
+    """Yield the run of this flow run, which holds its settings; it ends with its true status, in
+    MLflow and Prefect, by whatever door it is left. No error that leaves it shows a secret.
+
+    overrides: dotted names over the settings. resume: the run to go on with. Raises ConfigError and
+    DataError for what can't work, before anything is spent.
+    """
+    with redacted_errors():
+        run = Record(
+            resolved(config, overrides),
+            flow_run=describe(),
+            name=flow_run.name,
+            waited_s=waited_s(),
+            resume=resume,
+            key=own_key(),
+        )
+    with retried(run), redacted_errors(), run:
+        yield run
+
+
+def publish_run(run: Record) -> Any:
+    """Put the report of a run that has ended where Prefect's UI shows it, and return the run as the
+    flow's result: for Prefect in a state of its own where it is not done, did not pass its gate, or
+    MLflow has not got all of it. Raises GateFailed where the gate is to fail."""
+    publish(run.run)
+    return ended_as(run.run)
 
 
 def own_key() -> str:

@@ -4,18 +4,15 @@ whatever it allocated on the device is freed when it returns, and when it raises
 
 from __future__ import annotations
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from tasks.engine.base.facts import DeviceFacts, ModelFacts, PredictFacts
 from tasks.engine.predict import prediction
 from tasks.engine.predict.request import Order
-from tasks.process.redaction import redacted_errors
 from tasks.rows_progress import RowsProgress
+from tasks.run_task import run_task
 
 
-@task(cache_policy=NO_CACHE)
+@run_task
 def predict_rows(order: Order, device: DeviceFacts, model: ModelFacts) -> PredictFacts:
     """Predict all rows of the input into the output, which is there when this returns."""
-    with redacted_errors(), RowsProgress(prediction.total(order, model)) as progress:
+    with RowsProgress(prediction.total(order, model)) as progress:
         return prediction.predict(order, device, model, told=progress.told)

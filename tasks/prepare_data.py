@@ -6,26 +6,22 @@ from __future__ import annotations
 
 import threading
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.data.preparation import prepare
 from tasks.engine.scores import figures
 from tasks.engine.settings.data_config import DataConfig
 from tasks.process import forks
-from tasks.process.redaction import redacted_errors
+from tasks.run_task import run_task
 
 
-@task(cache_policy=NO_CACHE)
+@run_task
 def prepare_data(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> DataFacts:
     """The facts of the prepared data. Raises DataError where it cannot be used.
 
     batch_size, seed: of the training, for a source of the user's own.
     """
     forks.let_them_end()
-    with redacted_errors():
-        facts = prepare(data, batch_size=batch_size, seed=seed)
+    facts = prepare(data, batch_size=batch_size, seed=seed)
     if facts.task == "multilabel":
         # While the run is opened, which waits for the process that imports MLflow.
         threading.Thread(target=figures.load, daemon=True).start()

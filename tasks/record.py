@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 from uuid import uuid4
 
 from tasks import device_slots, serve
@@ -38,15 +38,15 @@ from tasks.failures import Failure, classify
 from tasks.gate import compared, same
 from tasks.live_runs import Announcement
 from tasks.logged_data import data_inputs
+from tasks.preflight import check_fit
 from tasks.process.redaction import redacted, without_secrets
 from tasks.progress import Progress, tell_in_silence
 from tasks.run_folders import Start, next_made_at, start_of
+from tasks.run_task import CURRENT_RUN
 from tasks.tracking.journal import Journal, JournalError, RunGone
 from tasks.tracking.journal_lines import ONCE
 from tasks.tracking.where import TrackingError, where
 
-P = ParamSpec("P")
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 _ended: list[Record] = []
 
@@ -94,6 +94,7 @@ class Record:
             self._held = held.pop_all()  # the key, the folder's lock, and the lease of the device
         self._folder_lock = lock
         self.resumes = left is not None
+        self.past = Past()  # what comparable runs have measured; see begin
         self.folder = left or _new_folder(runs)
         self._start = start_of(self.folder) if left else None
         self._follows = self._start or earlier.retry_of(runs, self._key)
@@ -127,6 +128,7 @@ class Record:
         self._journal.__enter__()
         self._journal.open(self.config.run.experiment)
         self._held.enter_context(self._live)
+        self._held.callback(CURRENT_RUN.reset, CURRENT_RUN.set(self))
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
@@ -154,7 +156,7 @@ class Record:
             self._anew = str(nothing)
             return None, None
 
-    def check_resume(self, plan: Plan) -> None:
+    def _check_resume(self, plan: Plan) -> None:
         """Refuse to go on as another training. Where nothing is left to go on from, a key begins
         a new run. Raises ConfigError."""
         if self.resumes:
@@ -178,22 +180,25 @@ class Record:
         self._journal.folder = self.folder
         self._live.tell(folder=str(self.folder), name=redacted(self._name))
 
-    def timed(self, stage: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a task, and keep how long it took under its name."""
-        name = getattr(stage, "name", stage.__class__.__name__)
+    def time_stage(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what the call returns; keep how long it took under its name, and why it failed."""
         self._live.tell(stage=name.replace("_", " "))
         began = time.perf_counter()
         try:
-            return stage(*args, **kwargs)
+            return call(*args, **kwargs)
         except BaseException as error:
             self._fail(error)
             raise
         finally:
             self._stages[f"time/{name}_s"] = time.perf_counter() - began
 
-    def begin(self, plan: Plan) -> Past:
-        """Open the run in MLflow; return what runs alike have measured. Raises TrackingError where
-        that can't be done."""
+    def begin(self, plan: Plan) -> Plan:
+        """Open the run in MLflow, for what is planned, and learn what comparable runs measured.
+
+        Raises ModelError, ConfigError or TrackingError where that can't be done, or trained.
+        """
+        check_fit(plan)
+        self._check_resume(plan)
         device, data = plan.device, plan.data
         self._tags = {
             **device_tags(device),
@@ -225,7 +230,8 @@ class Record:
         self._write("device.json", device_json(device))
         at = next(iter(kept_steps(self.folder / CHECKPOINTS)), 0) if self.resumes else 0
         self._progress = self._screen.enter_context(Progress(plan.steps, plan.epochs, at=at))
-        return Past(measured)
+        self.past = Past(measured)
+        return plan
 
     def _reopened(self) -> dict[str, float] | None:
         """What runs alike have measured; None where a key begins a new run instead."""

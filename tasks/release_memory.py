@@ -8,22 +8,19 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
-from tasks.engine.base.facts import Owner, ReleaseFacts
+from tasks.engine.base.facts import DeviceFacts, Owner, ReleaseFacts
 from tasks.engine.memory.leaks import LeakError, leak_in_words, release
+from tasks.run_task import run_task
 
 log = logging.getLogger(__name__)
 
 
-@task(cache_policy=NO_CACHE)
+@run_task
 def release_memory(
-    device_name: str,
-    *,
-    baseline_bytes: int,
+    device: DeviceFacts,
     held_bytes: int = 0,
     leaks: Sequence[Owner] = (),
+    *,
     on_leak: str = "warn",
 ) -> ReleaseFacts:
     """What was given back, of what is in use now and of `held_bytes`, in use when training ended.
@@ -31,7 +28,7 @@ def release_memory(
 
     Raises LeakError where something was not and on_leak is fail.
     """
-    facts = release(device_name, baseline_bytes=baseline_bytes, held_bytes=held_bytes)
+    facts = release(device.name, baseline_bytes=device.baseline_bytes, held_bytes=held_bytes)
     if leaks:
         leaked_bytes = facts.leaked_bytes + sum(owner.bytes for owner in leaks)
         owners = (*facts.owners, *leaks)

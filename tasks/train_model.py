@@ -8,9 +8,6 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from tasks.engine.base.facts import TrainFacts
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
 from tasks.engine.distributed.ranks import asked as ranks_asked
@@ -23,27 +20,27 @@ from tasks.engine.training import trainer
 from tasks.engine.training.loop import Stop
 from tasks.engine.training.similar_runs import Past
 from tasks.process import forks, signals
-from tasks.process.redaction import redacted_errors
+from tasks.run_task import run_task
 
 
-@task(cache_policy=NO_CACHE)
+@run_task
 def train_model(
     plan: Plan,
-    *,
     past: Past,
-    folder: str,
+    folder: Path,
     log: Callable[[dict[str, float], int], None],
+    *,
     resumes: bool = False,
 ) -> TrainFacts:
     """Train as planned; the model, its checkpoints, and what memory has to tell, are left in
     `folder`. resumes: from the newest checkpoint there. A signal that ends it leaves one."""
-    if resumes and not steps(Path(folder) / CHECKPOINTS):
+    if resumes and not steps(folder / CHECKPOINTS):
         # From the start, in the same run, each point would be told twice.
         raise ConfigError(
             f"--resume {folder}: its checkpoints were removed; train without --resume"
         )
     forks.let_them_end()
-    with redacted_errors(), signals.between_steps() as came:
+    with signals.between_steps() as came:
 
         def asked() -> Stop | None:
             number = came()
@@ -54,7 +51,7 @@ def train_model(
         ranks, config, device = ranks_asked(), plan.settings, plan.device
         processes = processes_of(config.launch, device)
         if processes > 1:
-            job = Job(config, plan.data, past, Path(folder), resumes)
+            job = Job(config, plan.data, past, folder, resumes)
             if not ranks.is_alone:  # it was started as one of them
                 return train_together(job, device, ranks, log=log, asked=asked, is_flow=True)
             return agent.train(
@@ -68,7 +65,7 @@ def train_model(
         return trainer.train(
             plan,
             past=past,
-            folder=Path(folder),
+            folder=folder,
             log=log,
             resumes=resumes,
             asked=asked,

@@ -29,6 +29,7 @@ from tasks.engine.base.file_lock import is_held
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 from tasks.engine.training.loop import Stop
 from tasks.known_runs import known_runs
@@ -427,37 +428,24 @@ def _flow(place: Path, way: Way) -> None:
         config = RunConfig.model_validate(SETTINGS)
         named = Record(config, flow_run={}, resume=way.resume or None, waited_s=0.0)
         with named as record:
-            device = record.timed(detect_device.fn, config.device, leases=record.leases)
+            device = detect_device.fn(config.device, leases=record.leases)
             reached("detected")
-            data = record.timed(prepare_data.fn, config.data, batch_size=config.train.batch_size)
+            data = prepare_data.fn(config.data, batch_size=config.train.batch_size)
             reached("prepared")
-            record.check_resume(device, data)
-            past = record.begin(device, data)
+            plan = record.begin(make_plan(config, device, data))
             if way.forks:
                 _fork(place)
             reached("begun")
             try:
-                facts = record.timed(
-                    train_model.fn,
-                    config,
-                    device,
-                    data,
-                    past=past,
-                    folder=str(record.folder),
-                    log=record.log,
-                    resumes=record.resumes,
+                facts = train_model.fn(
+                    plan, record.past, record.folder, record.log, resumes=record.resumes
                 )
                 reached("trained")
                 record.trained(facts)
             finally:
                 record.released(
-                    record.timed(
-                        release_memory.fn,
-                        device.name,
-                        baseline_bytes=device.baseline_bytes,
-                        held_bytes=record.held_bytes,
-                        leaks=record.leaks,
-                        on_leak=config.memory.on_leak,
+                    release_memory.fn(
+                        device, record.held_bytes, record.leaks, on_leak=config.memory.on_leak
                     )
                 )
             reached("released")

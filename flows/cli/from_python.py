@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from prefect import Flow
 from prefect.context import FlowRunContext
 from prefect.utilities.callables import ParameterSchema
 
@@ -70,11 +71,14 @@ def _refuse(unknown: Mapping[str, Any]) -> None:
     )
 
 
-def training(fn: Callable[..., Any], **settings: Any) -> CalledFlow:
-    """The flow of `config`, `overrides` and `resume` that `fn` is the score of."""
-    flow = CalledFlow(fn, call=call, shown=_shown, **settings)
-    flow.parameters = _form(flow.parameters)
-    return flow
+def called_from_python(flow: Flow[..., Any]) -> CalledFlow:
+    """Return the flow of `config`, `overrides` and `resume`, for who calls it: from Python with all
+    that the command does, in Prefect's form with its settings in groups."""
+    made = CalledFlow(
+        flow.fn, call=call, shown=_shown, name=flow.name, flow_run_name=flow.flow_run_name
+    )
+    made.parameters = _form(made.parameters)
+    return made
 
 
 def _shown(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -281,14 +281,14 @@ KEPT: list[torch.Tensor] = []
 
 @pytest.mark.parametrize("on_leak", ["warn", "fail"])
 def test_a_leak_is_found_and_its_owner_named(on_leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = shared_model.model_of
+    real = shared_model.make_model
 
     def leaky(*arguments: Any) -> torch.nn.Module:
         model = real(*arguments)
         KEPT.append(next(model.parameters()))
         return model
 
-    monkeypatch.setattr(shared_model, "model_of", leaky)
+    monkeypatch.setattr(shared_model, "make_model", leaky)
     try:
         if on_leak == "fail":
             with pytest.raises(LeakError, match="memory.on_leak: .* held by .*KEPT"):

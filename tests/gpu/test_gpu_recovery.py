@@ -31,7 +31,7 @@ if not torch.cuda.is_available():
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda:0")
-MODEL = shared_model.model_of
+MODEL = shared_model.make_model
 Spared = Callable[..., TrainFacts]
 ROWS = 32  # of a batch; 152 rows are four of them and a short one
 
@@ -152,7 +152,7 @@ def test_a_pass_that_ran_out_leaves_the_weights_of_a_run_of_half_the_rows(
     train = {"precision": precision, "accumulate": accumulate}
     expected = spared(**{**train, "accumulate": 2 * accumulate})
     short = _Short(accumulate.__eq__)
-    monkeypatch.setattr(shared_model, "model_of", short.in_model(hook, training=True))
+    monkeypatch.setattr(shared_model, "make_model", short.in_model(hook, training=True))
     with _as_if_nothing_had_happened(expected) as done:
         done.append(_train(tmp_path, train=train))
     assert done[0].metrics["memory/ooms_recovered"] == short.failed == 1
@@ -196,7 +196,7 @@ def test_an_evaluation_that_ran_out_goes_on_in_parts(
     expected = spared(precision=precision)
     short = _Short(_every_other)
     made = short.in_model("register_forward_hook", training=False)
-    monkeypatch.setattr(shared_model, "model_of", made)
+    monkeypatch.setattr(shared_model, "make_model", made)
     with _as_if_nothing_had_happened(expected) as done:
         done.append(_train(tmp_path, train={"precision": precision}))
     # Its last failure: the model that is loaded again is then not held against the trained one.
@@ -235,7 +235,7 @@ def test_the_next_batch_is_given_back_where_the_step_of_this_one_finds_no_room(
     monkeypatch.setattr(pinned_staging.Lane, "read", read)
     short = _Short(lambda call: reading[0].is_ahead)
     hooked = short.in_model("register_forward_hook", training=training_too)
-    monkeypatch.setattr(shared_model, "model_of", hooked)
+    monkeypatch.setattr(shared_model, "make_model", hooked)
     with _as_if_nothing_had_happened(expected) as done:
         done.append(_train(tmp_path))
     # Halved to one row, then whole again.

@@ -2,12 +2,14 @@
 
 import logging
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 from prefect.cache_policies import NO_CACHE
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
+from tasks.engine.device.detection import detect
 from tasks.engine.memory import leaks
 from tasks.engine.memory.leaks import LeakError, baseline, leak_in_words
 from tasks.release_memory import release_memory
@@ -29,7 +31,7 @@ def before():
 
 
 def release(before, on_leak="fail"):
-    return release_memory.fn("cpu", baseline_bytes=before, on_leak=on_leak)
+    return release_memory.fn(replace(detect("cpu"), baseline_bytes=before), on_leak=on_leak)
 
 
 def test_its_arguments_are_never_hashed_for_a_cache():

@@ -74,7 +74,7 @@ def test_what_was_swept_before_its_lock_was_had_is_not_gone_on_with(tmp_path: Pa
     taken_again = held(tmp_path)  # it was given back
     taken_again.close()
     with pytest.raises(ConfigError, match="^--resume .*: its checkpoints were removed"):
-        train_model.fn(None, past=None, folder=str(tmp_path), log=None, resumes=True)
+        train_model.fn(None, None, tmp_path, None, resumes=True)
 
 
 @pytest.mark.parametrize("zone", ["UTC", "Pacific/Kiritimati", "Pacific/Midway"])

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,9 @@ def test_what_a_process_does_not_give_back_is_told_with_its_rank(own: Own, tmp_p
     assert facts.metrics["ranks/leaked_mib_most"] == 4000 / 2**20
     before_bytes = baseline("cpu").bytes
     with pytest.raises(LeakError, match=r"4,000 bytes were not given back: .* on rank 1"):
-        release_memory.fn("cpu", baseline_bytes=before_bytes, leaks=facts.leaks, on_leak="fail")
+        release_memory.fn(
+            replace(detect("cpu"), baseline_bytes=before_bytes), leaks=facts.leaks, on_leak="fail"
+        )
 
 
 def test_processes_that_are_lost_again_and_again_end_the_training(own: Own, tmp_path: Path) -> None:
