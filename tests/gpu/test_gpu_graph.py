@@ -71,7 +71,7 @@ def test_a_recording_is_given_up_where_memory_is_short(
     before = torch.cuda.memory_reserved(GPU)
     short = _Short(lambda call: call == 10)  # by then steps are replayed
     monkeypatch.setattr(
-        shared_model, "model_of", short.in_model("register_forward_hook", training=False)
+        shared_model, "make_model", short.in_model("register_forward_hook", training=False)
     )
     for run in range(5):  # on a busy host the plain step may seem faster
         facts, _ = _train(tmp_path / str(run))
