@@ -299,7 +299,8 @@ def test_a_sender_that_dies_when_the_run_is_made_makes_no_second_one(
     assert session.held is not None
     session.held.close()
     if by == "the next run":
-        orphaned_runs.close_the_dead(session.client, where, session.experiment_id)
+        for left in orphaned_runs.dead(session.client, where, [session.experiment_id]):
+            orphaned_runs.resend(left)
         orphaned_runs.send_the_unsent(session.client, where)
         status = "KILLED"
     else:
