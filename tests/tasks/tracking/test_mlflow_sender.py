@@ -119,6 +119,30 @@ def test_the_times_of_a_journal_never_go_back(
     assert metrics["time/total_s"] == 3.0
 
 
+def test_a_run_ends_after_it_began_by_a_clock_that_was_set_back(tmp_path: Path) -> None:
+    """Set back by an hour in mid-run it ended 59 minutes before it began, and how long it took in
+    all stayed that of the part before."""
+    where, folder = _where(tmp_path), tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    begin = {"name": "n", "params": {}, "tags": {"alike": ""}, "wanted": [], "folder": str(folder)}
+    run_id, begin["start_ms"] = "", int(time.time() * 1000) + 3_600_000
+    for times, total_s in enumerate((5.0, 9.0), start=1):
+        session = mlflow_sender.Session(lambda answer: None)
+        session.obey({"do": "open", "where": where.model_dump()})
+        told = session.obey({"do": "begin", **begin, **({"run_id": run_id} if run_id else {})})
+        assert told is not None and session.client is not None
+        run_id = told["run_id"]
+        at_ms = begin["start_ms"] + 1000 * times
+        with open(folder / "metrics.jsonl", "a") as journal:
+            line = {"step": times, "t": at_ms, "metrics": {"train/loss": 0.5}}
+            journal.write(json.dumps(line) + "\n")
+        session.obey({"do": "close", "run": _run(metrics={"time/total_s": total_s})})
+        run = session.client.get_run(run_id)
+        assert run.info.end_time > at_ms
+        assert run.data.metrics["time/total_s"] >= total_s
+        session.end()
+
+
 def test_a_run_is_kept_whole(tmp_path: Path) -> None:
     where = _where(tmp_path, experiment="default one")
     folder = tmp_path / "runs" / "one"
