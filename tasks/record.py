@@ -11,7 +11,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from tasks.engine.checkpoint.kept_steps import CHECKPOINTS
 from tasks.engine.checkpoint.kept_steps import steps as kept_steps
 from tasks.engine.memory.leaks import LeakError, release_metrics
 from tasks.engine.settings import unused_settings
-from tasks.engine.settings.read_settings import hidden
+from tasks.engine.settings.read_settings import ConfigError, hidden
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.yaml_file import to_yaml
 from tasks.engine.step.plan import Plan
@@ -115,6 +115,7 @@ class Record:
         self._step = 0
         self._screen = ExitStack()
         self._journal = Journal(self._where, self.folder)
+        self._journal.put_back = self._put_back
         self._progress: Progress | None = None
         self._over = threading.Event()
         self._live = Announcement(self.folder, self._name)
@@ -297,6 +298,19 @@ class Record:
         (self.folder / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.folder / name).write_text(text)
 
+    def _put_back(self) -> None:
+        """The folder was removed in mid-run: else nobody would find the run there, nor see that it
+        is being trained, nor go on with it."""
+        with suppress(ConfigError):  # somebody else has the lock already
+            self._held.enter_context(earlier.held(self.folder))
+        if self._start is not None:
+            self._start.write(self.folder)
+        self._put_back_files()
+
+    def _put_back_files(self) -> None:
+        for name in [n for n in self._files if not (self.folder / n).is_file()]:
+            self._write(name, self._files[name])
+
     def _warn(self, warnings: tuple[str, ...]) -> None:
         """Keep what a person should doubt, in the report and as a tag."""
         self._warnings += warnings
@@ -328,8 +342,7 @@ class Record:
             # Again, where the process before this one ended before it had told by what its weights
             # were chosen. What has a curve never gets a point at the step of what has none.
             self._journal.log(curves, self._step, again=True)
-            for name in [n for n in self._files if not (self.folder / n).is_file()]:
-                self._write(name, self._files[name])  # the folder was removed
+            self._put_back_files()
         except (JournalError, OSError) as lost:
             self._fail(lost)
             self._close()

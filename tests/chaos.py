@@ -287,6 +287,7 @@ def _forked(what: Act, log: Path) -> int:
         file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.dup2(file, 1)
         os.dup2(file, 2)
+        sys.stdout = sys.stderr = os.fdopen(file, "w", buffering=1)  # under pytest they are its own
         torch.set_num_threads(1)
         what()
         code = 0

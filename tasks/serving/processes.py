@@ -208,6 +208,20 @@ def require_free(port: int, variable: str, host: str = "127.0.0.1") -> None:
     )
 
 
+def require_own_home(folder: Path, home: Path) -> None:
+    """Raises ServeError where the service of another folder has that PREFECT_HOME: each one's
+    worker would play what the other one deploys."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            env = process.environ()
+            if env.get(PART, "").startswith("prefect ") and env.get(MARK) != mark_of(folder):
+                if Path(env.get("PREFECT_HOME", "")) == home and is_running(process):
+                    raise ServeError(
+                        f"PREFECT_HOME: {home} is that of the service in {process.cwd()}; end that "
+                        f"(make serve-down there), or choose another folder: PREFECT_HOME={home}-2"
+                    )
+
+
 def _holder(port: int) -> str | None:
     with suppress(psutil.Error):  # macOS shows others' sockets to root only
         for found in psutil.net_connections(kind="tcp"):

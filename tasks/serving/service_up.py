@@ -35,6 +35,7 @@ from tasks.serving.processes import (
     is_running,
     log_path,
     mark_of,
+    require_own_home,
     start,
     started,
 )
@@ -88,9 +89,11 @@ def bring_up(plan: Plan, up: Mapping[str, Part]) -> None:
     """
     found = dict(up)
     try:
-        if "prefect" not in plan.programs:
-            _provide_database()
         missing = [name for name in plan.addresses if name not in up]
+        if "prefect" not in plan.programs:
+            if "prefect" in missing:
+                require_own_home(plan.folder, local_prefect.home().absolute())
+            _provide_database()
         stores = [name for name in missing if name in STORES]
         found |= {name: _start(name, plan) for name in stores}
         for name in stores:

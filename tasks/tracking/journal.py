@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from io import FileIO
@@ -70,6 +70,7 @@ class Journal:
         self.experiment_id = ""
         self.is_begun = False
         self.notes: list[str] = []  # what befell the record on its way
+        self.put_back: Callable[[], None] = lambda: None  # what else the folder held, if removed
         self._histories: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._metrics: FileIO | None = None
@@ -253,6 +254,7 @@ class Journal:
         shutil.copyfileobj(self._metrics, new)
         self._metrics.close()
         self._metrics = new
+        self.put_back()
         self._note(f"{self.folder} was removed in mid-run; it was written anew")
 
     def _refusal(self, error: OSError) -> str:

@@ -26,7 +26,16 @@ from tasks.process.redaction import redacted
 from tasks.tracking import logged_model, metrics
 from tasks.tracking.environment import environment
 from tasks.tracking.journal import BEGIN, RESERVE
-from tasks.tracking.journal_lines import LOCK, ONCE, START, TRAINING_LOCK, Sample, batches, series
+from tasks.tracking.journal_lines import (
+    LOCK,
+    ONCE,
+    START,
+    TRAINING_LOCK,
+    Sample,
+    batches,
+    ends,
+    series,
+)
 from tasks.tracking.mlflow_pages import run_page
 from tasks.tracking.throttle import Pace
 from tasks.tracking.where import Where
@@ -115,7 +124,7 @@ class Sender:
                 bad.clear()
                 self._keep()
                 self.told_progress()
-        now_ms = int(time.time() * 1000)
+        now_ms = self._now_ms()
         sample = self.telemetry.sample().items()
         if sample:
             self._send([(k, v, now_ms, self.step) for k, v in sample])
@@ -160,6 +169,7 @@ class Sender:
         finally:
             self.telemetry.close()
             # Whatever else went wrong, the run is over, and says how it ended.
+            end_ms = max(end_ms, self._newest_ms()) if end_ms else self._now_ms()
             self.client.set_terminated(self.state.run_id, run["status"], end_ms)
         self.state.closed = True
         self._keep()
@@ -168,6 +178,15 @@ class Sender:
         for path in self.folder.rglob("*"):
             path.chmod(0o700 if path.is_dir() else 0o600)
         return times
+
+    def _now_ms(self) -> int:
+        """Unix time in ms, but later than all that the journal tells: its clock may have been set
+        back since, and MLflow shows of one step what has the later time."""
+        return max(int(time.time() * 1000), self._newest_ms())
+
+    def _newest_ms(self) -> int:
+        newest = ends(self.folder / "metrics.jsonl")[1]
+        return max((unix_ms for unix_ms, _, _ in newest), default=-1) + 1
 
     def _send_the_rest(self, run: dict[str, Any]) -> dict[str, float]:
         began = time.perf_counter()
@@ -196,7 +215,7 @@ class Sender:
         if "time/total_s" in run["metrics"]:
             times["time/total_s"] = run["metrics"]["time/total_s"] + times["time/close_s"]
         run["metrics"] = {**run["metrics"], **times}
-        now_ms = int(time.time() * 1000)
+        now_ms = self._now_ms()
         self._send([(k, v, now_ms, ONCE) for k, v in times.items()])
         page = run_report.html(run, plots, open_command=command)
         (self.folder / REPORT).write_text(page, encoding="utf-8")

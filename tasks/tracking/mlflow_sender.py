@@ -12,7 +12,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,7 @@ class Session:
         self.held: FileLock | None = None  # the folder's lock, until then
         self.retry_at, self.wait_s = 0.0, 1.0
         self.is_swept = False
+        self.dead: Iterator[Sender] = iter(())  # runs that are still to be ended
         self.opened_at = math.inf
         self.gate_of = ""  # of the runs that this one is compared with
         self.system: SystemMetricsMonitor | None = None
@@ -156,10 +157,20 @@ class Session:
             self.sender.tags |= code_version()
             run_report.load_plotting()
             assert self.client is not None and self.where is not None
-            # Somebody else's runs and files: not worth this run's end.
-            with suppress(MlflowException, OSError, ValueError):
-                orphaned_runs.close_the_dead(self.client, self.where, self.experiment_id)
+            self.dead = orphaned_runs.dead(self.client, self.where, [self.experiment_id])
             self.crash_the_dead()
+        else:
+            self.end_one_dead()  # this run's end may be asked for: it would wait for all of them
+
+    def end_one_dead(self) -> bool:
+        """End the next run that says RUNNING though its process is gone. False after the last."""
+        # Somebody else's runs and files: not worth this run's end.
+        with suppress(MlflowException, OSError, ValueError):
+            if (sender := next(self.dead, None)) is not None:
+                with orphaned_runs.passed_over(sender.state.run_id):
+                    orphaned_runs.resend(sender)
+                return True
+        return False
 
     def tell_history(self) -> None:
         """Once: what the end of the run is compared with."""
@@ -201,6 +212,10 @@ class Session:
         elif self.held is not None:
             self.held.close()
         if self.client is not None and self.sender is not None:  # MLflow answers, as it seems
+            if not self.is_swept:
+                self.dead = orphaned_runs.dead(self.client, self.where, [self.experiment_id])
+            while self.end_one_dead():
+                pass
             with orphaned_runs.passed_over(self.where.runs):
                 orphaned_runs.send_the_unsent(self.client, self.where)
         self.crash_the_dead()

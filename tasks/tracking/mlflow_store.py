@@ -253,8 +253,19 @@ def explained(error: Exception, where: Where | None) -> str:
         return str(error)
     if isinstance(first := _chain(error)[-1], sqlite3.Error):  # without the statement that met it
         error = first
+    if isinstance(first, OSError) and where is not None and (name := _at_fault(first, where)):
+        folder = getattr(where, name)
+        return f"{name}: {folder} can't be written ({first.strerror}); see to it, or make room"
     text = " ".join(redacted(str(error)).split())
     return f"tracking_uri: {uri} can't be used: {type(error).__name__}: {text[:600]}"
+
+
+def _at_fault(error: OSError, where: Where) -> str:
+    """The setting whose folder holds a file that could not be written; "" where it is none."""
+    files = [Path(f) for f in (error.filename2, error.filename) if isinstance(f, str)]
+    folders = [*(["artifacts"] if where.keeps_files else []), "runs"]
+    found = (n for f in files for n in folders if f.is_relative_to(getattr(where, n)))
+    return next(found, "")
 
 
 def sweep_journals(runs: Path, *, keep: int) -> None:

@@ -32,22 +32,18 @@ from tasks.tracking.where import Where
 DEAD = "its process was gone"
 
 
-def close_the_dead(client: MlflowClient, chosen: Where, experiment_id: str) -> None:
-    """End the runs of this host that say RUNNING though their process is gone."""
-    for sender in _dead(client, chosen, [experiment_id]):
-        with passed_over(sender.state.run_id):
-            resend(sender)
-
-
-def _dead(client: MlflowClient, chosen: Where, experiments: list[str]) -> Iterator[Sender]:
-    host = socket.gethostname().replace("'", "")
+def dead(client: MlflowClient, chosen: Where, experiments: list[str]) -> Iterator[Sender]:
+    """Those of this host that say RUNNING though their process is gone, each as it is when it is
+    asked for: the one before may have taken a while to end."""
+    host, folders = socket.gethostname().replace("'", ""), _folders(chosen)
     query = f"attributes.status = 'RUNNING' and tags.host = '{host}'"
-    for run in client.search_runs(experiments, query, ViewType.ALL, max_results=100):
+    for found in client.search_runs(experiments, query, ViewType.ALL, max_results=100):
+        run = client.get_run(found.info.run_id)
         tags = run.data.tags
-        if lives(tags):
+        if run.info.status != "RUNNING" or lives(tags):
             continue
         name = tags.get("journal", "")  # anybody's text: only a folder of ours is opened
-        folder = Path(chosen.runs) / name if name in _folders(chosen) else Path()
+        folder = Path(chosen.runs) / name if name in folders else Path()
         yield Sender(client, chosen, folder, State(run.info.run_id, run.info.experiment_id))
 
 
@@ -268,10 +264,10 @@ def main() -> None:
     try:
         client = MlflowClient(chosen.tracking_uri)
         ids = [experiment.experiment_id for experiment in client.search_experiments()]
-        dead = list(_dead(client, chosen, ids))
-        ending = {sender.folder for sender in dead}
+        left = list(dead(client, chosen, ids))
+        ending = {sender.folder for sender in left}
         unsent = [one for one in _unsent(client, chosen) if one.folder not in ending]
-        for verb, sender in [*(("end", one) for one in dead), *(("send", one) for one in unsent)]:
+        for verb, sender in [*(("end", one) for one in left), *(("send", one) for one in unsent)]:
             if is_held(sender.folder / LOCK):  # its own process is at it
                 continue
             told = {"verb": verb, "folder": str(sender.folder), **_called(sender)}

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +16,12 @@ from typing import Any
 import pytest
 
 from flows.train import train
+from tasks.engine.base.file_lock import is_held
 from tasks.engine.checkpoint.kept_steps import steps
 from tasks.engine.settings.read_settings import ConfigError
+from tasks.known_runs import known_runs
 from tasks.resume import asked_for, held, of_key
-from tasks.run_folders import Start, folders
+from tasks.run_folders import LOCK, Start, folders
 from tasks.tracking.where import TrackingError
 
 Desk = Callable[..., subprocess.Popen[str]]
@@ -87,6 +91,32 @@ def test_from_python_a_run_goes_on_with_its_own_settings_and_another_one_leaves_
         train(resume=run["run_id"], overrides={"optim.lr": 0.5})
     assert _query(place, "select status from runs") == [("FINISHED",)]
     assert _query(place, "select count(*) from tags where key = 'end.reason'") == [(0,)]
+
+
+def test_a_run_whose_folder_was_removed_in_mid_run_is_found_and_gone_on_with(
+    prefect_api: str, place: Path
+) -> None:
+    """Its record was written anew, and it was neither listed nor found by --resume."""
+    seen: list[bool] = []
+
+    def remove() -> None:
+        while not (found := [*place.glob(".headroom/runs/*/metrics.jsonl")]) or not (
+            found[0].stat().st_size
+        ):
+            time.sleep(0.01)
+        shutil.rmtree(place / ".headroom" / "runs")
+        while not [*place.glob(".headroom/runs/*/config.yaml")]:
+            time.sleep(0.01)
+        seen.append(is_held(_runs(place)[0] / LOCK))
+
+    removing = threading.Thread(target=remove, daemon=True)
+    removing.start()
+    run = train({"train": {"epochs": 10_000, "max_s": 3}})
+    removing.join(10)
+    assert seen == [True], "while it was trained"
+    assert [one.run_id for one in known_runs(place / ".headroom" / "runs")] == [run["run_id"]]
+    again = train(resume="latest", overrides={"train.max_s": 0.1})
+    assert again["run_id"] == run["run_id"] and again["metrics"]["train/epoch"] > 1
 
 
 KEYED = {"run": {"key": "night"}, "train": {"epochs": 60, "max_s": 0.05}}

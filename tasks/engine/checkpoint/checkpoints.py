@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -216,7 +217,10 @@ class Checkpoints:
                 checkpoint_files.keep_only(self.folder, kept | {position.step, best_step or 0})
             self._cost_s = self._now_s() - began_s
 
-        self._writer = threading.Thread(target=write, name="checkpoint", daemon=True)
+        here = copy_context()  # Prefect knows by it which run's log this is
+        self._writer = threading.Thread(
+            target=here.run, args=(write,), name="checkpoint", daemon=True
+        )
         self._writer.start()
 
     def _write(self, step: int, *, about: Mapping[str, Any], plain: Any, part: Part) -> None:

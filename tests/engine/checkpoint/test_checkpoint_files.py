@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,17 @@ def test_by_time_one_is_due_when_so_many_seconds_have_passed(tmp_path: Path) -> 
         made.step_done(Position(step))
         made.close()
     assert steps(tmp_path) == [90, 60, 30]
+
+
+def test_what_the_writer_tells_belongs_to_the_run_that_it_writes_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefect's log took it for nobody's, and printed a warning of its own between the lines."""
+    run, seen = ContextVar("run", default=""), []
+    run.set("mine")
+    monkeypatch.setattr(checkpoint_files, "write", lambda *_, **__: seen.append(run.get()))
+    _checkpoints(tmp_path, _Part(), [0.0], every_steps=1).save(Position(1), last=True)
+    assert seen == ["mine"]
 
 
 def test_a_disk_that_is_full_costs_the_training_nothing_and_is_told_once(

@@ -132,6 +132,30 @@ def test_a_port_taken_by_somebody_is_named_with_its_holder(
     assert processes.parts(folder) == {}
 
 
+def test_a_home_that_another_service_has_is_refused_and_that_one_survives(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Two clones with one PREFECT_HOME came up, and each one's worker played the other's runs."""
+    home, other = tmp_path / "home", tmp_path / "other"
+    other.mkdir()
+    env = {**os.environ, MARK: processes.mark_of(folder), "PREFECT_HOME": str(home)}
+    up = processes.start(
+        "prefect", SLEEP, address=ADDRESSES["prefect"], folder=folder, env=env, cwd=folder
+    )
+    try:
+        with pytest.raises(ServeError) as caught:
+            processes.require_own_home(other, home)
+        assert str(caught.value).startswith(
+            f"PREFECT_HOME: {home} is that of the service in {folder}; "
+        )
+        processes.require_own_home(other, tmp_path / "another")
+        processes.require_own_home(folder, home)  # its own
+        assert processes.is_running(up.process)
+    finally:
+        processes.end([up.process], wait_s=5)
+    processes.require_own_home(other, home)
+
+
 @pytest.mark.parametrize("port", ["0", "65536", "-1", "http", "4200.0", "1e3"])
 def test_a_port_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
     monkeypatch.setenv("HEADROOM_MLFLOW_PORT", port)

@@ -221,6 +221,21 @@ def test_a_server_that_refuses_is_wrong_and_one_that_can_not_now_is_away(
     assert "can't be used: MlflowException" in mlflow_store.explained(caught.value, required)
 
 
+def test_a_folder_that_takes_no_file_is_told_by_its_own_setting(tmp_path: Path) -> None:
+    """Of a full disk of artifacts the database was told, which was well."""
+    (tmp_path / "weights").write_bytes(b"1")
+    (tmp_path / "full").touch()  # no folder: nothing can be put in it, whoever tries
+    where = _where(tmp_path, "sqlite:///mlflow.db")
+    with pytest.raises(OSError) as caught:  # noqa: PT011
+        os.rename(tmp_path / "weights", tmp_path / "full" / "weights")
+    for name in ("artifacts", "runs"):
+        full = where.model_copy(update={name: str(tmp_path / "full")})
+        told = mlflow_store.explained(caught.value, full)
+        said = f"{name}: {tmp_path}/full can't be written (Not a directory)"
+        assert told == f"{said}; see to it, or make room"
+    assert mlflow_store.explained(caught.value, where).startswith("tracking_uri: ")
+
+
 def test_a_server_that_goes_while_it_answers_is_away(tmp_path: Path) -> None:
     """One of 64 runs that began at once was refused for that."""
 
@@ -299,7 +314,8 @@ def test_a_sender_that_dies_when_the_run_is_made_makes_no_second_one(
     assert session.held is not None
     session.held.close()
     if by == "the next run":
-        orphaned_runs.close_the_dead(session.client, where, session.experiment_id)
+        for left in orphaned_runs.dead(session.client, where, [session.experiment_id]):
+            orphaned_runs.resend(left)
         orphaned_runs.send_the_unsent(session.client, where)
         status = "KILLED"
     else:

@@ -15,6 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from alembic import command
 from mlflow import MlflowClient
@@ -25,7 +26,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 
 from tasks.engine.base.file_lock import is_held
 from tasks.failures import classify
-from tasks.tracking import environment, mlflow_store
+from tasks.tracking import environment, mlflow_sender, mlflow_store, orphaned_runs
 from tasks.tracking.journal import Journal, SenderEnded
 from tasks.tracking.journal_lines import append
 from tasks.tracking.where import TrackingError, Where
@@ -118,6 +119,30 @@ def test_the_times_of_a_journal_never_go_back(
     assert metrics["time/total_s"] == 3.0
 
 
+def test_a_run_ends_after_it_began_by_a_clock_that_was_set_back(tmp_path: Path) -> None:
+    """Set back by an hour in mid-run it ended 59 minutes before it began, and how long it took in
+    all stayed that of the part before."""
+    where, folder = _where(tmp_path), tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    begin = {"name": "n", "params": {}, "tags": {"alike": ""}, "wanted": [], "folder": str(folder)}
+    run_id, begin["start_ms"] = "", int(time.time() * 1000) + 3_600_000
+    for times, total_s in enumerate((5.0, 9.0), start=1):
+        session = mlflow_sender.Session(lambda answer: None)
+        session.obey({"do": "open", "where": where.model_dump()})
+        told = session.obey({"do": "begin", **begin, **({"run_id": run_id} if run_id else {})})
+        assert told is not None and session.client is not None
+        run_id = told["run_id"]
+        at_ms = begin["start_ms"] + 1000 * times
+        with open(folder / "metrics.jsonl", "a") as journal:
+            line = {"step": times, "t": at_ms, "metrics": {"train/loss": 0.5}}
+            journal.write(json.dumps(line) + "\n")
+        session.obey({"do": "close", "run": _run(metrics={"time/total_s": total_s})})
+        run = session.client.get_run(run_id)
+        assert run.info.end_time > at_ms
+        assert run.data.metrics["time/total_s"] >= total_s
+        session.end()
+
+
 def test_a_run_is_kept_whole(tmp_path: Path) -> None:
     where = _where(tmp_path, experiment="default one")
     folder = tmp_path / "runs" / "one"
@@ -191,8 +216,6 @@ def test_the_next_run_ends_those_whose_process_is_gone_and_no_others(tmp_path: P
         journal.close(_run())
     client = MlflowClient(where.tracking_uri)
     here, me = socket.gethostname(), {"pid": str(os.getpid())}
-    import psutil
-
     began = {"process.started_at": str(psutil.Process().create_time())}
     cases = {
         "gone": {"host": here, "pid": "4194304", "process.started_at": "1.0"},
@@ -214,7 +237,8 @@ def test_the_next_run_ends_those_whose_process_is_gone_and_no_others(tmp_path: P
     with Journal(where, tmp_path / "runs" / "two") as second:
         second.open(None)
         second.create(name="second", params={}, tags={})
-        _until(lambda: client.get_run(ids["gone"]).info.status != "RUNNING")
+        for name in ("gone", "pid of another by now", "gone, with a tag that leads astray"):
+            _until(lambda name=name: client.get_run(ids[name]).info.status != "RUNNING")
         second.close(_run())
     status = {name: client.get_run(run_id).info.status for name, run_id in ids.items()}
     assert status == {
@@ -225,6 +249,54 @@ def test_the_next_run_ends_those_whose_process_is_gone_and_no_others(tmp_path: P
         "elsewhere": "RUNNING",
         "not ours": "RUNNING",
     }
+
+
+def test_a_run_waits_for_no_more_than_one_of_those_that_were_left(tmp_path: Path) -> None:
+    """After 300 dead runs the end of the next one came when 100 of them had been ended."""
+    where = _where(tmp_path)
+    folder = tmp_path / "runs" / "one"
+    session = mlflow_sender.Session(lambda answer: None)
+    session.obey({"do": "open", "where": where.model_dump()})
+    client, experiment_id = session.client, session.experiment_id
+    assert client is not None
+    gone = {"host": socket.gethostname(), "pid": "4194304", "process.started_at": "1.0"}
+    ids = [client.create_run(experiment_id, tags=gone).info.run_id for _ in range(4)]
+    begin = {"name": "n", "params": {}, "tags": {"alike": ""}, "start_ms": 7, "wanted": []}
+    folder.mkdir(parents=True)
+    session.obey({"do": "begin", "folder": str(folder), **begin})
+
+    def ended() -> int:
+        return [client.get_run(run_id).info.status for run_id in ids].count("KILLED")
+
+    at_each = []
+    for _ in range(3):
+        session.idle()
+        at_each.append(ended())
+    assert at_each == [0, 1, 2]
+    session.obey({"do": "close", "run": _run()})
+    assert ended() == 2
+    session.end()
+    assert ended() == 4
+
+
+@pytest.mark.parametrize("is_again", [False, True], ids=["ended since", "gone on with since"])
+def test_a_run_that_was_left_is_looked_at_anew_when_it_is_its_turn(
+    tmp_path: Path, is_again: bool
+) -> None:
+    """Minutes may pass until then, in which somebody else ends it, or goes on with it."""
+    where = _where(tmp_path)
+    client, experiment_id = mlflow_store.open_experiment(where)
+    gone = {"host": socket.gethostname(), "pid": "4194304", "process.started_at": "1.0"}
+    ids = {client.create_run(experiment_id, tags=gone).info.run_id for _ in range(2)}
+    left = orphaned_runs.dead(client, where, [experiment_id])
+    (other,) = ids - {next(left).state.run_id}
+    if is_again:
+        began_at = str(psutil.Process().create_time())
+        for name, value in {"pid": str(os.getpid()), "process.started_at": began_at}.items():
+            client.set_tag(other, name, value)
+    else:
+        client.set_terminated(other, "FAILED")
+    assert list(left) == []
 
 
 def test_what_could_not_be_sent_is_kept_and_sent_later(tmp_path: Path) -> None:
