@@ -70,7 +70,7 @@ class Database:
         for process in family:
             process.send_signal(signal.SIGKILL)
         assert not processes.await_end(family, wait_s=20)
-        # Until who started it has collected it: the next one takes a zombie for a server that is up.
+        # Collected by who started it: else the next one takes a zombie for a server that is up.
         self.process.wait(timeout=20)
 
     def query(self, asked: str) -> list[tuple[object, ...]]:
