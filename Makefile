@@ -33,7 +33,7 @@ setup: .venv/.ready
 	@echo '2/3 PyTorch, Prefect, MLflow and what they need, from the package index: minutes'
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch --editable '.[dev]'
 	@echo '3/3 empty databases for Prefect and MLflow, so that no run waits for them: half a minute'
-	@$(BIN)/python -m tasks.first_use
+	@$(BIN)/python -m tasks.services.first_use
 	@touch $@
 
 train: .venv/.ready
@@ -65,19 +65,19 @@ docs: .venv/.ready
 	$(BIN)/python -m tests.test_house
 
 ui: .venv/.ready
-	$(BIN)/python -m tasks.serve ui
+	$(BIN)/python -m tasks.services.serve ui
 
 serve: .venv/.ready
-	$(BIN)/python -m tasks.serve up
+	$(BIN)/python -m tasks.services.serve up
 
 serve-down: .venv/.ready
-	$(BIN)/python -m tasks.serve down
+	$(BIN)/python -m tasks.services.serve down
 
 team: .venv/.team
-	$(BIN)/python -m tasks.team up
+	$(BIN)/python -m tasks.services.team up
 
 team-down: .venv/.ready
-	$(BIN)/python -m tasks.team down
+	$(BIN)/python -m tasks.services.team down
 
 # What asks PostgreSQL and S3; nothing else needs it.
 .venv/.team: .venv/.ready

@@ -14,17 +14,17 @@ from mlflow.entities import Metric, Param, RunTag
 
 from benchmarks.conditions import publish
 from tasks.comparison import page
-from tasks.comparison.pictures import MOST
-from tasks.comparison.run_groups import Measured, grouped
+from tasks.comparison.page import MAX_GROUPS
+from tasks.comparison.run_groups import MeasuredRun, group_runs
 from tasks.engine.settings.run_config import RunConfig
-from tasks.tracking.query_runs import Comparisons
-from tasks.tracking.where import Where
+from tasks.tracking.query_runs import ExperimentRuns
+from tasks.tracking.where import TrackingSettings
 
 RUNS, SERIES = 1_000, 100  # runs, and points of each one's loss
 SUMMARIES = 50  # further metrics of a run
 
 
-def fill(store: Comparisons, count: int) -> None:
+def fill(store: ExperimentRuns, count: int) -> None:
     """Runs with all params, tags and metrics that a training leaves, and a loss."""
     drawn = random.Random(0)
     for number in range(count):
@@ -53,16 +53,16 @@ def main(count: int = RUNS) -> None:
         place = Path(name)
         uri, files = f"sqlite:///{place}/mlflow.db", str(place / "files")
         told = {"tracking_uri": uri, "artifacts": files, "runs": str(place / "runs")}
-        store = Comparisons(Where.model_validate(told))
+        store = ExperimentRuns(TrackingSettings.model_validate(told))
         fill(store, count)
         began = time.perf_counter()
-        runs = [Measured(**run) for run in store.newest(last=count)]
+        runs = [MeasuredRun(**run) for run in store.newest(last=count)]
         read_s = time.perf_counter() - began
-        groups = grouped(runs)
-        comparison = page.compared(groups, title="benchmark")
-        ids = [group.done[0].run_id for group in groups[:MOST]]
+        groups = group_runs(runs)
+        comparison = page.compare_groups(groups, title="benchmark")
+        ids = [group.done[0].run_id for group in groups[:MAX_GROUPS]]
         series = {run_id: store.series(run_id, "train/loss", most=1_000) for run_id in ids}
-        page.write(comparison, place, series=series)
+        page.write_page(comparison, place, series=series)
         all_s = time.perf_counter() - began
         lines = [
             "| runs | reading them, s | table, words, page, pictures, s | all, s |",

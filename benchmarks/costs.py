@@ -25,10 +25,10 @@ from benchmarks import workloads
 from benchmarks.conditions import publish
 from benchmarks.headroom import Tracker, tracking
 from benchmarks.trial import Trial, ready
-from tasks.engine.device.detection import detect
-from tasks.engine.memory.memory_meter import Meter
-from tasks.engine.settings.read_settings import override
-from tasks.engine.step.phases import Phases, Watched
+from tasks.engine.accounts.phases import Phases, Watched
+from tasks.engine.device.detection import detect_best_device
+from tasks.engine.memory.memory_meter import MemoryMeter
+from tasks.engine.settings.read_settings import override_config
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 
@@ -68,7 +68,7 @@ def main(pairs: int) -> None:
 
 def _report(pairs: int, scratch: Path) -> Iterator[str]:
     yield NOTES.rstrip()
-    device = detect()
+    device = detect_best_device()
     is_cpu = device.kind == "cpu"
     uri = f"sqlite:///{scratch}/mlflow.db" if find_spec("mlflow") is not None else None
     if uri is None:
@@ -148,8 +148,8 @@ class Accounting:
             (Phases, "mark"): _nothing,
             (Phases, "counting"): _uncounted,
             (Phases, "counting_once"): _uncounted,
-            (Meter, "phase"): _nothing,
-            (Meter, "window"): lambda _: {},
+            (MemoryMeter, "phase"): _nothing,
+            (MemoryMeter, "window"): lambda _: {},
         }
         self._on = {(owner, name): getattr(owner, name) for owner, name in self._off}
 
@@ -192,7 +192,7 @@ def _turns(
     """Seconds of a step in each turn of one training: on, off, on, ... The first epoch of the
     training is in none of them."""
     epochs = 1 + 2 * pairs * turns.epochs
-    config = override(trial.config, {"train.epochs": epochs, "train.log_every": log_every})
+    config = override_config(trial.config, {"train.epochs": epochs, "train.log_every": log_every})
     found: list[list[float]] = [[] for _ in range(2 * pairs)]
     began = 0.0
     epoch = 0  # under way, since the first

@@ -21,16 +21,16 @@ import torch
 from benchmarks.conditions import publish
 from benchmarks.turns import in_turns
 from benchmarks.workloads import images
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.launch import agent
-from tasks.engine.launch.processes import processes_of
+from tasks.engine.launch.processes import count_processes
 from tasks.engine.launch.rank import Job
-from tasks.engine.settings.launch_config import LaunchConfig
-from tasks.engine.settings.read_settings import from_mapping
+from tasks.engine.settings.read_settings import make_config
+from tasks.engine.settings.run_config import LaunchConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
-from tasks.engine.training.similar_runs import Past
+from tasks.engine.training.admission import PastRuns
 
 ROUNDS = 5
 PROCESSES = 2  # on a CPU; else as many as there are GPUs
@@ -62,8 +62,8 @@ def main(rounds: int) -> None:
 
 
 def _lines(rounds: int) -> Iterator[str]:
-    first = detect()
-    count = processes_of(LaunchConfig(processes="auto"), first)
+    first = detect_best_device()
+    count = count_processes(LaunchConfig(processes="auto"), first)
     count = count if first.kind != "cpu" else PROCESSES
     yield f"""
 - Samples a second over the steps after the first epoch, median of {rounds} rounds in turns; times
@@ -125,8 +125,8 @@ def _in_a_child(
 
 
 def _train(sections: dict[str, Any], processes: int, device: str) -> dict[str, float]:
-    config = from_mapping(sections)
-    data = prepare(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
+    config = make_config(sections)
+    data = prepare_dataset(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
     speeds: list[tuple[float, float]] = []
     first_epoch = -(-data.train_rows // config.train.batch_size)
 
@@ -135,12 +135,12 @@ def _train(sections: dict[str, Any], processes: int, device: str) -> dict[str, f
             speeds.append((metrics["speed/samples_per_s"], metrics["speed/steps_per_s"]))
 
     with tempfile.TemporaryDirectory() as name:
-        facts, folder = detect(device), Path(name)
+        facts, folder = detect_best_device(device), Path(name)
         if processes == 1:
             trained = trainer.train(make_plan(config, facts, data), folder=folder, log=log)
         else:
-            job = Job(config, data, Past(), folder, resumes=False)
-            trained = agent.train(job, facts, processes=processes, restarts=0, log=log)
+            job = Job(config, data, PastRuns(), folder, resumes=False)
+            trained = agent.train_in_processes(job, facts, processes=processes, restarts=0, log=log)
     speed, steps = (median(values) for values in zip(*speeds, strict=True))
     communication_ms = trained.metrics.get("time/communication_ms", 0.0)
     return {"speed": speed, "communication": communication_ms * steps / 1000}

@@ -18,9 +18,9 @@ from unittest.mock import patch
 
 from benchmarks.conditions import publish
 from benchmarks.turns import in_turns, median_ratio
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
-from tasks.engine.scores import figures
+from tasks.engine.data import scores
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
@@ -70,9 +70,9 @@ def _rows(rounds: int, scratch: str) -> Iterator[str]:
 def _epoch(config: RunConfig, folder: Path, *, figured: bool) -> tuple[float, float]:
     """Seconds of an evaluation, and of an epoch with it."""
     none: dict[str, Any] = dict.fromkeys(("of_classes", "of_amounts"), lambda *_: {})
-    with nullcontext() if figured else patch.multiple(figures, **none):
+    with nullcontext() if figured else patch.multiple(scores, **none):
         facts = trainer.train(
-            make_plan(config, detect("cpu"), prepare(config.data)),
+            make_plan(config, detect_best_device("cpu"), prepare_dataset(config.data)),
             folder=folder,
             log=lambda *_: None,
         )

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.trial import Reading, Span, Trial
-from tasks.engine.base.seeds import seeded
-from tasks.engine.device.precision import AMP
+from tasks.engine.base.seeds import seed_everything
+from tasks.engine.device.detection import AMP_DTYPES
 
 Call = Callable[[], object]
 
@@ -21,7 +21,7 @@ Call = Callable[[], object]
 def floor(trial: Trial, layout: torch.memory_format) -> Reading:
     """As many steps as the others take, in the same precision, on all of PyTorch's threads."""
     span = Span(trial)
-    with seeded(trial.config.train.seed, deterministic=False), torch.no_grad():
+    with seed_everything(trial.config.train.seed, deterministic=False), torch.no_grad():
         calls = _calls(trial, layout)
         for _ in span.timed(lambda: range(trial.steps)):
             for call in calls:
@@ -31,7 +31,7 @@ def floor(trial: Trial, layout: torch.memory_format) -> Reading:
 
 def _calls(trial: Trial, layout: torch.memory_format) -> list[Call]:
     """The products of one step, forward and backward, ready to be called."""
-    dtype = AMP.get(trial.precision, torch.float32)
+    dtype = AMP_DTYPES.get(trial.precision, torch.float32)
     model = trial.module().to(dtype, memory_format=layout)  # type: ignore[call-overload]
     calls: list[Call] = []
 

@@ -19,14 +19,14 @@ import torch
 
 from benchmarks.conditions import publish
 from benchmarks.nets import NETS
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
-from tasks.engine.forecast.forecast import forecast
-from tasks.engine.memory.leaks import baseline, release
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
+from tasks.engine.memory.leaks import release_device_memory, take_baseline
 from tasks.engine.memory.memory_meter import MIB
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import choose_step
 from tasks.engine.step.plan import make_plan
+from tasks.engine.training.forecast import forecast_training
 from tasks.engine.training.trainer import train
 
 STEPS = 130  # after which a graph was tried
@@ -114,14 +114,14 @@ def _rows(model: str, case: Case, folder: Path) -> Iterator[tuple[str, dict[str,
 
 
 def _row(model: str, config: RunConfig, folder: Path) -> tuple[str, dict[str, float]]:
-    device, data = detect("cuda"), prepare(config.data)
+    device, data = detect_best_device("cuda"), prepare_dataset(config.data)
     a_whole = math.ceil(data.train_rows / config.train.batch_size)
     epochs = math.ceil(STEPS / a_whole) if config.train.compile == "auto" else 1
     config = config.model_copy(update={"train": config.train.model_copy(update={"epochs": epochs})})
-    before = baseline(device.name)
-    told = forecast(make_plan(config, device, data))
+    before = take_baseline(device.name)
+    told = forecast_training(make_plan(config, device, data))
     facts = train(make_plan(config, device, data), folder=folder, log=lambda metrics, step: None)
-    release(device.name, baseline_bytes=before.bytes)
+    release_device_memory(device.name, baseline_bytes=before.bytes)
     told = told.graphed if told.graphed is not None else told
     assert told.reserved_bytes is not None
     pairs = {

@@ -20,13 +20,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks.conditions import publish
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
-from tasks.engine.settings.read_settings import from_mapping
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
+from tasks.engine.settings.read_settings import make_config
 from tasks.engine.settings.run_config import GateConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
-from tasks.gate import FIGURES, GATES, REFERENCE, SIGMA, SPEEDS, WAITED, judged
+from tasks.run.gate import CORE_WAIT, FIGURES, GATES, REFERENCE, SIGMA, SPEEDS, judge_run
 
 RUNS = 100
 HISTORIES, LENGTH, BLOCK, PLANTED_AT, WITHIN = 500, 30, 5, 20, 3
@@ -70,11 +70,11 @@ def _noise(runs: int, file: Path) -> dict[str, list[Metrics]]:
 
 
 def _train(name: str, file: Path) -> None:
-    config = from_mapping({"data": {"source": "digits"}, **TRAININGS[name]})
-    data = prepare(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
+    config = make_config({"data": {"source": "digits"}, **TRAININGS[name]})
+    data = prepare_dataset(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
     with tempfile.TemporaryDirectory() as folder, file.open("a") as kept:
         facts = trainer.train(
-            make_plan(config, detect("cpu"), data),
+            make_plan(config, detect_best_device("cpu"), data),
             folder=Path(folder),
             log=lambda metrics, step: None,
         )
@@ -87,7 +87,7 @@ def _report(noise: Mapping[str, Sequence[Metrics]]) -> Iterator[str]:
     for name, runs in noise.items():
         yield f"\n## {name}, {len(runs)} real runs\n"
         yield "| figure | median | spread | furthest off |\n|:--|--:|--:|--:|"
-        figures = (*(figure.metric for figure in FIGURES), REFERENCE, WAITED)
+        figures = (*(figure.metric for figure in FIGURES), REFERENCE, CORE_WAIT)
         for metric in (*figures, "val/accuracy", "val/loss"):
             if known := [run[metric] for run in runs if metric in run]:
                 yield _spread(metric, known)
@@ -153,7 +153,7 @@ def _told(
         left = WITHIN
         for place, run in enumerate(drawn if gate else drawn[:LENGTH]):
             now = planted(run) if place >= PLANTED_AT else run
-            verdict = judged(now, before, GateConfig())
+            verdict = judge_run(now, before, GateConfig())
             before.insert(0, {"gate": verdict.gate, "metrics": now})
             is_judged = NOT_JUDGED not in verdict.why
             seen, judged_runs = seen + 1, judged_runs + is_judged

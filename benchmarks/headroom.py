@@ -14,12 +14,12 @@ from pathlib import Path
 from time import perf_counter
 
 from benchmarks.trial import Reading, Trial
+from tasks.engine.accounts.step_metrics import Log
 from tasks.engine.base.facts import TrainFacts
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
-from tasks.engine.training.step_metrics import Log
 from tasks.tracking.journal import Journal
-from tasks.tracking.where import Where
+from tasks.tracking.where import TrackingSettings
 
 # What a run that trained to its end tells its journal last.
 ENDED = {"status": "FINISHED", "name": "benchmark", "params": {}, "tags": {}, "metrics": {}}
@@ -51,10 +51,10 @@ def tracking(uri: str | None, scratch: Path, *, flush_s: float = FLUSH_S) -> Ite
         journal.close(ENDED)
 
 
-def where_to(uri: str, scratch: Path, **more: float) -> Where:
+def where_to(uri: str, scratch: Path, **more: float) -> TrackingSettings:
     """All of MLflow's and the journal's files in `scratch`."""
     places = {"artifacts": str(scratch / "artifacts"), "runs": str(scratch / "runs")}
-    return Where.model_validate({"tracking_uri": uri, **places, **more})
+    return TrackingSettings.model_validate({"tracking_uri": uri, **places, **more})
 
 
 def _settle(folder: Path) -> None:

@@ -22,14 +22,14 @@ from benchmarks import workloads
 from benchmarks.conditions import publish
 from benchmarks.turns import in_turns, spread
 from tasks.engine.base.facts import DeviceFacts, TrainFacts
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
-from tasks.engine.forecast.forecast import forecast
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory.allocation_log import MIB
-from tasks.engine.settings.read_settings import override
+from tasks.engine.settings.read_settings import override_config
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
+from tasks.engine.training.forecast import forecast_training
 
 FORECAST_BARS_PCT = {"cpu": 10.0, "cuda": 15.0}
 BATCHES = (16, 64, 256)
@@ -55,7 +55,7 @@ def main(rounds: int) -> None:
 
 
 def _report(rounds: int, scratch: Path) -> Iterator[str]:
-    device = detect()
+    device = detect_best_device()
     yield from _forecasts(device, scratch)
     yield from _recovery(device, rounds, scratch)
 
@@ -82,7 +82,12 @@ def _forecasts(device: DeviceFacts, scratch: Path) -> Iterator[str]:
                 },
                 scratch,
             )
-            told_mib = forecast(make_plan(config, device, prepare(config.data))).peak_bytes / MIB
+            told_mib = (
+                forecast_training(
+                    make_plan(config, device, prepare_dataset(config.data))
+                ).peak_bytes
+                / MIB
+            )
             mib = _trained(_counted(config, device), device, scratch).facts.metrics[PEAK]
             error = 100 * (told_mib / mib - 1)
             yield f"| {name} | {batch_size} | {told_mib:.2f} | {mib:.2f} | {error:+.1f} % |"
@@ -93,12 +98,14 @@ def _recovery(device: DeviceFacts, rounds: int, scratch: Path) -> Iterator[str]:
     config = _config(STARVED, scratch)
     batch_size = config.train.batch_size
     peaks = [
-        _trained(override(config, {"train.accumulate": parts}), device, scratch).facts.metrics[PEAK]
+        _trained(
+            override_config(config, {"train.accumulate": parts}), device, scratch
+        ).facts.metrics[PEAK]
         for parts in (1, 2, 4)
     ]
-    limited = override(config, {"memory.limit_mib": (peaks[1] + peaks[2]) / 2})
+    limited = override_config(config, {"memory.limit_mib": (peaks[1] + peaks[2]) / 2})
     micro_batch = int(_trained(limited, device, scratch).facts.tags["micro_batch"])
-    known = override(limited, {"train.accumulate": ceil(batch_size / micro_batch)})
+    known = override_config(limited, {"train.accumulate": ceil(batch_size / micro_batch)})
     runs = {
         "finds it": partial(_trained, limited, device, scratch),
         "knows it": partial(_trained, known, device, scratch),
@@ -128,7 +135,7 @@ def _counted(config: RunConfig, device: DeviceFacts) -> RunConfig:
     """A CPU counts all bytes of a run only where they are limited; else those of watched steps."""
     if device.kind != "cpu" or device.total_bytes is None:
         return config
-    return override(config, {"memory.limit_mib": device.total_bytes / MIB})
+    return override_config(config, {"memory.limit_mib": device.total_bytes / MIB})
 
 
 def _config(sections: dict[str, Any], scratch: Path) -> RunConfig:
@@ -137,7 +144,7 @@ def _config(sections: dict[str, Any], scratch: Path) -> RunConfig:
 
 
 def _trained(config: RunConfig, device: DeviceFacts, scratch: Path) -> Trained:
-    data = prepare(config.data)
+    data = prepare_dataset(config.data)
     began = perf_counter()
     facts = trainer.train(
         make_plan(config, device, data), folder=scratch / "model", log=lambda metrics, step: None

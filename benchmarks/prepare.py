@@ -23,9 +23,9 @@ from pyarrow import csv, parquet
 
 from benchmarks.conditions import RESULTS, publish
 from benchmarks.turns import in_turns, median_ratio, spread
-from tasks.engine.base.units import mebibytes
-from tasks.engine.data.preparation import prepare
-from tasks.engine.settings.data_config import DataConfig
+from tasks.engine.base.units import format_mebibytes
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.settings.run_config import DataConfig
 
 BAR = 1.3  # of CSV
 NOTES = """
@@ -57,7 +57,7 @@ def _report(rounds: int, rows: int, columns: int, scratch: Path) -> Iterator[str
         found = in_turns(runs, rounds)
         ratio = median_ratio(found["prepare"], found["pandas"])
         bar = f"{BAR}" if kind == "csv" else ""
-        size = mebibytes(file.stat().st_size / 1024**2)
+        size = format_mebibytes(file.stat().st_size / 1024**2)
         for name, seconds in found.items():
             mine = f"{ratio:.2f} | {bar}" if name == "prepare" else "|"
             yield f"| {kind} | {size} | {name} | {spread(seconds, digits=2)} | {mine} |"
@@ -76,7 +76,7 @@ def _written(rows: int, columns: int, scratch: Path) -> dict[str, Path]:
 def _ours(file: Path, scratch: Path) -> float:
     cache = scratch / "cache"
     try:
-        return _timed(partial(prepare, DataConfig(path=str(file), cache=str(cache))))
+        return _timed(partial(prepare_dataset, DataConfig(path=str(file), cache=str(cache))))
     finally:
         shutil.rmtree(cache, ignore_errors=True)
 

@@ -26,8 +26,8 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import mean_absolute_error, r2_score
 
 from benchmarks.conditions import publish
-from tasks.engine.data.preparation import load, prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.data.preparation import load_arrays, prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training.trainer import train
@@ -122,7 +122,7 @@ def _errors(folder: Path, seed: int) -> list[tuple[float, float]]:
         config = _config(folder, "regression", seed, target_transform=transform)
         metrics = _learned(config, folder / f"{transform}-{seed}")
         found.append((metrics["val/r2"], metrics["val/mae"]))
-    arrays = load(data := prepare(config.data))
+    arrays = load_arrays(data := prepare_dataset(config.data))
     inputs = [np.asarray(part) for part in (arrays.train_x, arrays.val_x)]
     y, so = (
         np.asarray(part, dtype=np.float64)[:, 0] * data.target_scale[0] + data.target_offset[0]
@@ -166,7 +166,7 @@ def _figures(folder: Path, task: str, seed: int) -> tuple[float, float, float]:
     config = _config(folder, task, seed)
     metrics = _learned(config, folder / f"run-{seed}")
     plain = _config(folder, task, seed, target_transform="none")
-    arrays = load(prepare(plain.data))
+    arrays = load_arrays(prepare_dataset(plain.data))
     rows = [np.asarray(part) for part in (arrays.train_x, arrays.val_x)]
     targets = [np.asarray(part).reshape(-1) for part in (arrays.train_y, arrays.val_y)]
     regression = task == "regression"
@@ -189,7 +189,9 @@ def _config(folder: Path, task: str, seed: int, **more: str) -> RunConfig:
 def _learned(config: RunConfig, folder: Path) -> dict[str, float]:
     log = lambda metrics, step: None  # noqa: E731
     return train(
-        make_plan(config, detect("auto"), prepare(config.data)), folder=folder, log=log
+        make_plan(config, detect_best_device("auto"), prepare_dataset(config.data)),
+        folder=folder,
+        log=log,
     ).metrics
 
 

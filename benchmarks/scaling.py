@@ -21,8 +21,8 @@ from benchmarks.conditions import publish
 from benchmarks.headroom import ENDED, NO_TRACKER, timed, where_to
 from benchmarks.trial import Trial
 from benchmarks.turns import in_turns
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
@@ -79,9 +79,9 @@ def _rows(rows: int, scratch: Path) -> Costs:
         }
     )
     began = perf_counter()
-    data = prepare(config.data)
+    data = prepare_dataset(config.data)
     prepare_s = perf_counter() - began
-    trial = Trial(config, detect(), data, warm_up=0, tracking_uri=None)
+    trial = Trial(config, detect_best_device(), data, warm_up=0, tracking_uri=None)
     return {
         "preparation": prepare_s,
         "epoch": timed(trial, NO_TRACKER, scratch / "model").epoch_s,
@@ -103,7 +103,9 @@ def _sized(wide: int, scratch: Path) -> Costs:
             "train": {"epochs": 2, "batch_size": 128},
         }
     )
-    trial = Trial(config, detect(), prepare(config.data), warm_up=0, tracking_uri=None)
+    trial = Trial(
+        config, detect_best_device(), prepare_dataset(config.data), warm_up=0, tracking_uri=None
+    )
     run = timed(trial, NO_TRACKER, scratch / "model")
     return {"step": run.epoch_s / trial.steps, "checkpoint": run.facts.metrics["time/checkpoint_s"]}
 
@@ -113,9 +115,9 @@ def _steps(epochs: int, scratch: Path) -> Costs:
     config = RunConfig.model_validate(
         {"data": {"cache": str(scratch / "data")}, "train": {"epochs": epochs}}
     )
-    data = prepare(config.data)
+    data = prepare_dataset(config.data)
     began = perf_counter()
-    trainer.train(make_plan(config, detect(), data), folder=scratch, log=NO_TRACKER.log)
+    trainer.train(make_plan(config, detect_best_device(), data), folder=scratch, log=NO_TRACKER.log)
     return {"training": perf_counter() - began}
 
 

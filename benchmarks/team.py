@@ -28,9 +28,9 @@ from sqlalchemy import create_engine, text
 
 from benchmarks.conditions import publish
 from benchmarks.queueing import simulate
-from tasks.serving.prefect_http import call
-from tasks.serving.processes import parts
-from tasks.serving.team_stores import Stores
+from tasks.process.prefect_http import call_api
+from tasks.services.processes import find_parts
+from tasks.services.team_stores import Stores
 
 RUNS = 12
 REQUESTS = 400
@@ -51,15 +51,15 @@ class Team:
     folder: Path
 
     def address(self, part: str) -> str:
-        return parts(self.folder)[part].address
+        return find_parts(self.folder)[part].address
 
     def cpu_s(self) -> dict[str, float]:
         """Processor time that each server has taken by now, with what it started."""
-        return {name: _cpu_s(parts(self.folder)[name].process) for name in SERVERS}
+        return {name: _cpu_s(find_parts(self.folder)[name].process) for name in SERVERS}
 
     def stored(self) -> dict[str, float]:
         """Bytes and transactions of the databases, and bytes of the S3 store."""
-        login = Stores(self.folder, self.address("postgres"), "", {}).server_env()[1]
+        login = Stores(self.folder, self.address("postgres"), "", {}).make_server_env()[1]
         engine = create_engine(login["MLFLOW_BACKEND_STORE_URI"])
         asked = "SELECT datname, pg_database_size(datname), xact_commit FROM pg_stat_database"
         asked += " WHERE datname IN ('mlflow', 'prefect')"
@@ -181,14 +181,14 @@ def _together(team: Team, served_s: float) -> tuple[float, float]:
 
 def _of_runs(team: Team, runs: int, idle: dict[str, float]) -> tuple[dict[str, float], float]:
     api = f"{team.address('prefect')}/api"
-    deployment = call("GET", f"{api}/deployments/name/train/train-team")["id"]
+    deployment = call_api("GET", f"{api}/deployments/name/train/train-team")["id"]
     order = {"parameters": {"config": {}, "overrides": {"train.epochs": 3}}}
     url = f"{api}/deployments/{deployment}/create_flow_run"
 
     def play(count: int) -> None:
-        ids = [call("POST", url, order)["id"] for _ in range(count)]
+        ids = [call_api("POST", url, order)["id"] for _ in range(count)]
         while ids:
-            states = {i: call("GET", f"{api}/flow_runs/{i}")["state"]["type"] for i in ids}
+            states = {i: call_api("GET", f"{api}/flow_runs/{i}")["state"]["type"] for i in ids}
             if bad := [s for s in states.values() if s in ("FAILED", "CRASHED", "CANCELLED")]:
                 raise RuntimeError(f"a run ended as {bad[0]}; see {team.folder}")
             ids = [i for i, state in states.items() if state != "COMPLETED"]
@@ -220,12 +220,14 @@ def _batches(team: Team) -> Callable[[int], Any]:
 
 def _polls(team: Team) -> Callable[[int], Any]:
     url = f"{team.address('prefect')}/api/work_pools/headroom/get_scheduled_flow_runs"
-    return lambda _: call("POST", url, {"limit": 1})
+    return lambda _: call_api("POST", url, {"limit": 1})
 
 
 def _beats(team: Team) -> Callable[[int], Any]:
     url = f"{team.address('prefect')}/api/work_pools/headroom/workers/heartbeat"
-    return lambda n: call("POST", url, {"name": f"w{n % 100}", "heartbeat_interval_seconds": 30})
+    return lambda n: call_api(
+        "POST", url, {"name": f"w{n % 100}", "heartbeat_interval_seconds": 30}
+    )
 
 
 def _spent(team: Team, play: Callable[[], Any]) -> tuple[dict[str, float], float]:
@@ -265,7 +267,7 @@ def _up() -> Iterator[Team]:
         first = 20_000 + uuid4().int % 20_000
         env |= {f"HEADROOM_{name}_PORT": str(first + n) for n, name in enumerate(PORTS)}
         env |= {"HEADROOM_TEAM_FOLDER": f"{named}/team", "HEADROOM_TEAM_NETWORK": "10.83.203"}
-        team = [sys.executable, "-m", "tasks.team"]
+        team = [sys.executable, "-m", "tasks.services.team"]
         subprocess.run([*team, "up"], cwd=project, env=env, check=True, stdout=subprocess.DEVNULL)
         try:
             yield Team(Path(named) / "team")

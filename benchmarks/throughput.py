@@ -27,8 +27,8 @@ from benchmarks.peers import loops
 from benchmarks.trial import Reading, Trial, ready
 from benchmarks.turns import in_turns, median_ratio, spread
 from benchmarks.workloads import Workload
-from tasks.engine.device.detection import detect
-from tasks.engine.training.peak_flops import peak
+from tasks.engine.accounts.throughput import find_peak_flops
+from tasks.engine.device.detection import detect_best_device
 
 Run = Callable[[], Reading]
 FRAMEWORKS = ("lightning", "accelerate")
@@ -70,7 +70,7 @@ def main(rounds: int, results: Path) -> None:
 
 def _report(rounds: int, scratch: Path) -> Iterator[str]:
     yield NOTES.rstrip()
-    device = detect()
+    device = detect_best_device()
     # Two databases: what this project sends late must not lock another's.
     ours, theirs = (f"sqlite:///{scratch}/{name}.db" for name in ("ours", "theirs"))
     can_track = find_spec("mlflow") is not None
@@ -100,7 +100,7 @@ def _report(rounds: int, scratch: Path) -> Iterator[str]:
 def _against_others(workload: Workload, trial: Trial, bench: Bench, rounds: int) -> Iterator[str]:
     found = in_turns(_contenders(workload, trial, bench), rounds, warm_up=False)
     yield from _table(workload.name, trial, found, workload.bars)
-    top = peak(trial.device, trial.precision)
+    top = find_peak_flops(trial.device, trial.precision)
     if workload.mfu_bar is not None and top is not None:
         step_s = median(reading.step_s for reading in found["headroom"])
         mfu = 6 * trial.work / step_s / top.flops_per_s
@@ -133,7 +133,7 @@ def _contender(name: str, workload: Workload, trial: Trial, bench: Bench) -> Run
         return partial(bench.ours, trial, tracked=False)
     if name == "headroom on the CPU":
         few = replace(workload, data=partial(workloads.images, 1_280))
-        on_cpu = ready(few, detect("cpu"), scratch=bench.scratch, tracking_uri=None)
+        on_cpu = ready(few, detect_best_device("cpu"), scratch=bench.scratch, tracking_uri=None)
         return partial(bench.ours, on_cpu, tracked=False)
     if name.endswith(ONE_THREAD):
         run = _contender(name.removesuffix(ONE_THREAD), workload, trial, bench)

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from benchmarks.workloads import Workload
 from tasks.engine.base.facts import DataFacts, DeviceFacts
-from tasks.engine.base.timing import wait
+from tasks.engine.base.timing import wait_for_device
 from tasks.engine.data import preparation as prepared
-from tasks.engine.device.detection import resolve_precision
-from tasks.engine.device.precision import autocast
+from tasks.engine.device.detection import make_autocast, resolve_precision
 from tasks.engine.models import builtin
-from tasks.engine.settings.read_settings import override
+from tasks.engine.settings.read_settings import override_config
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import Plan, make_plan
 from tasks.engine.training import check_training
@@ -77,15 +76,15 @@ class Trial:
     @property
     def work(self) -> int:
         """Multiply-adds of the forward pass of one batch."""
-        return self.config.train.batch_size * check_training.check(self.plan).work
+        return self.config.train.batch_size * check_training.check_training(self.plan).work
 
     def autocast(self) -> Callable[[], AbstractContextManager[object]]:
-        return autocast(self.precision, self.target)
+        return make_autocast(self.precision, self.target)
 
     def module(self) -> nn.Module:
         """The model on the device, with the same weights for everybody."""
         torch.manual_seed(self.config.train.seed)
-        return builtin.build(
+        return builtin.build_model(
             self.config.model.name,
             input_shape=self.data.input_shape,
             outputs=self.data.outputs,
@@ -94,7 +93,7 @@ class Trial:
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """The training rows and their targets, whole, in the host's memory."""
-        arrays = prepared.load(self.data)
+        arrays = prepared.load_arrays(self.data)
         x, y = np.array(arrays.train_x), np.array(arrays.train_y)
         # Tokens lie on disk as narrow as they can; an embedding is looked up by int64.
         return tuple(  # type: ignore[return-value] # of two
@@ -117,12 +116,12 @@ def ready(
             "train": {"epochs": 2, "batch_size": w.batch_size, "compile": w.compile},
         }
     )
-    data = prepared.prepare(config.data)
+    data = prepared.prepare_dataset(config.data)
     trial = Trial(config, device, data, w.warm_up, tracking_uri)
     # A log point in the warm-up at least: the first one counts the memory of its step by owner,
     # which is due again 500 steps later.
     log_every = min(config.train.log_every, trial.steps)
-    return replace(trial, config=override(config, {"train.log_every": log_every}))
+    return replace(trial, config=override_config(config, {"train.log_every": log_every}))
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -147,7 +146,7 @@ class Span:
 
     def mark(self) -> None:
         """The timed epoch begins, or ends, here."""
-        wait(self._trial.target)
+        wait_for_device(self._trial.target)
         self._at.append(perf_counter())
 
     def reading(self) -> Reading:

@@ -1,6 +1,6 @@
-"""Begins a project of one's own: `python -m flows.new DIR` writes a small example of a model, data,
-settings and a test into DIR, and prints the commands that run it. It imports nothing slow. Exit
-codes: 0 written, 2 bad input.
+"""Starts a project of a user's own: `python -m flows.new DIR` writes a small example of a
+model, data, settings and a test into DIR, and prints the commands that run it. It imports
+nothing slow. Exit codes: 0 written, 2 bad input.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("folder", metavar="DIR", help="A new or empty folder.")
     name = parser.parse_args(list(argv)).folder
     try:
-        folder = starter.write(name)
+        folder = starter.write_example(name)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     print(f"{folder} holds {', '.join(starter.FILES)}. Now:\n")
-    for command in starter.commands(name):
+    for command in starter.list_commands(name):
         print(f"  {command}")
     return 0
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import home, signals, streams
+    from tasks.process import home, signals
 
-    streams.keep()
-    signals.catch()
+    signals.protect_standard_streams()
+    signals.install_signal_handlers()
     home.provide()
     from flows.cli.predict_command import (
         main,  # answers --help and bad words before prefect is imported
     )
-    from flows.cli.train_command import leave
+    from flows.cli.train_command import exit_process
 
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))
 
 import tempfile
 from dataclasses import asdict
@@ -28,7 +28,7 @@ from typing import Any
 from prefect import flow
 
 from tasks.detect_device import detect_device
-from tasks.engine.predict.request import order
+from tasks.engine.predict.request import make_order
 from tasks.engine.settings.run_config import DeviceConfig
 from tasks.find_model import find_model
 from tasks.predict_rows import predict_rows
@@ -58,7 +58,7 @@ def predict(
         experiment: Of whose runs latest is the newest that fits. Default: what mlflow.yaml says.
         limit_mib: The most memory to allocate on the device, in MiB.
     """
-    wanted = order(
+    wanted = make_order(
         input=input,
         output=output,
         run=run,

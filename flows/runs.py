@@ -7,10 +7,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import signals, streams
+    from tasks.process import signals
 
-    streams.keep()
-    signals.catch()
+    signals.protect_standard_streams()
+    signals.install_signal_handlers()
 
 import argparse
 import signal
@@ -23,37 +23,37 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from flows.cli.runs_table import table
-from tasks.known_runs import known_runs
-from tasks.tracking.where import TrackingError, where
+from flows.cli.runs_table import make_runs_table
+from tasks.run.known_runs import list_known_runs
+from tasks.tracking.where import TrackingError, read_tracking_settings
 
 EVERY_S = 2.0
 
 
 def main(argv: Sequence[str]) -> int:
     """Show what the command line asks for. Returns the exit code."""
-    asked = _parser().parse_args(list(argv))
+    asked = _make_parser().parse_args(list(argv))
     try:
-        runs = Path(where().runs)
+        runs = Path(read_tracking_settings().runs)
     except TrackingError as error:
         print(error, file=sys.stderr)
         return 2
     if asked.json:
-        found = {"runs": known_runs(runs, last=asked.last)}
+        found = {"runs": list_known_runs(runs, last=asked.last)}
         print(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
         return 0
     console = Console(highlight=False)
     if asked.watch:
         return _watch(runs, asked.last, console)
-    console.print(_shown(runs, asked.last, console))
+    console.print(_make_view(runs, asked.last, console))
     return 0
 
 
-def _shown(runs: Path, last: int, console: Console) -> RenderableType:
-    found = known_runs(runs, last=last)
+def _make_view(runs: Path, last: int, console: Console) -> RenderableType:
+    found = list_known_runs(runs, last=last)
     if not found:
         return Text(f"No training lives on this host, and {runs} holds none.")
-    return table(found, columns=console.width)
+    return make_runs_table(found, columns=console.width)
 
 
 def _watch(runs: Path, last: int, console: Console) -> int:
@@ -61,19 +61,19 @@ def _watch(runs: Path, last: int, console: Console) -> int:
     try:
         with Live(console=console, auto_refresh=False) as live:
             while True:
-                live.update(_shown(runs, last, console), refresh=True)
+                live.update(_make_view(runs, last, console), refresh=True)
                 time.sleep(EVERY_S)
     except KeyboardInterrupt:
         return 130
 
 
-def _last(text: str) -> int:
+def _parse_last(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number from 0 on (got {text!r})")
     return int(text)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flows.runs",
         description="Show the trainings of this host: those that live, then the newest others.",
@@ -82,11 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--watch", action="store_true", help="Draw it anew every 2 s, until Ctrl-C.")
     how.add_argument("--json", action="store_true", help="One JSON document.")
     words = "How many of those that ended. Default: 20."
-    parser.add_argument("-n", "--last", type=_last, default=20, metavar="N", help=words)
+    parser.add_argument("-n", "--last", type=_parse_last, default=20, metavar="N", help=words)
     return parser
 
 
 if __name__ == "__main__":
-    from flows.cli.train_command import leave
+    from flows.cli.train_command import exit_process
 
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

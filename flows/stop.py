@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import signals, streams
+    from tasks.process import signals
 
-    streams.keep()
-    signals.catch()
+    signals.protect_standard_streams()
+    signals.install_signal_handlers()
 
 import argparse
 import math
@@ -21,11 +21,11 @@ from pathlib import Path
 
 import psutil
 
-from tasks.engine.base.units import printable
-from tasks.known_runs import Run, called, known_runs, of_folder
-from tasks.live_runs import Live, live_runs, lives, owner, process_of
-from tasks.serving.processes import is_running
-from tasks.tracking.where import TrackingError, where
+from tasks.engine.base.units import make_printable
+from tasks.run.known_runs import KnownRun, find_called_runs, list_known_runs, read_run_folder
+from tasks.run.live_runs import LiveRun, find_live_runs, find_owner, find_process, is_live
+from tasks.services.processes import is_running
+from tasks.tracking.where import TrackingError, read_tracking_settings
 
 ASK_EVERY_S = 0.1
 TWICE_S = 0.5  # between two signals: of two that come at once a process hears one
@@ -45,89 +45,91 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--now", action="store_true", help=words)
     asked = parser.parse_args(list(argv))
     try:
-        runs = Path(where().runs)
+        runs = Path(read_tracking_settings().runs)
     except TrackingError as error:
         print(error, file=sys.stderr)
         return 2
-    found = called(asked.run, known_runs(runs))
+    found = find_called_runs(asked.run, list_known_runs(runs))
     alive = [run for run in found if run.live]
     if len(alive) == 1:
-        return _stop(alive[0], now=asked.now)
-    print(_refusal(asked.run, found, alive), file=sys.stderr)
+        return _stop_run(alive[0], now=asked.now)
+    print(_describe_refusal(asked.run, found, alive), file=sys.stderr)
     return 2
 
 
-def _refusal(word: str, found: Sequence[Run], alive: Sequence[Run]) -> str:
+def _describe_refusal(word: str, found: Sequence[KnownRun], alive: Sequence[KnownRun]) -> str:
     if alive:
-        several = ", ".join(_which(run) for run in alive)
-        return f"RUN: {printable(word, limit=80)} is {len(alive)} trainings: {several}; name one"
+        several = ", ".join(_describe_run(run) for run in alive)
+        return (
+            f"RUN: {make_printable(word, limit=80)} is {len(alive)} trainings: {several}; name one"
+        )
     if found:
-        return f"RUN: {_which(found[0])} does not train: {_end(found[0])}"
-    told = printable(word, limit=80)
+        return f"RUN: {_describe_run(found[0])} does not train: {_describe_end(found[0])}"
+    told = make_printable(word, limit=80)
     return f"RUN: no training here is called {told}; `python -m flows.runs` shows them"
 
 
-def _which(run: Run) -> str:
+def _describe_run(run: KnownRun) -> str:
     which = [run.run_id[:8]] if run.run_id else []
     which += [f"process {run.pid}"] if run.live else []
-    return f"{printable(run.name, limit=60)} ({', '.join(which)})"
+    return f"{make_printable(run.name, limit=60)} ({', '.join(which)})"
 
 
-def _end(run: Run) -> str:
-    told = ", ".join(filter(None, [run.state, printable(run.reason, limit=300)]))
+def _describe_end(run: KnownRun) -> str:
+    told = ", ".join(filter(None, [run.state, make_printable(run.reason, limit=300)]))
     return f"{told}. Go on with: {run.resume}" if run.resume else told
 
 
-def _stop(run: Run, *, now: bool) -> int:
+def _stop_run(run: KnownRun, *, now: bool) -> int:
     live = next(
-        (one for one in live_runs() if (one.folder, one.pid) == (run.folder, run.pid)), None
+        (one for one in find_live_runs() if (one.folder, one.pid) == (run.folder, run.pid)), None
     )
-    process = process_of(live) if live is not None else None
+    process = find_process(live) if live is not None else None
     if live is None or process is None:
         why = "its process can't be seen from here: another container's, or an older version's"
-        print(f"RUN: {_which(run)} can't be stopped: {why}", file=sys.stderr)
+        print(f"RUN: {_describe_run(run)} can't be stopped: {why}", file=sys.stderr)
         return 1
     try:
         process.terminate()
         how = "ends after its step, with a checkpoint" if run.state == "training" else "ends"
-        print(f"{_which(run)} {'ends now' if now else how} ...", file=sys.stderr, flush=True)
+        print(f"{_describe_run(run)} {'ends now' if now else how} ...", file=sys.stderr, flush=True)
         if now:
-            _insist(live, process)
+            _kill_if_slow(live, process)
     except psutil.AccessDenied:
-        told = f"it is {owner(live)}'s, and nobody else's to stop"
-        print(f"RUN: {_which(run)} can't be stopped: {told}", file=sys.stderr)
+        told = f"it is {find_owner(live)}'s, and nobody else's to stop"
+        print(f"RUN: {_describe_run(run)} can't be stopped: {told}", file=sys.stderr)
         return 1
     except psutil.NoSuchProcess:  # it was faster
         pass
-    _is_so(lambda: not lives(live))
-    _is_so(lambda: not is_running(process), most_s=LEAVE_S)
-    _is_so(lambda: _now(run).state not in ("sending", "gone"), most_s=LEAVE_S)
-    print(f"{printable(run.name, limit=60)}: {_end(_now(run))}")
+    _wait_until(lambda: not is_live(live))
+    _wait_until(lambda: not is_running(process), most_s=LEAVE_S)
+    _wait_until(lambda: _read_now(run).state not in ("sending", "gone"), most_s=LEAVE_S)
+    print(f"{make_printable(run.name, limit=60)}: {_describe_end(_read_now(run))}")
     return 0
 
 
-def _insist(live: Live, process: psutil.Process) -> None:
-    """A second signal does not wait for a step; SIGKILL waits for nothing."""
-    if not _is_so(lambda: not lives(live), most_s=TWICE_S):
+def _kill_if_slow(live: LiveRun, process: psutil.Process) -> None:
+    """Send a second signal, which does not wait for a step, and then SIGKILL."""
+    if not _wait_until(lambda: not is_live(live), most_s=TWICE_S):
         process.terminate()
-    if not _is_so(lambda: not lives(live), most_s=KILL_S):
+    if not _wait_until(lambda: not is_live(live), most_s=KILL_S):
         process.kill()
 
 
-def _is_so(said: Callable[[], bool], most_s: float = math.inf) -> bool:
-    """Whether it came to be so in that time."""
+def _wait_until(said: Callable[[], bool], most_s: float = math.inf) -> bool:
+    """Wait until this is true, for at most so long; return whether it is."""
     until = time.monotonic() + most_s
     while not (is_so := said()) and time.monotonic() < until:
         time.sleep(ASK_EVERY_S)
     return is_so
 
 
-def _now(run: Run) -> Run:
-    """What is known of it by now; nothing of one that had not begun."""
-    return of_folder(Path(run.folder)) or Run(run.name, "ended before it began")
+def _read_now(run: KnownRun) -> KnownRun:
+    """Return what is known of the run by now; of one that had not begun, that it ended."""
+    return read_run_folder(Path(run.folder)) or KnownRun(run.name, "ended before it began")
 
 
 if __name__ == "__main__":
-    from flows.cli.train_command import leave
+    from flows.cli.train_command import exit_process
 
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

@@ -1,5 +1,5 @@
-"""Puts right what trainings of this host left behind when they died. At a desk `python -m
-flows.tidy` does so, without a flow; Prefect deployments play it by the entrypoint
+"""Cleans up what trainings of this host left behind when they died. `python -m flows.tidy`
+does so from a command line, without a flow; Prefect deployments run it by the entrypoint
 `flows/tidy.py:tidy`.
 """
 
@@ -8,25 +8,25 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import home, signals, streams
+    from tasks.process import home, signals
 
-    streams.keep()
-    signals.catch()
+    signals.protect_standard_streams()
+    signals.install_signal_handlers()
     home.provide()
     from flows.cli.tidy_command import main  # it needs no prefect
-    from flows.cli.train_command import leave
+    from flows.cli.train_command import exit_process
 
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))
 
 import logging
 
 from prefect import flow
 
-from flows.cli.tidy_command import age_s, told
-from tasks.tidy import put_right
-from tasks.tracking.where import where
+from flows.cli.tidy_command import describe_action, parse_age_s
+from tasks.run.tidy import clean_up
+from tasks.tracking.where import read_tracking_settings
 
-log = logging.getLogger("tasks.tidy")  # Prefect shows what the tasks log
+log = logging.getLogger("tasks.run.tidy")  # Prefect shows what the tasks log
 
 
 @flow(name="tidy")
@@ -40,8 +40,10 @@ def tidy(older_than: str | None = None, dry_run: bool = False) -> list[str]:
     """
     log.setLevel(logging.INFO)
     lines, problems = [], []
-    for deed in put_right(where(), older_s=age_s(older_than), does=not dry_run):
-        lines.append(told(deed, does=not dry_run))
+    for deed in clean_up(
+        read_tracking_settings(), older_s=parse_age_s(older_than), does=not dry_run
+    ):
+        lines.append(describe_action(deed, does=not dry_run))
         problems += [lines[-1]] if deed.problem else []
         log.info("%s", lines[-1])
     if problems:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import home, restart, signals, streams
+    from tasks.process import home, restart, signals
 
-    streams.keep()
-    signals.catch()
+    signals.protect_standard_streams()
+    signals.install_signal_handlers()
     home.provide()
-    restart.begin()
+    restart.prepare_restart()
     # It answers --help and bad settings before prefect is imported.
-    from flows.cli.train_command import leave, main
+    from flows.cli.train_command import exit_process, main
 
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))
 
 from typing import Any
 
@@ -28,9 +28,9 @@ from flows.cli.from_python import called_from_python
 from tasks.detect_device import detect_device
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
-from tasks.flow_run import open_run, publish_run, run_name
 from tasks.prepare_data import prepare_data
 from tasks.release_memory import release_memory
+from tasks.run.flow_run import open_run, publish_run, run_name
 from tasks.train_model import train_model
 
 

@@ -1,5 +1,6 @@
-"""The first task of a prediction: which logged model, with its files at hand and the head of the
-input held against it, so that what cannot fit is refused before a device is touched.
+"""The first task of a prediction: finds the logged model, brings its files to this machine,
+and checks the head of the input with it, so that what cannot fit is refused before a device
+is touched.
 """
 
 from __future__ import annotations
@@ -10,19 +11,19 @@ from pathlib import Path
 from tasks.engine.base.facts import ModelFacts
 from tasks.engine.predict import prediction
 from tasks.engine.predict.request import Order
-from tasks.run_task import run_task
-from tasks.tracking import model_store
-from tasks.tracking.where import where
+from tasks.run.run_task import run_task
+from tasks.tracking import ask_mlflow
+from tasks.tracking.where import read_tracking_settings
 
 
 @run_task
 def find_model(order: Order, *, folder: str) -> ModelFacts:
-    """The model that predicts; files that are not on this machine are put into `folder`. latest is
-    the newest that can take the input.
+    """Return the model that predicts; files that are not on this machine are put into `folder`.
 
-    Raises TrackingError where there is none, DataError where it cannot take the input.
+    latest is the newest that can take the input. Raises TrackingError where there is none,
+    DataError where it cannot take the input.
     """
-    place = where()
+    place = read_tracking_settings()
     place = place.model_copy(update={"experiment": order.experiment or place.experiment})
-    fits = partial(prediction.check, order)
-    return model_store.model_of(order.run, place, folder=Path(folder), check=fits)
+    fits = partial(prediction.check_order, order)
+    return ask_mlflow.find_logged_model(order.run, place, folder=Path(folder), check=fits)

@@ -1,34 +1,164 @@
-"""What a training will take of its device, for a person who asks before training: the forecast,
-what is free, and what a run alike has taken, as a table. It trains nothing and opens no run; the
-prepared data stays in its cache.
+"""Forecasts the memory of a training, for a person who asks before training: on this
+machine's device, with what is free and what a comparable run has taken; or on GPUs that are
+not here, with the largest batches that would fit, from the same forecast and a table of how
+much memory each has. It trains nothing and opens no run; the prepared data stays in its
+cache.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from tasks.engine.base.facts import DeviceFacts
-from tasks.engine.device.detection import detect
-from tasks.engine.device.memory_limit import room_bytes
-from tasks.engine.forecast.admission import free_bytes
-from tasks.engine.forecast.forecast import Forecast, forecast, largest_micro_batch
+from tasks.engine.base.facts import DataFacts, DeviceFacts
+from tasks.engine.base.units import format_mebibytes, make_printable
+from tasks.engine.data.preparation import check_data, prepare_dataset
+from tasks.engine.device.detection import detect_best_device
+from tasks.engine.device.memory_limit import compute_room_bytes
+from tasks.engine.settings.read_settings import ConfigError, check_imports, override_config
 from tasks.engine.settings.run_config import RunConfig
-from tasks.preflight import looked_at
-from tasks.tracking.past_runs import measured
-from tasks.tracking.where import where
+from tasks.engine.step.plan import make_plan
+from tasks.engine.training import check_training
+from tasks.engine.training.admission import read_free_bytes
+from tasks.engine.training.forecast import Forecast, find_largest_micro_batch, forecast_training
+from tasks.run.preflight import prepare_and_check
+from tasks.tracking.ask_mlflow import read_past_metrics
+from tasks.tracking.where import read_tracking_settings
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 MIB = 1024**2
+# MiB in all as nvidia-smi tells them: https://github.com/modal-labs/modal-client/pull/2797
+SIZES_MIB = {
+    "t4": 15360,
+    "a10": 23028,
+    "a10g": 23028,
+    "l4": 23034,
+    "l40s": 46068,
+    "a100-40": 40960,
+    "a100-80": 81920,
+    "h100": 81559,
+}
+# What the driver keeps (some 430 to 570 MiB: PyTorch told 14.58 GiB of a T4 and 79.10 of an H100)
+# and the context of a process takes.
+TAKEN_MIB = 1024
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|mib)", re.IGNORECASE)
+MOST_DOUBLINGS = 20
+
+
+@dataclass(frozen=True)
+class GpuForecast:
+    """The forecast of a training on a GPU that is not here."""
+
+    name: str
+    room_mib: float
+    needed_mib: float  # of the batch that was asked for, in one piece
+    micro_batch: int | None  # the largest that fits; None: not even one row
+    batch: int | None  # the largest of the asked one and its doubles that fits in one piece
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_mib <= self.room_mib
+
+
+def parse_gpu_sizes(text: str) -> dict[str, float]:
+    """Return the MiB of each GPU that was named: names of SIZES_MIB, or sizes such as 24GiB.
+
+    Raises ConfigError.
+    """
+    found, problems = {}, []
+    for name in (word.strip().lower() for word in text.split(",")):
+        size = _SIZE.fullmatch(name)
+        if name in SIZES_MIB:
+            found[name] = float(SIZES_MIB[name])
+        elif size is not None and float(size[1]) > 0:
+            found[name] = float(size[1]) * (1024 if size[2] == "gib" else 1)
+        else:
+            near = get_close_matches(name, SIZES_MIB, 1)
+            hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(SIZES_MIB)}"
+            told = make_printable(name, limit=60)
+            problems.append(f"--for {told}: is neither a GPU that is known nor 24GiB; {hint}")
+    if problems:
+        raise ConfigError(*problems)
+    return found
+
+
+def forecast_on_gpus(config: RunConfig, asked: dict[str, float]) -> list[GpuForecast]:
+    """Return the forecast for each of these GPUs.
+
+    Raises what a training with these settings is refused by.
+    """
+    check_imports(config)
+    check_data(config.data)
+    here = detect_best_device("cpu")
+    data = prepare_dataset(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
+    check_training.check_training(make_plan(config, here, data))
+    return [_forecast_on_gpu(config, data, here, name, size) for name, size in asked.items()]
+
+
+def _forecast_on_gpu(
+    config: RunConfig, data: DataFacts, here: DeviceFacts, name: str, size_mib: float
+) -> GpuForecast:
+    room = max(0, int((size_mib - TAKEN_MIB) * MIB))
+    device = replace(
+        here, name="cuda:0", kind="cuda", index=0, total_bytes=room, free_bytes=room, bf16=True
+    )
+    whole = override_config(config, {"train.accumulate": 1})
+
+    def needed(rows: int) -> int:
+        larger = override_config(whole, {"train.batch_size": rows})
+        return forecast_training(make_plan(larger, device, data)).needed_bytes
+
+    asked, largest = config.train.batch_size, None
+    first = takes = needed(asked)
+    for rows in (asked << n for n in range(MOST_DOUBLINGS)):
+        takes = takes if rows == asked else needed(rows)
+        if takes > room:
+            break
+        largest = rows
+        if 2 * rows > data.train_rows:
+            break
+    micro = largest
+    if micro is None:
+        micro = find_largest_micro_batch(make_plan(whole, device, data), room)
+    return GpuForecast(name, room / MIB, first / MIB, micro, largest)
+
+
+def make_gpu_table(found: list[GpuForecast], config: RunConfig) -> Table:
+    """Return a table with a line for each GPU."""
+    from rich.table import Table
+
+    rows = config.train.batch_size
+    table = Table("", title=f"a batch of {rows} rows on GPUs that are not here")
+    table.title_justify = "left"
+    for name in ("room", "takes", "left", "largest batch", "largest micro-batch"):
+        table.add_column(name, justify="right")
+    table.add_column("fits")
+    for one in found:
+        table.add_row(
+            one.name,
+            format_mebibytes(one.room_mib),
+            format_mebibytes(one.needed_mib),
+            format_mebibytes(one.room_mib - one.needed_mib) if one.fits else "",
+            f"{one.batch:,}" if one.batch else "none in one piece",
+            f"{one.micro_batch:,}" if one.micro_batch else "none",
+            "yes" if one.fits else "NO",
+        )
+    return table
+
+
+if TYPE_CHECKING:
+    from rich.table import Table
 PEAK = "memory/run_peak_allocated_mib"
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """A forecast beside what there is."""
+class MemoryForecast:
+    """A forecast beside the memory that is free."""
 
     device: DeviceFacts
     told: Forecast
@@ -41,20 +171,25 @@ class Foreseen:
         return self.told.needed_bytes <= self.room_bytes
 
     def table(self) -> Table:
+        """Return the forecast as a table for the terminal."""
         from rich.table import Table
 
         table = Table("", "MiB", "", title=f"memory of {self.device.name}", title_justify="left")
         table.columns[1].justify = "right"
         told = self.told
-        table.add_row("predicted peak", _mib(told.peak_bytes), f"in {told.phase}", style="bold")
+        table.add_row(
+            "predicted peak", _format_mib(told.peak_bytes), f"in {told.phase}", style="bold"
+        )
         for owner, size in sorted(told.owners.items(), key=lambda item: -item[1]):
-            table.add_row(f"  {owner}", _mib(size), "")
+            table.add_row(f"  {owner}", _format_mib(size), "")
         table.add_section()
         for phase, most in told.phases.items():
-            table.add_row(f"  peak of {phase}", _mib(most), "")
+            table.add_row(f"  peak of {phase}", _format_mib(most), "")
         table.add_section()
         known = math.isfinite(self.room_bytes)
-        table.add_row("free", _mib(self.room_bytes) if known else "", "" if known else "not told")
+        table.add_row(
+            "free", _format_mib(self.room_bytes) if known else "", "" if known else "not told"
+        )
         if told.note:
             table.caption = told.note
         table.add_row("fits", "", "yes" if self.fits else "NO")
@@ -65,23 +200,26 @@ class Foreseen:
         return table
 
 
-def forecast_memory(config: RunConfig) -> Foreseen:
-    """The memory of this training. Raises what a training with these settings is refused by."""
-    device = detect(config.device.name, require=config.device.require)
-    plan = looked_at(config, device)
-    free = device.free_bytes if device.kind == "cpu" else free_bytes(device)
-    room = room_bytes(config.memory.limit_mib, free)
-    place = where()
+def forecast_memory(config: RunConfig) -> MemoryForecast:
+    """Return the memory forecast of this training.
+
+    Raises what a training with these settings is refused by.
+    """
+    device = detect_best_device(config.device.name, require=config.device.require)
+    plan = prepare_and_check(config, device)
+    free = device.free_bytes if device.kind == "cpu" else read_free_bytes(device)
+    room = compute_room_bytes(config.memory.limit_mib, free)
+    place = read_tracking_settings()
     place = place.model_copy(update={"experiment": config.run.experiment or place.experiment})
-    past = measured(place, plan.comparable, [PEAK])
-    return Foreseen(
+    past = read_past_metrics(place, plan.comparable, [PEAK])
+    return MemoryForecast(
         device=device,
-        told=forecast(plan),
+        told=forecast_training(plan),
         room_bytes=room,
-        largest=largest_micro_batch(plan, room),
+        largest=find_largest_micro_batch(plan, room),
         past_mib=past.get(PEAK),
     )
 
 
-def _mib(size_bytes: float) -> str:
+def _format_mib(size_bytes: float) -> str:
     return f"{size_bytes / MIB:,.2f}"

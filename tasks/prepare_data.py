@@ -1,5 +1,6 @@
-"""The second task of the flow: the data, checked, split and scaled, as arrays on disk. It hands on
-facts about them and never the arrays; it refuses what cannot be learnt from.
+"""The second task of the flow: prepares the data, checked, split and scaled, as arrays on
+disk. It returns facts about them and never the arrays; it refuses what cannot be learnt
+from.
 """
 
 from __future__ import annotations
@@ -7,22 +8,22 @@ from __future__ import annotations
 import threading
 
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.data.preparation import prepare
-from tasks.engine.scores import figures
-from tasks.engine.settings.data_config import DataConfig
+from tasks.engine.data import scores
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.settings.run_config import DataConfig
 from tasks.process import forks
-from tasks.run_task import run_task
+from tasks.run.run_task import run_task
 
 
 @run_task
 def prepare_data(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> DataFacts:
-    """The facts of the prepared data. Raises DataError where it cannot be used.
+    """Return the facts of the prepared data. Raises DataError where it cannot be used.
 
     batch_size, seed: of the training, for a source of the user's own.
     """
-    forks.let_them_end()
-    facts = prepare(data, batch_size=batch_size, seed=seed)
+    forks.fix_prefect_after_fork()
+    facts = prepare_dataset(data, batch_size=batch_size, seed=seed)
     if facts.task == "multilabel":
         # While the run is opened, which waits for the process that imports MLflow.
-        threading.Thread(target=figures.load, daemon=True).start()
+        threading.Thread(target=scores.load_sklearn, daemon=True).start()
     return facts

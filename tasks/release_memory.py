@@ -1,5 +1,5 @@
-"""The last task of the flow: gives the device back and proves it, or names who still holds what. It
-takes and returns plain facts; neither they nor its error hold a tensor.
+"""The last task of the flow: gives the device back and proves it, or names what still holds
+how much. It takes and returns plain facts; neither they nor its error hold a tensor.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tasks.engine.base.facts import DeviceFacts, Owner, ReleaseFacts
-from tasks.engine.memory.leaks import LeakError, leak_in_words, release
-from tasks.run_task import run_task
+from tasks.engine.memory.leaks import LeakError, leak_in_words, release_device_memory
+from tasks.run.run_task import run_task
 
 log = logging.getLogger(__name__)
 
@@ -23,12 +23,14 @@ def release_memory(
     *,
     on_leak: str = "warn",
 ) -> ReleaseFacts:
-    """What was given back, of what is in use now and of `held_bytes`, in use when training ended.
-    leaks: of the processes that trained, where these were others.
+    """Return what was given back, of what is in use now and of `held_bytes`.
 
-    Raises LeakError where something was not and on_leak is fail.
+    held_bytes: in use when training ended. leaks: of the processes that trained, where these
+    were others. Raises LeakError where something was not given back and on_leak is fail.
     """
-    facts = release(device.name, baseline_bytes=device.baseline_bytes, held_bytes=held_bytes)
+    facts = release_device_memory(
+        device.name, baseline_bytes=device.baseline_bytes, held_bytes=held_bytes
+    )
     if leaks:
         leaked_bytes = facts.leaked_bytes + sum(owner.bytes for owner in leaks)
         owners = (*facts.owners, *leaks)

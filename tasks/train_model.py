@@ -1,4 +1,4 @@
-"""The task that trains. It hands facts to the engine and facts back; whatever it allocated on the
+"""The task that trains. It takes facts and returns facts; whatever it allocated on the
 device is freed when it returns, and when it raises.
 """
 
@@ -9,24 +9,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tasks.engine.base.facts import TrainFacts
-from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
-from tasks.engine.distributed.ranks import asked as ranks_asked
+from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, list_steps
+from tasks.engine.distributed.ranks import read_ranks_from_environment as ranks_asked
 from tasks.engine.launch import agent
-from tasks.engine.launch.processes import processes_of
+from tasks.engine.launch.processes import count_processes
 from tasks.engine.launch.rank import Job, train_together
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.step.plan import Plan
 from tasks.engine.training import trainer
-from tasks.engine.training.loop import Stop
-from tasks.engine.training.similar_runs import Past
+from tasks.engine.training.admission import PastRuns
+from tasks.engine.training.loop import StopRequest
 from tasks.process import forks, signals
-from tasks.run_task import run_task
+from tasks.run.run_task import run_task
 
 
 @run_task
 def train_model(
     plan: Plan,
-    past: Past,
+    past: PastRuns,
     folder: Path,
     log: Callable[[dict[str, float], int], None],
     *,
@@ -34,27 +34,27 @@ def train_model(
 ) -> TrainFacts:
     """Train as planned; the model, its checkpoints, and what memory has to tell, are left in
     `folder`. resumes: from the newest checkpoint there. A signal that ends it leaves one."""
-    if resumes and not steps(folder / CHECKPOINTS):
+    if resumes and not list_steps(folder / CHECKPOINTS):
         # From the start, in the same run, each point would be told twice.
         raise ConfigError(
             f"--resume {folder}: its checkpoints were removed; train without --resume"
         )
-    forks.let_them_end()
-    with signals.between_steps() as came:
+    forks.fix_prefect_after_fork()
+    with signals.defer_signals() as came:
 
-        def asked() -> Stop | None:
+        def asked() -> StopRequest | None:
             number = came()
             if number is None:
                 return None
-            return Stop("", ends=number != signal.SIGUSR1, act=signals.deliver)
+            return StopRequest("", ends=number != signal.SIGUSR1, act=signals.deliver_signal)
 
         ranks, config, device = ranks_asked(), plan.settings, plan.device
-        processes = processes_of(config.launch, device)
+        processes = count_processes(config.launch, device)
         if processes > 1:
             job = Job(config, plan.data, past, folder, resumes)
             if not ranks.is_alone:  # it was started as one of them
                 return train_together(job, device, ranks, log=log, asked=asked, is_flow=True)
-            return agent.train(
+            return agent.train_in_processes(
                 job,
                 device,
                 processes=processes,

@@ -30,9 +30,9 @@ import torch
 import torch._dynamo  # which torch.optim would import in each fork
 
 from tasks.engine.checkpoint import checkpoint_files, kept_steps
-from tasks.engine.checkpoint.checkpoints import newest
+from tasks.engine.checkpoint.checkpoints import read_newest
 from tasks.engine.device.leases import Leases
-from tasks.engine.training.loop import Stop
+from tasks.engine.training.loop import StopRequest
 from tasks.process import signals
 from tests.chaos_runs import Broken, Runs
 from tests.conftest import warm_python
@@ -186,9 +186,9 @@ class Chaos:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def _no_announced_one_is_lost(self, folder: Path) -> None:
-        kept = kept_steps.steps(folder / "checkpoints")
+        kept = kept_steps.list_steps(folder / "checkpoints")
         for step in kept:
-            checkpoint_files.read(folder / "checkpoints", step)  # raises Damaged
+            checkpoint_files.read_checkpoint(folder / "checkpoints", step)  # raises Damaged
 
     # Checkpoints
 
@@ -197,10 +197,10 @@ class Chaos:
         written_pair(folder)
         told = damage(folder, self.drawn)
         try:
-            checkpoint_files.read(folder, 2)
+            checkpoint_files.read_checkpoint(folder, 2)
             raise Broken(f"{told} was not noticed; see {folder}")
-        except checkpoint_files.Damaged:
-            found = newest(folder)
+        except checkpoint_files.DamagedCheckpoint:
+            found = read_newest(folder)
         if found is None or found.step != 1:
             raise Broken(f"{told}: the one before was not taken; see {folder}")
         shutil.rmtree(folder)
@@ -314,12 +314,12 @@ def _train(folder: Path, sections: dict[str, Any], *, resumes: bool, dies_after:
 
     signal.signal(signal.SIGUSR2, fails)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with signals.between_steps() as came:
+    with signals.defer_signals() as came:
 
-        def asked() -> Stop | None:
+        def asked() -> StopRequest | None:
             if next(steps) == dies_after:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return None if came() is None else Stop("", act=signals.deliver)
+            return None if came() is None else StopRequest("", act=signals.deliver_signal)
 
         train(folder / "run", sections, log=log, resumes=resumes, asked=asked)
 

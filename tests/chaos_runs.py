@@ -26,19 +26,19 @@ import torch
 from flows import stop
 from tasks.detect_device import detect_device
 from tasks.engine.base.file_lock import is_held
-from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
+from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, list_steps
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
-from tasks.engine.training.loop import Stop
-from tasks.known_runs import known_runs
+from tasks.engine.training.loop import StopRequest
 from tasks.prepare_data import prepare_data
 from tasks.process import signals
-from tasks.record import Record
 from tasks.release_memory import release_memory
-from tasks.run_folders import folders, json_of, start_of
-from tasks.tracking.journal_lines import LOCK
+from tasks.run.known_runs import list_known_runs
+from tasks.run.record import Record
+from tasks.run.run_folders import list_run_folders, read_json, read_start
+from tasks.tracking.journal import SENDING_LOCK
 from tasks.tracking.where import TrackingError
 from tasks.train_model import train_model
 
@@ -112,7 +112,7 @@ class Runs:
         self._settle(place)
         newest = self._folders(place)[0]
         self._is_once(place, newest)
-        start = start_of(newest)
+        start = read_start(newest)
         if start is None or start.resumed != 1:
             raise Broken(f"{kind}: the key did not go on with what was left; see {place}")
         self._over(place, kind)
@@ -168,7 +168,7 @@ class Runs:
         """What a key would go on with is gone, in MLflow or on disk."""
         place = self._copied("stopped", self._stopped)
         (old,) = self._folders(place)
-        start = start_of(old)
+        start = read_start(old)
         assert start is not None
         how = self.drawn.choice(sorted(DELETIONS))
         DELETIONS[how](place, old, start.run_id, self.drawn)
@@ -220,7 +220,7 @@ class Runs:
         of before, where something is left of it. lost: a run that can't be gone on with."""
         before = self._folders(place)
         goes_on = self._is_due(place) and bool(before) and not lost
-        goes_on = goes_on and bool(steps(before[0] / CHECKPOINTS))
+        goes_on = goes_on and bool(list_steps(before[0] / CHECKPOINTS))
         self._expect(place, way, 0)
         self._settle(place)
         after = self._folders(place)
@@ -230,19 +230,21 @@ class Runs:
             raise Broken(f"of {before} came {after}; see {place}")
 
     def _folders(self, place: Path) -> list[Path]:
-        return folders(place / ".headroom" / "runs")
+        return list_run_folders(place / ".headroom" / "runs")
 
     def _is_due(self, place: Path) -> bool:
         """Whether the key's newest run is not done."""
         newest = self._folders(place)[:1]
-        run = json_of(newest[0] / "run.json") if newest else {}
+        run = read_json(newest[0] / "run.json") if newest else {}
         return run.get("status") != "FINISHED" or bool(run.get("stopped"))
 
     def _settle(self, place: Path) -> None:
         """Nobody sends any more."""
         until = time.monotonic() + ENDED_S
         while True:
-            left = [f for f in (place / ".headroom" / "runs").iterdir() if is_held(f / LOCK)]
+            left = [
+                f for f in (place / ".headroom" / "runs").iterdir() if is_held(f / SENDING_LOCK)
+            ]
             if not left and not _senders(place):
                 return
             if time.monotonic() > until:
@@ -252,7 +254,7 @@ class Runs:
     def _is_once(self, place: Path, folder: Path) -> None:
         """Its series have each step once, but for its last step, where a run says once more by what
         its weights were chosen, and none at the step of what has no series."""
-        start = start_of(folder)
+        start = read_start(folder)
         assert start is not None
         asked = "select key, step, count(*) from metrics where run_uuid = ? group by key, step"
         with closing(sqlite3.connect(place / "mlflow.db")) as database:
@@ -276,7 +278,7 @@ class Runs:
         with closing(sqlite3.connect(place / "mlflow.db")) as database:
             asked = "select run_uuid, status from runs where lifecycle_stage = 'active'"
             in_mlflow = dict(database.execute(asked).fetchall())
-        here = {r.run_id: r.state for r in known_runs(place / ".headroom" / "runs")}
+        here = {r.run_id: r.state for r in list_known_runs(place / ".headroom" / "runs")}
         here.pop(lost, None)
         in_mlflow.pop(lost, None)
         if here != in_mlflow or not set(here.values()) <= {"FINISHED", "KILLED", "FAILED"}:
@@ -398,8 +400,8 @@ def _senders(place: Path) -> list[int]:
 def _flow(place: Path, way: Way) -> None:
     """What flows/train.py does, in this process, which is a fork."""
     _enter(place, way)
-    signals.catch()
-    signals.begin()
+    signals.install_signal_handlers()
+    signals.enable_signal_exceptions()
     taken = iter(range(1, 10**9))
     began_s = time.monotonic()
 
@@ -418,7 +420,7 @@ def _flow(place: Path, way: Way) -> None:
             if step == 3 and way.turns_s:
                 _set_clock(way.clock_s + way.turns_s)
             if step == way.stops_after:
-                return Stop("enough for now")
+                return StopRequest("enough for now")
             return asked()
 
         return real(*args, asked=after_a_step, **kwargs)
@@ -458,11 +460,11 @@ def _flow(place: Path, way: Way) -> None:
 
 def _sweep(place: Path) -> None:
     """What the sending process of another run does at its end, again and again."""
-    from tasks.tracking.mlflow_store import sweep_journals  # imports MLflow
+    from tasks.tracking.mlflow_store import remove_old_journals  # imports MLflow
 
     until = time.monotonic() + 1.5
     while time.monotonic() < until:
-        sweep_journals(place / ".headroom" / "runs", keep=1)
+        remove_old_journals(place / ".headroom" / "runs", keep=1)
         time.sleep(0.005)
 
 

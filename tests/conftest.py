@@ -34,7 +34,7 @@ SLOW = (
     "flows/test_scheduled",
     "test_readme",
     "flows/cli/test_train_command",
-    "engine/tables/test_fuzz_readers",
+    "engine/files/test_fuzz_readers",
     "engine/launch/test_rank",
     "flows/test_team",
     "engine/launch/test_agent",
@@ -57,7 +57,7 @@ SLOW = (
     "tasks/tracking/test_orphaned_runs",
     "tasks/tracking/test_postgresql",
 )
-LONGEST = ("flows/test_train", "engine/tables/test_read_tables", "engine/training/test_trainer")
+LONGEST = ("flows/test_train", "engine/files/test_read_tables", "engine/training/test_trainer")
 
 
 def warm_python(folder: Path, python: str) -> str:
@@ -129,10 +129,10 @@ def prefect_api() -> Iterator[str]:
     )
 
     from tasks.process import forks
-    from tasks.serving import local_prefect
+    from tasks.services import local_prefect
 
-    forks.let_them_end()
-    with local_prefect.shared(local_prefect.home()) as url:
+    forks.fix_prefect_after_fork()
+    with local_prefect.share_server(local_prefect.find_prefect_home()) as url:
         settings = {
             PREFECT_API_URL: url,
             PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,

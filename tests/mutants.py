@@ -32,18 +32,17 @@ from cosmic_ray.plugins import get_operator
 ROOT = Path(__file__).parent.parent
 # What is turned, and the tests that should notice.
 SUBJECTS = {
-    "tasks/engine/files/split.py": ["files/test_split.py"],
+    "tasks/engine/files/targets.py": ["files/test_split.py"],
     "tasks/engine/files/row_parts.py": ["data/test_row_parts.py"],
-    "tasks/engine/tables/split_column.py": ["data/test_row_parts.py"],
-    "tasks/engine/scores/figures.py": ["scores/test_figures.py"],
-    "tasks/engine/tables/encoding.py": ["tables/test_encoding.py"],
+    "tasks/engine/data/scores.py": ["data/test_figures.py"],
+    "tasks/engine/files/encoding.py": ["files/test_encoding.py"],
     "tasks/engine/step/optim.py": ["step/test_optim.py"],
     "tasks/engine/step/evaluation.py": ["step/test_evaluation.py", "training/test_loop.py"],
     "tasks/engine/step/micro_batches.py": ["step/test_micro_batches.py", "training/test_loop.py"],
     "tasks/engine/step/optimizer_step.py": ["training/test_loop.py", "step/test_micro_batches.py"],
     "tasks/engine/training/loop.py": ["training/test_loop.py", "training/test_loop_stops.py"],
-    "tasks/engine/forecast/admission.py": ["forecast/test_admission.py"],
-    "tasks/engine/forecast/forecast.py": ["forecast"],
+    "tasks/engine/training/admission.py": ["training/test_admission.py"],
+    "tasks/engine/training/forecast.py": ["training/test_forecast.py"],
     "tasks/engine/memory/leaks.py": ["memory/test_leaks.py"],
 }
 EQUIVALENTS = ROOT / "tests" / "equivalent_mutants.txt"

@@ -20,9 +20,8 @@ import pytest
 from ruamel.yaml import YAML
 from sqlalchemy import make_url
 
-from tasks import team
-from tasks.serving import team_stores
-from tasks.serving.processes import SettingError
+from tasks.services import team, team_stores
+from tasks.services.processes import SettingError
 from tests.conftest import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -143,7 +142,7 @@ def test_compose_has_what_it_names() -> None:
     arguments = {name for service in OURS.values() for name in service["build"]["args"]}
     assert arguments == {rest.partition("=")[0] for word, rest in LAYERS if word == "ARG"}
     told = SERVICES["mlflow"]["environment"].keys() | SERVICES["prefect"]["environment"].keys()
-    assert told >= {*team_stores.GIVEN} - {"AWS_SESSION_TOKEN"}
+    assert told >= {*team_stores.STORE_VARIABLES} - {"AWS_SESSION_TOKEN"}
 
 
 def test_compose_takes_its_passwords_from_the_environment_and_refuses_without() -> None:
@@ -194,7 +193,7 @@ def test_a_password_of_any_characters_opens_the_store_of_compose(tmp_path: Path)
                 aws_access_key_id=mlflow["AWS_ACCESS_KEY_ID"],
                 aws_secret_access_key=mlflow["AWS_SECRET_ACCESS_KEY"],
             )
-            while not team_stores._listens("127.0.0.1", port):
+            while not team_stores._is_listening("127.0.0.1", port):
                 assert served.poll() is None
                 time.sleep(0.1)
             bucket = mlflow["MLFLOW_ARTIFACTS_DESTINATION"].partition("//")[2]
@@ -229,10 +228,10 @@ def _postgres(password: str) -> Iterator[int]:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as named:
         Path(named).chmod(0o711)
         try:
-            programs = team_stores._postgres_programs(Path(named) / "data")
+            programs = team_stores._find_postgres_programs(Path(named) / "data")
         except SettingError:
             pytest.skip("PostgreSQL is not installed")
-        user, port = team_stores._unprivileged(), free_port()
+        user, port = team_stores._find_unprivileged_user(), free_port()
         team_stores._make_cluster(Path(named) / "data", programs, password, user)
         options = ["-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories="]
         with subprocess.Popen(
@@ -243,7 +242,7 @@ def _postgres(password: str) -> Iterator[int]:
             stderr=subprocess.DEVNULL,
         ) as served:
             try:
-                while not team_stores._listens("127.0.0.1", port):
+                while not team_stores._is_listening("127.0.0.1", port):
                     assert served.poll() is None
                     time.sleep(0.1)
                 yield port

@@ -34,10 +34,10 @@ def test_a_rank_that_fails_is_told_and_ends_the_others() -> None:
 def test_the_number_on_this_host_is_slurms_only_where_that_is_of_this_process() -> None:
     """RANK without LOCAL_RANK asked for cuda:1 of a pod with one GPU."""
     given = {"RANK": "3", "WORLD_SIZE": "4"}
-    assert ranks.asked(given).local is None
+    assert ranks.read_ranks_from_environment(given).local is None
     slurm = {"SLURM_LOCALID": "1", "SLURM_PROCID": "3"}
-    assert ranks.asked(given | slurm).local == 1
-    assert ranks.asked(given | slurm | {"SLURM_PROCID": "0"}).local is None
+    assert ranks.read_ranks_from_environment(given | slurm).local == 1
+    assert ranks.read_ranks_from_environment(given | slurm | {"SLURM_PROCID": "0"}).local is None
 
 
 def test_only_what_tells_of_a_lost_peer_is_one() -> None:

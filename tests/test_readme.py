@@ -23,12 +23,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # What does not run here, by a part of the command, and why not.
 LEFT_OUT = {
-    "make ui": "it serves until it is ended: tests/tasks/serving/test_serve.py",
+    "make ui": "it serves until it is ended: tests/tasks/services/test_serve.py",
     "make serve ": "tests/flows/test_scheduled.py",
     "make serve-down": "tests/flows/test_scheduled.py",
     "make team ": "tests/flows/test_team.py",
     "make team-down": "tests/flows/test_team.py",
-    "docker ": "needs Docker: tests/tasks/serving/test_team.py reads compose.yaml",
+    "docker ": "needs Docker: tests/tasks/services/test_team.py reads compose.yaml",
     "prefect work-pool create": "needs a Prefect server",
     "prefect deployment run": "needs `make serve`: tests/flows/test_scheduled.py",
     "prefect flow-run ls": "needs `make serve`: tests/flows/test_scheduled.py",

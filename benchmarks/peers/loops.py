@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.trial import Reading, Span, Trial, loss, tracked
-from tasks.engine.base.seeds import seeded
+from tasks.engine.base.seeds import seed_everything
 
 
 def tutorial(trial: Trial) -> Reading:
@@ -50,7 +50,7 @@ def tuned(trial: Trial) -> Reading:
 
     objective = torch.compile(compute) if is_compiled else compute
     optimizer = torch.optim.AdamW(model.parameters(), **trial.adamw, fused=True)
-    with seeded(trial.config.train.seed, deterministic=False):
+    with seed_everything(trial.config.train.seed, deterministic=False):
         for chosen in span.timed(lambda: _shuffled(x, trial)):
             optimizer.zero_grad(set_to_none=True)
             with autocast():
@@ -78,7 +78,7 @@ def graphed(trial: Trial) -> Reading:
         error.backward()
         optimizer.step()
 
-    with seeded(trial.config.train.seed, deterministic=False):
+    with seed_everything(trial.config.train.seed, deterministic=False):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

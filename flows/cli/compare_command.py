@@ -1,5 +1,6 @@
-"""The command line of a comparison: what to train, or which runs to read, and what is shown. Every
-flag that it does not know itself is one of `python -m flows.train`, for all trainings alike.
+"""Reads the command line of a comparison: what to train, or which runs to read, and what is
+shown. Every flag that it does not know itself is one of `python -m flows.train`, for all
+trainings alike.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from functools import partial
 
 from flows.cli import flags
 from tasks.comparison import grid, search_space
-from tasks.comparison.grid import Asked
+from tasks.comparison.grid import ComparisonRequest
 from tasks.comparison.search_space import Range, Search
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.process import signals
 from tasks.process.redaction import redact_output
-from tasks.tracking.where import TrackingError, where
+from tasks.tracking.where import TrackingError, read_tracking_settings
 
 INSTALL = "pip install -c constraints.txt -e '.[search]' brings it"
 _EXAMPLES = """\
@@ -43,24 +44,24 @@ def main(argv: Sequence[str]) -> int:
     """Compare what the command line says. Returns the exit code."""
     redact_output()
     try:
-        asked = parse(argv)
-        where()
+        asked = parse_comparison(argv)
+        read_tracking_settings()
         if asked.dry_run:
-            print("\n".join(_planned(asked)))
+            print("\n".join(_describe_plan(asked)))
             return 0
     except (ConfigError, TrackingError) as error:
         print(error, file=sys.stderr)
         return 2
-    from flows.cli.train_command import at_server
+    from flows.cli.train_command import run_with_server
 
     if asked.cells:
         count = asked.search.trials if asked.search else len(asked.cells)
         told = f"{count} trainings: looking at data, devices and models ..."
         print(told, file=sys.stderr, flush=True)
-    return at_server(partial(_play, list(argv), asked), debug=asked.debug)
+    return run_with_server(partial(_run_flow, list(argv), asked), debug=asked.debug)
 
 
-def _planned(asked: Asked) -> list[str]:
+def _describe_plan(asked: ComparisonRequest) -> list[str]:
     if asked.search is None:
         return [
             f"{c.number}. {c.label}" + f", repeat {c.repeat}" * (c.repeat > 1) for c in asked.cells
@@ -72,16 +73,19 @@ def _planned(asked: Asked) -> list[str]:
     return [head, *(f"{name}: {said}" for name, said in axes.items())]
 
 
-def _play(argv: list[str], asked: Asked) -> int:
+def _run_flow(argv: list[str], asked: ComparisonRequest) -> int:
     from flows.compare import compare
 
-    signals.begin()
+    signals.enable_signal_exceptions()
     return int(compare(argv, plan=asked))
 
 
-def parse(argv: Sequence[str]) -> Asked:
-    """Raises ConfigError with every problem. --help prints and exits with 0."""
-    known, rest = _parser().parse_known_args(_tied(argv))
+def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
+    """Return what the command line asks for.
+
+    Raises ConfigError with every problem. --help prints and exits with 0.
+    """
+    known, rest = _make_parser().parse_known_args(_tie_values(argv))
     problems = []
     reads = [f"--{name}" for name in ("runs", "last", "filter") if getattr(known, name) is not None]
     own = {"--vary": known.vary, "--devices": known.devices, "--search": known.search}
@@ -93,7 +97,7 @@ def parse(argv: Sequence[str]) -> Asked:
     if known.search is None:
         alone = [n for n in ("trials", "pruner", "goal") if getattr(known, n) is not None]
         problems += [f"--{name}: goes with --search" for name in alone]
-    elif not search_space.is_here():
+    elif not search_space.is_optuna_here():
         problems.append(f"--search: needs Optuna, which is not installed; {INSTALL}")
     elif not known.vary:
         problems.append("--search: needs a --vary NAME=LOW..HIGH or NAME=A,B to search in")
@@ -108,26 +112,28 @@ def parse(argv: Sequence[str]) -> Asked:
             problems.append(f"{word}: trains nothing beside {reads[0]}")
     if problems:
         raise ConfigError(*problems)
-    axes = {} if reads else grid.axes(known.vary, known.devices)
+    axes = {} if reads else grid.parse_axes(known.vary, known.devices)
     if axes.get(grid.DEVICE) == [grid.ALL]:
-        axes[grid.DEVICE] = grid.Check([]).answer()
+        axes[grid.DEVICE] = grid.GridCheck([]).answer()
 
     def resolved(settings: Mapping[str, str]) -> argparse.Namespace:
-        return flags.parse([*rest, *(f"--{n}={v}" for n, v in settings.items())])
+        return flags.parse_training([*rest, *(f"--{n}={v}" for n, v in settings.items())])
 
     def config(settings: Mapping[str, str]) -> RunConfig:
         return resolved(settings).config
 
-    search = None if known.search is None else _search(known, axes, rest, config)
+    search = None if known.search is None else _make_search(known, axes, rest, config)
     if search is None:
-        search_space.spaces(axes, how="")
+        search_space.parse_ranges(axes, how="")
     combinations = (
-        search_space.probes(search) if search is not None else search_space.combinations(axes)
+        search_space.make_probes(search)
+        if search is not None
+        else search_space.make_combinations(axes)
     )
-    made = [] if reads else grid.cells(combinations, resolve=config, repeats=known.repeats)
+    made = [] if reads else grid.make_cells(combinations, resolve=config, repeats=known.repeats)
     base = resolved(made[0].settings if made else {})
     ids = [] if known.runs is None else list(dict.fromkeys(known.runs.split(",")))
-    return Asked(
+    return ComparisonRequest(
         words=list(argv),
         base=base.config,
         cells=made,
@@ -141,7 +147,7 @@ def parse(argv: Sequence[str]) -> Asked:
     )
 
 
-def _search(
+def _make_search(
     known: argparse.Namespace,
     axes: dict[str, list[str]],
     words: list[str],
@@ -156,7 +162,7 @@ def _search(
         trials=known.trials or search_space.TRIALS,
         pruner=known.pruner or search_space.PRUNERS[0],
         goal=known.goal or "",
-        axes=search_space.spaces(axes, how=how),
+        axes=search_space.parse_ranges(axes, how=how),
         devices=devices,
         words=[word for word in words if word not in ("--debug", "--dry-run")],
         resolve=resolve,
@@ -167,8 +173,8 @@ def _search(
     return replace(search, trials=min(known.trials or count, count))
 
 
-def _tied(argv: Sequence[str]) -> list[str]:
-    """The words with those of our own flags tied to their values, so that -1 is a value."""
+def _tie_values(argv: Sequence[str]) -> list[str]:
+    """Return the words with our own flags tied to their values, so that -1 is a value."""
     own = ["--vary", "--devices", "--repeats", "--runs", "--last", "--filter"]
     own += ["--search", "--trials", "--pruner", "--goal"]
     words: list[str] = []
@@ -180,13 +186,13 @@ def _tied(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= grid.MOST:
+def _parse_count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= grid.MAX_TRAININGS:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 1,000 (got {text!r})")
     return int(text)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flows.compare",
         usage="python -m flows.compare [--vary NAME=A,B ...] [--devices A,B] [--NAME VALUE ...]",
@@ -199,7 +205,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--vary", metavar="NAME=A,B", action="append", default=[], help="A setting's values.")
     add("--devices", metavar="A,B", help="Devices to train on: names, or all.")
-    add("--repeats", metavar="N", type=_count, default=1, help="Of each, in turns. Default: 1.")
+    add(
+        "--repeats",
+        metavar="N",
+        type=_parse_count,
+        default=1,
+        help="Of each, in turns. Default: 1.",
+    )
     add(
         "--search",
         choices=search_space.SAMPLERS,
@@ -208,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--trials",
         metavar="N",
-        type=_count,
+        type=_parse_count,
         help=f"Of a search. Default: {search_space.TRIALS}; of a grid all.",
     )
     add(
@@ -218,6 +230,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--goal", metavar="METRIC", help="Such as val/loss or max:val/own. Default: by the task.")
     add("--runs", metavar="ID,ID", help="Runs to read, by their ids; trains nothing.")
-    add("--last", metavar="N", type=_count, help="Read so many of the newest runs.")
+    add("--last", metavar="N", type=_parse_count, help="Read so many of the newest runs.")
     add("--filter", metavar="QUERY", help="Read the runs that MLflow's search finds.")
     return parser

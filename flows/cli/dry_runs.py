@@ -1,5 +1,6 @@
-"""What a training would be, without training: --dry-run, --forecast and --explain-device. Each
-gives the exit code, 2 where it would be refused. What is slow to import is imported when asked for.
+"""Describes a training without training: --dry-run, --forecast and --explain-device. Each
+returns the exit code, 2 where the training would be refused. What is slow to import is
+imported when asked for.
 """
 
 from __future__ import annotations
@@ -7,21 +8,20 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 
-from tasks.engine.settings import unused_settings
-from tasks.engine.settings.read_settings import hidden
-from tasks.engine.settings.yaml_file import to_yaml
+from tasks.engine.settings import read_settings
+from tasks.engine.settings.read_settings import dump_yaml, hide_config_secrets
 
 
-def dry_run(asked: Namespace) -> int:
-    """Print the settings as they would be used, and the device."""
-    from tasks.engine.device.detection import DeviceError, detect
+def print_dry_run(asked: Namespace) -> int:
+    """Print the settings as they would be used, and the device. Returns the exit code."""
+    from tasks.engine.device.detection import DeviceError, detect_best_device
 
-    print(to_yaml(hidden(asked.config).model_dump()), end="")
-    for line in unused_settings.told(asked.config):
+    print(dump_yaml(hide_config_secrets(asked.config).model_dump()), end="")
+    for line in read_settings.describe_unused_settings(asked.config):
         print(f"# {line}")
     device = asked.config.device
     try:
-        facts = detect(device.name, require=device.require)
+        facts = detect_best_device(device.name, require=device.require)
     except DeviceError as error:
         print(error, file=sys.stderr)
         return 2
@@ -29,18 +29,22 @@ def dry_run(asked: Namespace) -> int:
     return 0
 
 
-def forecast(asked: Namespace) -> int:
-    """Print the memory that it would take."""
+def print_forecast(asked: Namespace) -> int:
+    """Print the memory that the training would take. Returns the exit code."""
     from rich.console import Console
 
-    from tasks.forecast_memory import forecast_memory
-    from tasks.forecast_other_gpus import forecast_on, sizes, table
-    from tasks.preflight import BAD_INPUT
+    from tasks.forecast_memory import (
+        forecast_memory,
+        forecast_on_gpus,
+        make_gpu_table,
+        parse_gpu_sizes,
+    )
+    from tasks.run.preflight import BAD_INPUT
 
     try:
         if asked.elsewhere is not None:
-            found = forecast_on(asked.config, sizes(asked.elsewhere))
-            Console().print(table(found, asked.config))
+            found = forecast_on_gpus(asked.config, parse_gpu_sizes(asked.elsewhere))
+            Console().print(make_gpu_table(found, asked.config))
             return 0 if any(one.fits for one in found) else 2
         foreseen = forecast_memory(asked.config)
     except BAD_INPUT as error:
@@ -51,14 +55,14 @@ def forecast(asked: Namespace) -> int:
 
 
 def explain_device(asked: Namespace) -> int:
-    """Print what was found of devices, and what is missing."""
+    """Print what was found of devices, and what is missing. Returns the exit code."""
     from rich.console import Console
     from rich.table import Table
 
-    from tasks.engine.device.detection import explain
+    from tasks.engine.device.detection import explain_choice
 
     table, signs = Table("check", "ok", "finding", "remedy"), {True: "yes", False: "NO", None: "-"}
-    for check in explain(asked.config.device.name):
+    for check in explain_choice(asked.config.device.name):
         table.add_row(check.name, signs[check.ok], check.finding, check.remedy)
     Console().print(table)
     return 0

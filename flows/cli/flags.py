@@ -1,6 +1,6 @@
-"""The command line of a run: every setting is a flag of its dotted name, and --help lists them all.
-It refuses abbreviations, unknown words and a setting given twice, and imports nothing slow, so that
---help and every bad setting are answered at once.
+"""Parses the command line of a training: every setting is a flag of its dotted name, and
+--help lists them all. It refuses abbreviations, unknown words and a setting given twice,
+and imports nothing slow, so that --help and every bad setting are answered at once.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.engine.base.secret_names import HIDDEN, is_secret
-from tasks.engine.settings.read_settings import ConfigError, resolve
-from tasks.engine.settings.table import MAPPINGS, Setting, described, table
+from tasks.engine.settings.read_settings import ConfigError, resolve_config
+from tasks.engine.settings.table import MAPPINGS, Setting, describe_setting, list_settings
 
 _SWITCHES = {
     "--dry-run": "Print the resolved settings and the device decision; train nothing.",
@@ -64,15 +64,16 @@ exit codes: 0 trained, 1 failed, 2 bad input, 130 interrupted, 143 terminated;
 """
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """What the words ask for: config (a RunConfig), config_file, dry_run, forecast, elsewhere (the
-    GPUs of --for, or None), explain_device, debug; and the words themselves.
+def parse_training(argv: Sequence[str]) -> argparse.Namespace:
+    """Return what the words ask for.
 
-    Raises ConfigError with every problem of the words, the file and the flags. --help prints and
+    A namespace of config (a RunConfig), config_file, resume, dry_run, forecast, elsewhere
+    (the GPUs of --for, or None), explain_device, debug; and the words themselves. Raises
+    ConfigError with every problem of the words, the file and the flags. --help prints and
     exits with 0.
     """
-    words, problems = _joined(argv)
-    known, unknown = _parser().parse_known_args(words)
+    words, problems = _join_values(argv)
+    known, unknown = _make_parser().parse_known_args(words)
     given: dict[str, list[Any]] = {k: v for k, v in vars(known).items() if isinstance(v, list)}
     for word in unknown:
         name, equals, value = word.removeprefix("--").partition("=")
@@ -93,14 +94,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if elsewhere is not None and not known.forecast:
         problems.append("--for: goes with --forecast")
     if resume is not None:
-        from tasks.resume import asked_for  # imports PyTorch
-        from tasks.tracking.where import where
+        from tasks.run.resume import find_resumed_folder  # imports PyTorch
+        from tasks.tracking.where import read_tracking_settings
 
         # The settings that it was begun with, and those of now over them.
-        resume = str(asked_for(Path(where().runs), resume))
+        resume = str(find_resumed_folder(Path(read_tracking_settings().runs), resume))
         file = file or str(Path(resume) / "config.yaml")
     try:
-        config = resolve(file, flags)
+        config = resolve_config(file, flags)
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems) from None
     if problems:
@@ -118,16 +119,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
 
 
-def resumed(argv: Sequence[str], folder: Path) -> list[str]:
-    """The words that go on with the run of this folder, by its own settings; flags stay."""
-    words, _ = _joined(argv)
+def make_resume_words(argv: Sequence[str], folder: Path) -> list[str]:
+    """Return the words that go on with the run of this folder, by its own settings.
+
+    Flags stay.
+    """
+    words, _ = _join_values(argv)
     kept = [word for word in words if word.partition("=")[0] not in ("--config", "--resume")]
     return [*kept, f"--resume={folder}"]
 
 
-def _joined(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words with each flag tied to its value by "=", so that -0.1 is a value and no flag; and
-    what is wrong with words that are no flags, or lack a value, or have one too many."""
+def _join_values(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words, each flag tied to its value by "=", and what is wrong with them.
+
+    So -0.1 is a value and no flag. Wrong are words that are no flags, lack a value, or have
+    one too many.
+    """
     words: list[str] = []
     problems: list[str] = []
     rest = list(reversed(argv))
@@ -144,7 +151,7 @@ def _joined(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(word)
         elif rest and not rest[-1].startswith("--") and rest[-1] not in _ALONE:
             words.append(f"{word}={rest.pop()}")
-        elif (example := _example(word)) == "true":
+        elif (example := _find_example(word)) == "true":
             words.append(f"{word}=true")
         elif example:
             said = word.removeprefix("--") if "." in word else word
@@ -154,9 +161,12 @@ def _joined(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words, problems
 
 
-def _example(flag: str) -> str | None:
-    """A value for the flag; "true" for one that may stand alone, None for an unknown one."""
-    row = next((row for row in table() if f"--{row.name}" == flag), None)
+def _find_example(flag: str) -> str | None:
+    """Return an example value of the flag.
+
+    "true" if it may stand alone, None if it is unknown.
+    """
+    row = next((row for row in list_settings() if f"--{row.name}" == flag), None)
     if row is None:
         inner = flag.startswith(tuple(f"--{mapping}." for mapping in MAPPINGS))
         return {"--config": "FILE", "--resume": "latest", "--for": "t4,24GiB"}.get(
@@ -164,16 +174,16 @@ def _example(flag: str) -> str | None:
         )
     if row.kind == "boolean":
         return "true"
-    return _metavar(row) if row.default in ("null", "{}") else row.default
+    return _find_metavar(row) if row.default in ("null", "{}") else row.default
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flows.train",
         usage="python -m flows.train [--config FILE] [--resume RUN] [--NAME VALUE ...]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=_page,
+        formatter_class=_make_formatter,
         allow_abbrev=False,
         exit_on_error=False,
     )
@@ -201,23 +211,23 @@ def _parser() -> argparse.ArgumentParser:
     for switch, text in _SWITCHES.items():
         parser.add_argument(switch, action="store_true", help=text)
     groups = {name: parser.add_argument_group(f"{name} ({text})") for name, text in TITLES.items()}
-    for row in table():
+    for row in list_settings():
         groups[row.name.partition(".")[0]].add_argument(
             f"--{row.name}",
-            metavar=_metavar(row),
+            metavar=_find_metavar(row),
             action="append",
-            help=_help(row),
+            help=_make_help(row),
         )
     return parser
 
 
-def _page(prog: str) -> argparse.HelpFormatter:
+def _make_formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=8, width=80)
 
 
-def _metavar(row: Setting) -> str:
+def _find_metavar(row: Setting) -> str:
     return _METAVARS.get(row.kind.partition(" ")[0], "TEXT")
 
 
-def _help(row: Setting) -> str:
-    return described(row).replace("%", "%%")
+def _make_help(row: Setting) -> str:
+    return describe_setting(row).replace("%", "%%")

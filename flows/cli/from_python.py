@@ -1,6 +1,7 @@
-"""The flow of a training as Python and Prefect's form meet it. Called from a notebook it takes a
-plain dict, has the same server, lines, report and refusals as the command; in the form it has its
-settings in groups, with their limits. A worker calls neither: it plays the flow itself.
+"""Makes the training flow that Python calls and that Prefect's form shows. Called from a
+notebook it takes a plain dict, has the same server, lines, report and refusals as the
+command; in the form it has its settings in groups, with their limits. A worker uses
+neither: it runs the flow itself.
 """
 
 from __future__ import annotations
@@ -14,51 +15,52 @@ from prefect.utilities.callables import ParameterSchema
 
 from flows.cli import train_command
 from flows.cli.flags import TITLES
-from tasks.engine.settings.read_settings import ConfigError, from_mapping, hidden
+from tasks.engine.settings.read_settings import ConfigError, hide_config_secrets, make_config
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.settings.table import described, table
-from tasks.flow_run import CalledFlow
-from tasks.gate import GateFailed
-from tasks.preflight import BAD_INPUT, resolved
-from tasks.resume import settings_of
+from tasks.engine.settings.table import describe_setting, list_settings
+from tasks.run.flow_run import CalledFlow
+from tasks.run.gate import GateFailed
+from tasks.run.preflight import BAD_INPUT, resolve_and_check
+from tasks.run.resume import read_resumed_settings
 
 
-def call(
+def train_from_python(
     play: Callable[..., Any],
     config: RunConfig | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     resume: str | None = None,
     **unknown: Any,
 ) -> dict[str, Any]:
-    """Train, print the report, and return the run. Raises what the run raises; what is wrong with
-    what was asked is one sentence, without the frames of pydantic and Prefect.
+    """Train, print the report, and return the run. Raises what the run raises.
 
-    config: None: the default one, or that of the run to go on with."""
+    What is wrong with the arguments is one sentence, without the frames of pydantic and
+    Prefect. config: None: the default one, or that of the run to go on with.
+    """
     try:
-        _refuse(unknown)
+        _refuse_unknown(unknown)
         if config is None:
-            config = RunConfig() if resume is None else settings_of(resume)
-        given = config if isinstance(config, RunConfig) else from_mapping(config)
-        asked = resolved(given, overrides)
+            config = RunConfig() if resume is None else read_resumed_settings(resume)
+        given = config if isinstance(config, RunConfig) else make_config(config)
+        asked = resolve_and_check(given, overrides)
         if FlowRunContext.get() is not None:  # a step of somebody's own flow
             run: dict[str, Any] = play(config=asked, resume=resume)
             return run
-        with train_command.called():
+        with train_command.set_up_call():
             run = play(config=asked, resume=resume)
     except BAD_INPUT as error:
         raise error.with_traceback(None) from None
     except GateFailed as failed:
-        train_command.show(failed.run)
+        train_command.print_report(failed.run)
         raise
-    train_command.show(run)
+    train_command.print_report(run)
     return run
 
 
-def _refuse(unknown: Mapping[str, Any]) -> None:
-    """Raises ConfigError, which tells how a setting is given."""
+def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
+    """Raise ConfigError where there are unknown arguments; say how a setting is given."""
     if not unknown:
         return
-    names = {name.split(".")[-1]: name for name in (row.name for row in table())}
+    names = {name.split(".")[-1]: name for name in (row.name for row in list_settings())}
     by_name = ", ".join(
         f"{names[given]!r}: {'...' if given == 'args' else repr(value)}"
         for given, value in unknown.items()
@@ -75,20 +77,30 @@ def called_from_python(flow: Flow[..., Any]) -> CalledFlow:
     """Return the flow of `config`, `overrides` and `resume`, for who calls it: from Python with all
     that the command does, in Prefect's form with its settings in groups."""
     made = CalledFlow(
-        flow.fn, call=call, shown=_shown, name=flow.name, flow_run_name=flow.flow_run_name
+        flow.fn,
+        call=train_from_python,
+        shown=_hide_secrets,
+        name=flow.name,
+        flow_run_name=flow.flow_run_name,
     )
-    made.parameters = _form(made.parameters)
+    made.parameters = _make_form(made.parameters)
     return made
 
 
-def _shown(parameters: dict[str, Any]) -> dict[str, Any]:
+def _hide_secrets(parameters: dict[str, Any]) -> dict[str, Any]:
     config = parameters.get("config")
-    return {**parameters, "config": hidden(config)} if isinstance(config, RunConfig) else parameters
+    return (
+        {**parameters, "config": hide_config_secrets(config)}
+        if isinstance(config, RunConfig)
+        else parameters
+    )
 
 
-def _form(parameters: ParameterSchema) -> ParameterSchema:
-    """The same parameters, `overrides` first, each setting under its dotted name and with its
-    limits in words."""
+def _make_form(parameters: ParameterSchema) -> ParameterSchema:
+    """Return the same parameters for Prefect's form, `overrides` first.
+
+    Each setting has its dotted name and its limits in words.
+    """
     first = ("overrides", "config", "resume")
     properties = {name: parameters.properties[name] for name in first}
     for position, name in enumerate(first):
@@ -96,10 +108,10 @@ def _form(parameters: ParameterSchema) -> ParameterSchema:
     sections = parameters.definitions["RunConfig"]["properties"]
     for section, title in TITLES.items():
         sections[section] |= {"title": section, "description": title}
-    for row in table():
+    for row in list_settings():
         section, _, name = row.name.partition(".")
         kind = RunConfig.model_fields[section].annotation
         assert isinstance(kind, type)
         fields = parameters.definitions[kind.__name__]["properties"]
-        fields[name] |= {"title": row.name, "description": described(row)}
+        fields[name] |= {"title": row.name, "description": describe_setting(row)}
     return parameters.model_copy(update={"properties": properties})

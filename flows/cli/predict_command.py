@@ -1,5 +1,5 @@
-"""A prediction at somebody's desk: the words of the command line, the line that tells what was
-done, and an exit code: 0 predicted, 1 failed, 2 bad input, 130 interrupted, 143 terminated. What is
+"""Runs a prediction from a command line: its words, the line that says what was done, and
+an exit code: 0 predicted, 1 failed, 2 bad input, 130 interrupted, 143 terminated. What is
 slow to import is imported when words and files are right.
 """
 
@@ -12,13 +12,13 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from flows.cli.train_command import at_server
-from tasks.engine.predict.request import order
+from flows.cli.train_command import run_with_server
+from tasks.engine.predict.request import make_order
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.process import signals
 from tasks.process.redaction import redact_output
-from tasks.tracking import model_store
-from tasks.tracking.where import TrackingError, where
+from tasks.tracking import ask_mlflow
+from tasks.tracking.where import TrackingError, read_tracking_settings
 
 _DESCRIPTION = """\
 Predict every row of a file with a model that was trained here, on any device,
@@ -55,25 +55,25 @@ def main(argv: Sequence[str]) -> int:
     """Predict what the command line says. Returns the exit code."""
     redact_output()
     try:
-        asked = parse(argv)
+        asked = parse_prediction(argv)
         debug = asked.pop("debug")
-        order(**asked)
-        where()
-        model_store.warm_up()
-        return at_server(partial(_play, asked), debug=debug)
+        make_order(**asked)
+        read_tracking_settings()
+        ask_mlflow.warm_up()
+        return run_with_server(partial(_run_flow, asked), debug=debug)
     except (ConfigError, TrackingError) as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def parse(argv: Sequence[str]) -> dict[str, Any]:
-    """The parameters of the flow `predict`, and debug. Raises ConfigError for words that are wrong.
+def parse_prediction(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the parameters of the flow `predict`, and debug.
 
-    --help prints and exits with 0.
+    Raises ConfigError for words that are wrong. --help prints and exits with 0.
     """
     problems: list[str] = []
     try:
-        known, unknown = _parser().parse_known_args(list(argv))
+        known, unknown = _make_parser().parse_known_args(list(argv))
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error.argument_name}: {error.message}") from None
     for word in unknown:
@@ -100,7 +100,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     return {"input": None, "output": None, **given}
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flows.predict",
         usage="python -m flows.predict --input FILE --output FILE [--run RUN] [...]",
@@ -117,15 +117,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _play(asked: dict[str, Any]) -> int:
+def _run_flow(asked: dict[str, Any]) -> int:
     from flows.predict import predict
-    from tasks.engine.base.units import number, seconds
+    from tasks.engine.base.units import format_number, format_seconds
 
-    signals.begin()
+    signals.enable_signal_exceptions()
     done = predict(**asked)
-    speed = number(done["rows"] / done["predict_s"])
+    speed = format_number(done["rows"] / done["predict_s"])
     print(
-        f"{done['rows']:,} rows predicted in {seconds(done['predict_s'])} ({speed} rows/s) on "
+        f"{done['rows']:,} rows predicted in {format_seconds(done['predict_s'])} ({speed} "
+        "rows/s) on "
         f"{done['device']} by run {done['run_id']}: {done['output']}"
     )
     return 0

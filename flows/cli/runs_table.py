@@ -1,5 +1,6 @@
-"""Trainings as a table for a terminal: as many columns as there is room for, and under a training
-what there is to say of it. Names and reasons may be anybody's: they are shown as one plain line.
+"""Shows trainings as a table for a terminal: as many columns as there is room for, and
+under a training notes on it. Names and reasons may be anybody's: they are shown as one
+plain line.
 """
 
 from __future__ import annotations
@@ -12,9 +13,16 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from tasks.engine.base.units import ELLIPSIS, clock, mebibytes, number, printable, seconds
-from tasks.known_runs import Run
-from tasks.live_runs import user_name
+from tasks.engine.base.units import (
+    ELLIPSIS,
+    format_clock,
+    format_mebibytes,
+    format_number,
+    format_seconds,
+    make_printable,
+)
+from tasks.run.known_runs import KnownRun
+from tasks.run.live_runs import user_name
 
 # The last ones go first where there is no room; those of a live training are told below it then.
 COLUMNS = ("run", "state", "step", "time", "loss", "id", "samples/s", "peak", "epoch", "device")
@@ -26,32 +34,34 @@ BETWEEN = 2
 STYLES = {"training": "green", "waiting": "yellow", "FINISHED": "", "FAILED": "red", "gone": "red"}
 
 
-def table(runs: Sequence[Run], *, columns: int) -> RenderableType:
-    """The trainings in `columns` letters."""
-    rows = [_cells(run) for run in runs]
+def make_runs_table(runs: Sequence[KnownRun], *, columns: int) -> RenderableType:
+    """Return the trainings as a table that is `columns` letters wide."""
+    rows = [_make_row_cells(run) for run in runs]
     widths = {name: max(map(cell_len, (name, *(row[name] for row in rows)))) for name in COLUMNS}
     shown = list(COLUMNS)
-    while _width(widths, shown) > columns and len(shown) > 1:
+    while _compute_least_width(widths, shown) > columns and len(shown) > 1:
         shown.pop()
     widths["run"] += min(0, columns - BETWEEN * (len(shown) - 1) - sum(widths[n] for n in shown))
-    lines: list[RenderableType] = [_line({n: n for n in ORDER}, shown, widths, style="bold")]
+    lines: list[RenderableType] = [_make_line({n: n for n in ORDER}, shown, widths, style="bold")]
     for run, row in zip(runs, rows, strict=True):
-        lines.append(_line(row, shown, widths, style=STYLES.get(run.state, "")))
+        lines.append(_make_line(row, shown, widths, style=STYLES.get(run.state, "")))
         left_out = (n for n in ORDER if run.live and n not in shown and row[n])
         missing = [MISSING.get(name, f"{name} {{}}").format(row[name]) for name in left_out]
-        for note in [", ".join(missing), *_notes(run, columns)]:
+        for note in [", ".join(missing), *_make_notes(run, columns)]:
             if note:
                 lines.append(Padding(Text(note, style="dim"), (0, 0, 0, BETWEEN), expand=False))
     return Group(*lines)
 
 
-def _width(widths: dict[str, int], shown: Sequence[str]) -> int:
-    """The least that these columns take."""
+def _compute_least_width(widths: dict[str, int], shown: Sequence[str]) -> int:
+    """Return the least width of these columns."""
     others = sum(widths[name] for name in shown if name != "run")
     return min(widths["run"], LEAST_NAME) + others + BETWEEN * (len(shown) - 1)
 
 
-def _line(row: dict[str, str], shown: Sequence[str], widths: dict[str, int], *, style: str) -> Text:
+def _make_line(
+    row: dict[str, str], shown: Sequence[str], widths: dict[str, int], *, style: str
+) -> Text:
     text = Text(no_wrap=True)
     for name in (name for name in ORDER if name in shown):
         width, told = max(1, widths[name]), row[name]
@@ -64,36 +74,36 @@ def _line(row: dict[str, str], shown: Sequence[str], widths: dict[str, int], *, 
     return text
 
 
-def _cells(run: Run) -> dict[str, str]:
+def _make_row_cells(run: KnownRun) -> dict[str, str]:
     def of(done: int | None, whole: int | None) -> str:
         return "" if done is None else f"{done:,}" + (f"/{whole:,}" if whole else "")
 
-    time = "" if run.total_s is None else seconds(run.total_s)
+    time = "" if run.total_s is None else format_seconds(run.total_s)
     if run.live:
-        so_far = "" if run.total_s is None else f"{clock(run.total_s)} so far"
-        time = so_far if run.eta_s is None else f"{clock(run.eta_s)} left"
+        so_far = "" if run.total_s is None else f"{format_clock(run.total_s)} so far"
+        time = so_far if run.eta_s is None else f"{format_clock(run.eta_s)} left"
     return {
-        "run": printable(run.name, limit=60),
-        "id": printable(run.run_id, limit=60)[:8],
-        "state": printable(run.state, limit=20),
-        "device": printable(run.device, limit=12),
+        "run": make_printable(run.name, limit=60),
+        "id": make_printable(run.run_id, limit=60)[:8],
+        "state": make_printable(run.state, limit=20),
+        "device": make_printable(run.device, limit=12),
         "step": of(run.step, run.steps),
         "epoch": of(run.epoch, run.epochs),
         "time": time,
-        "loss": "" if run.loss is None else number(run.loss),
+        "loss": "" if run.loss is None else format_number(run.loss),
         "samples/s": "" if run.samples_per_s is None else f"{run.samples_per_s:,.0f}",
-        "peak": "" if run.peak_mib is None else mebibytes(run.peak_mib),
+        "peak": "" if run.peak_mib is None else format_mebibytes(run.peak_mib),
     }
 
 
-def _notes(run: Run, columns: int) -> list[str]:
-    """What no column tells: each one line or two."""
+def _make_notes(run: KnownRun, columns: int) -> list[str]:
+    """Return what no column shows, each in one line or two."""
     whose = [f"of {run.user}"] if run.live and run.user not in ("", user_name(os.geteuid())) else []
     which = [f"process {run.pid}"] if run.live and (whose or not run.run_id) else []
     reason = f"waits: {run.waits_for}" if run.waits_for else run.reason
     return [
         ", ".join([*whose, *which]),
-        printable(reason, limit=2 * columns - 3 * BETWEEN),
-        printable(run.unsent, limit=2 * columns - 3 * BETWEEN),
+        make_printable(reason, limit=2 * columns - 3 * BETWEEN),
+        make_printable(run.unsent, limit=2 * columns - 3 * BETWEEN),
         f"go on: {run.resume}" if run.resume else "",
     ]

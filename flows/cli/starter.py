@@ -1,5 +1,6 @@
-"""A small working example of a user's own model, data and settings, with a test, written into a new
-folder. It refuses a folder that holds anything, and leaves nothing behind where it cannot write.
+"""Writes a small working example of a user's own model, data and settings, with a test,
+into a new folder. It refuses a folder that holds anything, and leaves nothing behind where
+it cannot write.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from tasks.engine.base.units import printable
+from tasks.engine.base.units import make_printable
 from tasks.engine.settings.read_settings import ConfigError
 
 MODEL = '''\
@@ -143,13 +144,13 @@ FILES = {
 }
 
 
-def write(name: str) -> Path:
+def write_example(name: str) -> Path:
     """Write the example into the new or empty folder `name`, whole or not at all.
 
     Raises ConfigError where that can't be done.
     """
-    folder = _free(name)
-    made = _made(folder)
+    folder = _find_free_folder(name)
+    made = _make_folders(folder)
     written: list[Path] = []
     try:
         for file, text in FILES.items():
@@ -160,16 +161,16 @@ def write(name: str) -> Path:
     except OSError as error:
         if isinstance(error, FileExistsError):
             written.pop()
-        _remove(written, made)
-        raise ConfigError(_cannot(folder, error)) from None
+        _remove_written(written, made)
+        raise ConfigError(_describe_write_error(folder, error)) from None
     except BaseException:
-        _remove(written, made)
+        _remove_written(written, made)
         raise
     return folder
 
 
-def commands(name: str) -> list[str]:
-    """What to type to train the example, to predict with it and to test it."""
+def list_commands(name: str) -> list[str]:
+    """Return the commands that train the example, predict with it and test it."""
     is_found = shutil.which("python") is not None
     is_this = is_found and os.path.samefile(shutil.which("python") or "", sys.executable)
     python = "python" if is_this else shlex.quote(sys.executable)
@@ -181,8 +182,8 @@ def commands(name: str) -> list[str]:
     ]
 
 
-def _free(name: str) -> Path:
-    shown = repr(printable(name, limit=300))
+def _find_free_folder(name: str) -> Path:
+    shown = repr(make_printable(name, limit=300))
     if not name or "\0" in name:
         raise ConfigError(f"DIR: must name a folder (got {shown}); name a new one")
     folder = Path(os.path.abspath(os.path.expanduser(name)))
@@ -193,12 +194,12 @@ def _free(name: str) -> Path:
         elif os.path.lexists(folder):
             raise ConfigError(f"DIR: {shown} is a file; name a new folder")
     except OSError as error:
-        raise ConfigError(_cannot(folder, error)) from None
+        raise ConfigError(_describe_write_error(folder, error)) from None
     return folder
 
 
-def _made(folder: Path) -> list[Path]:
-    """The folders that had to be made, the outermost first."""
+def _make_folders(folder: Path) -> list[Path]:
+    """Make the folders that are missing; return them, the outermost first."""
     missing = [f for f in [folder, *folder.parents] if not os.path.lexists(f)][::-1]
     made: list[Path] = []
     try:
@@ -206,12 +207,12 @@ def _made(folder: Path) -> list[Path]:
             one.mkdir()
             made.append(one)
     except OSError as error:
-        _remove([], made)
-        raise ConfigError(_cannot(folder, error)) from None
+        _remove_written([], made)
+        raise ConfigError(_describe_write_error(folder, error)) from None
     return made
 
 
-def _remove(files: list[Path], folders: list[Path]) -> None:
+def _remove_written(files: list[Path], folders: list[Path]) -> None:
     with suppress(OSError):
         for file in files:
             file.unlink(missing_ok=True)
@@ -219,6 +220,6 @@ def _remove(files: list[Path], folders: list[Path]) -> None:
             folder.rmdir()
 
 
-def _cannot(folder: Path, error: OSError) -> str:
-    shown = printable(str(folder), limit=300)
+def _describe_write_error(folder: Path, error: OSError) -> str:
+    shown = make_printable(str(folder), limit=300)
     return f"DIR: {shown!r} cannot be written ({error.strerror}); name a folder elsewhere"

@@ -1,4 +1,6 @@
-"""What trainings left behind, put right at somebody's desk: told first, and done with --yes."""
+"""Cleans up what trainings left behind, from a command line: it is listed first, and done
+with --yes.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ import re
 import sys
 from collections.abc import Sequence
 
-from tasks.engine.base.units import printable
+from tasks.engine.base.units import make_printable
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.process.redaction import redact_output
-from tasks.tidy import Deed, put_right
-from tasks.tracking.where import TrackingError, where
+from tasks.run.tidy import TidyAction, clean_up
+from tasks.tracking.where import TrackingError, read_tracking_settings
 
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 PAST = {"end": "ended", "send": "sent", "set": "set", "remove": "removed"}
@@ -28,12 +30,15 @@ exit codes: 0 done or nothing to do, 1 something could not be done, 2 bad input
 def main(argv: Sequence[str]) -> int:
     """Tidy as the command line says. Returns the exit code."""
     redact_output()
-    asked = _parser().parse_args(list(argv))
+    asked = _make_parser().parse_args(list(argv))
     deeds = []
     try:
-        older_s = age_s(asked.older_than)
-        for deed in put_right(where(), older_s=older_s, does=asked.yes):
-            print(told(deed, does=asked.yes), file=sys.stderr if deed.problem else sys.stdout)
+        older_s = parse_age_s(asked.older_than)
+        for deed in clean_up(read_tracking_settings(), older_s=older_s, does=asked.yes):
+            print(
+                describe_action(deed, does=asked.yes),
+                file=sys.stderr if deed.problem else sys.stdout,
+            )
             deeds.append(deed)
     except (ConfigError, TrackingError) as error:
         print(error, file=sys.stderr)
@@ -45,25 +50,25 @@ def main(argv: Sequence[str]) -> int:
     return int(any(deed.problem for deed in deeds))
 
 
-def told(deed: Deed, *, does: bool) -> str:
-    """The line about it."""
+def describe_action(deed: TidyAction, *, does: bool) -> str:
+    """Return the line about an action."""
     if deed.problem:
         return f"can't {deed.verb} {deed.what}: {deed.problem}"
     return f"{PAST[deed.verb] if does else f'would {deed.verb}'} {deed.what}"
 
 
-def age_s(text: str | None) -> float | None:
-    """The seconds of 30d, 12h, ... Raises ConfigError."""
+def parse_age_s(text: str | None) -> float | None:
+    """Return the seconds of 30d, 12h, ... Raises ConfigError."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d{1,6})([smhdw])", text)
     if match is None or not int(match[1]):
-        got = printable(text, limit=40)
+        got = make_printable(text, limit=40)
         raise ConfigError(f"--older-than: must be a time such as 12h, 30d or 8w (got {got!r})")
     return float(int(match[1]) * UNITS_S[match[2]])
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flows.tidy",
         description="Put right what trainings of this host left behind when they or a server died.",

@@ -1,6 +1,7 @@
-"""A run at somebody's desk: settings from the command line, a Prefect server if none is set, the
-report in the terminal, and an exit code that tells what happened: 0 trained, 1 failed, 2 bad input,
-130 interrupted, 143 terminated. What is slow to import is imported when the settings are right.
+"""Runs a training from a command line: settings from its flags, a Prefect server if none is
+set, the report in the terminal, and an exit code that says what happened: 0 trained, 1
+failed, 2 bad input, 130 interrupted, 143 terminated. What is slow to import is imported
+when the settings are right.
 """
 
 from __future__ import annotations
@@ -20,151 +21,158 @@ from typing import Any, NoReturn
 import psutil
 
 from flows.cli import dry_runs
-from flows.cli.flags import parse, resumed
-from tasks.engine.base.units import printable
-from tasks.engine.launch import attempts
-from tasks.engine.settings.import_path_checks import check as check_imports
-from tasks.engine.settings.read_settings import ConfigError, given_again
-from tasks.process import restart, signals
-from tasks.process.redaction import redact_output, redacted
-from tasks.serving import crashed_flow_runs, local_prefect
+from flows.cli.flags import make_resume_words, parse_training
+from tasks.engine.base.units import make_printable
+from tasks.engine.launch import processes
+from tasks.engine.settings.read_settings import ConfigError, check_imports, restore_config_secrets
+from tasks.process import prefect_http, restart, signals
+from tasks.process.redaction import redact, redact_output
+from tasks.services import local_prefect
 from tasks.tracking import journal
-from tasks.tracking.where import TrackingError, where
+from tasks.tracking.where import TrackingError, read_tracking_settings
 
 _prefect_away = threading.Event()  # nothing waits for its server any more
 
 
 def main(argv: Sequence[str]) -> int:
     """Run what the command line says. Returns the exit code."""
-    code = attempts.final()
-    return attempts.kept(_obey(argv)) if code is None else code
+    code = processes.read_final_code()
+    return processes.keep_exit_code(_run_command(argv)) if code is None else code
 
 
-def _obey(argv: Sequence[str]) -> int:
+def _run_command(argv: Sequence[str]) -> int:
     redact_output()
     try:
-        asked = parse(argv)
+        asked = parse_training(argv)
         if asked.explain_device:
             return dry_runs.explain_device(asked)
-        asked.config = given_again(asked.config)
+        asked.config = restore_config_secrets(asked.config)
         check_imports(asked.config)
         if asked.dry_run:
-            return dry_runs.dry_run(asked)
+            return dry_runs.print_dry_run(asked)
         if asked.forecast:
-            return dry_runs.forecast(asked)
+            return dry_runs.print_forecast(asked)
         return _train(asked)
     except (ConfigError, TrackingError) as error:
-        print(redacted(str(error)), file=sys.stderr)
+        print(redact(str(error)), file=sys.stderr)
         return 2
 
 
-def leave(code: int) -> NoReturn:
-    """End the process when everything is written and flushed, without taking its modules apart,
-    which would cost up to another second."""
-    signals.finish()
+def exit_process(code: int) -> NoReturn:
+    """End the process once everything is written and flushed, without tearing its modules down.
+
+    That would cost up to another second.
+    """
+    signals.disable_signal_exceptions()
     if not _prefect_away.is_set():
         atexit._run_exitfuncs()  # Prefect's last logs and events among them
         logging.shutdown()
     with suppress(OSError):  # whoever read it has gone
         sys.stdout.flush()
         sys.stderr.flush()
-    if signals.exit_code() is None:
-        restart.execute()
+    if signals.find_exit_code() is None:
+        restart.restart_if_planned()
     os._exit(code)
 
 
 def _train(asked: Namespace) -> int:
     if asked.config.launch.machines:  # before it is imported: of names that no server knows
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if attempts.rank_here():  # of torchrun; the first plays the flow
+    if processes.rank_here():  # of torchrun; the first plays the flow
         from tasks.engine.launch import rank
 
-        return rank.follow(asked.config)
-    data, model = asked.config.data, printable(asked.config.model.name, limit=60)
-    told = f"{model} on {printable(data.path or data.source, limit=60)}"
+        return rank.follow_lead(asked.config)
+    data, model = asked.config.data, make_printable(asked.config.model.name, limit=60)
+    told = f"{model} on {make_printable(data.path or data.source, limit=60)}"
     print(f"{told}: loading PyTorch, Prefect and MLflow ...", file=sys.stderr, flush=True)
-    from tasks.engine.data.preparation import check as check_data
+    from tasks.engine.data.preparation import check_data
     from tasks.engine.files.source_data import DataError
 
     try:
         check_data(asked.config.data)
     except DataError as error:
-        print(redacted(str(error)), file=sys.stderr)
+        print(redact(str(error)), file=sys.stderr)
         return 2
-    if asked.config.launch.machines and not attempts.is_launched():
+    if asked.config.launch.machines and not processes.is_launched():
         from tasks.engine.launch.machines import train_on_machines
 
-        _tell_lines()
+        _log_to_stderr()
         return train_on_machines(asked.config, asked.words)
-    journal.warm_up(where())
-    return at_server(partial(_play, asked), debug=asked.debug)
+    journal.warm_up(read_tracking_settings())
+    return run_with_server(partial(_run_flow, asked), debug=asked.debug)
 
 
-def at_server(play: Callable[[], int], *, debug: bool) -> int:
-    """The exit code of a flow that `play` runs: what it returns, or what the error says that ends
-    it, which is printed; with `debug` it is raised again. A Prefect server is there, and Prefect
-    not yet imported.
+def run_with_server(play: Callable[[], int], *, debug: bool) -> int:
+    """Run a flow with a Prefect server, and return the exit code.
+
+    Prefect must not be imported yet. The code is what `play` returns, or that of the error
+    that ends it, which is printed; with `debug` it is raised again.
     """
-    home, api_url = local_prefect.home(), None
+    home, api_url = local_prefect.find_prefect_home(), None
     with ExitStack() as server:
         try:
             if local_prefect.is_needed():
-                api_url = server.enter_context(local_prefect.shared(home))
+                api_url = server.enter_context(local_prefect.share_server(home))
         except OSError as error:
             print(f"PREFECT_HOME: {home}: {error.strerror}", file=sys.stderr)
             return 2
         _set_up_prefect(api_url, debug=debug)
-        return _played(play, debug=debug)
+        return _run_reporting_errors(play, debug=debug)
 
 
-def _played(play: Callable[[], int], *, debug: bool) -> int:
+def _run_reporting_errors(play: Callable[[], int], *, debug: bool) -> int:
     try:
         from prefect import tags
         from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
         # A heartbeat tells a distant server that a run is alive; here it costs 0.9 s at the exit.
         heartless = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
-        with heartless, tags(crashed_flow_runs.tag()):
-            return play() or signals.exit_code() or 0
+        with heartless, tags(prefect_http.make_flow_run_tag()):
+            return play() or signals.find_exit_code() or 0
     except BaseException as error:
-        from tasks.preflight import BAD_INPUT
+        from tasks.run.preflight import BAD_INPUT
 
         # Whatever a signal has become on its way up.
-        if isinstance(error, KeyboardInterrupt) or signals.exit_code():
-            print(signals.in_words(), file=sys.stderr)
-            return signals.exit_code() or 130
+        if isinstance(error, KeyboardInterrupt) or signals.find_exit_code():
+            print(signals.describe_signal(), file=sys.stderr)
+            return signals.find_exit_code() or 130
         if isinstance(error, BAD_INPUT):
-            print(redacted(str(error)), file=sys.stderr)
+            print(redact(str(error)), file=sys.stderr)
             return 2
         if debug and isinstance(error, Exception):
             raise
         from prefect.settings import PREFECT_API_URL
 
-        from tasks.engine.distributed.ranks import BeginAgain
+        from tasks.engine.distributed.ranks import RestartableError
 
         api = PREFECT_API_URL.value() or ""
-        if str(error).startswith("Failed to reach API") and not local_prefect.is_temporary(api):
+        if str(error).startswith("Failed to reach API") and not local_prefect.is_temporary_api(api):
             told = "does not answer; start that server, or name none: a run then starts its own"
-            print(f"PREFECT_API_URL: {redacted(api)} {told}", file=sys.stderr)
+            print(f"PREFECT_API_URL: {redact(api)} {told}", file=sys.stderr)
             return 2
-        print(f"failed: {redacted(str(error))}", file=sys.stderr)
-        return attempts.AGAIN if isinstance(error, BeginAgain) else 1
+        print(f"failed: {redact(str(error))}", file=sys.stderr)
+        return processes.AGAIN if isinstance(error, RestartableError) else 1
 
 
-def show(run: Mapping[str, Any]) -> None:
+def print_report(run: Mapping[str, Any]) -> None:
     """Print the report of a run."""
     from rich.console import Console
 
     from tasks.engine.report import run_report
 
     command = run["open_command"] if run["run_id"] else ""  # MLflow may not know it yet
-    Console(file=sys.stdout).print(run_report.terminal(run, open_command=command), crop=False)
+    Console(file=sys.stdout).print(
+        run_report.make_terminal_report(run, open_command=command), crop=False
+    )
 
 
 @contextmanager
-def called() -> Iterator[None]:
-    """What `at_server` does for a command, for a call from Python: a shared server where none is
-    named, our lines and none of Prefect's. Afterwards all is as it was."""
+def set_up_call() -> Iterator[None]:
+    """Do for a call from Python what `run_with_server` does for a command.
+
+    A shared server where none is named, our lines and none of Prefect's. Afterwards all is
+    as it was.
+    """
     from prefect import tags
     from prefect.logging.handlers import PrefectConsoleHandler
     from prefect.settings import (
@@ -173,17 +181,17 @@ def called() -> Iterator[None]:
         temporary_settings,
     )
 
-    from tasks.flow_run import ASKED_AT
+    from tasks.run.flow_run import ASKED_AT
 
     if ASKED_AT.get() is not None:  # the command itself
         yield
         return
     with ExitStack() as stack:
-        stack.enter_context(tags(crashed_flow_runs.tag()))
+        stack.enter_context(tags(prefect_http.make_flow_run_tag()))
         stack.callback(ASKED_AT.reset, ASKED_AT.set(time.time()))
         settings: dict[Any, Any] = {}
         if local_prefect.is_needed() and not PREFECT_API_URL.value():
-            url = stack.enter_context(local_prefect.shared(local_prefect.home()))
+            url = stack.enter_context(local_prefect.share_server(local_prefect.find_prefect_home()))
             settings = {PREFECT_API_URL: url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
         stack.enter_context(temporary_settings(settings))  # also undoes what publish() sets
         for logger in map(logging.getLogger, (None, *logging.root.manager.loggerDict)):
@@ -191,13 +199,13 @@ def called() -> Iterator[None]:
                 if isinstance(handler, PrefectConsoleHandler):
                     stack.callback(handler.setLevel, handler.level)
                     handler.setLevel(logging.CRITICAL)
-        stack.callback(logging.getLogger("tasks").removeHandler, _tell_lines())
-        journal.warm_up(where())
+        stack.callback(logging.getLogger("tasks").removeHandler, _log_to_stderr())
+        journal.warm_up(read_tracking_settings())
         yield
 
 
-def _tell_lines() -> logging.Handler:
-    """Send the lines of the tasks to stderr, by the handler that is returned."""
+def _log_to_stderr() -> logging.Handler:
+    """Send the lines of the tasks to stderr; return the handler that does it."""
     console = logging.StreamHandler(sys.stderr)
     console.setFormatter(logging.Formatter("%(message)s"))
     logging.getLogger("tasks").addHandler(console)
@@ -205,16 +213,16 @@ def _tell_lines() -> logging.Handler:
     return console
 
 
-def _play(asked: Namespace) -> int:
+def _run_flow(asked: Namespace) -> int:
     from httpx import TransportError
 
     from flows.train import train
-    from tasks.flow_run import ASKED_AT
-    from tasks.gate import GateFailed
-    from tasks.record import last_ended
+    from tasks.run.flow_run import ASKED_AT
+    from tasks.run.gate import GateFailed
+    from tasks.run.record import last_ended
 
-    ASKED_AT.set(restart.began_at() or psutil.Process().create_time())
-    signals.begin()
+    ASKED_AT.set(restart.find_restart_time() or psutil.Process().create_time())
+    signals.enable_signal_exceptions()
     try:
         train(asked.config, resume=asked.resume)
     except GateFailed as failed:
@@ -232,29 +240,31 @@ def _play(asked: Namespace) -> int:
                 raise
             raise RuntimeError(ended.run["error"]) from error  # what Prefect's own error hides
         print(f"trained, but Prefect could not record its end: {error}", file=sys.stderr)
-        show(ended.run)
+        print_report(ended.run)
     return 0
 
 
 def _plan_retry(asked: Namespace, error: Exception) -> None:
-    """Another start after this one's end, in a new process, where the failure is one that it may
-    cure. A first start that has not opened its run has its user there."""
-    if attempts.is_launched():  # torchrun starts it again, with the others
+    """Plan a restart after this process, where the failure is one that a new process may cure.
+
+    A first start that has not opened its run is not restarted: its user is there.
+    """
+    if processes.is_launched():  # torchrun starts it again, with the others
         return
-    from tasks.failures import classify
-    from tasks.record import last_ended
-    from tasks.resume import plan_retry
+    from tasks.run.failures import classify_failure
+    from tasks.run.record import last_ended
+    from tasks.run.resume import plan_retry
 
     ended = last_ended()
-    folder = ended.folder if ended is not None else restart.follows()
-    failure = (ended.failure if ended is not None else None) or classify(error)
+    folder = ended.folder if ended is not None else restart.find_failed_folder()
+    failure = (ended.failure if ended is not None else None) or classify_failure(error)
     if folder is not None and (retry := plan_retry(folder, failure, asked.config)) is not None:
-        words = resumed(asked.words, retry.folder) if retry.step else asked.words
-        restart.plan(words, at=retry.at, of=retry.folder, told=str(retry))
+        words = make_resume_words(asked.words, retry.folder) if retry.step else asked.words
+        restart.plan_restart(words, at=retry.at, of=retry.folder, told=str(retry))
 
 
 def _set_up_prefect(api_url: str | None, *, debug: bool) -> None:
-    """Settings that Prefect reads when it is imported."""
+    """Set what Prefect reads when it is imported."""
     if api_url is not None:
         os.environ["PREFECT_API_URL"] = api_url
     os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "tasks")
@@ -264,4 +274,4 @@ def _set_up_prefect(api_url: str | None, *, debug: bool) -> None:
         logging.raiseExceptions = False  # else Prefect prints each line that it can't send
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
         os.environ.setdefault("PREFECT_LOGGING_INTERNAL_LEVEL", "CRITICAL")
-    _tell_lines()
+    _log_to_stderr()

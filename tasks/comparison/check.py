@@ -1,6 +1,6 @@
-"""Answers, in a process of its own, whether trainings could run here: `python -m
-tasks.comparison.check` reads their settings and says what is wrong, as JSON; asked of none, it
-lists this machine's devices.
+"""Checks, in a process of its own, whether trainings could run here: `python -m
+tasks.comparison.check` reads their settings and prints what is wrong, as JSON; given none,
+it lists this machine's devices.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ import sys
 from typing import Any
 
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.device.detection import DeviceError, detect, names
+from tasks.engine.device.detection import DeviceError, detect_best_device, list_devices
 from tasks.engine.settings.run_config import RunConfig
-from tasks.preflight import BAD_INPUT, looked_at
+from tasks.run.preflight import BAD_INPUT, prepare_and_check
 
 
-def problems(order: list[dict[str, Any]], prepared: dict[str, DataFacts]) -> list[str]:
-    """What each is refused by, once where several are by the same. prepared: gets their data."""
+def find_problems(order: list[dict[str, Any]], prepared: dict[str, DataFacts]) -> list[str]:
+    """Return what the trainings would be refused for, once where it is the same for several.
+
+    prepared: gets their data.
+    """
     devices: dict[tuple[str, str], Any] = {}
     found: dict[str, list[str]] = {}
     for asked in order:
         try:
-            _check(RunConfig.model_validate(asked["config"]), devices, prepared)
+            _check_training(RunConfig.model_validate(asked["config"]), devices, prepared)
         except BAD_INPUT as error:
             for line in str(error).splitlines():
                 found.setdefault(line, []).append(asked["label"])
@@ -31,24 +34,25 @@ def problems(order: list[dict[str, Any]], prepared: dict[str, DataFacts]) -> lis
     ]
 
 
-def _check(
+def _check_training(
     config: RunConfig, devices: dict[tuple[str, str], Any], prepared: dict[str, DataFacts]
 ) -> None:
     which = config.device.name, config.device.require
     if which not in devices:
         try:
-            devices[which] = detect(which[0], require=which[1])
+            devices[which] = detect_best_device(which[0], require=which[1])
         except DeviceError as error:
             devices[which] = error
     if isinstance(devices[which], DeviceError):
         raise devices[which]
-    looked_at(config, devices[which], prepared)
+    prepare_and_check(config, devices[which], prepared)
 
 
 def main() -> None:
+    """Check the trainings on standard input, and print the problems, devices and tasks."""
     order = json.load(sys.stdin)
     prepared: dict[str, DataFacts] = {}
-    told = {"problems": problems(order, prepared), "devices": [] if order else names()}
+    told = {"problems": find_problems(order, prepared), "devices": [] if order else list_devices()}
     tasks = sorted({data.task for data in prepared.values()})
     print(json.dumps({**told, "tasks": tasks}))
 

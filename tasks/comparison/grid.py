@@ -1,5 +1,5 @@
-"""Which trainings a comparison is of: every combination of the values that were asked for, checked
-before the first begins. It refuses what a training would, all of it at once.
+"""Lists the trainings of a comparison: every combination of the values that were given,
+checked before the first begins. It refuses what a training would, all of it at once.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 from tasks.comparison.search_space import Search
 from tasks.engine.base.secret_names import is_secret
-from tasks.engine.base.units import printable
-from tasks.engine.settings.import_path_checks import check as check_imports
-from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.base.units import make_printable
+from tasks.engine.settings.read_settings import ConfigError, check_imports
 from tasks.engine.settings.run_config import RunConfig
 from tasks.process import children
-from tasks.process.redaction import redacted
+from tasks.process.redaction import redact
 
-MOST = 1_000  # trainings
+MAX_TRAININGS = 1_000  # trainings
 DEVICE = "device.name"
 ALL = "all"
 _OPENING, _CLOSING, _QUOTES = "[{(", "]})", "\"'"
@@ -41,12 +40,12 @@ class Cell:
     @property
     def label(self) -> str:
         told = ", ".join(f"{name}={value}" for name, value in self.settings.items())
-        return printable(told or self.config.model.name, limit=200)
+        return make_printable(told or self.config.model.name, limit=200)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a command line asks for."""
+class ComparisonRequest:
+    """What a command line asks a comparison for."""
 
     words: list[str]
     base: RunConfig
@@ -60,16 +59,16 @@ class Asked:
     search: Search | None = None
 
 
-def axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]:
-    """The values of each setting that varies, from `NAME=A,B` and from a list of devices.
+def parse_axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]:
+    """Return the values of each setting that varies, from `NAME=A,B` and a list of devices.
 
     Raises ConfigError.
     """
-    found: dict[str, list[str]] = {DEVICE: split(devices)} if devices is not None else {}
+    found: dict[str, list[str]] = {DEVICE: split_values(devices)} if devices is not None else {}
     problems = []
     for text in vary:
         name, equals, given = text.removeprefix("--").partition("=")
-        told = printable(text, limit=80)
+        told = make_printable(text, limit=80)
         if not equals:
             problems.append(f"--vary {told}: must be NAME=VALUE,VALUE")
             continue
@@ -79,7 +78,7 @@ def axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]:
             problems.append(f"--vary {name}: is a secret, which no page of a comparison may show")
         elif name.startswith("run."):
             problems.append(f"--vary {told}: {name} is a name, and makes no other training")
-        found.setdefault(name, split(given))
+        found.setdefault(name, split_values(given))
     for name, values in found.items():
         if not all(values) or len(set(values)) < len(values):
             wrong = "one that is empty" if not all(values) else "one twice"
@@ -87,15 +86,17 @@ def axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]:
     count = 1
     for values in found.values():
         count *= len(values)
-    if count > MOST:
-        problems.append(f"--vary: makes {count:,} trainings; at most {MOST:,} are compared")
+    if count > MAX_TRAININGS:
+        problems.append(
+            f"--vary: makes {count:,} trainings; at most {MAX_TRAININGS:,} are compared"
+        )
     if problems:
         raise ConfigError(*problems)
     return found
 
 
-def split(text: str) -> list[str]:
-    """The values between commas that stand in no brackets and no quotes."""
+def split_values(text: str) -> list[str]:
+    """Return the values between commas that stand in no brackets and no quotes."""
     values, depth, quote = [""], 0, ""
     for letter in text:
         if quote or letter in _QUOTES:
@@ -108,14 +109,17 @@ def split(text: str) -> list[str]:
     return [value.strip() for value in values]
 
 
-def cells(
+def make_cells(
     combinations: Sequence[Mapping[str, str]],
     *,
     resolve: Callable[[Mapping[str, str]], RunConfig],
     repeats: int = 1,
 ) -> list[Cell]:
-    """The trainings in the order in which they run: repeats in turns. resolve: the settings with
-    one combination. Raises ConfigError with every problem of all of them."""
+    """Return the trainings in the order in which they run: repeats in turns.
+
+    resolve: returns the settings with one combination. Raises ConfigError with every problem
+    of all of them.
+    """
     problems: list[str] = []
     made: list[tuple[dict[str, str], RunConfig]] = []
     for settings in combinations:
@@ -134,9 +138,12 @@ def cells(
     ]
 
 
-class Check:
-    """Looks at data, devices and models of these trainings, in a process of its own: this one takes
-    no memory of a device. What it prepares, the trainings find prepared."""
+class GridCheck:
+    """Checks data, devices and models of these trainings, in a process of its own.
+
+    This process takes no memory of a device. What the check prepares, the trainings find
+    prepared.
+    """
 
     def __init__(self, grid: Sequence[Cell]) -> None:
         """Without trainings it is only asked for the devices that are here."""
@@ -147,10 +154,13 @@ class Check:
         ]
         self._order = json.dumps(order)
         self.tasks: list[str] = []  # of the data of all of them, once it has answered
-        self._process = children.start("tasks.comparison.check", stderr=subprocess.PIPE)
+        self._process = children.start_child("tasks.comparison.check", stderr=subprocess.PIPE)
 
     def answer(self) -> list[str]:
-        """Waits; the devices. Raises ConfigError with every problem."""
+        """Wait for the answer, and return the devices.
+
+        Raises ConfigError with every problem.
+        """
         try:
             out, err = self._process.communicate(self._order)
         except BaseException:
@@ -161,7 +171,7 @@ class Check:
             told: dict[str, list[str]] = json.loads(out.splitlines()[-1])
         except (ValueError, IndexError):
             last = (err.splitlines() or ["it said nothing"])[-1]
-            raise ConfigError(f"--vary: could not be checked: {redacted(last)}") from None
+            raise ConfigError(f"--vary: could not be checked: {redact(last)}") from None
         if told["problems"]:
             raise ConfigError(*told["problems"])
         self.tasks = told["tasks"]

@@ -1,5 +1,6 @@
-"""What runs have measured, put side by side: runs with the same settings on the same device are one
-group, told by its medians and how far its runs lie apart. What a group did not measure is None.
+"""Groups runs side by side: runs with the same settings on the same device are one group,
+described by its medians and how far its runs lie apart. What a group did not measure is
+None.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tasks.engine.base.units import number, printable
+from tasks.engine.base.units import format_number, make_printable
 from tasks.engine.settings.run_config import RunConfig
-from tasks.gate import SCORES
+from tasks.run.gate import SCORES
 
 # What may differ and makes no other training: names, and the draws of repeats.
-UNTOLD = ("run.name", "run.key", "run.experiment")
+IGNORED_SETTINGS = ("run.name", "run.key", "run.experiment")
 SEED = "train.seed"
-FOUND = ("device", "device.model", "data.fingerprint", "torch.version", "host")  # tags
+COMPARED_TAGS = ("device", "device.model", "data.fingerprint", "torch.version", "host")  # tags
 SPEED, STEPS = "speed/samples_per_s", "speed/steps_per_s"
 PEAKS = ("memory/run_peak_allocated_mib", "memory/host_rss_peak_mib")
 LETTERS = 40  # of a value
@@ -28,7 +29,7 @@ Points = list[tuple[int, int, float]]  # step, Unix ms, value
 
 @dataclass(frozen=True)
 class Goal:
-    """The metric that a search looks for."""
+    """The metric that a search optimizes."""
 
     name: str
     is_lower_better: bool
@@ -38,8 +39,8 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One run, as MLflow has it; the run_id is empty where it ended before it had any."""
+class MeasuredRun:
+    """One run, as MLflow has it; run_id is empty where the run ended before it had any."""
 
     run_id: str
     name: str
@@ -59,43 +60,43 @@ class Group:
     """The runs of one setting."""
 
     settings: dict[str, str]  # those that differ between the groups
-    runs: list[Measured]
+    runs: list[MeasuredRun]
     number: int = 1
     is_trial: bool = False  # of a search, where each is known by its number
 
     @property
     def called(self) -> str:
-        """What it is called in a sentence."""
+        """Return the name of the group in a sentence."""
         if self.is_trial:
             return f"#{self.number}"
         return self.label if len(self.label) <= LABEL_LETTERS else f"#{self.number}"
 
     @property
     def label(self) -> str:
-        named = zip(short(list(self.settings)), self.settings.values(), strict=True)
+        named = zip(shorten_names(list(self.settings)), self.settings.values(), strict=True)
         return ", ".join(f"{name}={value}" for name, value in named) or "all"
 
     @property
-    def done(self) -> list[Measured]:
+    def done(self) -> list[MeasuredRun]:
         return [run for run in self.runs if run.is_done]
 
     @property
     def state(self) -> str:
-        """FINISHED where all of its runs have; else how the others ended."""
+        """Return FINISHED where all of its runs have; else how the others ended."""
         states = [run.status for run in self.runs if not run.is_done]
         return ", ".join(dict.fromkeys(states)) or "FINISHED"
 
-    def values(self, of: str | Callable[[Measured], float | None]) -> list[float]:
-        """Of its finished runs, of a metric or of what is made of them."""
+    def values(self, of: str | Callable[[MeasuredRun], float | None]) -> list[float]:
+        """Return the values of its finished runs, of a metric or of a function of a run."""
         ask = (lambda run: run.metrics.get(of)) if isinstance(of, str) else of
         return [value for run in self.done if (value := ask(run)) is not None]
 
-    def median(self, of: str | Callable[[Measured], float | None]) -> float | None:
+    def median(self, of: str | Callable[[MeasuredRun], float | None]) -> float | None:
         values = self.values(of)
         return statistics.median(values) if values else None
 
-    def spread(self, of: str | Callable[[Measured], float | None]) -> float | None:
-        """Half of the way from the least to the largest; None of a single run."""
+    def spread(self, of: str | Callable[[MeasuredRun], float | None]) -> float | None:
+        """Return half of the way from the least to the largest value; None for a single run."""
         values = self.values(of)
         return (max(values) - min(values)) / 2 if len(values) > 1 else None
 
@@ -103,21 +104,23 @@ class Group:
         return next((run.tags[name] for run in self.done or self.runs if name in run.tags), "")
 
 
-def grouped(runs: Sequence[Measured], varied: Sequence[str] = ()) -> list[Group]:
-    """The runs by what differs between them, in the order in which it came up. varied: the names
-    of settings that differ, where it is known; else all params and the tags of FOUND are compared,
-    and runs that differ by their seed alone are repeats."""
-    names = [name for name in varied if _values(runs, name) > 1] or differing(runs)
+def group_runs(runs: Sequence[MeasuredRun], varied: Sequence[str] = ()) -> list[Group]:
+    """Return the runs grouped by what differs between them, in the order in which it came up.
+
+    varied: the names of settings that differ, where they are known; else all params and the
+    tags of COMPARED_TAGS are compared, and runs that differ by their seed alone are repeats.
+    """
+    names = [name for name in varied if _count_values(runs, name) > 1] or find_differing(runs)
     groups: dict[tuple[str, ...], Group] = {}
     for run in runs:
-        settings = {name: _value(run, name) for name in names}
+        settings = {name: _read_value(run, name) for name in names}
         new = Group(settings, [], len(groups) + 1)
         groups.setdefault(tuple(settings.values()), new).runs.append(run)
     return list(groups.values())
 
 
-def short(names: Sequence[str]) -> list[str]:
-    """Dotted names by their last part, where no other one, of these or of all, ends in it."""
+def shorten_names(names: Sequence[str]) -> list[str]:
+    """Return dotted names by their last part, where no other setting's name ends in it."""
     lasts = [name.rpartition(".")[2] for name in names]
     count = Counter(lasts)
     return [
@@ -126,65 +129,68 @@ def short(names: Sequence[str]) -> list[str]:
     ]
 
 
-def differing(runs: Sequence[Measured]) -> list[str]:
-    """The names of the params, and then of tags of FOUND, that have several values here."""
+def find_differing(runs: Sequence[MeasuredRun]) -> list[str]:
+    """Return the params, then the tags of COMPARED_TAGS, that have several values here."""
     known = [run for run in runs if run.params]
-    params = sorted({name for run in known for name in run.params if name not in UNTOLD})
-    asked = [name for name in params if _values(known, name) > 1]
+    params = sorted({name for run in known for name in run.params if name not in IGNORED_SETTINGS})
+    asked = [name for name in params if _count_values(known, name) > 1]
     asked = [name for name in asked if name != SEED] or asked
     if asked == [SEED]:
         asked = []
     done = [run for run in runs if run.is_done]
-    found = [name for name in FOUND if _values(done, name) > 1]
+    found = [name for name in COMPARED_TAGS if _count_values(done, name) > 1]
     if all("device" in run.tags for run in done):  # says what it came to
         asked = [name for name in asked if name != "device.name"]
     return asked + found
 
 
-def _values(runs: Iterable[Measured], name: str) -> int:
-    return len({_value(run, name) for run in runs})
+def _count_values(runs: Iterable[MeasuredRun], name: str) -> int:
+    return len({_read_value(run, name) for run in runs})
 
 
-def _value(run: Measured, name: str) -> str:
-    held = run.tags if name in FOUND else run.params
-    return printable(held.get(name, "-"), limit=LETTERS)
+def _read_value(run: MeasuredRun, name: str) -> str:
+    held = run.tags if name in COMPARED_TAGS else run.params
+    return make_printable(held.get(name, "-"), limit=LETTERS)
 
 
-def score_of(groups: Sequence[Group]) -> str:
-    """The metric by which these are judged; empty where they share none."""
+def find_score(groups: Sequence[Group]) -> str:
+    """Return the metric by which these groups are judged; empty where they share none."""
     shared = [s for s in SCORES if any(s in run.metrics for g in groups for run in g.done)]
     return shared[0] if shared else ""
 
 
-def peak_of(groups: Sequence[Group]) -> str:
-    """The metric of the peak that all of them have: of tensors, or of the process."""
+def find_peak_metric(groups: Sequence[Group]) -> str:
+    """Return the metric of the peak that all of them have: of tensors, or of the process."""
     done = [run for group in groups for run in group.done]
     return next((peak for peak in PEAKS if done and all(peak in r.metrics for r in done)), PEAKS[0])
 
 
-def step_ms(run: Measured) -> float | None:
-    """Milliseconds of one optimizer step, all in all."""
+def compute_step_ms(run: MeasuredRun) -> float | None:
+    """Return the milliseconds of one optimizer step, all in all."""
     steps = run.metrics.get(STEPS)
     return 1000 / steps if steps else None
 
 
-def epoch_s(run: Measured) -> float | None:
-    """Seconds of an epoch, with its evaluation and its checkpoints."""
+def compute_epoch_s(run: MeasuredRun) -> float | None:
+    """Return the seconds of an epoch, with its evaluation and its checkpoints."""
     seconds, epochs = (run.metrics.get(n) for n in ("time/train_model_s", "train/epoch"))
     return seconds / epochs if seconds and epochs else None
 
 
-def epoch_j(run: Measured) -> float | None:
-    """Joules of an epoch, where the driver tells; it tells those of all that share a GPU."""
+def compute_epoch_j(run: MeasuredRun) -> float | None:
+    """Return the joules of an epoch, where the driver reports them for this run alone.
+
+    It counts those of all processes that share a GPU.
+    """
     if run.params.get("device.share") == "True":
         return None
     joules, epochs = (run.metrics.get(name) for name in ("gpu/energy_j", "train/epoch"))
     return joules / epochs if joules and epochs else None
 
 
-def with_spread(group: Group, of: str | Callable[[Measured], float | None]) -> str:
-    """The median in words, and half the range of its runs behind it."""
+def format_with_spread(group: Group, of: str | Callable[[MeasuredRun], float | None]) -> str:
+    """Return the median in words, and half the range of its runs behind it."""
     median, spread = group.median(of), group.spread(of)
     if median is None:
         return ""
-    return number(median) + (f" \u00b1 {number(spread)}" if spread else "")
+    return format_number(median) + (f" \u00b1 {format_number(spread)}" if spread else "")

@@ -1,7 +1,7 @@
-"""The source of a comparison whose trainings Optuna draws, each from what those before have come
-to: its samplers draw, its pruners say which training ends early, its journal in the comparison's
-folder is what an interrupted search goes on from. Nothing else here imports Optuna, and this is
-imported for a search alone.
+"""Draws the trainings of a search with Optuna, each from the results of those before: its
+samplers draw, its pruners say which training ends early, its journal in the comparison's
+folder is what an interrupted search goes on from. Nothing else here imports Optuna, and
+this is imported for a search alone.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from tasks.comparison.grid import DEVICE, Cell
-from tasks.comparison.run_groups import Goal, Group, Measured
+from tasks.comparison.run_groups import Goal, Group, MeasuredRun
 from tasks.comparison.search_space import Axes, Range, Search
-from tasks.comparison.trainings import Comparison, Ended
-from tasks.engine.base.units import number, percent
+from tasks.comparison.trainings import ComparisonFolder, TrainingEnd
+from tasks.engine.base.units import format_number, format_percent
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
-from tasks.run_folders import json_of
-from tasks.tracking.journal_lines import batches
+from tasks.run.run_folders import read_json
+from tasks.tracking.journal import read_metric_batches
 
 STUDY = "study.journal"
 STATES = {"FINISHED": TrialState.COMPLETE, "PRUNED": TrialState.PRUNED}
@@ -45,15 +45,17 @@ EPOCH = "train/epoch"
 
 
 class Trials:
-    """The trials of a study. See cells.Source."""
+    """The trials of a study, as a source of trainings; see trainings.Source."""
 
     def __init__(
-        self, search: Search, comparison: Comparison, *, goal: Goal, base: RunConfig
+        self, search: Search, comparison: ComparisonFolder, *, goal: Goal, base: RunConfig
     ) -> None:
         self.search, self.comparison, self.goal, self.base = search, comparison, goal, base
-        self.study = opened(comparison.folder / STUDY, search, goal=goal, epochs=base.train.epochs)
-        self._distributions = _distributions(search.axes)
-        self._left = self._left_over()
+        self.study = open_study(
+            comparison.folder / STUDY, search, goal=goal, epochs=base.train.epochs
+        )
+        self._distributions = _make_distributions(search.axes)
+        self._left = self._find_unfinished()
         # How far it was read, in bytes and in epochs.
         self._journals: dict[int, tuple[Trial, int, int]] = {}
         self._pruned: dict[int, str] = {}
@@ -62,16 +64,20 @@ class Trials:
     def devices(self) -> Sequence[str]:
         return self.search.devices or [self.base.device.name]
 
-    def _left_over(self) -> list[FrozenTrial]:
-        """The trials that were under way when the search ended; how the others of them ended is
-        told to the study now."""
+    def _find_unfinished(self) -> list[FrozenTrial]:
+        """Return the trials that were running when the search ended.
+
+        Tell the study how the others ended.
+        """
         left = []
         for trial in self.study.get_trials(states=(TrialState.RUNNING,)):
             if (known := self.comparison.ended.get(trial.number + 1)) is not None:
                 self._tell(known)
             elif len(trial.params) < len(self._distributions):
                 error = "the search was ended while this was drawn"
-                self._tell(self.comparison.add(Ended(trial.number + 1, "FAILED", error=error)))
+                self._tell(
+                    self.comparison.add(TrainingEnd(trial.number + 1, "FAILED", error=error))
+                )
             else:
                 left.append(trial)
         return left
@@ -92,16 +98,19 @@ class Trials:
         return sum(trial.state != TrialState.WAITING for trial in trials)
 
     def draw(self) -> Trial:
-        """Of each trial by a seed of its own: a search that goes on draws what it would have."""
+        """Draw a trial by a seed of its own.
+
+        A search that goes on draws what it would have drawn.
+        """
         count = self._drawn()
         seeds = np.random.SeedSequence((self.base.train.seed, count))
-        self.study.sampler = _sampler(self.search.how, int(seeds.generate_state(1)[0]))
+        self.study.sampler = _make_sampler(self.search.how, int(seeds.generate_state(1)[0]))
         if self.search.how == "grid":  # Optuna's sampler of that name is not for ask and tell
             self.study.enqueue_trial(self.search.combinations[count], skip_if_exists=True)
         return self.study.ask(self._distributions)
 
     def cell(self, trial: FrozenTrial) -> Cell:
-        settings = texts(self.search.axes, trial.params)
+        settings = format_params(self.search.axes, trial.params)
         try:
             config = self.search.resolve({**settings, **self._device(trial)})
         except ConfigError as error:
@@ -109,12 +118,12 @@ class Trials:
         return Cell(trial.number + 1, settings, config)
 
     def _device(self, trial: FrozenTrial) -> dict[str, str]:
-        """Where several may be asked for, it goes on where it began."""
+        """Return the device that the trial began on, where several may be used."""
         devices = self.search.devices
         return {DEVICE: trial.user_attrs.get("device", devices[0])} if devices else {}
 
     def pruned(self, cell: Cell, folder: Path) -> bool:
-        """By the epochs that its journal has told since the last look."""
+        """Return whether the training ends here, by the epochs since the last look."""
         if self.search.pruner == "none":
             return False
         at = cell.number - 1
@@ -123,7 +132,7 @@ class Trials:
             last = max(known.intermediate_values, default=0)
             self._journals[at] = Trial(self.study, known._trial_id), 0, last
         trial, offset, last = self._journals[at]
-        epochs, offset = judged(folder / "metrics.jsonl", offset, self.goal.name)
+        epochs, offset = read_evaluations(folder / "metrics.jsonl", offset, self.goal.name)
         new = [(epoch, value) for epoch, value in epochs if epoch > last]
         for last, value in new:  # noqa: B007 (its last is a result)
             trial.report(value, last)
@@ -132,12 +141,17 @@ class Trials:
             return False
         epoch, value = new[-1]
         why = "worse than the median of the trials before"
-        self._pruned[cell.number] = f"after epoch {epoch}: {self.goal.name} {number(value)}, {why}"
+        self._pruned[cell.number] = (
+            f"after epoch {epoch}: {self.goal.name} {format_number(value)}, {why}"
+        )
         return True
 
-    def over(self, cell: Cell, ended: Ended, folder: Path | None) -> Ended:
-        """Kept before the study hears of it: a search that is ended between the two tells it."""
-        metrics = json_of(folder / "run.json").get("metrics", {}) if folder is not None else {}
+    def over(self, cell: Cell, ended: TrainingEnd, folder: Path | None) -> TrainingEnd:
+        """Keep how the training ended, then tell the study.
+
+        A search that is ended in between tells the study when it goes on.
+        """
+        metrics = read_json(folder / "run.json").get("metrics", {}) if folder is not None else {}
         value = float(metrics.get(self.goal.name, math.nan))
         if ended.status == "FINISHED" and not math.isfinite(value):
             why = f"is {value}" if self.goal.name in metrics else "was not measured"
@@ -149,14 +163,14 @@ class Trials:
         self._tell(self.comparison.add(ended))
         return ended
 
-    def _tell(self, ended: Ended) -> None:
+    def _tell(self, ended: TrainingEnd) -> None:
         state = STATES.get(ended.status, TrialState.FAIL)
         value = ended.value if state == TrialState.COMPLETE else None
         self.study.tell(ended.number - 1, value, state=state)
 
     @property
-    def best(self) -> Ended | None:
-        """The finished trial with the best value; the first of those that share it."""
+    def best(self) -> TrainingEnd | None:
+        """Return the finished trial with the best value; the first of those that share it."""
         done = [one for one in self.comparison.ended.values() if one.value is not None]
         if not done:
             return None
@@ -164,17 +178,17 @@ class Trials:
         return min((one for one in done if one.value == best), key=lambda one: one.number)
 
     def again(self) -> tuple[dict[str, str], str]:
-        """The settings of the best trial, and the command that trains it anew."""
+        """Return the settings of the best trial, and the command that trains it again."""
         assert self.best is not None
         trial = self.study.trials[self.best.number - 1]
-        settings = texts(self.search.axes, trial.params)
+        settings = format_params(self.search.axes, trial.params)
         asked = {**settings, **self._device(trial)}
         flags = [word for name, value in asked.items() for word in (f"--{name}", value)]
         words = ["python", "-m", "flows.train", *self.search.words, *flags]
         return settings, shlex.join(words)
 
-    def groups(self, runs: Sequence[Measured]) -> list[Group]:
-        """One of each trial, those that finished first, the best of them on top."""
+    def groups(self, runs: Sequence[MeasuredRun]) -> list[Group]:
+        """Return a group for each trial, those that finished first, the best of them on top."""
         trials = zip(self.cells(), runs, strict=True)
         found = [Group(cell.settings, [run], cell.number, is_trial=True) for cell, run in trials]
 
@@ -191,7 +205,7 @@ class Trials:
         return [self.cell(trial) for trial in self.study.trials[: self._drawn()]]
 
     def told(self) -> list[str]:
-        """The search in words."""
+        """Return the search in sentences."""
         ends = [one.status for one in self.comparison.ended.values()]
         counts = {"finished": ends.count("FINISHED"), "pruned": ends.count("PRUNED")}
         counts["failed"] = len(ends) - sum(counts.values())
@@ -199,19 +213,22 @@ class Trials:
         lines = [f"{len(ends)} trials by {self.search.how}: {parts}"]
         if self.best is not None:
             label = self.cell(self.study.trials[self.best.number - 1]).label
-            value = number(self.best.value or 0.0)
+            value = format_number(self.best.value or 0.0)
             lines.insert(0, f"#{self.best.number} has the best {self.goal.name}: {value} ({label})")
         if counts["finished"] >= WEIGHED and len(self._distributions) > 1:
             weighed = get_param_importances(
                 self.study, evaluator=FanovaImportanceEvaluator(seed=self.base.train.seed % 2**32)
             )
-            said = ", ".join(f"{name} {percent(share)}" for name, share in weighed.items())
+            said = ", ".join(f"{name} {format_percent(share)}" for name, share in weighed.items())
             lines.append(f"The differences in {self.goal.name} come from (fANOVA): {said}")
         return lines
 
 
-def opened(file: Path, search: Search, *, goal: Goal, epochs: int) -> optuna.Study:
-    """The study in that file, which this process alone uses: it holds the comparison."""
+def open_study(file: Path, search: Search, *, goal: Goal, epochs: int) -> optuna.Study:
+    """Return the study in that file, which this process alone uses.
+
+    It holds the comparison's lock.
+    """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     file.with_name(f"{file.name}.lock").unlink(missing_ok=True)  # of a process that was killed
     if file.exists() and not (whole := file.read_bytes()).endswith(b"\n"):  # a disk that was full
@@ -229,15 +246,15 @@ def opened(file: Path, search: Search, *, goal: Goal, epochs: int) -> optuna.Stu
     )
 
 
-def _sampler(how: str, seed: int) -> BaseSampler:
+def _make_sampler(how: str, seed: int) -> BaseSampler:
     return TPESampler(seed=seed) if how == "tpe" else RandomSampler(seed=seed)
 
 
-def _distributions(axes: Axes) -> dict[str, BaseDistribution]:
-    return {name: _distribution(axis) for name, axis in axes.items()}
+def _make_distributions(axes: Axes) -> dict[str, BaseDistribution]:
+    return {name: _make_distribution(axis) for name, axis in axes.items()}
 
 
-def _distribution(axis: Range | Sequence[str]) -> BaseDistribution:
+def _make_distribution(axis: Range | Sequence[str]) -> BaseDistribution:
     if not isinstance(axis, Range):
         return CategoricalDistribution(list(axis))
     if axis.is_whole:
@@ -245,8 +262,8 @@ def _distribution(axis: Range | Sequence[str]) -> BaseDistribution:
     return FloatDistribution(axis.low, axis.high, log=axis.is_log)
 
 
-def texts(axes: Axes, params: dict[str, Any]) -> dict[str, str]:
-    """What was drawn, as settings are written."""
+def format_params(axes: Axes, params: dict[str, Any]) -> dict[str, str]:
+    """Return the values that were drawn, as settings are written."""
     return {
         name: "-"
         if name not in params
@@ -257,12 +274,14 @@ def texts(axes: Axes, params: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def judged(journal: Path, offset: int, metric: str) -> tuple[list[tuple[int, float]], int]:
-    """Epoch and metric of each evaluation behind that offset, and the offset behind the last."""
+def read_evaluations(
+    journal: Path, offset: int, metric: str
+) -> tuple[list[tuple[int, float]], int]:
+    """Return epoch and metric of each evaluation behind that offset, and the next offset."""
     found: dict[int, dict[str, float]] = {}
     if journal.exists():
         with journal.open("rb") as lines:
-            for batch, offset in batches(lines, offset):  # noqa: B007, B020 (its last is a result)
+            for batch, offset in read_metric_batches(lines, offset):  # noqa: B007, B020 (its last is a result)
                 for name, value, _, step in batch:
                     if name in (metric, EPOCH):
                         found.setdefault(step, {}).setdefault(name, value)

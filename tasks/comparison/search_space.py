@@ -1,6 +1,8 @@
-"""What a search is asked for: the ranges and the choices of each setting, by which sampler, how
-many trials, and which metric is the goal. It refuses what no search could be made of, and needs no
-Optuna to say so.
+"""Searches settings with Optuna. What is searched: the ranges and the choices of each
+setting, by which sampler, how many trials, and which metric is the goal; what no search
+could be made of is refused. And the trials: each is drawn from the results of those before,
+by Optuna's samplers, and its pruners say which training ends early; its journal in the
+comparison's folder is what an interrupted search goes on from.
 """
 
 from __future__ import annotations
@@ -13,18 +15,18 @@ from importlib.util import find_spec
 from itertools import product
 
 from tasks.comparison.run_groups import Goal
-from tasks.engine.base.units import printable
+from tasks.engine.base.units import make_printable
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.settings.table import table
-from tasks.gate import LOWER_IS_BETTER, SCORES
+from tasks.engine.settings.table import list_settings
+from tasks.run.gate import LOWER_IS_BETTER, SCORES
 
 SAMPLERS = ("tpe", "random", "grid")
 PRUNERS = ("median", "none")
 TRIALS = 20  # where no number is asked for; of a grid all
 LOG_FROM = 100  # times the low end, from which on a range is searched by its powers of ten
 DIGITS = 4  # of a number that is drawn: a command that a person can read
-FIGURES = {  # what a task measures of itself, beside metrics of the user's own
+TASK_METRICS = {  # what a task measures of itself, beside metrics of the user's own
     "classification": ("val/accuracy", "val/balanced_accuracy", "val/macro_f1", "val/loss"),
     "multilabel": ("val/accuracy", "val/f1", "val/macro_f1", "val/average_precision", "val/loss"),
     "regression": ("val/r2", "val/mae", "val/rmse", "val/loss"),
@@ -57,7 +59,7 @@ class Range:
         return "..".join(self.ends) + ", by powers of ten" * self.is_log
 
     def text(self, value: float) -> str:
-        """The number as a setting, with few digits where it stays in the range so."""
+        """Return the number as a setting, with few digits where that stays in the range."""
         if self.is_whole:
             return str(int(value))
         short = f"{value:.{DIGITS}g}"
@@ -82,15 +84,19 @@ class Search:
 
     @property
     def combinations(self) -> list[dict[str, str]]:
-        return combinations({n: v for n, v in self.axes.items() if not isinstance(v, Range)})
+        return make_combinations({n: v for n, v in self.axes.items() if not isinstance(v, Range)})
 
 
-def combinations(axes: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+def make_combinations(axes: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+    """Return every combination of the values, as settings."""
     return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
 
 
-def ranged(values: Sequence[str], name: str = "") -> Range | None:
-    """LOW..HIGH of this setting; None where the values are a list of choices."""
+def parse_range(values: Sequence[str], name: str = "") -> Range | None:
+    """Return LOW..HIGH of this setting as a range; None where the values are a list of choices.
+
+    Raises ConfigError where LOW is not below HIGH.
+    """
     ends = values[0].split("..") if len(values) == 1 else []
     try:
         numbers = [float(end) for end in ends]
@@ -98,7 +104,7 @@ def ranged(values: Sequence[str], name: str = "") -> Range | None:
         return None
     if len(numbers) != 2 or not all(map(math.isfinite, numbers)):
         return None
-    kind = next((row.kind for row in table() if row.name == name), "")
+    kind = next((row.kind for row in list_settings() if row.name == name), "")
     is_whole = all(_WHOLE.fullmatch(end.strip()) for end in ends)
     if kind.startswith("integer"):
         is_whole = all(number.is_integer() for number in numbers)
@@ -109,13 +115,16 @@ def ranged(values: Sequence[str], name: str = "") -> Range | None:
     return found
 
 
-def spaces(found: Mapping[str, Sequence[str]], *, how: str) -> Axes:
-    """The ranges and choices. Raises ConfigError where the sampler can't draw from them."""
+def parse_ranges(found: Mapping[str, Sequence[str]], *, how: str) -> Axes:
+    """Return the ranges and choices.
+
+    Raises ConfigError where the sampler can't draw from them.
+    """
     axes: dict[str, Range | Sequence[str]] = {}
     problems: list[str] = []
     for name, values in found.items():
         try:
-            axes[name] = ranged(values, name) or values
+            axes[name] = parse_range(values, name) or values
         except ConfigError as error:
             problems += error.problems
     if how not in ("tpe", "random"):
@@ -130,10 +139,12 @@ def spaces(found: Mapping[str, Sequence[str]], *, how: str) -> Axes:
     return axes
 
 
-def probes(search: Search) -> list[dict[str, str]]:
-    """The settings by which a search is checked before it begins: every end and every choice, and
-    every device, with the others at their first values; or, where that is refused, at their
-    last."""
+def make_probes(search: Search) -> list[dict[str, str]]:
+    """Return the settings by which a search is checked before it begins.
+
+    Every end and every choice, and every device, with the others at their first values; or,
+    where that is refused, at their last.
+    """
     values = {n: v.ends if isinstance(v, Range) else v for n, v in search.axes.items()}
     first = {name: of[0] for name, of in values.items()}
     last = {name: of[-1] for name, of in values.items()}
@@ -149,25 +160,25 @@ def probes(search: Search) -> list[dict[str, str]]:
     return [one for at, one in enumerate(found) if one not in found[:at]]
 
 
-def is_here() -> bool:
-    """Whether Optuna is."""
+def is_optuna_here() -> bool:
+    """Return whether Optuna is installed."""
     return find_spec("optuna") is not None
 
 
-def goal_of(asked: str, tasks: Sequence[str], own: Sequence[str]) -> Goal:
-    """The metric that is looked for, of those that these tasks measure. own: names of the user's.
+def find_goal(asked: str, tasks: Sequence[str], own: Sequence[str]) -> Goal:
+    """Return the metric that is optimized, of those that these tasks measure.
 
-    Raises ConfigError.
+    own: names of the user's. Raises ConfigError.
     """
     direction, colon, name = asked.rpartition(":")
-    lists = [FIGURES.get(task, ("val/loss",)) for task in tasks] or [("val/loss",)]
+    lists = [TASK_METRICS.get(task, ("val/loss",)) for task in tasks] or [("val/loss",)]
     shared = [metric for metric in lists[0] if all(metric in figures for figures in lists)]
     mine = [f"val/{metric}" for metric in own]
     if not asked:
-        return goal_of(next(score for score in SCORES if score in shared), tasks, own)
+        return find_goal(next(score for score in SCORES if score in shared), tasks, own)
     if (colon and direction not in ("min", "max")) or name not in (*shared, *mine):
         known = ", ".join(shared + mine)
-        raise ConfigError(f"--goal {printable(asked, limit=80)}: must be one of {known}")
+        raise ConfigError(f"--goal {make_printable(asked, limit=80)}: must be one of {known}")
     if name in mine and name not in shared and not colon:
         raise ConfigError(f"--goal {name}: is your own; say min:{name} or max:{name}")
     return Goal(name, direction == "min" if colon else name in LOWER_IS_BETTER)

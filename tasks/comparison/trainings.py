@@ -1,7 +1,7 @@
-"""The trainings of a comparison, each in a process of its own: one after another on a device, side
-by side on different ones; a grid knows all of them, a search draws them as it goes. What has ended
-is kept in the comparison's folder, so that a comparison that was interrupted goes on where it was.
-It ends what it started.
+"""Runs the trainings of a comparison, each in a process of its own: one after another on a
+device, side by side on different ones; a grid knows all of them, a search draws them as it
+goes. What has ended is kept in the comparison's folder, so that a comparison that was
+interrupted goes on where it was. It ends what it started.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from uuid import uuid4
 
 from tasks.comparison.grid import Cell
 from tasks.engine.base.file_lock import FileLock, is_held
-from tasks.engine.base.units import printable
-from tasks.engine.settings.read_settings import hidden, secret_variables
-from tasks.engine.settings.yaml_file import to_yaml
-from tasks.flow_run import PARENT
-from tasks.process.redaction import redacted
-from tasks.resume import is_key_held, stamp
-from tasks.run_folders import LOCK as TRAINING_LOCK
-from tasks.run_folders import folders, json_of, start_of
-from tasks.serving.prefect_http import FLOW_RUN
+from tasks.engine.base.units import make_printable
+from tasks.engine.settings.read_settings import (
+    dump_yaml,
+    find_secret_variables,
+    hide_config_secrets,
+)
+from tasks.process.prefect_http import FLOW_RUN
+from tasks.process.redaction import redact
+from tasks.run.flow_run import PARENT
+from tasks.run.resume import is_key_held, make_timestamp
+from tasks.run.run_folders import LOCK as TRAINING_LOCK
+from tasks.run.run_folders import list_run_folders, read_json, read_start
 
 STATE = "comparison.json"
 LOCK = "comparison.lock"
@@ -39,7 +42,7 @@ NAME_LETTERS = 200
 
 
 @dataclass(frozen=True)
-class Ended:
+class TrainingEnd:
     """How a training ended, by its number."""
 
     number: int
@@ -50,17 +53,17 @@ class Ended:
 
 
 @dataclass
-class Comparison:
+class ComparisonFolder:
     """The folder of a comparison, and how far it has come."""
 
     folder: Path
     asked: str  # what it is of: the same words go on with it
     run_id: str = ""
     is_over: bool = False
-    ended: dict[int, Ended] = field(default_factory=dict)
+    ended: dict[int, TrainingEnd] = field(default_factory=dict)
     lock: FileLock | None = None
 
-    def add(self, ended: Ended) -> Ended:
+    def add(self, ended: TrainingEnd) -> TrainingEnd:
         self.ended[ended.number] = ended
         self.keep()
         return ended
@@ -77,45 +80,52 @@ class Comparison:
         half.rename(self.folder / STATE)
 
 
-def opened(place: Path, asked: str) -> Comparison:
-    """The newest comparison of the same words that did not come to its end, or a new one; it is
-    held by this process."""
+def open_comparison(place: Path, asked: str) -> ComparisonFolder:
+    """Return the newest unfinished comparison of the same words, or a new one.
+
+    This process locks it.
+    """
     for file in sorted(place.glob(f"*/{STATE}"), reverse=True):
-        told = json_of(file)
+        told = read_json(file)
         if told.get("asked") == asked and not told.get("is_over"):
             lock = FileLock(file.parent / LOCK)
             if lock.take():
-                ended = {one["number"]: Ended(**one) for one in told.get("ended", ())}
-                return Comparison(file.parent, asked, told.get("run_id", ""), False, ended, lock)
+                ended = {one["number"]: TrainingEnd(**one) for one in told.get("ended", ())}
+                return ComparisonFolder(
+                    file.parent, asked, told.get("run_id", ""), False, ended, lock
+                )
             lock.close()
-    folder = place / f"{stamp()}-{uuid4().hex[:6]}"
+    folder = place / f"{make_timestamp()}-{uuid4().hex[:6]}"
     folder.mkdir(mode=0o700, parents=True)
     lock = FileLock(folder / LOCK)
     lock.take()
-    return Comparison(folder, asked, lock=lock)
+    return ComparisonFolder(folder, asked, lock=lock)
 
 
 class Source(Protocol):
-    """Where the trainings come from, and who hears how they end."""
+    """Where the trainings come from, and what is told how they end."""
 
     @property
     def devices(self) -> Sequence[str]: ...
 
     def next(self, device: str) -> Cell | None:
-        """That to train on a device that is free; None where there is none for it."""
+        """Return the training for a device that is free; None where there is none for it."""
 
     def pruned(self, cell: Cell, folder: Path) -> bool:
-        """Whether it ends here, by what is in its run's folder so far."""
+        """Return whether the training ends here, by what is in its run's folder so far."""
 
-    def over(self, cell: Cell, ended: Ended, folder: Path | None) -> Ended:
-        """How it ended, as it is kept."""
+    def over(self, cell: Cell, ended: TrainingEnd, folder: Path | None) -> TrainingEnd:
+        """Take how the training ended; return it as it is kept."""
 
 
-class Grid:
-    """The source that knows its trainings from the beginning. Those on the CPU come last: they
-    would take the cores that feed a GPU, and neither speed would be true."""
+class GridSource:
+    """The source that knows its trainings from the beginning.
 
-    def __init__(self, comparison: Comparison, grid: Sequence[Cell]) -> None:
+    Those on the CPU come last: they would take the cores that feed a GPU, and neither speed
+    would be true.
+    """
+
+    def __init__(self, comparison: ComparisonFolder, grid: Sequence[Cell]) -> None:
         self.comparison, self._grid = comparison, grid
         self._queues: dict[str, list[Cell]] = {}
         for cell in grid:
@@ -135,56 +145,59 @@ class Grid:
     def pruned(self, cell: Cell, folder: Path) -> bool:
         return False
 
-    def over(self, cell: Cell, ended: Ended, folder: Path | None) -> Ended:
+    def over(self, cell: Cell, ended: TrainingEnd, folder: Path | None) -> TrainingEnd:
         return self.comparison.add(ended)
 
 
 @dataclass
-class _Live:
+class _LiveTraining:
     cell: Cell
     process: subprocess.Popen[bytes]
     folder: Path | None = None  # of its run
     look_at: float = 0.0  # when to look there next
     kill_at: float = float("inf")
 
-    def follow(self, comparison: Comparison, source: Source, runs: Path) -> None:
+    def follow(self, comparison: ComparisonFolder, source: Source, runs: Path) -> None:
         """End it where it is pruned, in the order in which a signal ends a training."""
         now = time.monotonic()
         if now > self.kill_at:
             self.process.kill()
         elif now > self.look_at and self.kill_at == float("inf"):
             self.look_at = now + LOOK_S
-            self.folder = self.folder or _folder_of(comparison, self.cell, runs)
+            self.folder = self.folder or _find_folder(comparison, self.cell, runs)
             if self.folder is not None and source.pruned(self.cell, self.folder):
                 self.process.terminate()
                 self.kill_at = now + END_S
 
 
-def play(
-    comparison: Comparison,
+def run_trainings(
+    comparison: ComparisonFolder,
     source: Source,
     *,
     runs: Path,
-    tell: Callable[[Cell, Ended | None], None],
+    tell: Callable[[Cell, TrainingEnd | None], None],
 ) -> None:
-    """Train all that has not ended yet. tell: is told of each that begins, and how it ended. A
-    training that was stopped in its middle goes on from its checkpoint."""
+    """Train all that has not ended yet.
 
-    def over(cell: Cell, ended: Ended) -> None:
-        tell(cell, source.over(cell, ended, _folder_of(comparison, cell, runs)))
+    tell: is called for each that begins, and with how it ended. A training that was stopped
+    in its middle goes on from its checkpoint.
+    """
 
-    live: dict[str, _Live] = {}
+    def over(cell: Cell, ended: TrainingEnd) -> None:
+        tell(cell, source.over(cell, ended, _find_folder(comparison, cell, runs)))
+
+    live: dict[str, _LiveTraining] = {}
     try:
         while True:
             for device in source.devices:
                 while device not in live and (cell := source.next(device)) is not None:
                     if cell.refused:
-                        over(cell, Ended(cell.number, "FAILED", error=cell.refused))
-                    elif (ended := _ended_since(comparison, cell, runs)) is not None:
-                        source.over(cell, ended, _folder_of(comparison, cell, runs))
+                        over(cell, TrainingEnd(cell.number, "FAILED", error=cell.refused))
+                    elif (ended := _find_missed_end(comparison, cell, runs)) is not None:
+                        source.over(cell, ended, _find_folder(comparison, cell, runs))
                     else:
                         tell(cell, None)
-                        live[device] = _Live(cell, _start(comparison, cell))
+                        live[device] = _LiveTraining(cell, _start_training(comparison, cell))
             if not live:
                 break
             for device, one in list(live.items()):
@@ -192,33 +205,36 @@ def play(
                     one.follow(comparison, source, runs)
                 else:
                     del live[device]
-                    over(one.cell, _end_of(comparison, one.cell, one.process.returncode, runs))
+                    over(one.cell, _read_end(comparison, one.cell, one.process.returncode, runs))
             time.sleep(POLL_S)
     finally:
-        _stop([one.process for one in live.values()])
+        _stop_processes([one.process for one in live.values()])
 
 
-def _ended_since(comparison: Comparison, cell: Cell, runs: Path) -> Ended | None:
-    """How it came to its end after its comparison was killed; one that lives is waited for."""
-    while is_key_held(runs, _key(comparison, cell)):  # it may be about to begin
+def _find_missed_end(comparison: ComparisonFolder, cell: Cell, runs: Path) -> TrainingEnd | None:
+    """Return how the training ended after its comparison was killed.
+
+    Wait for one that still lives.
+    """
+    while is_key_held(runs, _make_key(comparison, cell)):  # it may be about to begin
         time.sleep(POLL_S)
-    folder = _folder_of(comparison, cell, runs)
+    folder = _find_folder(comparison, cell, runs)
     if folder is None:
         return None
     while is_held(folder / TRAINING_LOCK):
         time.sleep(POLL_S)
-    ended = _end_of(comparison, cell, 0, runs)
+    ended = _read_end(comparison, cell, 0, runs)
     return ended if ended.status == "FINISHED" else None
 
 
-def _start(comparison: Comparison, cell: Cell) -> subprocess.Popen[bytes]:
+def _start_training(comparison: ComparisonFolder, cell: Cell) -> subprocess.Popen[bytes]:
     file = comparison.folder / f"{cell.number:04d}.yaml"
-    settings: dict[str, Any] = hidden(cell.config).model_dump()
+    settings: dict[str, Any] = hide_config_secrets(cell.config).model_dump()
     turn = f", repeat {cell.repeat}" if cell.repeat > 1 else ""
     name = " ".join(filter(None, [settings["run"]["name"], cell.label + turn]))
-    settings["run"]["name"] = printable(name, limit=NAME_LETTERS)
-    settings["run"]["key"] = _key(comparison, cell)
-    file.write_text(to_yaml(settings))
+    settings["run"]["name"] = make_printable(name, limit=NAME_LETTERS)
+    settings["run"]["key"] = _make_key(comparison, cell)
+    file.write_text(dump_yaml(settings))
     environment = {k: v for k, v in os.environ.items() if k != FLOW_RUN}
     with file.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
@@ -226,44 +242,49 @@ def _start(comparison: Comparison, cell: Cell) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**environment, **secret_variables(cell.config), PARENT: comparison.run_id},
+            env={**environment, **find_secret_variables(cell.config), PARENT: comparison.run_id},
             start_new_session=True,  # Ctrl-C is for the comparison, which then ends it
         )
 
 
-def _key(comparison: Comparison, cell: Cell) -> str:
+def _make_key(comparison: ComparisonFolder, cell: Cell) -> str:
     return f"{comparison.folder.name}/{cell.number:04d}"
 
 
-def _end_of(comparison: Comparison, cell: Cell, code: int, runs: Path) -> Ended:
-    """By what its run has told; one that never had a run is told by its last line."""
-    folder = _folder_of(comparison, cell, runs)
-    start = start_of(folder) if folder is not None else None
-    told: Mapping[str, Any] = json_of(folder / "run.json") if folder is not None else {}
+def _read_end(comparison: ComparisonFolder, cell: Cell, code: int, runs: Path) -> TrainingEnd:
+    """Return how the training ended, by its run.
+
+    One that never had a run ends with its last line.
+    """
+    folder = _find_folder(comparison, cell, runs)
+    start = read_start(folder) if folder is not None else None
+    told: Mapping[str, Any] = read_json(folder / "run.json") if folder is not None else {}
     status = told.get("status") or ("KILLED" if code < 0 else "FAILED")
     error = str(told.get("error") or "")
     if code and not error:
-        error = _last_line(comparison.folder / f"{cell.number:04d}.log") or f"exit code {code}"
-    ended = Ended(cell.number, status, start.run_id if start is not None else "")
-    return replace(ended, error=printable(redacted(error), limit=300))
+        error = _read_last_line(comparison.folder / f"{cell.number:04d}.log") or f"exit code {code}"
+    ended = TrainingEnd(cell.number, status, start.run_id if start is not None else "")
+    return replace(ended, error=make_printable(redact(error), limit=300))
 
 
-def _folder_of(comparison: Comparison, cell: Cell, runs: Path) -> Path | None:
-    """That of its newest run."""
-    key = _key(comparison, cell)
-    of_key = (f for f in folders(runs) if (s := start_of(f)) is not None and s.key == key)
+def _find_folder(comparison: ComparisonFolder, cell: Cell, runs: Path) -> Path | None:
+    """Return the folder of its newest run."""
+    key = _make_key(comparison, cell)
+    of_key = (
+        f for f in list_run_folders(runs) if (s := read_start(f)) is not None and s.key == key
+    )
     return next(of_key, None)
 
 
-def _last_line(log: Path) -> str:
+def _read_last_line(log: Path) -> str:
     with suppress(OSError):
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         return lines[-1] if lines else ""
     return ""
 
 
-def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask them to end, and wait until they have."""
+def _stop_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Send SIGTERM to the processes, and wait until they have ended."""
     for process in processes:
         with suppress(OSError):
             process.terminate()

@@ -1,5 +1,6 @@
-"""Starts a module of this project in a process of its own, which answers by lines. Its pipes end
-with the process that started it: what that one has forked does not keep them open.
+"""Starts a module of this project as a child process, which answers in lines on its
+standard output, and lets forked processes end. The pipes of a child process belong to the
+process that started it: processes forked from that one do not keep them open.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-_started: weakref.WeakSet[subprocess.Popen[str]] = weakref.WeakSet()
+_children: weakref.WeakSet[subprocess.Popen[str]] = weakref.WeakSet()
 
 
-def start(
+def start_child(
     module: str,
     *,
     stderr: int | IO[str] = subprocess.DEVNULL,
     env: Mapping[str, str] = os.environ,
 ) -> subprocess.Popen[str]:
-    """The process; it outlives a Ctrl-C, which is for the one that started it."""
+    """Start a module of this project as a child process, and return it.
+
+    Its standard input and output are pipes of text. It has a session of its own, so Ctrl-C
+    in the terminal does not reach it.
+    """
     project = str(Path(__file__).parent.parent.parent)
     path = os.pathsep.join(p for p in (project, env.get("PYTHONPATH")) if p)
     process = subprocess.Popen(
@@ -35,25 +40,25 @@ def start(
         env={**{k: v for k, v in env.items() if k != "PYTHONWARNINGS"}, "PYTHONPATH": path},
         start_new_session=True,
     )
-    _started.add(process)
+    _children.add(process)
     return process
 
 
-def let_go(process: subprocess.Popen[str]) -> None:
-    """Tell it that nothing more comes."""
+def close_stdin(process: subprocess.Popen[str]) -> None:
+    """Close the standard input of a child process, which tells it that no more orders come."""
     assert process.stdin is not None
     with suppress(OSError):  # it has gone already
         process.stdin.close()
 
 
-def _let_go() -> None:
-    """In a forked child: another file takes the place of each pipe, whose numbers stay in use."""
+def _detach_pipes() -> None:
+    """In a forked process: replace each pipe by /dev/null, and keep its number in use."""
     nothing = os.open(os.devnull, os.O_RDWR)
-    for process in list(_started):
+    for process in list(_children):
         for pipe in (process.stdin, process.stdout):
             if pipe is not None and not pipe.closed:
                 os.dup2(nothing, pipe.fileno(), inheritable=False)
     os.close(nothing)
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_detach_pipes)

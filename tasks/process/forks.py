@@ -1,4 +1,6 @@
-"""Forked processes, such as a DataLoader's workers, can end though Prefect runs beside them."""
+"""Lets forked processes, such as the workers of a DataLoader, end although Prefect's
+services run in the process that forked them.
+"""
 
 import asyncio
 import functools
@@ -8,17 +10,17 @@ from prefect._internal.concurrency import services
 
 
 @functools.cache
-def let_them_end() -> None:
+def fix_prefect_after_fork() -> None:
     """Mend, in every process forked from now on, the Prefect services copied from its parent.
 
     Prefect 3.8 takes away the event that tells that a service is done, and waits for it when the
     process ends: the process then fails with code 1, and PyTorch with it ("DataLoader worker
     exited unexpectedly").
     """
-    os.register_at_fork(after_in_child=_done)
+    os.register_at_fork(after_in_child=_mark_services_done)
 
 
-def _done() -> None:
+def _mark_services_done() -> None:
     done = asyncio.Event()
     done.set()
     for service in list(services._active_services):

@@ -1,7 +1,7 @@
-"""The one door for secrets: what a run prints, keeps or raises goes through it. It hides logins in
-URIs, headers and queries, what is told by a secret's name, the tokens of known services by their
-look, and the secrets of the environment wherever they stand. What would drive a terminal is shown
-as an escape.
+"""Hides secrets in whatever a run prints, keeps or raises: logins in URIs, headers and
+queries, values that stand behind the name of a secret, tokens of known services by their
+look, and the secrets of the environment wherever they stand. Control characters, which
+could drive a terminal, are shown as escapes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from functools import lru_cache
 from typing import Any, TextIO
 from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
-from tasks.engine.base.secret_names import HIDDEN, is_secret, looks_random
+from tasks.engine.base.secret_names import HIDDEN, is_random_text, is_secret
 
-SHORTEST = 8  # characters of a secret to look for: a shorter one may be an ordinary word
-LINE = 20  # and of a line of a secret with several, such as a private key
+MIN_SECRET_LETTERS = 8  # characters of a secret to look for: a shorter one may be an ordinary word
+MIN_LINE_LETTERS = 20  # and of a line of a secret with several, such as a private key
 _NO_PORT = r"(?!\d+(?:[/?#\s\"',;)]|$))"
 _LOGIN = re.compile(rf"\w://[^\s:/@\[]*:{_NO_PORT}([^\s\"']*)@")
 _LONE_LOGIN = re.compile(rf"\w://[^\s:/@\[]*:{_NO_PORT}(.*)@", re.DOTALL)  # of a text with one URI
@@ -77,40 +77,44 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 _DRAWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\b]")  # what a progress line needs
 
 
-def redacted(text: str) -> str:
-    """The text without the secrets in it, each replaced by ***, and with control characters as
-    escapes."""
-    return _CONTROL.sub(_escaped, _without(text))
+def redact(text: str) -> str:
+    """Return the text with each secret replaced by ***, and control characters as escapes."""
+    return _CONTROL.sub(_escape, _hide_secrets(text))
 
 
-def _escaped(found: re.Match[str]) -> str:
+def _escape(found: re.Match[str]) -> str:
     return f"\\x{ord(found[0]):02x}"
 
 
-def _without(text: str) -> str:
+def _hide_secrets(text: str) -> str:
     for rule, instead in _RULES:
         text = rule.sub(instead, text)
     for pair in (_PAIR, _FLAG):
-        text = pair.sub(_named, text)
-    text = _TOKENS.sub(lambda found: HIDDEN if looks_random(found[0]) else found[0], text)
-    secrets = _secrets(tuple(os.environ.items()))
+        text = pair.sub(_hide_named_secret, text)
+    text = _TOKENS.sub(lambda found: HIDDEN if is_random_text(found[0]) else found[0], text)
+    secrets = _compile_secrets(tuple(os.environ.items()))
     return secrets.sub(HIDDEN, text) if secrets is not None else text
 
 
-def _named(pair: re.Match[str]) -> str:
+def _hide_named_secret(pair: re.Match[str]) -> str:
     head, name, mark, quoted, bare = pair.groups(default="")
     return f"{head}{mark}{HIDDEN}{mark}" if is_secret(name, quoted or bare) else pair[0]
 
 
 @lru_cache(1)
-def _secrets(environment: tuple[tuple[str, str], ...]) -> re.Pattern[str] | None:
-    """Whatever of the environment is to be hidden, in each way to write it; the longest first: one
-    may be a part of another."""
+def _compile_secrets(environment: tuple[tuple[str, str], ...]) -> re.Pattern[str] | None:
+    """Return a pattern of all secrets in the environment, in each way to write them.
+
+    None where there are none. The longest come first: one may be a part of another.
+    """
     found: set[str] = set()
     for name, given in environment:
         value = given.strip()
         if is_secret(name, value):
-            found |= {value, *(line for line in value.split("\n") if len(line.strip()) >= LINE)}
+            found |= {
+                value,
+                *(line for line in value.split("\n") if len(line.strip()) >= MIN_LINE_LETTERS),
+            }
         found.update((_LONE_LOGIN if value.count("://") == 1 else _LOGIN).findall(value))
         found.update(_LOGIN.findall(value))
         inside = (pair.groups(default="") for pair in _PAIR.finditer(value))
@@ -126,39 +130,41 @@ def _secrets(environment: tuple[tuple[str, str], ...]) -> re.Pattern[str] | None
             json.dumps(one)[1:-1],
         )
     }
-    known = sorted({s for one in found if len(s := one.strip()) >= SHORTEST}, key=len, reverse=True)
+    known = sorted(
+        {s for one in found if len(s := one.strip()) >= MIN_SECRET_LETTERS}, key=len, reverse=True
+    )
     return re.compile("|".join(map(re.escape, known))) if known else None
 
 
-def without_secrets(found: Any) -> Any:
-    """The same mapping or list with every text in it redacted."""
+def redact_nested(found: Any) -> Any:
+    """Return the same mapping or list with every text in it redacted."""
     if isinstance(found, str):
-        return redacted(found)
+        return redact(found)
     if isinstance(found, Mapping):
-        return {key: without_secrets(value) for key, value in found.items()}
+        return {key: redact_nested(value) for key, value in found.items()}
     if isinstance(found, (list, tuple)):
-        return [without_secrets(value) for value in found]
+        return [redact_nested(value) for value in found]
     return found
 
 
-def without_secret_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line, each redacted, and the value that follows a secret's flag."""
+def redact_command_line(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line, each redacted; values of secret flags are hidden."""
     shown: list[str] = []
     for i, word in enumerate(words):
         flag = words[i - 1] if i else ""
         is_value = flag.startswith("--") and "=" not in flag and is_secret(flag, word)
-        shown.append(HIDDEN if is_value else redacted(word))
+        shown.append(HIDDEN if is_value else redact(word))
     return shown
 
 
-def link(uri: str) -> str:
-    """The address for a browser, without the login, which the browser asks for."""
+def remove_login(uri: str) -> str:
+    """Return the address without its login, for a browser, which asks for the login itself."""
     return re.sub(r"(https?://)[^\s/]*@", r"\1", uri)
 
 
 @contextmanager
-def redacted_errors() -> Iterator[None]:
-    """What is raised inside says no secret: Prefect keeps the text of a failed task."""
+def redact_errors() -> Iterator[None]:
+    """Redact the text of whatever is raised inside: Prefect keeps the text of a failed task."""
     try:
         yield
     except Exception as error:
@@ -172,62 +178,62 @@ def redacted_errors() -> Iterator[None]:
 
 
 def _redact_error(error: BaseException) -> None:
-    error.args = tuple(redacted(a) if isinstance(a, str) else a for a in error.args)
+    error.args = tuple(redact(a) if isinstance(a, str) else a for a in error.args)
     held = ("strerror", "filename", "filename2") if isinstance(error, OSError) else ()
     for name in held:  # what its text is made of
         if isinstance(told := getattr(error, name), str):
-            setattr(error, name, redacted(told))
+            setattr(error, name, redact(told))
     if hasattr(error, "__notes__"):
-        error.__notes__ = [redacted(note) for note in error.__notes__]
+        error.__notes__ = [redact(note) for note in error.__notes__]
 
 
 def redact_logs() -> None:
-    """From here on no line that this project or Prefect logs holds a secret, whoever handles it."""
-    if getattr(logging.getLogRecordFactory(), "__name__", "") == _record.__name__:
+    """Redact every line that this project or Prefect logs from now on, whatever handles it."""
+    if getattr(logging.getLogRecordFactory(), "__name__", "") == _make_redacted_record.__name__:
         return
-    logging.setLogRecordFactory(_record)
+    logging.setLogRecordFactory(_make_redacted_record)
 
 
-_plain_record = logging.getLogRecordFactory()
+_make_plain_record = logging.getLogRecordFactory()
 
 
-def _record(*args: Any, **kwargs: Any) -> logging.LogRecord:
-    record = _plain_record(*args, **kwargs)
+def _make_redacted_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+    record = _make_plain_record(*args, **kwargs)
     if record.name.startswith(("tasks", "flows", "prefect")):
         with suppress(TypeError, ValueError):  # words that do not fit: logging tells that itself
-            record.msg, record.args = redacted(record.getMessage()), ()
+            record.msg, record.args = redact(record.getMessage()), ()
     return record
 
 
 def redact_output(*, is_log: bool = False) -> None:
-    """From here on nothing that this process prints holds a secret.
+    """Redact everything that this process prints or logs from now on.
 
-    is_log: it goes to a file, and a full disk under that is no reason to end.
+    is_log: the output goes to a file, and a full disk is no reason to end the process.
     """
     redact_logs()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, _Redacting):  # None: it is closed
-            setattr(sys, name, _Redacting(stream, is_forgiving=is_log))
+        if stream is not None and not isinstance(stream, _RedactingStream):  # None: it is closed
+            setattr(sys, name, _RedactingStream(stream, is_forgiving=is_log))
 
 
-def _shown(text: str) -> str:
-    """What goes to a terminal: with the escapes of a progress line, and no others."""
+def _redact_for_terminal(text: str) -> str:
+    """Return the redacted text for a terminal, with the escapes of a progress line only."""
     drawn = list(_DRAWN.finditer(text))
     if not drawn:
-        return redacted(text)
-    text = _without(text)
+        return redact(text)
+    text = _hide_secrets(text)
     parts = re.split(f"({_DRAWN.pattern})", text)
-    return "".join(p if i % 2 else _CONTROL.sub(_escaped, p) for i, p in enumerate(parts))
+    return "".join(p if i % 2 else _CONTROL.sub(_escape, p) for i, p in enumerate(parts))
 
 
-class _Redacting:
+class _RedactingStream:
     def __init__(self, stream: TextIO, *, is_forgiving: bool) -> None:
         self._stream, self._is_forgiving = stream, is_forgiving
 
     def write(self, text: str) -> int:
         try:
-            self._stream.write(_shown(text))
+            self._stream.write(_redact_for_terminal(text))
         except OSError:
             if not self._is_forgiving:
                 raise

@@ -1,7 +1,7 @@
-"""A command that becomes itself anew, under the same process id, so that its terminal, its
-supervisor and whoever waits for its exit code keep it. Nothing else comes along: no memory of a
-device, no open file, no variable that was set, but for the secrets of its settings. The new one
-waits first, while it holds nothing.
+"""Restarts a command under the same process id, so that its terminal, its supervisor and
+whoever waits for its exit code keep it. Nothing else is carried over: no memory of a
+device, no open file, no variable that was set, except for the secrets of its settings. The
+new process waits for its time first, while it holds nothing.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ class _Command:
 _command: _Command | None = None
 
 
-def begin() -> None:
-    """This process is one that can begin anew. Where it has, wait until its time has come."""
+def prepare_restart() -> None:
+    """Remember how this process was started, so that it can be restarted.
+
+    In a process that is a restart itself: wait until its time has come.
+    """
     global _command
     at, of = os.environ.pop(_AT, None), os.environ.pop(_OF, None)
     _command = _Command(dict(os.environ), os.getcwd())
@@ -48,19 +51,24 @@ def begin() -> None:
     _command.at, _command.of = time.time(), Path(of)
 
 
-def began_at() -> float | None:
-    """When it began anew; None for a first start."""
+def find_restart_time() -> float | None:
+    """Return the Unix time at which this process was restarted; None for a first start."""
     return _command.at if _command is not None else None
 
 
-def follows() -> Path | None:
-    """The folder of the run whose failure this start follows."""
+def find_failed_folder() -> Path | None:
+    """Return the folder of the run whose failure this process is a restart after.
+
+    None for a first start.
+    """
     return _command.of if _command is not None else None
 
 
-def plan(words: Sequence[str], *, at: float, of: Path, told: str) -> None:
-    """`execute` will say what is told, and begin the command anew with these words, to go on at
-    that Unix time."""
+def plan_restart(words: Sequence[str], *, at: float, of: Path, told: str) -> None:
+    """Let `restart_if_planned` print `told` and restart the command with these words.
+
+    at: the Unix time at which the training goes on. of: the folder of the run that failed.
+    """
     if _command is not None:
         # Options of Python's own, such as -X, come before -m.
         given = sys.orig_argv[1:]
@@ -71,8 +79,11 @@ def plan(words: Sequence[str], *, at: float, of: Path, told: str) -> None:
         _command.next = told, line, {**again, **secrets}  # its settings are kept without them
 
 
-def execute() -> None:
-    """Begin anew where that is planned; else nothing."""
+def restart_if_planned() -> None:
+    """Restart the command where that is planned; else do nothing.
+
+    It does not return from a restart.
+    """
     if _command is None or _command.next is None:
         return
     told, words, environment = _command.next

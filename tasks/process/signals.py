@@ -1,12 +1,15 @@
-"""Signals that end a command at a desk: Ctrl-C, SIGTERM, a terminal that closes. A handler that
-raises wherever it stands may do so inside a library, which swallows it or leaves half of something
-behind; this one raises in this project's own code, as soon as that goes on. While nothing is there
-that would have to be left in order, the process just ends.
+"""Makes signals and standard streams harmless to a command. A signal (Ctrl-C, SIGTERM, a
+terminal that closes) ends it in order: a handler that raises wherever the program stands
+may do so inside a library, which swallows the exception or leaves half of something behind;
+this one raises in this project's own code, as soon as that goes on. A standard stream never
+makes it fail: whoever reads it may be gone (`| head`), the disk may be full, it may be
+closed from the start, and not every terminal can show every letter.
 """
 
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import signal
 import sys
@@ -18,7 +21,44 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-ASKING = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+
+class ForgivingFile(io.FileIO):
+    """A file that drops what cannot be written, instead of raising OSError."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def protect_standard_streams() -> None:
+    """Replace stdout and stderr by streams that never fail; open closed ones on /dev/null.
+
+    Call it before any file is opened: the first file would get the number of a closed
+    stream, and then what is printed.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        kept = io.TextIOWrapper(
+            io.BufferedWriter(ForgivingFile(number, "w", closefd=False)),
+            encoding=getattr(stream, "encoding", None),
+            errors="backslashreplace",
+            line_buffering=number == 2 or os.isatty(number),
+        )
+        setattr(sys, name, kept)
+
+
+ENDING_SIGNALS = {
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "terminated",
+    signal.SIGHUP: "hung up",
+}
 PATIENCE_S = 5.0  # for code that is not ours, such as a read that blocks; then it is raised there
 AGAIN_S = (
     1.0  # a second Ctrl-C means it; a signal to a process and to its group comes twice at once
@@ -35,34 +75,37 @@ _waiting: Callable[[], None] | None = None
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C."""
+    """Ctrl-C came."""
 
 
 class Terminated(SystemExit):
-    """Another signal; its code is the exit code."""
+    """A signal other than Ctrl-C came; the code is the exit code."""
 
 
-def catch() -> None:
-    """From now on a signal ends this process at once, with its exit code and without a traceback.
+def install_signal_handlers() -> None:
+    """End this process from now on when a signal comes, with its exit code and no traceback.
 
-    Those that are ignored (nohup, a script's background job) stay ignored.
+    Signals that are ignored (nohup, a script's background job) stay ignored.
     """
     is_lead = os.environ.get("RANK", "0") == "0"  # of torchrun's processes: it tells for all
-    for number in ASKING:
+    for number in ENDING_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _handle if is_lead else signal.SIG_DFL)
+            signal.signal(number, _handle_signal if is_lead else signal.SIG_DFL)
 
 
 @contextmanager
-def between_steps() -> Iterator[Callable[[], int | None]]:
-    """Inside, a signal waits for whoever asks what came, between two steps, to leave a checkpoint;
-    then `deliver` does what it would have done. A second one, or nobody who asks for STEP_S, does
-    it at once. SIGUSR1 only asks for a checkpoint."""
+def defer_signals() -> Iterator[Callable[[], int | None]]:
+    """Let a signal wait until a step has ended; yield a function that returns its number.
+
+    The function returns None where no signal waits. Whoever calls it between two steps can
+    write a checkpoint; `deliver_signal` then does what the signal would have done. A second
+    signal, or no call for STEP_S, does it at once. SIGUSR1 only asks for a checkpoint.
+    """
     global _waiting
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    before: dict[int, Any] = {n: signal.getsignal(n) for n in (*ASKING, signal.SIGUSR1)}
+    before: dict[int, Any] = {n: signal.getsignal(n) for n in (*ENDING_SIGNALS, signal.SIGUSR1)}
     before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}
     came: list[int] = []
 
@@ -115,41 +158,44 @@ def between_steps() -> Iterator[Callable[[], int | None]]:
         give_back()
 
 
-def deliver() -> None:
-    """What the signal that waits would have done."""
+def deliver_signal() -> None:
+    """Do what the signal that waits would have done; nothing where none waits."""
     if _waiting is not None:
         _waiting()
 
 
-def begin() -> None:
-    """From now on there is something to leave in order: a signal is raised in our own code."""
+def enable_signal_exceptions() -> None:
+    """Raise a signal as an exception in our own code from now on.
+
+    Call it once there is something to clean up at the end.
+    """
     global _begun_in
     from prefect.utilities import engine
 
     # Prefect would put its own in our place for as long as a flow runs, and that raises anywhere.
-    engine._prefect_sigterm_handler = _handle  # type: ignore[assignment]
+    engine._prefect_sigterm_handler = _handle_signal  # type: ignore[assignment]
     _begun_in = os.getpid()
 
 
-def finish() -> None:
-    """All is in order: from now on a signal ends the process at once, as before."""
+def disable_signal_exceptions() -> None:
+    """Let a signal end the process at once again: everything is cleaned up."""
     global _begun_in
     _begun_in = None
     signal.setitimer(signal.ITIMER_REAL, 0)
     sys.settrace(None)
 
 
-def exit_code() -> int | None:
-    """That of the signal that came; None where none came."""
+def find_exit_code() -> int | None:
+    """Return the exit code of the signal that came; None where none came."""
     return None if _asked is None else 128 + _asked
 
 
-def in_words() -> str:
-    """What the signal did to the command."""
-    return ASKING.get(signal.Signals(_asked or signal.SIGINT), "ended")
+def describe_signal() -> str:
+    """Return what the signal did to the command, such as "interrupted"."""
+    return ENDING_SIGNALS.get(signal.Signals(_asked or signal.SIGINT), "ended")
 
 
-def _handle(number: int, frame: FrameType | None) -> None:
+def _handle_signal(number: int, frame: FrameType | None) -> None:
     global _asked, _asked_at
     is_again = _asked is not None and _begun_in is not None
     if is_again and (number != signal.SIGINT or time.monotonic() - _asked_at < AGAIN_S):
@@ -157,16 +203,16 @@ def _handle(number: int, frame: FrameType | None) -> None:
     _asked, _asked_at = number, time.monotonic()
     if _begun_in is None:
         try:
-            os.write(2, f"{in_words()}\n".encode())
+            os.write(2, f"{describe_signal()}\n".encode())
         finally:
             os._exit(128 + number)
     if _begun_in != os.getpid() or frame is None or _is_own(frame):  # or a worker process of ours
-        raise _ending()
-    signal.signal(signal.SIGALRM, _insist)
+        raise _make_exception()
+    signal.signal(signal.SIGALRM, _raise_if_swallowed)
     signal.setitimer(signal.ITIMER_REAL, PATIENCE_S, PATIENCE_S)
     below: FrameType | None = frame
     while below is not None:
-        if _returns_to_own(below):
+        if _is_returning_to_own(below):
             below.f_trace = _raise_between
         below = below.f_back
     sys.settrace(_raise_between)
@@ -179,23 +225,23 @@ def _raise_between(frame: FrameType, event: str, arg: Any) -> Callable[..., Any]
     then pass over. At its return a function has no more `except`, and ours sees it raise.
     """
     if event == "return" or _is_own(frame):
-        raise _ending()  # which also ends the tracing
-    return _raise_between if _returns_to_own(frame) else None
+        raise _make_exception()  # which also ends the tracing
+    return _raise_between if _is_returning_to_own(frame) else None
 
 
-def _returns_to_own(frame: FrameType) -> bool:
+def _is_returning_to_own(frame: FrameType) -> bool:
     is_plain = not frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE)
     called_by_own = frame.f_back is not None and _is_own(frame.f_back)
     return is_plain and called_by_own and not _is_own(frame)
 
 
-def _insist(number: int, frame: FrameType | None) -> None:
+def _raise_if_swallowed(number: int, frame: FrameType | None) -> None:
     if _raised is None or _raised() is None:  # not yet raised, or swallowed where it was
         sys.settrace(None)
-        raise _ending()
+        raise _make_exception()
 
 
-def _ending() -> BaseException:
+def _make_exception() -> BaseException:
     global _raised
     number = _asked or signal.SIGINT
     error = Interrupted() if number == signal.SIGINT else Terminated(128 + number)

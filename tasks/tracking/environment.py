@@ -1,5 +1,6 @@
-"""What surrounds a run: what would be needed to repeat it, the code's commit and every package; and
-the process that sends it, which is started here."""
+"""Describes what would be needed to repeat a run, the code's commit and every package; and
+starts the process that sends the run to MLflow.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +12,14 @@ from functools import partial
 from pathlib import Path
 
 from tasks.process import children
-from tasks.tracking.where import TrackingError, Where
+from tasks.tracking.where import TrackingError, TrackingSettings
 
 
-def code_version() -> dict[str, str]:
-    """The commit that this project's code is at, and whether files differ from it."""
+def read_code_version() -> dict[str, str]:
+    """Return the commit of this project's code as tags, and whether files differ from it.
+
+    Empty where git is not here or does not answer.
+    """
 
     def ask(*words: str) -> str | None:
         here = Path(__file__).parent.parent
@@ -33,10 +37,11 @@ def code_version() -> dict[str, str]:
     return {"git.commit": commit, "mlflow.source.git.commit": commit, "git.dirty": dirty}
 
 
-def environment() -> str:
-    """Python, the platform, and every package with its version.
+def describe_environment() -> str:
+    """Return Python, the platform, and every package with its version, as text.
 
-    Read off the names of the packages' metadata folders: parsing what is in them costs 0.4 s.
+    Read off the names of the packages' metadata folders: parsing what is in them costs 0.4
+    s.
     """
     folders = {f.stem for place in sys.path for f in Path(place).glob("*.dist-info")}
     packages = sorted({"==".join(name.rsplit("-", 1)) for name in folders}, key=str.lower)
@@ -44,8 +49,8 @@ def environment() -> str:
     return "\n".join([head, *packages]) + "\n"
 
 
-def spawn(where: Where) -> subprocess.Popen[str]:
-    """The sending process. Raises TrackingError where it could write nothing."""
+def start_sender(where: TrackingSettings) -> subprocess.Popen[str]:
+    """Start the sending process. Raises TrackingError where it could write nothing."""
     runs = Path(where.runs)
     try:
         runs.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -53,4 +58,4 @@ def spawn(where: Where) -> subprocess.Popen[str]:
     except OSError as error:
         raise TrackingError(f"runs: {runs} can't be written ({error.strerror})") from None
     with log:
-        return children.start("tasks.tracking.mlflow_sender", stderr=log)
+        return children.start_child("tasks.tracking.mlflow_sender", stderr=log)

@@ -1,13 +1,17 @@
-"""A run's record as the training process keeps it: every metric goes to a local file first, and a
-second process (`mlflow_sender.py`) sends it to MLflow, so that no step ever waits for a database
-and nothing is lost where MLflow is away, where that process is killed (another goes on), or where
-the run's folder is removed. This process never imports mlflow.
+"""Keeps a run's record in the training process: every metric goes to a local file first,
+the journal, and a second process (`mlflow_sender.py`) sends it to MLflow, so that no step
+ever waits for a database and nothing is lost where MLflow is away, where that process is
+killed (another goes on), or where the run's folder is removed. This process never imports
+mlflow. The journal may be larger than the host's memory, and damaged: each line ends with a
+checksum of what is before it, so that no flipped bit becomes a number that nobody measured.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import math
 import os
 import queue
 import shutil
@@ -15,19 +19,230 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import orjson
 
 from tasks.engine.base import host_memory
 from tasks.process import children
-from tasks.process.redaction import redacted
-from tasks.tracking.environment import spawn
-from tasks.tracking.journal_lines import ONCE, Told, append, line_of, told_by
-from tasks.tracking.where import TrackingError, Where
+from tasks.process.redaction import redact
+from tasks.tracking.environment import start_sender
+from tasks.tracking.where import TrackingError, TrackingSettings
+
+Line = tuple[int, int, dict[str, float]]  # Unix ms, step, metrics
+Sample = tuple[str, float, int, int]  # name, value, unix ms, step
+START = "start.json"  # of a run's folder: how the run began
+TRAINING_LOCK = "training.lock"  # the same of whoever trains it
+SENDING_LOCK = "sending.lock"  # of a run's folder: whoever sends it holds it
+BATCH = 10_000  # metrics: other runs wait some 0.1 s while so many are written to a database
+ONCE = 0  # the step of what has one value a run: of a later one MLflow draws a curve of one dot
+END_BYTES = 2**16  # of a journal: some hundred log points
+MOST_POINTS = 4096  # of a series: more than a picture shows
+CHECK = b',"crc32":'  # behind what it is the checksum of; journals of older versions have none
+
+
+def read_metric_batches(
+    journal: BinaryIO,
+    offset: int,
+    *,
+    most_bytes: float = math.inf,
+    damaged: list[int] | None = None,
+) -> Iterator[tuple[list[Sample], int]]:
+    """Yield the metrics of whole lines from `offset` on in batches, with the offset behind.
+
+    Half a line at the end waits for its rest. most_bytes: stop after so many, at the end of
+    a line. damaged: gets the offset of each line that had to be skipped.
+    """
+    journal.seek(offset)
+    until, sent = offset + most_bytes, offset
+    batch: list[Sample] = []
+    for line in journal:
+        if offset >= until or not line.endswith(b"\n"):
+            break
+        try:
+            unix_ms, step, metrics = _parse_line(line)
+            # MLflow would store an infinity as 1.797e308, a number that nobody measured.
+            batch += [(k, v, unix_ms, step) for k, v in metrics.items() if not math.isinf(v)]
+        except _DAMAGE:
+            if damaged is not None:
+                damaged.append(offset)
+        offset += len(line)
+        if len(batch) >= BATCH:
+            yield batch, offset
+            batch, sent = [], offset
+    if offset > sent:
+        yield batch, offset
+
+
+def read_metrics_before(journal: Path, offset: int) -> dict[str, float]:
+    """Return the metrics of the line that ends at this offset.
+
+    Raises OSError or ValueError where no line ends there.
+    """
+    begin = max(0, offset - 2**20)
+    with open(journal, "rb") as lines:
+        lines.seek(begin)
+        before = lines.read(offset - begin)
+    if len(before) != offset - begin or not before.endswith(b"\n"):
+        raise ValueError(f"no line ends at byte {offset}")
+    try:
+        return _parse_line(before[:-1].rpartition(b"\n")[2] + b"\n")[2]
+    except _DAMAGE as error:
+        raise ValueError(f"the line that ends at byte {offset} is damaged") from error
+
+
+def read_journal_ends(journal: Path) -> tuple[list[Line], list[Line]]:
+    """Return the first lines and the newest, in order, without those between.
+
+    Both are empty where the journal can't be read. It is as cheap after a week of training
+    as after a minute.
+    """
+    with suppress(OSError), open(journal, "rb") as file:
+        first = file.read(END_BYTES)
+        begin = max(0, file.seek(0, os.SEEK_END) - END_BYTES)
+        file.seek(begin)
+        newest = file.read(END_BYTES)
+        return _parse_lines(first.split(b"\n")[:-1]), _parse_lines(
+            newest.split(b"\n")[begin > 0 : -1]
+        )
+    return [], []
+
+
+def _parse_lines(found: list[bytes]) -> list[Line]:
+    lines = []
+    for line in found:
+        with suppress(*_DAMAGE):
+            lines.append(_parse_line(line + b"\n"))
+    return lines
+
+
+class _ThinnedSeries:
+    """A series of which every 2nd, 4th, 8th, ... point is kept when it grows long, and the last."""
+
+    def __init__(self) -> None:
+        self._kept: list[list[float]] = []
+        self._every = 1
+        self._count = 0
+        self._last: list[float] = []
+
+    def add(self, point: list[float]) -> None:
+        if self._count % self._every == 0:
+            self._kept.append(point)
+            if len(self._kept) > MOST_POINTS:
+                self._kept = self._kept[::2]
+                self._every *= 2
+        self._count += 1
+        self._last = point
+
+    def points(self) -> list[list[float]]:
+        return self._kept if self._kept[-1] is self._last else [*self._kept, self._last]
+
+
+def read_series(journal: Path) -> dict[str, list[list[float]]]:
+    """Return what was logged, by name: lists of [step, value, Unix ms], in order.
+
+    A long series is thinned to at most MOST_POINTS points and the last one.
+    """
+    found: dict[str, _ThinnedSeries] = {}
+    with suppress(FileNotFoundError), open(journal, "rb") as lines:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                break
+            with suppress(*_DAMAGE):
+                unix_ms, step, metrics = _parse_line(line)
+                for key, value in metrics.items():
+                    if key not in found:
+                        found[key] = _ThinnedSeries()
+                    found[key].add([step, value, unix_ms])
+    return {key: thinned.points() for key, thinned in found.items()}
+
+
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError)  # what reading a damaged line raises
+
+
+def make_line(metrics: Mapping[str, float], step: int, *, unix_ms: int) -> bytes:
+    """Return the line of a step's metrics as JSON, with its checksum.
+
+    json.dumps() writes it only where a value is no number in JSON.
+    """
+    values = orjson.dumps(metrics)
+    if b"null" in values:
+        values = json.dumps(metrics).encode()
+    line = b'{"step":%d,"t":%d,"metrics":%b' % (step, unix_ms, values)
+    return b"%b%b%d}\n" % (line, CHECK, zlib.crc32(line))
+
+
+def append_line(file: FileIO, line: bytes) -> None:
+    """Append the whole line or none of it: half of one would spoil the next.
+
+    Raises OSError where there is no room.
+    """
+    written = file.write(line)
+    if written != len(line):
+        file.truncate(file.tell() - (written or 0))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a journal has told by now."""
+
+    steps: dict[str, int] = field(default_factory=dict)  # the newest, by metric
+    values: dict[str, float] = field(default_factory=dict)  # of that step
+    unix_ms: int = 0  # the latest
+
+    def series(self) -> dict[str, float]:
+        """The newest values of what has more than one a run."""
+        return {name: self.values[name] for name, step in self.steps.items() if step != ONCE}
+
+    def step(self) -> int:
+        return max(self.steps.values(), default=ONCE)
+
+
+def told_by(journal: Path) -> Told:
+    """All of it; half a line at its end, of a process that died, is cut off."""
+    steps: dict[str, int] = {}
+    values: dict[str, float] = {}
+    latest_ms = whole_bytes = 0
+    with open(journal, "rb+") as lines:
+        for batch, whole_bytes in read_metric_batches(lines, 0):  # noqa: B007 (its last value is a result)
+            for name, value, unix_ms, step in batch:
+                steps[name], values[name] = step, value
+                latest_ms = max(latest_ms, unix_ms)
+        lines.truncate(whole_bytes)
+    return Told(steps, values, latest_ms)
+
+
+def _parse_line(line: bytes) -> Line:
+    """Return Unix ms, step and metrics of a line. Raises one of _DAMAGE."""
+    said, mark, crc = line.rpartition(CHECK)
+    if mark and crc != b"%d}\n" % zlib.crc32(said):
+        raise ValueError("it is not what was written")
+    entry = _decode_line(line)
+    unix_ms, step = int(entry["t"]), int(entry["step"])
+    if max(abs(unix_ms), abs(step)) >= 2**63:
+        raise ValueError("no whole number of a database")
+    return unix_ms, step, {key: float(value) for key, value in entry["metrics"].items()}
+
+
+def _decode_line(line: bytes) -> dict[str, Any]:
+    """Return a line of the journal, decoded.
+
+    json.loads() reads it only where it holds what is no number in JSON.
+    """
+    try:
+        entry: dict[str, Any] = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        entry = json.loads(line)
+    return entry
+
 
 OPEN_S = 180.0  # the first use of a new database on a busy machine, with room to spare
 CLOSE_S = 120.0  # without a sign of it, beside the time for a store that is away
@@ -43,13 +258,16 @@ log = logging.getLogger(__name__)
 _spare: list[subprocess.Popen[str]] = []
 
 
-def warm_up(where: Where) -> None:
-    """Start the sending process ahead of need: it imports mlflow while this one imports torch."""
-    _spare.append(spawn(where))
+def warm_up(where: TrackingSettings) -> None:
+    """Start the sending process early: it imports mlflow while this one imports torch."""
+    _spare.append(start_sender(where))
 
 
 class JournalError(RuntimeError):
-    """A run that has begun can't be kept any more; the text starts with the setting at fault."""
+    """A run that has begun can't be recorded any more.
+
+    The text starts with the setting at fault.
+    """
 
 
 class SenderEnded(RuntimeError):
@@ -61,9 +279,12 @@ class RunGone(TrackingError):
 
 
 class Journal:
-    """One run's record. A context manager: left by an exception, it leaves no process behind."""
+    """The record of one run.
 
-    def __init__(self, where: Where, folder: Path) -> None:
+    A context manager: left by an exception, it leaves no process behind.
+    """
+
+    def __init__(self, where: TrackingSettings, folder: Path) -> None:
         self.where = where
         self.folder = folder
         self.run_id = ""  # MLflow's, once it has been told of the run
@@ -84,7 +305,7 @@ class Journal:
         self._telling = threading.Lock()  # while orders go to a sending process, or it is replaced
 
     def __enter__(self) -> Journal:
-        self._sender = _spare.pop() if _spare else spawn(self.where)
+        self._sender = _spare.pop() if _spare else start_sender(self.where)
         here = copy_context()  # Prefect knows by it which run's log this is
         threading.Thread(target=here.run, args=(self._listen,), daemon=True).start()
         return self
@@ -94,14 +315,15 @@ class Journal:
         if self._metrics is not None:
             self._metrics.close()
         if self._sender is not None:
-            children.let_go(self._sender)  # it ends by itself: what is unsent, it still sends
+            children.close_stdin(self._sender)  # it ends by itself: what is unsent, it still sends
 
     @property
     def ids(self) -> dict[str, str]:
+        """Return run_id and experiment_id; both are empty until MLflow knows the run."""
         return {"run_id": self.run_id, "experiment_id": self.experiment_id}
 
     def open(self, experiment: str | None) -> None:
-        """Begin to open the experiment. `create` waits for it."""
+        """Begin to open the experiment; `create` waits for it."""
         where = self.where.model_copy(update={"experiment": experiment or self.where.experiment})
         prefect_api = os.environ.get("PREFECT_API_URL", "")  # a desk has set it
         order = {"do": "open", "where": where.model_dump(), "prefect_api": prefect_api}
@@ -144,7 +366,7 @@ class Journal:
     ) -> dict[str, float]:
         if self._opening is None:
             self._answer("open", OPEN_S)  # it has imported MLflow
-            self._opening = self._unless_away("open")
+            self._opening = self._answer_unless_away("open")
         is_away = "away" in (answer := self._opening)
         order = {"start_ms": int(time.time() * 1000), **begin}
         order["experiment"] = self._orders[0]["where"]["experiment"]
@@ -161,15 +383,15 @@ class Journal:
         with self._telling:
             self._orders.append(order)
             if is_away:
-                self._begin_without(answer["away"])
+                self._begin_while_away(answer["away"])
             self._tell({**order, "late": is_away})
         try:
-            answer = answer if is_away else self._unless_away("begin")
+            answer = answer if is_away else self._answer_unless_away("begin")
         except (SenderEnded, TrackingError):
             self._leave_nothing()
             raise
         if not is_away and "away" in answer:
-            self._begin_without(answer["away"])
+            self._begin_while_away(answer["away"])
         if "gone" in answer:
             self._forget()
             raise RunGone(answer["gone"])
@@ -195,18 +417,21 @@ class Journal:
         self._orders.pop()
 
     def history(self) -> list[dict[str, Any]] | None:
-        """Gate and metrics of the newest runs of the same `gate.of`; None where it is not known."""
+        """Return gate and metrics of the newest runs of the same `gate.of`.
+
+        None where they are not known.
+        """
         with suppress(queue.Empty):
             return self._histories.get(timeout=SILENT_S if self.run_id else 0)
         return None
 
-    def _begin_without(self, away: str) -> None:
+    def _begin_while_away(self, away: str) -> None:
         self._note(f"{away}; the run is kept in {self.folder}, and sent when MLflow is there")
         with suppress(OSError):  # the disk is full: close() has room
             self._keep_begin()
 
     def _keep_begin(self) -> None:
-        """For whoever tells MLflow of the run, where this process does not live to see it."""
+        """Write how the run began, for another process to send if this one ends before."""
         half = self.folder / f"{BEGIN}.new"
         half.write_text(json.dumps(self._orders[1]))
         half.rename(self.folder / BEGIN)
@@ -222,7 +447,7 @@ class Journal:
             return
         try:
             self._restore()
-            append(self._metrics, line_of(metrics, step, unix_ms=self._now_ms()))
+            append_line(self._metrics, make_line(metrics, step, unix_ms=self._now_ms()))
         except OSError as error:
             raise JournalError(self._refusal(error)) from None
 
@@ -235,7 +460,7 @@ class Journal:
         return self._ms
 
     def make_room(self) -> None:
-        """Give the run's end the room that was kept for it."""
+        """Remove the file that reserves room on the disk, for the end of the run."""
         with suppress(OSError):
             (self.folder / RESERVE).unlink()
 
@@ -246,7 +471,10 @@ class Journal:
         return open(self.folder / "metrics.jsonl", "ab+", buffering=0)
 
     def _restore(self) -> None:
-        """A journal that was removed is still there as long as it is open: it is written anew."""
+        """Write the journal anew where its folder was removed.
+
+        The open file still has its content.
+        """
         if self._metrics is None or os.path.exists(self.folder / "metrics.jsonl"):
             return
         new = self._opened()
@@ -265,10 +493,11 @@ class Journal:
         log.warning("%s", text)
 
     def close(self, run: Mapping[str, Any]) -> dict[str, float]:
-        """Send what is left, with the files of the folder, and end the run with `run["status"]`.
+        """Send what is left, and end the run with `run["status"]`.
 
-        Returns the times that only the end could tell. Raises TrackingError where MLflow does not
-        answer; everything is then still in the folder.
+        The files of the folder are sent too. Returns the times that are only known at the
+        end. Raises TrackingError where MLflow does not answer; everything is then still in
+        the folder.
         """
         with suppress(OSError):  # a full disk; it is for sending later, and also goes by the pipe
             self._restore()
@@ -292,8 +521,8 @@ class Journal:
             self._sender.stdin.write(json.dumps(what) + "\n")
             self._sender.stdin.flush()
 
-    def _unless_away(self, to: str) -> dict[str, Any]:
-        """The answer; with `away` where there is none, and MLflow is not required."""
+    def _answer_unless_away(self, to: str) -> dict[str, Any]:
+        """Return the answer; `away` is its key where MLflow is silent and not required."""
         if self.where.required or self.where.database is not None:
             return self._answer(to, OPEN_S)
         return self._answer(to, SILENT_S, silent="away")
@@ -304,15 +533,15 @@ class Journal:
             while answer.get("to", "") not in (to, None):  # None: to all that is asked
                 answer = self._answers.get(timeout=timeout_s)
         except queue.Empty:
-            uri = redacted(self.where.tracking_uri)
+            uri = redact(self.where.tracking_uri)
             answer = {silent: f"tracking_uri: {uri} gave no answer within {timeout_s:.0f} s"}
         if "error" in answer:
             is_lost = "ended" in answer and not self.is_begun
-            raise (SenderEnded if is_lost else TrackingError)(redacted(answer["error"]))
+            raise (SenderEnded if is_lost else TrackingError)(redact(answer["error"]))
         return answer
 
     def _listen(self) -> None:
-        """Hand on the answers, of one sending process after the other where they end too early."""
+        """Pass on the answers of the sending process; start another where it ends too early."""
         kills = host_memory.kills()
         for restarts in range(1 + RESTARTS):
             sender = self._sender
@@ -335,7 +564,7 @@ class Journal:
             if is_last:
                 break
             time.sleep(2**restarts - 1)
-            if not self._replaced():
+            if not self._replace_sender():
                 break
         self._histories.put(None)
         error = f"tracking_uri: {ended}; see {self.where.runs}/tracking.log"
@@ -352,13 +581,16 @@ class Journal:
             self.run_id, self.experiment_id = answer["run_id"], answer["experiment_id"]
         self._answers.put(answer)
 
-    def _replaced(self) -> bool:
-        """Whether another sending process goes on where the last one was."""
+    def _replace_sender(self) -> bool:
+        """Start another sending process, which goes on where the last one was.
+
+        Return whether that worked.
+        """
         with self._telling:
             assert self._sender is not None
-            children.let_go(self._sender)
+            children.close_stdin(self._sender)
             try:
-                self._sender = spawn(self.where)
+                self._sender = start_sender(self.where)
             except TrackingError:
                 return False
             for order in self._orders[:1]:

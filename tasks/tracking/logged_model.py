@@ -28,19 +28,19 @@ from mlflow.models.utils import _save_example
 from mlflow.types import ColSpec, Schema, TensorSpec
 from mlflow.types.schema import AnyType
 
-from tasks.engine.models.checksums import seal
-from tasks.engine.models.raw_inputs import raw_of
-from tasks.engine.models.structured_inputs import is_structured, wanted
+from tasks.engine.models.checksums import write_checksums
+from tasks.engine.models.model_call import describe_inputs, is_structured
+from tasks.engine.models.raw_inputs import restore_raw_values
 
 if TYPE_CHECKING:
-    from tasks.tracking.mlflow_run import State
+    from tasks.tracking.mlflow_run import SendingState
 
 # All that predictor.py imports: nothing else of this project is there where the model is loaded.
 CODE = (
     "__init__.py",
     "engine/__init__.py",
     "engine/base/__init__.py",
-    "engine/base/factory_call.py",
+    "engine/base/import_paths.py",
     "engine/base/import_paths.py",
     "engine/base/secret_names.py",
     "engine/models/__init__.py",
@@ -50,17 +50,17 @@ CODE = (
     "engine/models/own_factory.py",
     "engine/models/predictor.py",
     "engine/models/raw_inputs.py",
-    "engine/models/structured_inputs.py",
-    "engine/models/transformer.py",
+    "engine/models/model_call.py",
+    "engine/models/builtin.py",
     "engine/settings/__init__.py",
     "engine/settings/model_args.py",
 )
-PASSED = "gate.passed"  # a tag of a version
+PASSED_TAG = "gate.passed"  # a tag of a version
 REQUIREMENTS = ("torch", "numpy", "pandas")
 
 
-def create(client: MlflowClient, state: State, folder: Path) -> str:
-    """A model named `model` of the run, without files yet; its id."""
+def create_model(client: MlflowClient, state: SendingState, folder: Path) -> str:
+    """Create an MLflow model named `model` of the run, without files yet; return its id."""
     model_type = json.loads((folder / "model" / "spec.json").read_text())["model"]
     logged = client.create_logged_model(
         state.experiment_id, name="model", source_run_id=state.run_id, model_type=model_type
@@ -69,21 +69,24 @@ def create(client: MlflowClient, state: State, folder: Path) -> str:
     return model_id
 
 
-def fill(client: MlflowClient, state: State, folder: Path) -> None:
+def send_model_files(client: MlflowClient, state: SendingState, folder: Path) -> None:
     """Send `folder`/model as the files of the model that was created."""
     spec = json.loads((folder / "model" / "spec.json").read_text())
     with tempfile.TemporaryDirectory() as scratch:
-        _write(Path(scratch), folder / "model", spec, run_id=state.run_id)
+        _write_model_folder(Path(scratch), folder / "model", spec, run_id=state.run_id)
         client.log_model_artifacts(state.model_id, scratch)
     client.finalize_logged_model(state.model_id, "READY")
     client.log_outputs(state.run_id, models=[LoggedModelOutput(state.model_id, step=0)])
 
 
-def register(client: MlflowClient, state: State, asked: dict[str, Any], turn: Path) -> str:
-    """Make the run's model a version of the registered model that `asked` names, once, and move the
-    aliases; what became of it, in words. turn: a file that those who register here take turns by.
+def register_model(
+    client: MlflowClient, state: SendingState, asked: dict[str, Any], turn: Path
+) -> str:
+    """Make the run's model a version of a registered model, and move the aliases.
 
-    Raises what MLflow raises.
+    Done once, however often it is called. Returns what was done, in words. asked: the
+    registered model and the run's score. turn: a file whose lock lets one process register
+    at a time. Raises what MLflow raises.
     """
     name = asked["name"]
     quote = '"' if "'" in name else "'"
@@ -99,25 +102,27 @@ def register(client: MlflowClient, state: State, asked: dict[str, Any], turn: Pa
         if mine is None:
             source = client.get_logged_model(state.model_id).artifact_location
             tags = {} if asked["value"] is None else {asked["metric"]: str(asked["value"])}
-            tags |= {PASSED: "yes"} if asked["passed"] else {}
+            tags |= {PASSED_TAG: "yes"} if asked["passed"] else {}
             mine = client.create_model_version(
                 name, source, state.run_id, tags=tags, model_id=state.model_id
             )
             known.append(mine)
         roles = ["challenger"] if asked["passed"] else []
-        if _champion(client, known, mine, asked) is mine:
+        if _choose_champion(client, known, mine, asked) is mine:
             roles.append("champion")
         for role in roles:
             client.set_registered_model_alias(name, role, mine.version)
     return " ".join([f"{name} version {mine.version}", *(f"@{role}" for role in roles)])
 
 
-def _champion(
+def _choose_champion(
     client: MlflowClient, known: list[ModelVersion], mine: ModelVersion, asked: dict[str, Any]
 ) -> ModelVersion:
-    """The version with the best validation of those that passed their gate: this one or the
-    champion; where there is none, or it was deleted, of all, and of those that failed too if no
-    other is left."""
+    """Return the version with the best validation of those that passed their gate.
+
+    It is this version or the champion. Where there is no champion, or it was deleted, all
+    versions are compared, and those that failed too if no other is left.
+    """
 
     def score(version: ModelVersion) -> float:
         value = math.nan
@@ -134,12 +139,12 @@ def _champion(
     if holder is not None:
         return mine if asked["passed"] and score(mine) > score(holder) else holder
     scored = [v for v in known if not math.isnan(score(v))]
-    best = max(scored, key=lambda v: (PASSED in v.tags, score(v)), default=mine)
+    best = max(scored, key=lambda v: (PASSED_TAG in v.tags, score(v)), default=mine)
     client.set_registered_model_alias(asked["name"], "champion", best.version)
     return best
 
 
-def _write(path: Path, trained: Path, spec: dict[str, Any], *, run_id: str) -> None:
+def _write_model_folder(path: Path, trained: Path, spec: dict[str, Any], *, run_id: str) -> None:
     """An MLflow model's folder, of parts that MLflow documents.
 
     mlflow.pyfunc.save_model() would write the same, after it has read the metadata of every package
@@ -149,7 +154,7 @@ def _write(path: Path, trained: Path, spec: dict[str, Any], *, run_id: str) -> N
         (path / "code" / "tasks" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(Path(__file__).parent.parent / name, path / "code" / "tasks" / name)
     shutil.copytree(trained, path / "data")
-    model = Model(run_id=run_id, signature=signature(spec))
+    model = Model(run_id=run_id, signature=make_signature(spec))
     mlflow.pyfunc.add_to_model(
         model,
         loader_module="tasks.engine.models.predictor",
@@ -157,7 +162,7 @@ def _write(path: Path, trained: Path, spec: dict[str, Any], *, run_id: str) -> N
         code="code",
         python_env="python_env.yaml",
     )
-    _save_example(model, _example(trained, spec), str(path))
+    _save_example(model, _make_example(trained, spec), str(path))
     requirements = [f"{name}=={version(name)}" for name in REQUIREMENTS]
     requirements += spec.get("requirements", [])  # of the user's own code
     (path / "requirements.txt").write_text("\n".join(requirements) + "\n")
@@ -166,14 +171,14 @@ def _write(path: Path, trained: Path, spec: dict[str, Any], *, run_id: str) -> N
     model.save(str(path / "MLmodel"))
     # Not MLflow's own files, which it may write anew.
     kept = (f for part in ("data", "code") for f in sorted((path / part).rglob("*")))
-    seal(path / "data", [f for f in kept if f.is_file()])
+    write_checksums(path / "data", [f for f in kept if f.is_file()])
 
 
-def _example(trained: Path, spec: dict[str, Any]) -> Any:
+def _make_example(trained: Path, spec: dict[str, Any]) -> Any:
     several = trained / "example.npz"
     if several.is_file():
         with np.load(several, allow_pickle=False) as found:
-            return {name: found[name] for name in wanted(spec)}
+            return {name: found[name] for name in describe_inputs(spec)}
     rows, names = np.load(trained / "example.npy"), spec["feature_names"]
     if spec["task"] == "tokens" and spec["source"] == "text":
         # A row may begin or end within a character, or be no text at all.
@@ -181,32 +186,35 @@ def _example(trained: Path, spec: dict[str, Any]) -> Any:
     if spec["task"] == "tokens":
         return rows.astype("int64")
     if spec.get("columns"):
-        return pd.DataFrame(raw_of(rows, spec["columns"]))
+        return pd.DataFrame(restore_raw_values(rows, spec["columns"]))
     return rows if names is None else pd.DataFrame(rows.astype("float64"), columns=names)
 
 
-def signature(spec: dict[str, Any]) -> ModelSignature:
-    """Rows in, by column name where there are names; a prediction for each row out.
+def make_signature(spec: dict[str, Any]) -> ModelSignature:
+    """Return the signature: rows in, by column name where there are names.
 
-    Rows of tokens may be shorter than the context.
+    A prediction for each row out. Rows of tokens may be shorter than the context.
     """
     if is_structured(spec):
-        inputs: list[Any] = _several(spec)
+        inputs: list[Any] = _make_input_specs(spec)
     elif spec["task"] == "tokens":
-        return _token_signature(spec["source"])
+        return _make_token_signature(spec["source"])
     else:
         names = spec["feature_names"]
         inputs = [TensorSpec(np.dtype("float32"), (-1, *spec["input_shape"]))]
         if spec.get("columns"):
-            inputs = _columns(spec)
+            inputs = _make_column_specs(spec)
         elif names:
             inputs = [ColSpec("double", name) for name in names]
-    return ModelSignature(inputs=Schema(inputs), outputs=Schema(_predictions(spec)))
+    return ModelSignature(inputs=Schema(inputs), outputs=Schema(_make_output_specs(spec)))
 
 
-def _columns(spec: dict[str, Any]) -> list[ColSpec]:
-    """The raw columns of a table. Whole numbers may come as any: MLflow refuses int64, which is
-    what pandas reads them as, where a double is asked for."""
+def _make_column_specs(spec: dict[str, Any]) -> list[ColSpec]:
+    """Return the raw columns of a table.
+
+    Whole numbers may come as any type: MLflow refuses int64, which is what pandas reads them
+    as, where a double is asked for.
+    """
     required = spec.get("missing", "fail") == "fail"
     found = []
     for column in spec["columns"]:
@@ -217,10 +225,13 @@ def _columns(spec: dict[str, Any]) -> list[ColSpec]:
     return found
 
 
-def _several(spec: dict[str, Any]) -> list[Any]:
-    """The inputs of a model of the user's own, each an array by its name. Lengths may differ."""
+def _make_input_specs(spec: dict[str, Any]) -> list[Any]:
+    """Return the inputs of a user's own model, each an array by its name.
+
+    Lengths may differ.
+    """
     found = []
-    for name, need in wanted(spec).items():
+    for name, need in describe_inputs(spec).items():
         kind = "float32" if "float" in need["dtype"] else need["dtype"]
         sizes = [-1 if kind == "int64" else size for size in need["shape"]]
         found.append(TensorSpec(np.dtype(kind), (-1, *sizes), name=name))
@@ -231,7 +242,7 @@ def _several(spec: dict[str, Any]) -> list[Any]:
     )
 
 
-def _predictions(spec: dict[str, Any]) -> list[Any]:
+def _make_output_specs(spec: dict[str, Any]) -> list[Any]:
     if spec["task"] == "classification":
         return [ColSpec("string", "prediction"), ColSpec("float", "probability")]
     if spec["task"] == "tokens":
@@ -243,7 +254,7 @@ def _predictions(spec: dict[str, Any]) -> list[Any]:
     return [ColSpec("double", f"prediction_{i}") for i in range(spec["outputs"])]
 
 
-def _token_signature(source: str) -> ModelSignature:
+def _make_token_signature(source: str) -> ModelSignature:
     inputs: list[Any] = [TensorSpec(np.dtype("int64"), (-1, -1))]
     prediction = ColSpec("long", "prediction")
     if source == "text":

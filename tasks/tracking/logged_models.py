@@ -1,6 +1,7 @@
-"""Finds a logged model in MLflow and brings its files to this machine; in a process of its own, as
-all that imports mlflow. A question comes as a line of JSON, its answer goes back, until the process
-that asks has done. It refuses to create anything.
+"""Finds a logged model in MLflow and brings its files to this machine, in a process of its
+own, as everything that imports mlflow. Questions come as lines of JSON on standard input,
+the answers go back on standard output, until the process that asks is done. It creates
+nothing in MLflow.
 """
 
 from __future__ import annotations
@@ -24,27 +25,32 @@ from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it 
 from mlflow.entities import LoggedModel  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 
-from tasks.tracking.mlflow_store import explained  # noqa: E402
-from tasks.tracking.where import TrackingError, Where  # noqa: E402
+from tasks.tracking.mlflow_store import explain_error  # noqa: E402
+from tasks.tracking.where import TrackingError, TrackingSettings  # noqa: E402
 
 PAGE = 50  # models asked for at once
 NEWEST = [{"field_name": "creation_timestamp", "ascending": False}]
 
 
-def found(
-    client: MlflowClient, where: Where, run: str, folder: str, skipped: Collection[str] = ()
+def locate_model(
+    client: MlflowClient,
+    where: TrackingSettings,
+    run: str,
+    folder: str,
+    skipped: Collection[str] = (),
 ) -> dict[str, str]:
-    """The folder, run and id of the model that `run` names; downloaded to `folder` if need be.
+    """Return folder, run and id of the model that `run` names.
 
-    skipped: ids of models that latest is not. Raises TrackingError where there is no such model.
+    It is downloaded to `folder` if need be. skipped: ids of models that latest is not.
+    Raises TrackingError where there is no such model.
     """
     if run == "latest":
-        model = _latest(client, where, skipped)
+        model = _find_latest(client, where, skipped)
     elif run.startswith("models:/"):
-        model = _registered(client, run)
+        model = _find_registered_model(client, run)
     else:
-        model = _of_run(client, run)
-    data = _files(model, where, folder) / "data"
+        model = _find_run_model(client, run)
+    data = _provide_files(model, where, folder) / "data"
     if not all((data / name).is_file() for name in ("spec.json", "weights.pt")):
         raise TrackingError(
             f"run: the model {model.model_id} of {run} was not logged by `python -m flows.train`, "
@@ -57,7 +63,9 @@ def found(
     }
 
 
-def _latest(client: MlflowClient, where: Where, skipped: Collection[str]) -> LoggedModel:
+def _find_latest(
+    client: MlflowClient, where: TrackingSettings, skipped: Collection[str]
+) -> LoggedModel:
     experiment = client.get_experiment_by_name(where.experiment)
     token = None
     while experiment is not None:
@@ -88,7 +96,7 @@ def _is_whole(client: MlflowClient, model: LoggedModel) -> bool:
     return is_kept and str(model.status) == "READY"
 
 
-def _of_run(client: MlflowClient, run_id: str) -> LoggedModel:
+def _find_run_model(client: MlflowClient, run_id: str) -> LoggedModel:
     try:
         run = client.get_run(run_id)
     except MlflowException as error:
@@ -105,7 +113,7 @@ def _of_run(client: MlflowClient, run_id: str) -> LoggedModel:
     return client.get_logged_model(logged[-1].model_id)
 
 
-def _registered(client: MlflowClient, uri: str) -> LoggedModel:
+def _find_registered_model(client: MlflowClient, uri: str) -> LoggedModel:
     named = uri.removeprefix("models:/")
     name, at, alias = named.partition("@")
     try:
@@ -126,8 +134,8 @@ def _registered(client: MlflowClient, uri: str) -> LoggedModel:
     return client.get_logged_model(named)
 
 
-def _files(model: LoggedModel, where: Where, folder: str) -> Path:
-    """The model's folder: where it lies, if on this machine, else what was downloaded."""
+def _provide_files(model: LoggedModel, where: TrackingSettings, folder: str) -> Path:
+    """Return the model's folder, on this machine or where it was downloaded to."""
     address = urlsplit(model.artifact_location)
     if address.scheme in ("", "file") and address.netloc in ("", "localhost"):
         return Path(unquote(address.path))
@@ -138,19 +146,19 @@ def _files(model: LoggedModel, where: Where, folder: str) -> Path:
     return Path(download_artifacts(uri, dst_path=apart, tracking_uri=where.tracking_uri))
 
 
-def _answer(question: dict[str, Any]) -> dict[str, str]:
-    where = Where(**question["where"])
+def _answer_question(question: dict[str, Any]) -> dict[str, str]:
+    where = TrackingSettings(**question["where"])
     try:
         path = where.database
         if path is not None and not path.is_file():
             raise TrackingError(f"run: nothing was trained yet: there is no {path}; train first")
         client = MlflowClient(where.tracking_uri)
-        return found(client, where, question["run"], question["folder"], question["skipped"])
+        return locate_model(client, where, question["run"], question["folder"], question["skipped"])
     except Exception as error:  # whatever it is, the process that asked has to hear of it
-        return {"error": explained(error, where)}
+        return {"error": explain_error(error, where)}
 
 
-def _read(questions: SimpleQueue[str]) -> None:
+def _read_questions(questions: SimpleQueue[str]) -> None:
     for line in iter(sys.stdin.readline, ""):
         questions.put(line)
     os._exit(0)  # who asked has done, or is gone; there is nothing to clear up
@@ -161,9 +169,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is not an answer
     questions: SimpleQueue[str] = SimpleQueue()
-    threading.Thread(target=_read, args=(questions,), daemon=True).start()
+    threading.Thread(target=_read_questions, args=(questions,), daemon=True).start()
     while True:
-        print(json.dumps(_answer(json.loads(questions.get()))), file=answers, flush=True)
+        print(json.dumps(_answer_question(json.loads(questions.get()))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

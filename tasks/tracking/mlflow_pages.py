@@ -1,5 +1,6 @@
-"""Where MLflow's pages show a training, and how they show it first: a view of the experiment, kept
-as one of its tags, with the columns and the charts that a person asks for. It imports no mlflow.
+"""Makes the addresses of MLflow's pages for a training, and the view in which they show it:
+a view of the experiment, kept as one of its tags, with the columns and the charts that a
+person asks for. It imports no mlflow.
 """
 
 from __future__ import annotations
@@ -34,26 +35,28 @@ FIRST = "Loss, validation, speed, memory"
 OTHERS = ("val", "test", "train", "speed", "time", "memory", "checkpoint")  # closed until opened
 
 
-def experiment_page(experiment_id: str) -> str:
-    """The path of all runs, in the view."""
+def make_experiment_path(experiment_id: str) -> str:
+    """Return the path of the page of all runs, in the view."""
     return f"/#/experiments/{experiment_id}/runs?{TRAINING}&viewStateShareKey={VIEW}"
 
 
-def run_page(experiment_id: str, run_id: str) -> str:
-    """The path of one run."""
+def make_run_path(experiment_id: str, run_id: str) -> str:
+    """Return the path of the page of one run."""
     return f"/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING}"
 
 
 @cache
-def view_tag() -> str:
-    """The value of VIEW_TAG: a saved view as MLflow's pages write and read it (savedViewEnvelope,
-    ExperimentPageUIState and runs-charts.types in its sources)."""
-    text = json.dumps(_state(), separators=(",", ":")).encode()
+def make_view_tag() -> str:
+    """Return the value of VIEW_TAG: a saved view as MLflow's pages write and read it.
+
+    See savedViewEnvelope, ExperimentPageUIState and runs-charts.types in MLflow's sources.
+    """
+    text = json.dumps(_make_view_state(), separators=(",", ":")).encode()
     state = "deflate;" + base64.b64encode(zlib.compress(text)).decode()
     return json.dumps({"name": "Headroom", "createdAt": CREATED_MS, "state": state})
 
 
-def _state() -> dict[str, Any]:
+def _make_view_state() -> dict[str, Any]:
     difference = {
         "type": "DIFFERENCE",
         "chartName": "What differs between the runs",
@@ -62,12 +65,15 @@ def _state() -> dict[str, Any]:
         "showChangeFromBaseline": False,
         "baselineColumnUuid": "",
     }
-    cards: list[dict[str, Any]] = [_curve(name) for name in CURVES]
-    sections = [_section(FIRST, is_open=True), *(_section(s, is_open=False) for s in OTHERS)]
+    cards: list[dict[str, Any]] = [_make_curve(name) for name in CURVES]
+    sections = [
+        _make_section(FIRST, is_open=True),
+        *(_make_section(s, is_open=False) for s in OTHERS),
+    ]
     return {
         "selectedColumns": COLUMNS,
         "columnOrder": COLUMNS,
-        "columnWidths": {name: _width(name) for name in COLUMNS},
+        "columnWidths": {name: _compute_column_width(name) for name in COLUMNS},
         "compareRunCharts": [
             {"uuid": f"{VIEW}-{i}", "metricSectionId": FIRST, "deleted": False, **card}
             for i, card in enumerate([*cards, {"isGenerated": False, **difference}])
@@ -78,12 +84,12 @@ def _state() -> dict[str, Any]:
     }
 
 
-def _width(column: str) -> int:
-    """In pixels: of its head, where that is longer than a number."""
+def _compute_column_width(column: str) -> int:
+    """Return the width in pixels, by the column's head where it is longer than a number."""
     return max(112, 28 + 7 * len(column.split("`")[1])) if "Dataset" not in column else 190
 
 
-def _curve(name: str) -> dict[str, Any]:
+def _make_curve(name: str) -> dict[str, Any]:
     return {
         "type": "LINE",
         "metricKey": name,
@@ -104,7 +110,7 @@ def _curve(name: str) -> dict[str, Any]:
     }
 
 
-def _section(name: str, *, is_open: bool) -> dict[str, Any]:
+def _make_section(name: str, *, is_open: bool) -> dict[str, Any]:
     return {
         "uuid": name,
         "name": name,

@@ -1,7 +1,9 @@
-"""The sending process: the only importer of mlflow, with the files beside it. It obeys the training
-process, whose instructions come as JSON lines, and sends the run's journal between them.
+"""The sending process: with the files beside it the only importer of mlflow. It carries out
+the orders of the training process, which come as lines of JSON, and sends the run's journal
+between them.
 
-`python -m tasks.tracking.mlflow_sender FOLDER` sends what a run left there while MLflow was away.
+`python -m tasks.tracking.mlflow_sender FOLDER` sends what a run left there while MLflow was
+away.
 """
 
 from __future__ import annotations
@@ -33,25 +35,31 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  #
 from tasks.engine.base import host_memory  # noqa: E402
 from tasks.engine.base.file_lock import FileLock  # noqa: E402
 from tasks.engine.report import run_report  # noqa: E402
-from tasks.process.redaction import redact_output, redacted  # noqa: E402
-from tasks.serving import crashed_flow_runs
+from tasks.process import prefect_http
+from tasks.process.redaction import redact, redact_output  # noqa: E402
 from tasks.tracking import mlflow_store, orphaned_runs, send_later  # noqa: E402
-from tasks.tracking.environment import code_version  # noqa: E402
+from tasks.tracking.environment import read_code_version  # noqa: E402
 from tasks.tracking.journal import RunGone  # noqa: E402
-from tasks.tracking.mlflow_run import Sender, State, lock, lock_patiently, telemetry  # noqa: E402
-from tasks.tracking.query_runs import history, recall  # noqa: E402
-from tasks.tracking.where import Where, where  # noqa: E402
+from tasks.tracking.mlflow_run import (  # noqa: E402
+    Sender,
+    SendingState,
+    make_telemetry,
+    try_sending_lock,
+    wait_for_sending_lock,
+)
+from tasks.tracking.query_runs import find_newest_metrics, read_history  # noqa: E402
+from tasks.tracking.where import TrackingSettings, read_tracking_settings  # noqa: E402
 
 SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell
 
 
 class Session:
-    """Instructions in, answers out, for one training process."""
+    """Carries out the orders of one training process, and answers them."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], None]) -> None:
         self.answer = answer
         self.client: MlflowClient | None = None
-        self.where: Where | None = None
+        self.where: TrackingSettings | None = None
         self.prefect_api = ""
         self.training: psutil.Process | None = None
         self.experiment_id = ""
@@ -67,9 +75,10 @@ class Session:
         self.kills = host_memory.kills()  # by the kernel, before this run
 
     def obey(self, order: dict[str, Any]) -> dict[str, Any] | None:
+        """Carry out one order; return the answer, or None where nobody waits for one."""
         match order.pop("do"):
             case "open":
-                self.where = Where(**order["where"])
+                self.where = TrackingSettings(**order["where"])
                 self.prefect_api = order.get("prefect_api", "")
                 self.watch(order.get("pid", 0))
                 self.answer({"to": "open"})  # MLflow is imported
@@ -81,7 +90,7 @@ class Session:
                 if not order.get("late"):
                     return self.begin(order)
                 self.begin_order = order  # nobody waits for it
-                self.held = lock(Path(order["folder"]))
+                self.held = try_sending_lock(Path(order["folder"]))
                 return None
             case "close":
                 if self.sender is None:
@@ -108,41 +117,45 @@ class Session:
         return True
 
     def begin(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Tell MLflow of the run. Raises what MLflow raises."""
+        """Begin the run in MLflow. Raises what MLflow raises."""
         assert self.where is not None
         if self.client is None:
             self.client, self.experiment_id = mlflow_store.open_experiment(self.where)
         self.experiment_id = order.get("experiment_id", self.experiment_id)
         folder, tags, past = Path(order["folder"]), order["tags"], {}
-        self.held = self.held or lock_patiently(folder)
+        self.held = self.held or wait_for_sending_lock(folder)
         if not order.get("late"):
-            past = recall(self.client, self.experiment_id, tags["alike"], order["wanted"])
+            past = find_newest_metrics(
+                self.client, self.experiment_id, tags["alike"], order["wanted"]
+            )
         try:
-            sender = orphaned_runs.begun(self.client, self.where, folder, order, self.experiment_id)
+            sender = orphaned_runs.begin_run(
+                self.client, self.where, folder, order, self.experiment_id
+            )
         except RunGone:  # another one may begin, in another folder
             self.held.close()
             self.held = None
             raise
         sender.held = self.held
-        sender.telemetry = telemetry(self.client, sender.state.run_id, tags)
+        sender.telemetry = make_telemetry(self.client, sender.state.run_id, tags)
         self.sender, self.opened_at = sender, time.monotonic()
         self.gate_of = tags.get("gate.of", "")
         ids = {"run_id": sender.state.run_id, "experiment_id": sender.state.experiment_id}
         return {**ids, "past": past}
 
     def begin_patiently(self) -> None:
-        """Tell MLflow of the run that has begun without it, or try again later."""
+        """Begin the run in MLflow that has started without it, or try again later."""
         if self.begin_order is None or time.monotonic() < self.retry_at:
             return
         try:
             self.answer({"to": "begin", **self.begin(self.begin_order)})
         except Exception as error:  # of any store: sqlite's, the network's, the server's
-            print(f"kept, not yet begun: {redacted(str(error))}", file=sys.stderr)
+            print(f"kept, not yet begun: {redact(str(error))}", file=sys.stderr)
             self.retry_at = time.monotonic() + self.wait_s
             self.wait_s = min(30.0, 2 * self.wait_s)
 
     def idle(self) -> None:
-        """Between instructions: send what is new, then what makes the end faster."""
+        """Send what is new between orders, then do what makes the end faster."""
         if self.sender is None:
             return self.begin_patiently()
         self.tell_history()  # first: a short run's end waits for it
@@ -154,7 +167,7 @@ class Session:
             self.system.start()
         if not self.is_swept:
             self.is_swept = True
-            self.sender.tags |= code_version()
+            self.sender.tags |= read_code_version()
             run_report.load_plotting()
             assert self.client is not None and self.where is not None
             self.dead = orphaned_runs.dead(self.client, self.where, [self.experiment_id])
@@ -173,16 +186,19 @@ class Session:
         return False
 
     def tell_history(self) -> None:
-        """Once: what the end of the run is compared with."""
+        """Answer once with the runs that the end of this run is compared with."""
         if self.gate_of and self.client is not None:
-            found = history(self.client, self.experiment_id, self.gate_of)
+            found = read_history(self.client, self.experiment_id, self.gate_of)
             self.gate_of = ""
             self.answer({"history": found})
 
     def crash_the_dead(self) -> None:
-        """In Prefect too. Its server may be gone, or ask for a password: then the next run does."""
+        """End dead flow runs in Prefect too.
+
+        Its server may be gone, or ask for a password: then the next run does it.
+        """
         assert self.where is not None
-        crashed_flow_runs.set_right(self.prefect_api, Path(self.where.runs))
+        prefect_http.set_right(self.prefect_api, Path(self.where.runs))
 
     def close(self, run: dict[str, Any]) -> dict[str, float]:
         """End the run, trying again until `give_up_s` have passed."""
@@ -197,11 +213,11 @@ class Session:
             except (MlflowException, OSError) as error:
                 if time.monotonic() > until:
                     raise
-                print(f"not closed yet: {redacted(str(error))}", file=sys.stderr)
+                print(f"not closed yet: {redact(str(error))}", file=sys.stderr)
                 time.sleep(1)
 
     def end(self) -> None:
-        """The training process is gone. If it did not close the run, it was killed."""
+        """End the run where the training process is gone without closing it: it was killed."""
         if self.where is None:
             return
         if self.sender is not None and not self.sender.state.closed:
@@ -217,15 +233,15 @@ class Session:
             while self.end_one_dead():
                 pass
             with orphaned_runs.passed_over(self.where.runs):
-                orphaned_runs.send_the_unsent(self.client, self.where)
+                orphaned_runs.send_unsent_runs(self.client, self.where)
         self.crash_the_dead()
-        mlflow_store.sweep_journals(Path(self.where.runs), keep=self.where.keep_runs)
+        mlflow_store.remove_old_journals(Path(self.where.runs), keep=self.where.keep_runs)
         if self.where.send_later_s and send_later.is_needed(Path(self.where.runs)):
             send_later.become(self.where, self.prefect_api)
 
 
 def main() -> None:
-    """Obey the training process until it closes its end of the pipe."""
+    """Carry out the orders of the training process until it closes its end of the pipe."""
     answers, pending = os.fdopen(os.dup(1), "w", buffering=1), b""
     os.dup2(2, 1)  # what a library prints is not an answer
 
@@ -255,26 +271,28 @@ def main() -> None:
             except RunGone as gone:
                 answer = {"gone" if to == "begin" else "error": str(gone)}
             except Exception as error:  # whatever it is, the training process has to hear of it
-                is_kept = to in ("open", "begin") and mlflow_store.may_come(error, session.where)
+                is_kept = to in ("open", "begin") and mlflow_store.may_answer_later(
+                    error, session.where
+                )
                 if is_kept and to == "begin":
                     session.begin_order = {**told, "late": True}
                 answer = {
-                    "away" if is_kept else "error": mlflow_store.explained(error, session.where)
+                    "away" if is_kept else "error": mlflow_store.explain_error(error, session.where)
                 }
             if answer is not None:
                 tell({"to": to, **answer})
 
 
 def send_folder(folder: Path) -> int:
-    """Send one run's folder now."""
+    """Send one run's folder now. Returns the exit code."""
     try:
-        chosen = where()
-        sender = Sender(MlflowClient(chosen.tracking_uri), chosen, folder, State("", ""))
+        chosen = read_tracking_settings()
+        sender = Sender(MlflowClient(chosen.tracking_uri), chosen, folder, SendingState("", ""))
         if not orphaned_runs.resend(sender):
             print(f"{folder}: not sent: another process is sending it", file=sys.stderr)
             return 1
     except (OSError, ValueError, MlflowException) as error:
-        print(f"{folder}: not sent: {redacted(str(error))}", file=sys.stderr)
+        print(f"{folder}: not sent: {redact(str(error))}", file=sys.stderr)
         return 1
     print(f"{folder}: sent, run {sender.state.run_id}")
     return 0

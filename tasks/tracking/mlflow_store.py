@@ -1,6 +1,6 @@
-"""Opens the place where runs are kept: makes a new MLflow database in a way that two first users,
-or a kill in the middle, can't break, and finds or makes the experiment. Part of the sending
-process.
+"""Opens the store that runs are kept in: makes a new MLflow database in a way that two
+first users, or a kill in the middle, can't break, and finds or makes the experiment. Part
+of the sending process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from sqlalchemy import create_engine, make_url
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from tasks.engine.base.file_lock import FileLock
-from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, steps
-from tasks.process.redaction import redacted
-from tasks.tracking.journal import BEGIN
-from tasks.tracking.journal_lines import LOCK, START, TRAINING_LOCK
-from tasks.tracking.mlflow_pages import VIEW_TAG, view_tag
-from tasks.tracking.where import TrackingError, Where
+from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, list_steps
+from tasks.process.redaction import redact
+from tasks.tracking.journal import BEGIN, SENDING_LOCK, START, TRAINING_LOCK
+from tasks.tracking.mlflow_pages import VIEW_TAG, make_view_tag
+from tasks.tracking.where import TrackingError, TrackingSettings
 
 notes: list[str] = []  # what a person has to know of the store, not told yet
 AWAY_S = 60.0  # so long MLflow itself tries to reach a database that is away
@@ -48,8 +47,8 @@ AWAY = (http.ConnectionError, http.RetryError, http.Timeout, http.ChunkedEncodin
 BUSY = re.compile("starting up|shutting down|recovery mode|too many|database is locked", re.I)
 
 
-def open_experiment(where: Where) -> tuple[MlflowClient, str]:
-    """A client, and the id of the experiment, made where it is new.
+def open_experiment(where: TrackingSettings) -> tuple[MlflowClient, str]:
+    """Return a client, and the id of the experiment, which is made where it is new.
 
     Raises TrackingError where the database, the server or the experiment can't be used.
     """
@@ -59,7 +58,7 @@ def open_experiment(where: Where) -> tuple[MlflowClient, str]:
         _provide_database(where.database, where)
     if where.is_sql:
         _connect_once(where.tracking_uri)
-    client, found = _first_asked(where)
+    client, found = _find_experiment_patiently(where)
     if found is None:
         location = Path(where.artifacts).as_uri() if where.keeps_files else None
         try:
@@ -91,20 +90,23 @@ def refuse_folder(path: str) -> None:
 
 
 def _keep_view(client: MlflowClient, experiment_id: str, tags: Mapping[str, str]) -> None:
-    """The view that our addresses name, where it is not there yet. Who may not write tags of an
-    experiment may train all the same."""
-    if tags.get(VIEW_TAG) != view_tag():
+    """Save the view that our addresses name, where it is not there yet.
+
+    Who may not write tags of an experiment may train all the same.
+    """
+    if tags.get(VIEW_TAG) != make_view_tag():
         try:
-            client.set_experiment_tag(experiment_id, VIEW_TAG, view_tag())
+            client.set_experiment_tag(experiment_id, VIEW_TAG, make_view_tag())
         except (MlflowException, SQLAlchemyError) as error:
-            print(f"no view of the experiment: {redacted(str(error))[:600]}", file=sys.stderr)
+            print(f"no view of the experiment: {redact(str(error))[:600]}", file=sys.stderr)
 
 
-def _first_asked(where: Where) -> tuple[MlflowClient, Experiment | None]:
-    """A client and the experiment, if it is there: by the first question MLflow makes a new store.
+def _find_experiment_patiently(where: TrackingSettings) -> tuple[MlflowClient, Experiment | None]:
+    """Return a client and the experiment, if it is there.
 
-    It breaks where another one is at that. On this host they go one by one; where another host's
-    was first, the tables are there a moment later.
+    MLflow makes a new store at this first question. That breaks where another process does
+    the same. On this host they take turns; where another host's was first, the tables are
+    there a moment later.
     """
     runs = Path(where.runs)
     runs.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -115,18 +117,18 @@ def _first_asked(where: Where) -> tuple[MlflowClient, Experiment | None]:
         for pause_s in AGAIN_S:
             began = time.monotonic()
             try:
-                return _asked(where)
+                return _find_experiment(where)
             except (MlflowException, SQLAlchemyError) as error:
                 took_s = time.monotonic() - began
                 if not where.is_sql or (isinstance(error, OperationalError) and took_s > AWAY_S):
                     raise
-                print(f"asked again in {pause_s} s: {redacted(str(error))[:600]}", file=sys.stderr)
+                print(f"asked again in {pause_s} s: {redact(str(error))[:600]}", file=sys.stderr)
             time.sleep(pause_s)
-        return _asked(where)
+        return _find_experiment(where)
 
 
 def _connect_once(uri: str) -> None:
-    """MLflow itself tries for a minute before it tells what is wrong."""
+    """Connect to the database once: MLflow itself tries for a minute before it reports."""
     engine = create_engine(uri)
     try:
         engine.connect().close()
@@ -134,25 +136,28 @@ def _connect_once(uri: str) -> None:
         engine.dispose()
 
 
-def _asked(where: Where) -> tuple[MlflowClient, Experiment | None]:
+def _find_experiment(where: TrackingSettings) -> tuple[MlflowClient, Experiment | None]:
     client = MlflowClient(where.tracking_uri)
     return client, client.get_experiment_by_name(where.experiment)
 
 
-def template() -> Path:
-    """Where set-up keeps an empty database for this MLflow, inside the environment."""
+def find_database_template() -> Path:
+    """Return where set-up keeps an empty database for this MLflow, inside the environment."""
     return Path(sys.prefix) / "share" / "headroom" / f"mlflow-{mlflow_version}.db"
 
 
-def _provide_database(path: Path, where: Where) -> None:
-    """A new database is made under another name and renamed when whole: MLflow itself loses one of
-    two first users, and a kill while it writes leaves a file that stays unusable."""
+def _provide_database(path: Path, where: TrackingSettings) -> None:
+    """Make a new database under another name and rename it when whole.
+
+    MLflow itself loses one of two first users, and a kill while it writes leaves a file that
+    stays unusable.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{path}.lock", "w") as lock:
             flock(lock, LOCK_EX)
             if not path.exists():
-                _make(path, where)
+                _make_database_file(path, where)
             elif path.stat().st_size:
                 _keep_older(path)
         if path.stat().st_size:
@@ -187,11 +192,11 @@ def _keep_older(path: Path) -> None:
     )
 
 
-def _make(path: Path, where: Where) -> None:
+def _make_database_file(path: Path, where: TrackingSettings) -> None:
     half = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        if template().exists():
-            shutil.copyfile(template(), half)
+        if find_database_template().exists():
+            shutil.copyfile(find_database_template(), half)
         else:
             make_database(half)
         with closing(sqlite3.connect(half)) as opened, opened:
@@ -205,34 +210,41 @@ def _make(path: Path, where: Where) -> None:
 
 
 def make_database(path: Path) -> None:
-    """An empty MLflow database at `path`."""
+    """Make an empty MLflow database at `path`."""
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     SqlAlchemyStore(f"sqlite:///{path.absolute()}", "mlartifacts").engine.dispose()
 
 
-def may_come(error: BaseException, where: Where | None) -> bool:
-    """Whether a run may begin without the store, which may well answer later as it is; what is
-    wrong with it stays wrong."""
+def may_answer_later(error: BaseException, where: TrackingSettings | None) -> bool:
+    """Return whether the store is only away, so that a run may begin without it.
+
+    What is wrong with the store itself stays wrong.
+    """
     if where is None or where.required:
         return False
-    chain = _chain(error)
+    chain = _list_causes(error)
     if any(isinstance(e, AWAY) for e in chain):
         return not any(isinstance(e, http.SSLError) for e in chain)
     found = [e for e in chain if isinstance(e, OperationalError | sqlite3.OperationalError)]
     if not found:
         return False
-    return bool(BUSY.search(str(found[0]))) or (where.is_sql and not _listens(where.tracking_uri))
+    return bool(BUSY.search(str(found[0]))) or (
+        where.is_sql and not _is_listening(where.tracking_uri)
+    )
 
 
-def _chain(error: BaseException) -> list[BaseException]:
-    """The error and what it came from."""
+def _list_causes(error: BaseException) -> list[BaseException]:
+    """Return the error and those that caused it."""
     before = error.__cause__ or error.__context__
-    return [error, *(_chain(before) if before is not None else ())]
+    return [error, *(_list_causes(before) if before is not None else ())]
 
 
-def _listens(uri: str) -> bool:
-    """Whether anybody takes connections where the database should be; True where it isn't known."""
+def _is_listening(uri: str) -> bool:
+    """Return whether anything takes connections where the database should be.
+
+    True where it isn't known.
+    """
     url = make_url(uri)
     port = url.port or PORTS[url.get_backend_name()]
     try:
@@ -242,25 +254,27 @@ def _listens(uri: str) -> bool:
         return False
 
 
-def explained(error: Exception, where: Where | None) -> str:
-    """One sentence about what went wrong, starting with the setting at fault."""
-    uri = redacted(where.tracking_uri) if where is not None else "unknown"
-    if may_come(error, where):
-        last = _chain(error)[-1]
-        said = redacted(str(getattr(last, "strerror", None) or last)).strip() or type(last).__name__
+def explain_error(error: Exception, where: TrackingSettings | None) -> str:
+    """Return one sentence about what went wrong, starting with the setting at fault."""
+    uri = redact(where.tracking_uri) if where is not None else "unknown"
+    if may_answer_later(error, where):
+        last = _list_causes(error)[-1]
+        said = redact(str(getattr(last, "strerror", None) or last)).strip() or type(last).__name__
         return f"tracking_uri: {uri} is away ({said.splitlines()[0]})"
     if isinstance(error, TrackingError):
         return str(error)
-    if isinstance(first := _chain(error)[-1], sqlite3.Error):  # without the statement that met it
+    if isinstance(
+        first := _list_causes(error)[-1], sqlite3.Error
+    ):  # without the statement that met it
         error = first
     if isinstance(first, OSError) and where is not None and (name := _at_fault(first, where)):
         folder = getattr(where, name)
         return f"{name}: {folder} can't be written ({first.strerror}); see to it, or make room"
-    text = " ".join(redacted(str(error)).split())
+    text = " ".join(redact(str(error)).split())
     return f"tracking_uri: {uri} can't be used: {type(error).__name__}: {text[:600]}"
 
 
-def _at_fault(error: OSError, where: Where) -> str:
+def _at_fault(error: OSError, where: TrackingSettings) -> str:
     """The setting whose folder holds a file that could not be written; "" where it is none."""
     files = [Path(f) for f in (error.filename2, error.filename) if isinstance(f, str)]
     folders = [*(["artifacts"] if where.keeps_files else []), "runs"]
@@ -268,19 +282,21 @@ def _at_fault(error: OSError, where: Where) -> str:
     return next(found, "")
 
 
-def sweep_journals(runs: Path, *, keep: int) -> None:
-    """Remove the oldest journals whose runs were sent whole, all but `keep`; none of a training
-    that may go on from a checkpoint, and none that another process has to do with."""
-    old = [f.parent for f in runs.glob("*/sent.json") if _may_go(f.parent)]
+def remove_old_journals(runs: Path, *, keep: int) -> None:
+    """Remove the oldest journals whose runs were sent whole, all but `keep`.
+
+    None of a training that may go on from a checkpoint, and none that another process uses.
+    """
+    old = [f.parent for f in runs.glob("*/sent.json") if _may_remove(f.parent)]
     old.sort(key=lambda folder: (_made_at(folder), folder.name))
     for folder in old[: max(0, len(old) - keep)]:
         with (
             suppress(OSError),
             FileLock(folder / TRAINING_LOCK) as one,
-            FileLock(folder / LOCK) as two,
+            FileLock(folder / SENDING_LOCK) as two,
         ):
             mine = all(lock.take(f"process {os.getpid()}, which removes it") for lock in (one, two))
-            if mine and _may_go(folder):  # still
+            if mine and _may_remove(folder):  # still
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -292,10 +308,10 @@ def _made_at(folder: Path) -> float:
     return 0.0
 
 
-def _may_go(folder: Path) -> bool:
+def _may_remove(folder: Path) -> bool:
     with suppress(OSError, ValueError):
         if '"closed": true' in (folder / "sent.json").read_text() and not (folder / BEGIN).exists():
-            if not steps(folder / CHECKPOINTS):
+            if not list_steps(folder / CHECKPOINTS):
                 return True
             run = json.loads((folder / "run.json").read_text())
             return run.get("status") == "FINISHED" and not run.get("stopped")

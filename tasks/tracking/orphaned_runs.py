@@ -1,8 +1,9 @@
-"""Runs that were left behind: those that say RUNNING though their process is gone, and those that
-MLflow could not be told of in time. Each is sent and ended by whoever comes next. Part of the
-sending process.
+"""Sends and ends runs that were left behind: those that say RUNNING though their process is
+gone, and those that could not be sent to MLflow in time. The next run of this host does it.
+Part of the sending process.
 
-`python -m tasks.tracking.orphaned_runs` tells of them all at once, and ends them where asked to.
+`python -m tasks.tracking.orphaned_runs` lists them all at once, and ends them where asked
+to.
 """
 
 from __future__ import annotations
@@ -20,22 +21,31 @@ from mlflow.entities import Run, ViewType
 from mlflow.exceptions import MlflowException
 
 from tasks.engine.base.file_lock import is_held
-from tasks.process.redaction import redacted
-from tasks.serving import crashed_flow_runs
-from tasks.serving.crashed_flow_runs import lives
-from tasks.tracking.journal import BEGIN, RunGone
-from tasks.tracking.journal_lines import LOCK, START, metrics_before
-from tasks.tracking.mlflow_run import EARLIER, UNSENT, Sender, State, create, lock, reopen
-from tasks.tracking.mlflow_store import explained, open_experiment
-from tasks.tracking.where import Where
+from tasks.process import prefect_http
+from tasks.process.prefect_http import lives
+from tasks.process.redaction import redact
+from tasks.tracking.journal import BEGIN, SENDING_LOCK, START, RunGone, read_metrics_before
+from tasks.tracking.mlflow_run import (
+    EARLIER,
+    UNSENT,
+    Sender,
+    SendingState,
+    create_run,
+    reopen_run,
+    try_sending_lock,
+)
+from tasks.tracking.mlflow_store import explain_error, open_experiment
+from tasks.tracking.where import TrackingSettings
 
 DEAD = "its process was gone"
 
 
-def dead(client: MlflowClient, chosen: Where, experiments: list[str]) -> Iterator[Sender]:
+def dead(
+    client: MlflowClient, chosen: TrackingSettings, experiments: list[str]
+) -> Iterator[Sender]:
     """Those of this host that say RUNNING though their process is gone, each as it is when it is
     asked for: the one before may have taken a while to end."""
-    host, folders = socket.gethostname().replace("'", ""), _folders(chosen)
+    host, folders = socket.gethostname().replace("'", ""), _find_folders(chosen)
     query = f"attributes.status = 'RUNNING' and tags.host = '{host}'"
     for found in client.search_runs(experiments, query, ViewType.ALL, max_results=100):
         run = client.get_run(found.info.run_id)
@@ -44,7 +54,7 @@ def dead(client: MlflowClient, chosen: Where, experiments: list[str]) -> Iterato
             continue
         name = tags.get("journal", "")  # anybody's text: only a folder of ours is opened
         folder = Path(chosen.runs) / name if name in folders else Path()
-        yield Sender(client, chosen, folder, State(run.info.run_id, run.info.experiment_id))
+        yield Sender(client, chosen, folder, SendingState(run.info.run_id, run.info.experiment_id))
 
 
 @contextmanager
@@ -53,70 +63,74 @@ def passed_over(which: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of what lies in anybody's folder
-        told = f"{type(error).__name__}: {redacted(str(error))}"
+        told = f"{type(error).__name__}: {redact(str(error))}"
         print(f"{which}: left behind, and not sent: {told}", file=sys.stderr)
 
 
-def _folders(chosen: Where) -> set[str]:
+def _find_folders(chosen: TrackingSettings) -> set[str]:
     found = (Path(chosen.runs).glob(f"*/{name}") for name in ("sent.json", BEGIN))
     return {file.parent.name for files in found for file in files}
 
 
-def send_the_unsent(client: MlflowClient, chosen: Where) -> None:
-    """Send what earlier runs could not, and whose processes are gone."""
-    for sender in _unsent(client, chosen):
+def send_unsent_runs(client: MlflowClient, chosen: TrackingSettings) -> None:
+    """Send what earlier runs could not send, whose processes are gone."""
+    for sender in _find_unsent_runs(client, chosen):
         with passed_over(sender.folder.name):
             resend(sender)
 
 
-def _unsent(client: MlflowClient, chosen: Where) -> Iterator[Sender]:
-    for name in sorted(_folders(chosen)):
+def _find_unsent_runs(client: MlflowClient, chosen: TrackingSettings) -> Iterator[Sender]:
+    for name in sorted(_find_folders(chosen)):
         folder = Path(chosen.runs) / name
         with passed_over(name):
-            begin, said = _begin(folder), _said(folder)
+            begin, said = _read_begin(folder), _read_sent_state(folder)
             if begin is None and said is not None and said.closed:
                 continue
-            tags = run_of(client, folder).data.tags if begin is None else begin["tags"]
+            tags = find_run(client, folder).data.tags if begin is None else begin["tags"]
             if _is_gone(tags):
-                yield Sender(client, chosen, folder, State("", ""))
+                yield Sender(client, chosen, folder, SendingState("", ""))
 
 
-def _begin(folder: Path) -> dict[str, Any] | None:
-    """How the run began, where MLflow has not been told of it."""
+def _read_begin(folder: Path) -> dict[str, Any] | None:
+    """Return how the run began, where MLflow does not know it yet; else None."""
     with suppress(FileNotFoundError):
         found: dict[str, Any] = json.loads((folder / BEGIN).read_text())
         return found
     return None
 
 
-def begun(
-    client: MlflowClient, chosen: Where, folder: Path, begin: dict[str, Any], experiment_id: str
+def begin_run(
+    client: MlflowClient,
+    chosen: TrackingSettings,
+    folder: Path,
+    begin: dict[str, Any],
+    experiment_id: str,
 ) -> Sender:
     """The run in MLflow, of a training that begins or goes on: the one that has this journal, else
     a new one. Raises RunGone where it was deleted."""
     run = _known(client, begin["run_id"]) if "run_id" in begin else None
-    if run is None and folder.name in _folders(chosen):  # whoever made it may have died then
+    if run is None and folder.name in _find_folders(chosen):  # whoever made it may have died then
         with suppress(ValueError):
-            run = run_of(client, folder)
+            run = find_run(client, folder)
     if run is None:
         words = {name: begin[name] for name in ("name", "params", "tags", "start_ms")}
         words["data"] = begin.get("data", [])
-        sender = create(client, chosen, experiment_id=experiment_id, folder=folder, **words)
+        sender = create_run(client, chosen, experiment_id=experiment_id, folder=folder, **words)
         _keep_start(folder, begin.get("start"), sender.state)
     else:
         if run.info.lifecycle_stage == "deleted":
             raise RunGone(f"its run {run.info.run_id} was deleted in MLflow")
-        state = state_of(client, run, folder)
+        state = find_sending_state(client, run, folder)
         if begin.get("again"):  # in mid-run, with another sending process
             return Sender(client, chosen, folder, state)
-        sender = reopen(client, chosen, state=state, folder=folder, tags=begin["tags"])
+        sender = reopen_run(client, chosen, state=state, folder=folder, tags=begin["tags"])
         sender.tell_params(begin.get("params", {}))
         sender.tell_data(begin.get("data", []))
     (folder / BEGIN).unlink(missing_ok=True)
     return sender
 
 
-def _keep_start(folder: Path, start: Mapping[str, Any] | None, state: State) -> None:
+def _keep_start(folder: Path, start: Mapping[str, Any] | None, state: SendingState) -> None:
     """For who looks at the folder of a run whose process has died before it wrote that itself."""
     if start is not None and not (folder / START).exists():
         ids = {"run_id": state.run_id, "experiment_id": state.experiment_id}
@@ -135,19 +149,20 @@ def _known(client: MlflowClient, run_id: str) -> Run:
     raise RunGone(f"MLflow does not know its run {run_id} any more")
 
 
-def _said(folder: Path) -> State | None:
-    """What sent.json says; None where it says nothing that can be read."""
+def _read_sent_state(folder: Path) -> SendingState | None:
+    """Return what sent.json says; None where it can't be read."""
     with suppress(OSError, ValueError, TypeError):
-        return State(**json.loads((folder / "sent.json").read_text()))
+        return SendingState(**json.loads((folder / "sent.json").read_text()))
     return None
 
 
-def run_of(client: MlflowClient, folder: Path) -> Run:
-    """The run that has this journal. MLflow is asked: sent.json may be damaged, or of another run.
+def find_run(client: MlflowClient, folder: Path) -> Run:
+    """Return the run that has this journal.
 
-    Raises ValueError where there is none.
+    MLflow is asked: sent.json may be damaged, or of another run. Raises ValueError where
+    there is none.
     """
-    said = _said(folder)
+    said = _read_sent_state(folder)
     if said is not None:
         with suppress(MlflowException):
             run = client.get_run(said.run_id)
@@ -161,12 +176,15 @@ def run_of(client: MlflowClient, folder: Path) -> Run:
     return found[0]
 
 
-def state_of(client: MlflowClient, run: Run, folder: Path) -> State:
-    """How far the run was sent: what sent.json says, as far as the journal and MLflow agree with
-    it; else from the start. What is sent twice is kept once."""
-    whole = State(run.info.run_id, run.info.experiment_id)
+def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingState:
+    """Return how far the run was sent, by sent.json.
+
+    That counts as far as the journal and MLflow agree with it; else all is sent from the
+    start. What is sent twice is kept once.
+    """
+    whole = SendingState(run.info.run_id, run.info.experiment_id)
     whole.unsent, whole.earlier = (run.data.tags.get(name, "") for name in (UNSENT, EARLIER))
-    said = _said(folder)
+    said = _read_sent_state(folder)
     if said is None or said.run_id != whole.run_id:
         return whole
     if said.closed and run.info.status != "RUNNING":
@@ -175,7 +193,7 @@ def state_of(client: MlflowClient, run: Run, folder: Path) -> State:
         if said.model_id and client.get_logged_model(said.model_id).source_run_id == whole.run_id:
             whole.model_id, whole.has_model = said.model_id, said.has_model
     try:
-        before = metrics_before(folder / "metrics.jsonl", said.offset) if said.offset else {}
+        before = read_metrics_before(folder / "metrics.jsonl", said.offset) if said.offset else {}
     except (OSError, ValueError, TypeError) as error:
         print(f"{folder}: sent again from the start: {error}", file=sys.stderr)
         return whole
@@ -186,7 +204,7 @@ def state_of(client: MlflowClient, run: Run, folder: Path) -> State:
 
 
 def _is_gone(tags: Mapping[str, str]) -> bool:
-    """Whether the run's process was one of this host and is no more."""
+    """Return whether the run's process was one of this host and is no more."""
     is_here = tags.get("host") == socket.gethostname()
     return is_here and not lives(tags)
 
@@ -196,7 +214,7 @@ def resend(sender: Sender, *, dead: str = DEAD) -> bool:
     that its state names, or the one of its folder. dead: why it ended, where its process has not
     told. False where another process is at it."""
     if sender.held is None and sender.folder.is_dir() and sender.folder != Path():
-        sender.held = lock(sender.folder)
+        sender.held = try_sending_lock(sender.folder)
         if sender.held is None:
             return False
     try:
@@ -209,19 +227,19 @@ def resend(sender: Sender, *, dead: str = DEAD) -> bool:
 
 
 def _resend(sender: Sender, dead: str) -> None:
-    if sender.held is not None and (begin := _begin(sender.folder)) is not None:
+    if sender.held is not None and (begin := _read_begin(sender.folder)) is not None:
         chosen = sender.where.model_copy(update={"experiment": begin["experiment"]})
         sender.client, experiment_id = open_experiment(chosen)
-        sender.state = begun(sender.client, chosen, sender.folder, begin, experiment_id).state
+        sender.state = begin_run(sender.client, chosen, sender.folder, begin, experiment_id).state
     elif not sender.state.run_id:
-        run_info = run_of(sender.client, sender.folder).info
-        sender.state = State(run_info.run_id, run_info.experiment_id)
+        run_info = find_run(sender.client, sender.folder).info
+        sender.state = SendingState(run_info.run_id, run_info.experiment_id)
     stored = sender.client.get_run(sender.state.run_id)
     if not sender.folder.is_dir() or sender.folder == Path():
         sender.client.set_tag(sender.state.run_id, "end.reason", dead)
         sender.client.set_terminated(sender.state.run_id, "KILLED")
         return
-    sender.state = state_of(sender.client, stored, sender.folder)
+    sender.state = find_sending_state(sender.client, stored, sender.folder)
     if sender.state.closed:
         return
     last = [sender.folder / name for name in ("run.json", "metrics.jsonl")]
@@ -244,42 +262,42 @@ def _resend(sender: Sender, dead: str) -> None:
     sender.close({"name": stored.info.run_name, **run}, end_ms=end_ms)
 
 
-def _called(sender: Sender) -> dict[str, str]:
-    """What a person and Prefect know the run by."""
-    begin = _begin(sender.folder)
+def _describe_run(sender: Sender) -> dict[str, str]:
+    """Return the names by which a person and Prefect know the run."""
+    begin = _read_begin(sender.folder)
     if begin is not None:
         name, run_id, tags = begin.get("name", sender.folder.name), "", begin["tags"]
     else:
         known = sender.state.run_id
-        run = sender.client.get_run(known) if known else run_of(sender.client, sender.folder)
+        run = sender.client.get_run(known) if known else find_run(sender.client, sender.folder)
         name, run_id, tags = run.info.run_name, run.info.run_id, run.data.tags
     flow_run = tags.get("prefect.flow_run_id", "")
     return {"name": name, "run_id": run_id, "flow_run": flow_run, "problem": ""}
 
 
 def main() -> None:
-    """Tell of each that was left, as a line of JSON, and end it where `does` is asked for."""
+    """Print each run that was left as a line of JSON, and end it where `does` is asked for."""
     order = json.load(sys.stdin)
-    chosen = Where(**order["where"])
+    chosen = TrackingSettings(**order["where"])
     try:
         client = MlflowClient(chosen.tracking_uri)
         ids = [experiment.experiment_id for experiment in client.search_experiments()]
         left = list(dead(client, chosen, ids))
         ending = {sender.folder for sender in left}
-        unsent = [one for one in _unsent(client, chosen) if one.folder not in ending]
+        unsent = [one for one in _find_unsent_runs(client, chosen) if one.folder not in ending]
         for verb, sender in [*(("end", one) for one in left), *(("send", one) for one in unsent)]:
-            if is_held(sender.folder / LOCK):  # its own process is at it
+            if is_held(sender.folder / SENDING_LOCK):  # its own process is at it
                 continue
-            told = {"verb": verb, "folder": str(sender.folder), **_called(sender)}
+            told = {"verb": verb, "folder": str(sender.folder), **_describe_run(sender)}
             try:
                 if order["does"] and not resend(sender):
                     continue  # another came first
             except Exception as error:  # of what lies in anybody's folder
-                told["problem"] = explained(error, chosen)
+                told["problem"] = explain_error(error, chosen)
             print(json.dumps(told), flush=True)
     except Exception as error:  # whatever it is, who asked has to hear of it
-        print(json.dumps({"problem": explained(error, chosen)}))
-    crashed_flow_runs.set_right(order.get("prefect_api", ""), Path(chosen.runs))
+        print(json.dumps({"problem": explain_error(error, chosen)}))
+    prefect_http.set_right(order.get("prefect_api", ""), Path(chosen.runs))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,8 @@ from typing import NoReturn
 
 from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.process import children
-from tasks.tracking.journal import BEGIN
-from tasks.tracking.journal_lines import LOCK, TRAINING_LOCK
-from tasks.tracking.where import Where
+from tasks.tracking.journal import BEGIN, SENDING_LOCK, TRAINING_LOCK
+from tasks.tracking.where import TrackingSettings
 
 FIRST_S, LONGEST_S = 15.0, 600.0  # between two tries
 HANDOVER_S = 2.0  # for another one that is just leaving
@@ -44,7 +43,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _is_busy(folder: Path) -> bool:
-    return any(is_held(folder / name) for name in (TRAINING_LOCK, LOCK))
+    return any(is_held(folder / name) for name in (TRAINING_LOCK, SENDING_LOCK))
 
 
 def is_needed(runs: Path) -> bool:
@@ -52,7 +51,7 @@ def is_needed(runs: Path) -> bool:
     return bool(unsent(runs)) and not is_held(runs / STAYS)
 
 
-def become(chosen: Where, prefect_api: str) -> NoReturn:
+def become(chosen: TrackingSettings, prefect_api: str) -> NoReturn:
     """In the place of this process: what it holds is given back, its place in `ps` stays."""
     read, write = os.pipe()
     with os.fdopen(write, "w") as told:  # as an argument `ps` would show it: a URI may hold a login
@@ -61,7 +60,7 @@ def become(chosen: Where, prefect_api: str) -> NoReturn:
     os.execve(sys.executable, [sys.executable, "-m", __spec__.name], environment(os.environ))
 
 
-def start(chosen: Where, prefect_api: str, *, inside: Sequence[str] = ()) -> None:
+def start(chosen: TrackingSettings, prefect_api: str, *, inside: Sequence[str] = ()) -> None:
     """The same as a process of its own, which outlives this one. inside: the words that bring a
     command to another host."""
     one = subprocess.Popen(
@@ -88,14 +87,14 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 _PROJECT = str(Path(__file__).parent.parent.parent)
 
 
-def _order(chosen: Where, prefect_api: str) -> str:
+def _order(chosen: TrackingSettings, prefect_api: str) -> str:
     return json.dumps({"where": chosen.model_dump(), "does": True, "prefect_api": prefect_api})
 
 
 def main() -> None:
     """Stay, if nobody does. On standard input is what orphaned_runs.py is asked."""
     text = sys.stdin.read()
-    chosen = Where(**json.loads(text)["where"])
+    chosen = TrackingSettings(**json.loads(text)["where"])
     runs = Path(chosen.runs)
     until = time.monotonic() + chosen.send_later_s
     with FileLock(runs / STAYS) as lock:
@@ -111,7 +110,7 @@ def main() -> None:
 
 
 def _try(order: str) -> None:
-    with children.start("tasks.tracking.orphaned_runs", stderr=subprocess.DEVNULL) as trying:
+    with children.start_child("tasks.tracking.orphaned_runs", stderr=subprocess.DEVNULL) as trying:
         trying.communicate(order)
 
 

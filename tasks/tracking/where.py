@@ -1,4 +1,6 @@
-"""Where results go: mlflow.yaml, the environment over it. Refuses a URI that would lose them."""
+"""Reads where results go: mlflow.yaml, and the environment over it. It refuses a URI that
+would lose them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from urllib.parse import quote, unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tasks.engine.settings.yaml_file import Refused, parse_value, read_text
-from tasks.process.redaction import redacted
+from tasks.engine.settings.read_settings import SettingsProblem, parse_value, read_file_text
+from tasks.process.redaction import redact
 
 SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")
 EXPERIMENT_LETTERS = 250  # of a name, at most
@@ -22,8 +24,8 @@ class TrackingError(ValueError):
     """Results can't be kept where they should go; the text starts with the setting at fault."""
 
 
-class Where(BaseModel):
-    """mlflow.yaml with the environment over it, its paths made absolute."""
+class TrackingSettings(BaseModel):
+    """The settings of mlflow.yaml with the environment over it, and paths made absolute."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,29 +41,36 @@ class Where(BaseModel):
 
     @property
     def database(self) -> Path | None:
-        """The SQLite file that the runs are kept in, if they are."""
+        """Return the SQLite file that the runs are kept in.
+
+        None where they are kept elsewhere.
+        """
         if not self.tracking_uri.startswith("sqlite"):
             return None
         return _database(self.tracking_uri.partition(":///")[2])[0]
 
     @property
     def is_sql(self) -> bool:
-        """Whether MLflow makes the tables itself, in a database that others may use at once."""
+        """Return whether the runs are in a database server, in which MLflow makes tables.
+
+        Others may use that database at once.
+        """
         return self.tracking_uri.startswith(("postgresql", "mysql", "mssql"))
 
     @property
     def keeps_files(self) -> bool:
-        """Whether the artifacts are files here: a tracking server has its own place."""
+        """Return whether the artifacts are files here: a tracking server has its own place."""
         return not self.tracking_uri.startswith(("http", "databricks"))
 
 
-def where() -> Where:
-    """mlflow.yaml of the working directory, else the one beside `tasks`, else the defaults.
+def read_tracking_settings() -> TrackingSettings:
+    """Read mlflow.yaml of the working directory, else beside `tasks`, else the defaults.
 
-    Raises TrackingError for a file or a URI that can't be used.
+    The environment's MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME win over it. Raises
+    TrackingError for a file or a URI that can't be used.
     """
-    file = next((f for f in _candidates() if f.is_file()), None)
-    settings = _read(file) if file else {}
+    file = next((f for f in _list_candidates() if f.is_file()), None)
+    settings = _read_file(file) if file else {}
     base = file.parent if file else Path.cwd()
     environment = {
         "tracking_uri": os.environ.get("MLFLOW_TRACKING_URI"),
@@ -72,26 +81,26 @@ def where() -> Where:
             f"MLFLOW_EXPERIMENT_NAME: must be at most {EXPERIMENT_LETTERS} characters "
             f"(got {len(environment['experiment'] or ''):,})"
         )
-    chosen = _validated(settings).model_copy(update={k: v for k, v in environment.items() if v})
+    chosen = _validate(settings).model_copy(update={k: v for k, v in environment.items() if v})
     # A path in the file belongs to the file's folder, one in the environment to the caller's.
     uri_base = Path.cwd() if environment["tracking_uri"] else base
     return chosen.model_copy(
         update={
-            "tracking_uri": _absolute(chosen.tracking_uri, uri_base),
+            "tracking_uri": _make_absolute(chosen.tracking_uri, uri_base),
             "artifacts": str((base / chosen.artifacts).absolute()),
             "runs": str((base / chosen.runs).absolute()),
         }
     )
 
 
-def _candidates() -> tuple[Path, Path]:
+def _list_candidates() -> tuple[Path, Path]:
     return Path.cwd() / "mlflow.yaml", Path(__file__).parent.parent.parent / "mlflow.yaml"
 
 
-def _read(file: Path) -> dict[str, object]:
+def _read_file(file: Path) -> dict[str, object]:
     try:
-        settings = parse_value(read_text(str(file)))
-    except Refused as refused:
+        settings = parse_value(read_file_text(str(file)))
+    except SettingsProblem as refused:
         raise TrackingError(f"mlflow.yaml:{refused.line or ''} {refused.text}") from None
     if settings is None:
         return {}
@@ -100,24 +109,24 @@ def _read(file: Path) -> dict[str, object]:
     return settings
 
 
-def _validated(settings: dict[str, object]) -> Where:
+def _validate(settings: dict[str, object]) -> TrackingSettings:
     try:
-        return Where.model_validate(settings)
+        return TrackingSettings.model_validate(settings)
     except ValidationError as error:
         lines = [
             f"mlflow.yaml {'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})"
             for e in error.errors(include_url=False)
         ]
-        raise TrackingError(redacted("\n".join(lines))) from None
+        raise TrackingError(redact("\n".join(lines))) from None
 
 
-def _absolute(uri: str, base: Path) -> str:
+def _make_absolute(uri: str, base: Path) -> str:
     scheme, _, rest = uri.partition("://")
     name = scheme.partition("+")[0]
     if not rest or name not in SCHEMES:
         raise TrackingError(
             f"tracking_uri: must be one of {', '.join(s + '://' for s in SCHEMES)} "
-            f"(got {redacted(uri)!r}); MLflow no longer writes to plain folders"
+            f"(got {redact(uri)!r}); MLflow no longer writes to plain folders"
         )
     if name == "sqlite":
         path, options = _database(rest.removeprefix("/"))
@@ -127,7 +136,7 @@ def _absolute(uri: str, base: Path) -> str:
             )
         return _sqlite_uri(scheme, (base / path).absolute(), options)
     if name in ("http", "https") and not _has_host(uri):
-        raise TrackingError(f"tracking_uri: must name a host (got {redacted(uri)!r})")
+        raise TrackingError(f"tracking_uri: must name a host (got {redact(uri)!r})")
     return uri
 
 

@@ -16,12 +16,12 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from flows.cli.flags import parse
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
+from flows.cli.flags import parse_training
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.files.source_data import DataError
 from tasks.engine.step.plan import make_plan
-from tasks.preflight import BAD_INPUT, check_fit, resolved
+from tasks.run.preflight import BAD_INPUT, check_fit, resolve_and_check
 
 TABLE = "x,label\n" + "1,0\n2,1\n3,0\n4,1\n"
 
@@ -376,9 +376,9 @@ def _words(row: Row) -> list[str]:
 
 def _check(words: list[str]) -> None:
     """All that stands before a run, in the order of the command and its flow."""
-    config = resolved(parse(words).config, None)
-    device = detect(config.device.name, require=config.device.require)
-    check_fit(make_plan(config, device, prepare(config.data)))
+    config = resolve_and_check(parse_training(words).config, None)
+    device = detect_best_device(config.device.name, require=config.device.require)
+    check_fit(make_plan(config, device, prepare_dataset(config.data)))
 
 
 @pytest.fixture

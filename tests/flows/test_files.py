@@ -15,7 +15,7 @@ from sklearn.datasets import load_iris
 
 from flows.train import train
 from tasks.engine.settings.run_config import RunConfig
-from tasks.tracking.where import where
+from tasks.tracking.where import read_tracking_settings
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "place")
 
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.usefixtures("prefect_api", "place")
 def _train(**sections: Any) -> tuple[dict[str, Any], Any]:
     """The run, and its model as anybody loads it."""
     run = train(RunConfig.model_validate(sections))
-    client = MlflowClient(where().tracking_uri)
+    client = MlflowClient(read_tracking_settings().tracking_uri)
     logged = client.get_run(run["run_id"]).outputs.model_outputs[-1].model_id
     # mlflow.set_tracking_uri() would reach into os.environ, and the next test.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_TRACKING_URI", where().tracking_uri)
+        patch.setenv("MLFLOW_TRACKING_URI", read_tracking_settings().tracking_uri)
         return run, mlflow.pyfunc.load_model(f"models:/{logged}")
 
 

@@ -17,8 +17,8 @@ from flows.train import train
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
-from tasks.serving.prefect_http import call
-from tasks.tracking.where import where
+from tasks.process.prefect_http import call_api
+from tasks.tracking.where import read_tracking_settings
 
 pytestmark = [
     pytest.mark.usefixtures("prefect_api", "place"),
@@ -101,7 +101,7 @@ def _train(**sections: Any) -> dict[str, Any]:
 
 
 def _folder(run: dict[str, Any]) -> str:
-    client = MlflowClient(where().tracking_uri)
+    client = MlflowClient(read_tracking_settings().tracking_uri)
     (output,) = client.get_run(run["run_id"]).outputs.model_outputs
     location = client.get_logged_model(output.model_id).artifact_location
     return location.removeprefix("file://")
@@ -130,7 +130,7 @@ def test_models_of_transformers_train_and_predict_anywhere(theirs: Own, tmp_path
     assert runs["bert"]["tags"]["data.residency"] == "loader"
     assert "data.fingerprint" not in runs["bert"]["tags"]
     assert runs["vit"]["metrics"]["val/loss"] < 2.4
-    client = MlflowClient(where().tracking_uri)
+    client = MlflowClient(read_tracking_settings().tracking_uri)
     assert client.get_run(runs["bert"]["run_id"]).data.params["model.name"] == "theirs:bert"
 
     folders = {name: _folder(run) for name, run in runs.items()}
@@ -192,7 +192,7 @@ def test_a_wrong_path_leaves_no_run(
 ) -> None:
     with pytest.raises(error, match=words):
         _train(data={"source": "theirs:amounts"}, **sections)
-    client = MlflowClient(where().tracking_uri)
+    client = MlflowClient(read_tracking_settings().tracking_uri)
     assert not client.search_runs([e.experiment_id for e in client.search_experiments()])
 
 
@@ -228,7 +228,7 @@ def test_whatever_a_users_code_ends_with_is_a_failed_run_with_its_words(
             train={"loss": f"mine:{loss}", "batch_size": 10},
         )
     assert words in str(raised.value)
-    client = MlflowClient(where().tracking_uri)
+    client = MlflowClient(read_tracking_settings().tracking_uri)
     (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
     assert run.info.status == "FAILED" and words in run.data.tags["end.reason"]
     assert words in run.data.tags["mlflow.note.content"]
@@ -240,7 +240,7 @@ def test_whatever_a_users_code_ends_with_is_a_failed_run_with_its_words(
 def read_flow_run(flow_run: str) -> Any:
     from prefect.settings import PREFECT_API_URL
 
-    return call("GET", f"{PREFECT_API_URL.value()}/flow_runs/{flow_run}")["state"]
+    return call_api("GET", f"{PREFECT_API_URL.value()}/flow_runs/{flow_run}")["state"]
 
 
 def test_a_deployment_that_forbids_imports_refuses_a_flow_too(

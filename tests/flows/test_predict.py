@@ -23,7 +23,7 @@ from flows.train import train
 from tasks.engine.files.source_data import DataError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
-from tasks.tracking.where import where
+from tasks.tracking.where import read_tracking_settings
 from tests.conftest import ROOT, desk_environment
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "there")
@@ -77,7 +77,7 @@ def trained(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def there(trained: Trained, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trained:
     monkeypatch.chdir(trained.folder)
     # mlflow.set_tracking_uri() would reach into os.environ, and the next test.
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", where().tracking_uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", read_tracking_settings().tracking_uri)
     return trained
 
 

@@ -17,11 +17,11 @@ import pytest
 
 from flows.train import train
 from tasks.engine.base.file_lock import is_held
-from tasks.engine.checkpoint.kept_steps import steps
+from tasks.engine.checkpoint.kept_steps import list_steps
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.known_runs import known_runs
-from tasks.resume import asked_for, held, of_key
-from tasks.run_folders import LOCK, Start, folders
+from tasks.run.known_runs import list_known_runs
+from tasks.run.resume import find_resumed_folder, find_unfinished_folder, lock_for_training
+from tasks.run.run_folders import LOCK, RunStart, list_run_folders
 from tasks.tracking.where import TrackingError
 
 Desk = Callable[..., subprocess.Popen[str]]
@@ -42,7 +42,7 @@ def test_a_training_goes_on_where_it_was_killed_and_where_its_time_was_over(
     asked = ("--run.key", "night", "--train.epochs", "200", "--checkpoint.every_steps", "40")
     first = desk(*asked)
     until = time.monotonic() + 120
-    while not any(len(steps(run / "checkpoints")) > 1 for run in _runs(place)):
+    while not any(len(list_steps(run / "checkpoints")) > 1 for run in _runs(place)):
         assert time.monotonic() < until and first.poll() is None
         time.sleep(0.05)
     os.kill(first.pid, signal.SIGKILL)
@@ -114,7 +114,7 @@ def test_a_run_whose_folder_was_removed_in_mid_run_is_found_and_gone_on_with(
     run = train({"train": {"epochs": 10_000, "max_s": 3}})
     removing.join(10)
     assert seen == [True], "while it was trained"
-    assert [one.run_id for one in known_runs(place / ".headroom" / "runs")] == [run["run_id"]]
+    assert [one.run_id for one in list_known_runs(place / ".headroom" / "runs")] == [run["run_id"]]
     again = train(resume="latest", overrides={"train.max_s": 0.1})
     assert again["run_id"] == run["run_id"] and again["metrics"]["train/epoch"] > 1
 
@@ -146,13 +146,13 @@ def test_a_key_whose_run_is_gone_begins_a_new_one_and_says_why(
     }
     train(KEYED)
     for why, lose in ways.items():
-        old = folders(place / ".headroom" / "runs")[0]
+        old = list_run_folders(place / ".headroom" / "runs")[0]
         lose(old)
         with pytest.raises((ConfigError, TrackingError), match=f"^--resume {old}: {why}.*remove"):
             train(resume="latest")
         caplog.clear()
         run = train(KEYED)
-        new = folders(place / ".headroom" / "runs")[0]
+        new = list_run_folders(place / ".headroom" / "runs")[0]
         assert new != old and run["status"] == "FINISHED" and run["stopped"]
         assert re.search(f"run.key: night begins a new run: .*{why}.*{old} is left", caplog.text)
         assert re.search(why, run["tags"]["anew"]) and "night begins a new" in run["warnings"][0]
@@ -182,7 +182,7 @@ def test_a_run_that_was_done_tells_nothing_twice_when_it_is_gone_on_with(
         assert again["metrics"][name] == run["metrics"][name]
 
 
-def _left(runs: Path, name: str, start: Start, *, kept: bool = True) -> Path:
+def _left(runs: Path, name: str, start: RunStart, *, kept: bool = True) -> Path:
     folder = runs / name
     (folder / "checkpoints").mkdir(parents=True)
     start.write(folder)
@@ -193,42 +193,47 @@ def _left(runs: Path, name: str, start: Start, *, kept: bool = True) -> Path:
 
 def test_what_cannot_be_gone_on_with_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="^--resume latest: no run in .* has a checkpoint$"):
-        asked_for(tmp_path, "latest")
+        find_resumed_folder(tmp_path, "latest")
     with pytest.raises(ConfigError, match="^--resume abc: is neither latest, nor the id of a run"):
-        asked_for(tmp_path, "abc")
-    bare = _left(tmp_path, "20260101-000000-a", Start("abc", "1", "mine"), kept=False)
+        find_resumed_folder(tmp_path, "abc")
+    bare = _left(tmp_path, "20260101-000000-a", RunStart("abc", "1", "mine"), kept=False)
     for words in ("abc", str(bare)):
         with pytest.raises(ConfigError, match="that run wrote no checkpoint; train anew$"):
-            asked_for(tmp_path, words)
-    folder = _left(tmp_path, "20260102-000000-b", Start("def", "1", "mine", pid=42))
+            find_resumed_folder(tmp_path, words)
+    folder = _left(tmp_path, "20260102-000000-b", RunStart("def", "1", "mine", pid=42))
     for words in ("latest", "def", str(folder), str(folder / "checkpoints")):
-        assert asked_for(tmp_path, words) == folder
+        assert find_resumed_folder(tmp_path, words) == folder
     with (
-        held(folder),
+        lock_for_training(folder),
         pytest.raises(ConfigError, match=f"is being trained by process {os.getpid()}$"),
     ):
-        held(folder)
-    held(folder).close()
+        lock_for_training(folder)
+    lock_for_training(folder).close()
 
 
 def test_a_key_that_is_being_trained_is_not_trained_twice(tmp_path: Path) -> None:
-    folder = _left(tmp_path, "20260101-000000-a", Start("a", "1", "mine", key="night"), kept=False)
-    assert of_key(tmp_path, "night") is None
-    with held(folder):
-        assert of_key(tmp_path, "night") == folder
+    folder = _left(
+        tmp_path, "20260101-000000-a", RunStart("a", "1", "mine", key="night"), kept=False
+    )
+    assert find_unfinished_folder(tmp_path, "night") is None
+    with lock_for_training(folder):
+        assert find_unfinished_folder(tmp_path, "night") == folder
         with pytest.raises(ConfigError, match="that run is being trained by process"):
-            held(folder)
+            lock_for_training(folder)
 
 
 def test_a_key_goes_on_with_its_newest_run_until_that_is_done(tmp_path: Path) -> None:
-    _left(tmp_path, "20260101-000000-a", Start("a", "1", "mine", key="night"))
-    newest = _left(tmp_path, "20260102-000000-b", Start("b", "1", "mine", key="night"))
-    _left(tmp_path, "20260103-000000-c", Start("c", "1", "mine", key="another"))
-    assert of_key(tmp_path, "night") == newest and of_key(tmp_path, "none of them") is None
+    _left(tmp_path, "20260101-000000-a", RunStart("a", "1", "mine", key="night"))
+    newest = _left(tmp_path, "20260102-000000-b", RunStart("b", "1", "mine", key="night"))
+    _left(tmp_path, "20260103-000000-c", RunStart("c", "1", "mine", key="another"))
+    assert (
+        find_unfinished_folder(tmp_path, "night") == newest
+        and find_unfinished_folder(tmp_path, "none of them") is None
+    )
     for end, goes_on in (
         ({"status": "KILLED"}, True),
         ({"status": "FINISHED", "stopped": "train.until: it is 06:30"}, True),
         ({"status": "FINISHED", "stopped": ""}, False),
     ):
         (newest / "run.json").write_text(json.dumps(end))
-        assert (of_key(tmp_path, "night") == newest) is goes_on
+        assert (find_unfinished_folder(tmp_path, "night") == newest) is goes_on

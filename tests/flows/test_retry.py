@@ -16,15 +16,15 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.cli.flags import resumed
-from tasks import flow_run
+from flows.cli.flags import make_resume_words
 from tasks.engine.base.facts import DeviceFacts
-from tasks.engine.device.detection import NotNow
-from tasks.engine.settings.read_settings import ConfigError, resolve
+from tasks.engine.device.detection import TemporaryDeviceError
+from tasks.engine.settings.read_settings import ConfigError, resolve_config
 from tasks.engine.settings.run_config import RunConfig, RunSettings, TrainConfig
-from tasks.failures import Failure
-from tasks.resume import plan_retry, retry_of, retry_tags
-from tasks.run_folders import Start, start_of
+from tasks.run import flow_run
+from tasks.run.failures import Failure
+from tasks.run.resume import find_failed_start, make_retry_tags, plan_retry
+from tasks.run.run_folders import RunStart, read_start
 
 Desk = Callable[..., subprocess.Popen[str]]
 LOST = Failure("device_lost", "CUDA error: unspecified launch failure", cure="always")
@@ -150,7 +150,7 @@ def test_a_mistake_of_the_users_is_not_tried_again(sick: Desk, place: Path) -> N
     assert len((place / "attempts").read_text().splitlines()) == 1
 
 
-def _run(folder: Path, start: Start, step: int = 0) -> Path:
+def _run(folder: Path, start: RunStart, step: int = 0) -> Path:
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     for old in (folder / "checkpoints").iterdir():
         old.unlink()
@@ -162,14 +162,14 @@ def _run(folder: Path, start: Start, step: int = 0) -> Path:
 
 def test_the_wait_doubles_and_progress_begins_the_count_anew(tmp_path: Path) -> None:
     config = RunConfig(run=RunSettings(retries=9, retry_wait_s=100))
-    folder = _run(tmp_path / "a", Start("a", "1", "mine"), step=40)
+    folder = _run(tmp_path / "a", RunStart("a", "1", "mine"), step=40)
     waits = []
     for number in range(1, 6):
         retry = plan_retry(folder, LOST, config)
         assert retry is not None and (retry.number, retry.step) == (number, 40)
         waits.append(round(retry.at - time.time(), -1))
     assert waits == [100, 200, 400, 600, 600]
-    found = start_of(folder)
+    found = read_start(folder)
     assert found is not None and (found.retries, found.after) == (5, "device_lost")
     retry = plan_retry(_run(folder, found, step=41), LOST, config)
     assert retry is not None and retry.number == 1
@@ -190,10 +190,10 @@ def test_a_retry_is_planned_where_it_helps_and_as_often_as_was_asked(
     tmp_path: Path, before: int, most: int, failure: Failure, number: int | None
 ) -> None:
     """Where no more comes the count is 0 again: whoever starts it by hand has all of them."""
-    folder = _run(tmp_path / "a", Start("a", "1", "mine", retries=before, retried_at=7), step=7)
+    folder = _run(tmp_path / "a", RunStart("a", "1", "mine", retries=before, retried_at=7), step=7)
     retry = plan_retry(folder, failure, RunConfig(run=RunSettings(retries=most)))
     assert (retry.number if retry else None) == number
-    found = start_of(folder)
+    found = read_start(folder)
     assert found is not None and found.retries == (number or 0)
     assert plan_retry(tmp_path / "none", failure, RunConfig()) is None
 
@@ -208,14 +208,14 @@ def test_where_nobody_sits_a_first_start_waits_too(tmp_path: Path) -> None:
 
 def test_what_cannot_be_counted_is_not_tried_again(tmp_path: Path) -> None:
     """As where the disk is full: it would never end, or hide why it failed."""
-    folder = _run(tmp_path / "a", Start("a", "1", "mine"), step=7)
+    folder = _run(tmp_path / "a", RunStart("a", "1", "mine"), step=7)
     (folder / "start.json.new").mkdir()
     assert plan_retry(folder, LOST, RunConfig()) is None
 
 
 def test_no_retry_begins_after_train_until(tmp_path: Path) -> None:
     """06:30 would be that of the next day by then."""
-    folder = _run(tmp_path / "a", Start("a", "1", "mine"), step=7)
+    folder = _run(tmp_path / "a", RunStart("a", "1", "mine"), step=7)
     soon = datetime.now() + timedelta(minutes=2)
     config = RunConfig(train=TrainConfig(until=soon.strftime("%H:%M")))
     assert plan_retry(folder, LOST, config) is not None
@@ -261,7 +261,7 @@ def test_prefect_is_told_the_class_of_what_is_not_tried_again(
 )
 def test_bad_settings_of_retries_are_refused(name: str, value: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        resolve(None, {name: value})
+        resolve_config(None, {name: value})
     assert str(refused.value) == said
 
 
@@ -271,24 +271,33 @@ def test_a_retry_does_not_fall_back_to_the_cpu_and_any_other_start_may(tmp_path:
         bf16=False,
         tf32=False,
     )
-    was = Start("a", "1", "mine", device="cuda", retries=1, after="device_lost")
-    with pytest.raises(NotNow, match="^device.name: the training was on cuda, and its retry finds"):
-        retry_tags(was, cpu, RunSettings(), is_new=False)
-    by_hand = Start("a", "1", "mine", device="cuda")
-    assert retry_tags(by_hand, cpu, RunSettings(), is_new=False) == {}
-    assert retry_tags(None, cpu, RunSettings(), is_new=True) == {}
+    was = RunStart("a", "1", "mine", device="cuda", retries=1, after="device_lost")
+    with pytest.raises(
+        TemporaryDeviceError, match="^device.name: the training was on cuda, and its retry finds"
+    ):
+        make_retry_tags(was, cpu, RunSettings(), is_new=False)
+    by_hand = RunStart("a", "1", "mine", device="cuda")
+    assert make_retry_tags(by_hand, cpu, RunSettings(), is_new=False) == {}
+    assert make_retry_tags(None, cpu, RunSettings(), is_new=True) == {}
 
 
 def test_a_flow_run_knows_the_run_that_it_began_before(tmp_path: Path) -> None:
     """It has no checkpoint, so that nothing is gone on with."""
-    _run(tmp_path / "20260101-000000-a", Start("a", "1", "mine", key="flow run x", retries=1))
-    found = retry_of(tmp_path, "flow run x")
+    _run(tmp_path / "20260101-000000-a", RunStart("a", "1", "mine", key="flow run x", retries=1))
+    found = find_failed_start(tmp_path, "flow run x")
     assert found is not None and found.run_id == "a"
-    assert retry_of(tmp_path, "") is None and retry_of(tmp_path, "flow run y") is None
-    _run(tmp_path / "20260101-000000-a", Start("a", "1", "mine", key="flow run x"))
-    assert retry_of(tmp_path, "flow run x") is None
+    assert (
+        find_failed_start(tmp_path, "") is None
+        and find_failed_start(tmp_path, "flow run y") is None
+    )
+    _run(tmp_path / "20260101-000000-a", RunStart("a", "1", "mine", key="flow run x"))
+    assert find_failed_start(tmp_path, "flow run x") is None
 
 
 def test_the_words_of_a_retry_name_its_run_and_keep_the_flags(tmp_path: Path) -> None:
     words = ["--config", "a.yaml", "--resume=latest", "--optim.lr", "-0.1", "--debug"]
-    assert resumed(words, tmp_path) == ["--optim.lr=-0.1", "--debug", f"--resume={tmp_path}"]
+    assert make_resume_words(words, tmp_path) == [
+        "--optim.lr=-0.1",
+        "--debug",
+        f"--resume={tmp_path}",
+    ]

@@ -16,8 +16,8 @@ import pytest
 
 from flows import stop
 from tasks.engine.base.file_lock import FileLock, is_held
-from tasks.known_runs import Run, called, known_runs
-from tasks.live_runs import live_runs
+from tasks.run.known_runs import KnownRun, find_called_runs, list_known_runs
+from tasks.run.live_runs import find_live_runs
 from tests.conftest import PYTHON, ROOT, desk_environment
 
 Desk = Callable[..., subprocess.Popen[str]]
@@ -42,10 +42,10 @@ def _runs(place: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _until(place: Path, is_so: Callable[[Run], object]) -> dict[str, Any]:
+def _until(place: Path, is_so: Callable[[KnownRun], object]) -> dict[str, Any]:
     """What the command says once it is so."""
     until = time.monotonic() + 120
-    while not any(map(is_so, found := known_runs(place / ".headroom" / "runs"))):
+    while not any(map(is_so, found := list_known_runs(place / ".headroom" / "runs"))):
         assert time.monotonic() < until, found
         time.sleep(0.1)
     (run,) = _runs(place)
@@ -78,7 +78,7 @@ def test_a_training_is_listed_as_it_trains_and_stopped_with_a_checkpoint(
 IGNORES = """
 import signal, sys, time
 from pathlib import Path
-from tasks.live_runs import Announcement
+from tasks.run.live_runs import Announcement
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 for name in sys.argv[1:-1]:
     Announcement(Path(name), name).__enter__()
@@ -107,7 +107,7 @@ def test_what_does_not_end_by_itself_is_killed_with_now(
     monkeypatch.setattr(stop, "TWICE_S", 0.01)
     monkeypatch.setattr(stop, "KILL_S", 0.1)
     assert stop.main(["c", "--now"]) == 0
-    assert ignores.wait(10) == -signal.SIGKILL and live_runs() == []
+    assert ignores.wait(10) == -signal.SIGKILL and find_live_runs() == []
 
 
 def test_one_word_means_one_training(
@@ -121,8 +121,8 @@ def test_one_word_means_one_training(
     ):
         assert stop.main([word]) == 2
         assert capsys.readouterr().err == f"RUN: {refusal}\n"
-    assert [run.name for run in called("abcdef", known_runs(Path("none")))] == ["c"]
-    assert len(called(str(pid), known_runs(Path("none")))) == 4
+    assert [run.name for run in find_called_runs("abcdef", list_known_runs(Path("none")))] == ["c"]
+    assert len(find_called_runs(str(pid), list_known_runs(Path("none")))) == 4
     assert ignores.poll() is None
 
 

@@ -29,8 +29,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from ruamel.yaml import YAML
 
-from tasks.serving.prefect_http import FLOW_RUN, answers, call, set_state
-from tasks.serving.processes import mark_of, marked, parts
+from tasks.process.prefect_http import FLOW_RUN, call_api, is_healthy, set_state
+from tasks.services.processes import find_own_processes, find_parts, provide_mark
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOYMENTS = [
@@ -48,7 +48,7 @@ def test_the_parameters_of_every_deployment_are_valid(deployment: dict[str, Any]
     from flows.predict import predict
     from flows.tidy import tidy
     from flows.train import train
-    from tasks.engine.settings.read_settings import override
+    from tasks.engine.settings.read_settings import override_config
 
     if deployment["entrypoint"] == "flows/tidy.py:tidy":
         tidy.validate_parameters(deployment["parameters"])
@@ -59,7 +59,7 @@ def test_the_parameters_of_every_deployment_are_valid(deployment: dict[str, Any]
         return
     assert deployment["entrypoint"] == "flows/train.py:train"
     found = train.validate_parameters(deployment["parameters"])
-    override(found["config"], found["overrides"])
+    override_config(found["config"], found["overrides"])
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda d: d["name"])
@@ -86,8 +86,8 @@ class Service:
         return self.project / ".headroom" / "serve"
 
     def serve(self, action: str) -> str:
-        """What `python -m tasks.serve` printed."""
-        command = [sys.executable, "-m", "tasks.serve", action]
+        """What `python -m tasks.services.serve` printed."""
+        command = [sys.executable, "-m", "tasks.services.serve", action]
         done = subprocess.run(
             command, cwd=self.project, env=self.env, capture_output=True, text=True, timeout=240
         )
@@ -96,7 +96,7 @@ class Service:
 
     def ask(self, method: str, path: str, body: object = None) -> Any:
         """Prefect's answer."""
-        return call(method, f"{self.url}/api/{path}", body)
+        return call_api(method, f"{self.url}/api/{path}", body)
 
     def flow_run(self, deployment: str, overrides: dict[str, Any], *, warm: bool = False) -> str:
         """The id of one that was asked for. warm: the worker's process for it is forked from one
@@ -189,12 +189,12 @@ def ended(service: Service, flow_run: str) -> str | None:
 
 
 def test_up_is_up_and_a_second_up_starts_nothing(service: Service) -> None:
-    before = parts(service.folder)
+    before = find_parts(service.folder)
     assert before.keys() == {"prefect", "mlflow", "worker", "keeper"}
     assert "It is up already." in service.serve("up")
-    assert parts(service.folder) == before
+    assert find_parts(service.folder) == before
     assert service.serve("status").count(" up ") == 4
-    assert answers(f"http://127.0.0.1:{service.env['HEADROOM_MLFLOW_PORT']}/health")
+    assert is_healthy(f"http://127.0.0.1:{service.env['HEADROOM_MLFLOW_PORT']}/health")
 
 
 def test_the_prefect_commands_of_the_pages_work_in_a_fresh_shell(service: Service) -> None:
@@ -204,7 +204,7 @@ def test_the_prefect_commands_of_the_pages_work_in_a_fresh_shell(service: Servic
     commands = [block for block in blocks if "prefect " in block]
     assert len(commands) == 2
     api = f"{service.url}/api"
-    call("PATCH", f"{api}/work_pools/headroom", {"is_paused": True})  # they are only asked for
+    call_api("PATCH", f"{api}/work_pools/headroom", {"is_paused": True})  # they are only asked for
     try:
         for block in commands:
             script = block.replace("http://127.0.0.1:4200/api", api)
@@ -217,18 +217,18 @@ def test_the_prefect_commands_of_the_pages_work_in_a_fresh_shell(service: Servic
             assert done.returncode == 0, done.stdout + done.stderr
             assert "Created flow run" in done.stdout
         assert "train" in done.stdout.rpartition("Created flow run")[2], "what flow-run ls shows"
-        asked = call("POST", f"{api}/flow_runs/filter", {"sort": "START_TIME_DESC"})
+        asked = call_api("POST", f"{api}/flow_runs/filter", {"sort": "START_TIME_DESC"})
         runs = [run for run in asked if not run["auto_scheduled"]]
         assert len(runs) == 2
         for run in runs:
-            call("DELETE", f"{api}/flow_runs/{run['id']}")
+            call_api("DELETE", f"{api}/flow_runs/{run['id']}")
     finally:
-        call("PATCH", f"{api}/work_pools/headroom", {"is_paused": False})
+        call_api("PATCH", f"{api}/work_pools/headroom", {"is_paused": False})
 
 
 def test_it_listens_on_this_machine_only(service: Service) -> None:
-    family = marked(service.folder)
-    assert {part.process for part in parts(service.folder).values()} <= family.keys()
+    family = find_own_processes(service.folder)
+    assert {part.process for part in find_parts(service.folder).values()} <= family.keys()
     listening = [s for p in family for s in p.net_connections("inet") if s.status == "LISTEN"]
     assert {s.laddr.ip for s in listening} == {"127.0.0.1"}
 
@@ -319,9 +319,9 @@ def test_a_webhook_hears_of_a_failure_of_a_worse_run_and_of_a_lost_worker(
         (one, *_) = service.ask("POST", "flow_runs/filter", asked)
         set_state(f"{service.url}/api", one["id"], type="COMPLETED", message="why", name=name)
         set_state(f"{service.url}/api", one["id"], type="COMPLETED", message="", name="Worse")
-    keeper = parts(service.folder)["keeper"].process
+    keeper = find_parts(service.folder)["keeper"].process
     keeper.kill()  # it would start the worker again
-    worker = parts(service.folder)["worker"].process
+    worker = find_parts(service.folder)["worker"].process
     worker.kill()
     for what in ("got worse", "failed", "no worker is left", "not all sent", "was gone on with"):
         beginning = f"headroom {what}: "
@@ -385,7 +385,10 @@ def test_down_cancels_what_runs_closes_its_record_and_leaves_no_process(service:
         lambda: any('"train/loss"' in f.read_text() for f in {*runs.glob(JOURNAL)} - before),
         service,
     )
-    assert len([e for e in marked(service.folder).values() if e.get(FLOW_RUN) == flow_run]) >= 2
+    assert (
+        len([e for e in find_own_processes(service.folder).values() if e.get(FLOW_RUN) == flow_run])
+        >= 2
+    )
 
     assert "Cancelling 1 run" in service.serve("down")
 
@@ -393,7 +396,7 @@ def test_down_cancels_what_runs_closes_its_record_and_leaves_no_process(service:
     assert run is not None
     assert run.info.status == "KILLED" and run.info.end_time
     assert run.data.metrics["memory/release_ok"] == 1 and "train/loss" in run.data.metrics
-    mark = mark_of(service.folder)
+    mark = provide_mark(service.folder)
     left = [p for p in psutil.process_iter() if environment_of(p).get("HEADROOM_SERVE") == mark]
     assert left == []
     # In Prefect's own words, not those of the worker's log: it may be told to end before it writes.

@@ -22,8 +22,8 @@ import psutil
 import pytest
 from mlflow import MlflowClient, pyfunc, set_tracking_uri
 
-from tasks.serving.prefect_http import call
-from tasks.serving.processes import is_running, marked, parts
+from tasks.process.prefect_http import call_api
+from tasks.services.processes import find_own_processes, find_parts, is_running
 from tests.conftest import free_port
 
 pytest.importorskip("nanio", reason="headroom[team] is not installed")
@@ -46,18 +46,18 @@ class Team:
     env: dict[str, str]
 
     def does(self, action: str, *, code: int = 0, **more: str) -> str:
-        """What `python -m tasks.team` printed."""
-        command = [sys.executable, "-m", "tasks.team", action]
+        """What `python -m tasks.services.team` printed."""
+        command = [sys.executable, "-m", "tasks.services.team", action]
         env = {**self.env, **more}
         done = subprocess.run(command, cwd=self.project, env=env, capture_output=True, text=True)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
     def address(self, name: str) -> str:
-        return parts(self.folder)[name].address
+        return find_parts(self.folder)[name].address
 
     def ask(self, method: str, path: str, body: object = None) -> Any:
-        return call(method, f"{self.address('prefect')}/api/{path}", body)
+        return call_api(method, f"{self.address('prefect')}/api/{path}", body)
 
     @property
     def secrets(self) -> dict[str, str]:
@@ -98,10 +98,10 @@ def team() -> Iterator[Team]:
 
 @pytest.mark.timeout(600)
 def test_it_is_up_for_this_machine_only(team: Team) -> None:
-    assert parts(team.folder).keys() == PARTS
+    assert find_parts(team.folder).keys() == PARTS
     assert team.does("status").count(" up ") == len(PARTS)
     here = {"127.0.0.1", "10.83.201.1"}
-    for part in parts(team.folder).values():
+    for part in find_parts(team.folder).values():
         for process in (part.process, *part.process.children(recursive=True)):
             listening = [s for s in process.net_connections("inet") if s.status == "LISTEN"]
             assert {s.laddr.ip for s in listening} <= here
@@ -117,7 +117,7 @@ def test_the_pages_may_ask_the_servers_that_they_came_from(team: Team) -> None:
     )
     with urllib.request.urlopen(asked, timeout=30) as answer:
         assert answer.status == 200
-    told = call("GET", f"{team.address('prefect')}/ui-settings")
+    told = call_api("GET", f"{team.address('prefect')}/ui-settings")
     assert told["api_url"] == f"{team.address('prefect')}/api"
 
 
@@ -198,7 +198,7 @@ def test_no_password_is_in_a_file_an_argument_or_a_worker(team: Team) -> None:
         with suppress(psutil.Error):
             said = " ".join(process.cmdline())
             assert not any(secret in said for secret in team.secrets.values())
-    for process, environment in marked(team.folder).items():
+    for process, environment in find_own_processes(team.folder).items():
         if environment.get("HEADROOM_SERVE_PART", "").startswith("worker"):
             told = " ".join(environment.values())
             assert not any(secret in told for secret in team.secrets.values()), process
@@ -231,7 +231,7 @@ def test_what_is_not_there_is_one_sentence(
     told = team.does("up", code=2, **more).splitlines()
     assert re.search(rf"^{variable}: .*{said}", told[-1], re.IGNORECASE), told
     assert "s3cretword" not in "".join(told) and "Traceback" not in told
-    assert not parts(tmp_path / "team")
+    assert not find_parts(tmp_path / "team")
     assert not Path("/run/netns/headroom202-host-1").exists()
 
 
@@ -245,7 +245,7 @@ def test_a_start_that_fails_leaves_no_host_behind(team: Team, tmp_path: Path) ->
 
 @pytest.mark.timeout(600)
 def test_down_ends_all_of_it_and_keeps_what_was_kept(team: Team) -> None:
-    family = list(marked(team.folder))
+    family = list(find_own_processes(team.folder))
     assert "Down: " in team.does("down")
     assert not any(is_running(process) for process in family)
     assert not Path("/run/netns/headroom201-host-1").exists()

@@ -17,26 +17,26 @@ from mlflow.entities import Run
 from prefect.client.orchestration import get_client
 
 from flows.train import train
+from tasks.engine.accounts.step_metrics import Diverged
 from tasks.engine.files.source_data import DataError
-from tasks.engine.forecast.admission import Admission
 from tasks.engine.memory.leaks import LeakError
 from tasks.engine.models import predictor
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.training import shared_model, trainer
+from tasks.engine.training.admission import Admission
 from tasks.engine.training.oom_files import OutOfMemory
-from tasks.engine.training.step_metrics import Diverged
-from tasks.preflight import BAD_INPUT
+from tasks.run.preflight import BAD_INPUT
 from tasks.tracking import journal
 from tasks.tracking.journal import JournalError
-from tasks.tracking.where import where
+from tasks.tracking.where import read_tracking_settings
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "place")
 QUICK = {"train": {"epochs": 2}}
 
 
 def _client() -> MlflowClient:
-    return MlflowClient(where().tracking_uri)
+    return MlflowClient(read_tracking_settings().tracking_uri)
 
 
 def _runs() -> list[Run]:
@@ -158,7 +158,7 @@ def test_the_logged_model_predicts_what_the_training_process_would(
     (logged,) = _client().search_logged_models([made["experiment_id"]])
     assert logged.source_run_id == made["run_id"] and logged.status == "READY"
     # mlflow.set_tracking_uri() would reach into os.environ, and the next test.
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", where().tracking_uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", read_tracking_settings().tracking_uri)
     loaded = mlflow.pyfunc.load_model(f"models:/{logged.model_id}")
     assert loaded.metadata.signature.inputs and loaded.metadata.signature.outputs
     example = loaded.input_example
@@ -226,7 +226,9 @@ SMALL_CNN = {"model": {"name": "cnn", "args": {"width": 8}}, "train": {"epochs":
 
 def test_a_run_without_memory_fails_with_its_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     # Let in, as where somebody else takes the memory after the admission.
-    monkeypatch.setattr(trainer, "admit", lambda *_, **__: Admission(None, "", 64, "let in"))
+    monkeypatch.setattr(
+        trainer, "admit_training", lambda *_, **__: Admission(None, "", 64, "let in")
+    )
     with pytest.raises(OutOfMemory, match="memory ran out on cpu in the forward pass of step 1"):
         _train(**SMALL_CNN, memory={"limit_mib": 0.04})
     (run,) = _runs()
@@ -268,7 +270,7 @@ def test_an_interrupted_run_is_killed_and_gives_the_memory_back(
         for _ in range(2):  # the second does not wait for the end of a step
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(trainer, "fit", interrupted)
+    monkeypatch.setattr(trainer, "fit_model", interrupted)
     with pytest.raises(KeyboardInterrupt):
         _train(**QUICK)
     (run,) = _runs()
@@ -332,7 +334,7 @@ def test_a_run_whose_journal_cannot_be_kept_is_failed_with_that_reason(
     place: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """A full disk ended as bad input, and the run as KILLED, without what it had measured last."""
-    append = journal.append
+    append = journal.append_line
 
     def failing(file: FileIO, line: bytes) -> None:
         (folder,) = (place / ".headroom" / "runs").glob("*-*")
@@ -343,7 +345,7 @@ def test_a_run_whose_journal_cannot_be_kept_is_failed_with_that_reason(
         else:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(journal, "append", failing)
+    monkeypatch.setattr(journal, "append_line", failing)
     words = "^runs: .* can't be written .No space left on device.; make room there$"
     with pytest.raises(JournalError, match=words):
         _train(**QUICK)

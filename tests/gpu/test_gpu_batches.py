@@ -9,14 +9,18 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tasks.engine.batches.dataloaders import Loaded
-from tasks.engine.batches.dataset_batches import Resident, Streamed, feed
-from tasks.engine.batches.memory_format import row_order
+from tasks.engine.accounts.throughput import find_peak_flops, measure_peak_flops
+from tasks.engine.batches.dataloaders import LoaderBatches
+from tasks.engine.batches.dataset_batches import (
+    ResidentBatches,
+    StreamedBatches,
+    draw_row_order,
+    place_rows,
+)
 from tasks.engine.batches.rank_share import RankShare
-from tasks.engine.data.token_windows import rows_of
-from tasks.engine.device.detection import detect
-from tasks.engine.memory.leaks import baseline, release
-from tasks.engine.training.peak_flops import measured, peak
+from tasks.engine.data.preparation import view_token_rows
+from tasks.engine.device.detection import detect_best_device
+from tasks.engine.memory.leaks import release_device_memory, take_baseline
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -38,13 +42,13 @@ def rows(count: int = 500, features: int = 64) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(
     ("room_bytes", "kind", "residency"),
-    [(PLENTY, Resident, "device"), (0, Streamed, "pinned")],
+    [(PLENTY, ResidentBatches, "device"), (0, StreamedBatches, "pinned")],
 )
 def test_batches_hold_the_rows_of_plain_indexing(room_bytes, kind, residency) -> None:
     x, y = rows()
-    fed = feed(x, y, device=GPU, room_bytes=room_bytes)
+    fed = place_rows(x, y, device=GPU, room_bytes=room_bytes)
     assert isinstance(fed, kind) and fed.residency == residency
-    order = row_order(500, seed=0, epoch=0)
+    order = draw_row_order(500, seed=0, epoch=0)
     for batches in (fed.shuffled(32, order, nothing), fed.in_order(32)):
         seen = []
         for got_x, got_y in batches:
@@ -56,8 +60,8 @@ def test_batches_hold_the_rows_of_plain_indexing(room_bytes, kind, residency) ->
 
 def test_resident_batches_come_in_the_order_of_the_cpu_and_in_one_memory() -> None:
     x, y = rows()
-    order = row_order(500, seed=0, epoch=0)
-    fed = feed(x, y, device=GPU, room_bytes=PLENTY)
+    order = draw_row_order(500, seed=0, epoch=0)
+    fed = place_rows(x, y, device=GPU, room_bytes=PLENTY)
     places, seen = set(), []
     for epoch in range(2):
         for got_x, got_y in fed.shuffled(50, order, nothing):
@@ -69,7 +73,7 @@ def test_resident_batches_come_in_the_order_of_the_cpu_and_in_one_memory() -> No
 
 def test_a_slow_gpu_reads_whole_batches_and_the_host_does_not_run_away() -> None:
     x, y = rows(count=400, features=4096)
-    fed = feed(x, y, device=GPU, room_bytes=0)
+    fed = place_rows(x, y, device=GPU, room_bytes=0)
     batch_bytes = 20 * 4096 * 4
     torch.cuda.synchronize(GPU)
     before = torch.cuda.memory_allocated(GPU)
@@ -90,7 +94,7 @@ def test_a_slow_gpu_reads_whole_batches_and_the_host_does_not_run_away() -> None
 @pytest.mark.real_gpu("a stand-in copies and computes on the host")
 def test_copies_run_beside_the_computing() -> None:
     x, y = rows(count=384, features=1 << 18)  # 32 rows: 32 MiB, a millisecond or so of any bus
-    fed = feed(x, y, device=GPU, room_bytes=0)
+    fed = place_rows(x, y, device=GPU, room_bytes=0)
     steps = []
     for _ in fed.in_order(32):
         arrived, left = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -110,8 +114,8 @@ def test_copies_run_beside_the_computing() -> None:
 def test_tokens_above_32767_and_images_arrive_as_they_were(tmp_path, room_bytes) -> None:
     kept = np.random.default_rng(0).integers(0, 65536, 40 * 16 + 3).astype(np.uint16)
     np.save(tmp_path / "text.npy", kept)
-    rows = rows_of(np.load(tmp_path / "text.npy", mmap_mode="r"), 16)
-    fed = feed(*rows, device=GPU, room_bytes=room_bytes)
+    rows = view_token_rows(np.load(tmp_path / "text.npy", mmap_mode="r"), 16)
+    fed = place_rows(*rows, device=GPU, room_bytes=room_bytes)
     wide = torch.from_numpy(kept.astype(np.int64)).unfold(0, 17, 1)
     order = fed.order(seed=0, epoch=1)
     if room_bytes == 0:  # a disk reads forwards: the rows of a batch are sorted
@@ -121,8 +125,8 @@ def test_tokens_above_32767_and_images_arrive_as_they_were(tmp_path, room_bytes)
         x, y = (torch.cat(part).cpu() for part in zip(*batches, strict=True))
         assert torch.equal(x, wide[begins, :-1]) and torch.equal(y, wide[begins, 1:])
     images = np.random.default_rng(0).normal(size=(40, 3, 8, 8)).astype(np.float32)
-    fed = feed(images, np.arange(40), device=GPU, room_bytes=room_bytes, channels_last=True)
-    for got, numbers in fed.shuffled(7, row_order(40, seed=0, epoch=0), nothing):
+    fed = place_rows(images, np.arange(40), device=GPU, room_bytes=room_bytes, channels_last=True)
+    for got, numbers in fed.shuffled(7, draw_row_order(40, seed=0, epoch=0), nothing):
         assert got.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(got.cpu(), torch.from_numpy(images)[numbers.cpu()])
 
@@ -131,11 +135,11 @@ def test_tokens_above_32767_and_images_arrive_as_they_were(tmp_path, room_bytes)
 def test_ranks_take_the_batches_of_one_process_and_know_what_each_is_of(room_bytes) -> None:
     """The next part is read, and sent, while the loop is at the one before."""
     x, y = rows(count=101)
-    order, wholes, found = row_order(101, seed=0, epoch=0), [], []
+    order, wholes, found = draw_row_order(101, seed=0, epoch=0), [], []
     for chunk in order.split(20):
         wholes.append((sorted(chunk.tolist()), len(chunk)))
     for rank in range(3):
-        share = RankShare(feed(x, y, device=GPU, room_bytes=room_bytes), rank=rank, size=3)
+        share = RankShare(place_rows(x, y, device=GPU, room_bytes=room_bytes), rank=rank, size=3)
         taken = []
         for got_x, got_y in share.shuffled(20, order, nothing):
             assert torch.equal(got_x.cpu(), torch.from_numpy(x)[got_y.cpu()])
@@ -153,23 +157,25 @@ def test_an_iteration_that_ends_early_leaves_nothing_behind() -> None:
     x, y = rows()
     torch.ones(1, device=GPU)
     gc.collect()  # a failed test's frames hold its tensors until then
-    before = baseline(GPU).bytes
-    fed = feed(x, y, device=GPU, room_bytes=0)
-    for batch in fed.shuffled(32, row_order(500, seed=0, epoch=0), nothing):
+    before = take_baseline(GPU).bytes
+    fed = place_rows(x, y, device=GPU, room_bytes=0)
+    for batch in fed.shuffled(32, draw_row_order(500, seed=0, epoch=0), nothing):
         assert batch[0].is_cuda
         break
     assert not [t for t in threading.enumerate() if t.name.startswith("gather")]
-    assert len(list(fed.shuffled(32, row_order(500, seed=0, epoch=1), nothing))) == fed.steps(32)
+    assert len(list(fed.shuffled(32, draw_row_order(500, seed=0, epoch=1), nothing))) == fed.steps(
+        32
+    )
     fed.close()
     del batch
     gc.collect()
-    facts = release(GPU, baseline_bytes=before)
+    facts = release_device_memory(GPU, baseline_bytes=before)
     assert facts.ok and facts.after_bytes == before, facts
 
 
 def test_a_loaders_pinned_batches_are_moved() -> None:
     data = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20))
-    fed = Loaded(DataLoader(data, batch_size=8, pin_memory=True), GPU)
+    fed = LoaderBatches(DataLoader(data, batch_size=8, pin_memory=True), GPU)
     marks: list[str] = []
     found = list(fed.shuffled(1, torch.arange(0), marks.append))
     assert marks == ["data_wait", "h2d"] * 3 and fed.reason.endswith("this process, pinned")
@@ -179,10 +185,10 @@ def test_a_loaders_pinned_batches_are_moved() -> None:
 
 @pytest.mark.real_gpu("a stand-in multiplies as fast as the host")
 def test_a_measured_peak_is_below_the_data_sheets_and_near_it() -> None:
-    facts = detect("cuda")
+    facts = detect_best_device("cuda")
     for precision in ("fp32", "bf16") if facts.bf16 else ("fp32",):
-        found = measured(GPU, precision)
+        found = measure_peak_flops(GPU, precision)
         assert found is not None and found.flops_per_s > 1e11
-        told = peak(facts, precision)
+        told = find_peak_flops(facts, precision)
         if told is not None:
             assert 0.4 < found.flops_per_s / told.flops_per_s < 1.05

@@ -8,7 +8,13 @@ import sys
 import pytest
 import torch
 
-from tasks.engine.device.detection import DeviceError, detect, explain, limit, resolve_precision
+from tasks.engine.device.detection import (
+    DeviceError,
+    cap_device_memory,
+    detect_best_device,
+    explain_choice,
+    resolve_precision,
+)
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -31,7 +37,7 @@ def in_a_process(env, code):
 
 
 def test_auto_takes_a_gpu_that_computed():
-    facts = detect()
+    facts = detect_best_device()
     assert facts.kind in ("cuda", "rocm") and not facts.fell_back
     assert next(c for c in facts.checks if c.name.startswith("compute") and c.ok)
     assert not [c for c in facts.checks if c.ok is False and "memory" not in c.name]
@@ -39,7 +45,7 @@ def test_auto_takes_a_gpu_that_computed():
 
 
 def test_facts_are_those_of_the_device():
-    facts = detect()
+    facts = detect_best_device()
     props = torch.cuda.get_device_properties(facts.index)
     assert facts.model == props.name
     assert facts.total_bytes == torch.cuda.mem_get_info(facts.index)[1]
@@ -55,22 +61,22 @@ def test_driver_and_memory_come_from_nvml_where_it_is():
     pynvml = pytest.importorskip("pynvml")
     pynvml.nvmlInit()
     try:
-        assert detect().driver_version == pynvml.nvmlSystemGetDriverVersion()
+        assert detect_best_device().driver_version == pynvml.nvmlSystemGetDriverVersion()
     finally:
         pynvml.nvmlShutdown()
-    assert detect().uuid.startswith(("GPU-", "MIG-"))
+    assert detect_best_device().uuid.startswith(("GPU-", "MIG-"))
 
 
 def test_auto_precision_is_the_fastest_native_one():
-    facts = detect()
+    facts = detect_best_device()
     wanted = "bf16" if facts.bf16 else "tf32" if facts.tf32 else "fp32"
     assert resolve_precision("auto", facts) == wanted
 
 
 def test_index_that_is_not_here_is_refused_with_those_that_are():
     with pytest.raises(DeviceError, match=r"^device.name: cuda:99 is not here; .* has .*:0"):
-        detect("cuda:99")
-    assert explain("cuda:99")[-1].ok is False
+        detect_best_device("cuda:99")
+    assert explain_choice("cuda:99")[-1].ok is False
 
 
 def test_hidden_gpus_are_the_reason_for_the_cpu():
@@ -92,11 +98,11 @@ def test_asking_for_the_cpu_leaves_the_gpu_asleep():
 
 
 def test_limit_holds_and_can_be_lifted():
-    facts = detect()
+    facts = detect_best_device()
     if facts.free_bytes < 2 * GIB:
         pytest.skip("needs 2 GiB of free memory")
     torch.cuda.empty_cache()
-    lift = limit(facts, 256)
+    lift = cap_device_memory(facts, 256)
     try:
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(GIB, dtype=torch.uint8, device=facts.name)
@@ -109,9 +115,9 @@ def test_limit_holds_and_can_be_lifted():
 
 def test_a_limit_below_what_is_cached_is_kept():
     """2 MiB were "held" at a peak of 17: the caches of the detection were given out again."""
-    facts = detect("cuda")
+    facts = detect_best_device("cuda")
     torch.empty(32 * 1024**2, dtype=torch.uint8, device=facts.name)
-    lift = limit(facts, 2)
+    lift = cap_device_memory(facts, 2)
     try:
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(2 * 1024**2, dtype=torch.uint8, device=facts.name)

@@ -15,15 +15,15 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from flows.train import train
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory import leaks
-from tasks.engine.memory.memory_by_owner import BEST, OWNERS
-from tasks.engine.settings import unused_settings
+from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS, OWNERS
+from tasks.engine.settings import read_settings
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
-from tasks.tracking.where import where
+from tasks.tracking.where import read_tracking_settings
 from tests.conftest import ROOT
 from tests.flows.cli.test_train_command import LONG, Desk, _ask, _until
 
@@ -62,7 +62,9 @@ MAY_BE_ZERO = {
     *(
         "gpu/utilization_pct",
         "gpu/energy_j",
-        *(f"memory/{owner}_mib" for owner in OWNERS if owner not in ("graph", BEST)),  # a host's
+        *(
+            f"memory/{owner}_mib" for owner in OWNERS if owner not in ("graph", BEST_WEIGHTS)
+        ),  # a host's
     ),
 }
 FILES = {"report.html", "plots", "config.yaml", "environment.txt", "device.json", "metrics.jsonl"}
@@ -82,11 +84,11 @@ def _trained(**sections: Any) -> Run:
     """The run in MLflow of a training that went well, its record complete."""
     config = RunConfig.model_validate({"device": {"name": "cuda"}, **sections})
     made = train(config)
-    client = MlflowClient(where().tracking_uri)
+    client = MlflowClient(read_tracking_settings().tracking_uri)
     run = client.get_run(made["run_id"])
     metrics, tags = run.data.metrics, run.data.tags
     assert run.info.status == "FINISHED"
-    assert set(run.data.params) == set(unused_settings.params(config))
+    assert set(run.data.params) == set(read_settings.collect_params(config))
     assert tags["device"] == "cuda:0" and tags["device.kind"] == "cuda"
     assert not TAGS - set(tags), TAGS - set(tags)
     absent = (POSITIVE | MAY_BE_ZERO) - set(metrics)
@@ -109,7 +111,9 @@ def _assert_memory_adds_up(metrics: dict[str, float]) -> None:
 
 
 def _files(run: Run, folder: str | None = None) -> set[str]:
-    found = MlflowClient(where().tracking_uri).list_artifacts(run.info.run_id, folder)
+    found = MlflowClient(read_tracking_settings().tracking_uri).list_artifacts(
+        run.info.run_id, folder
+    )
     return {file.path for file in found}
 
 
@@ -237,9 +241,9 @@ def test_a_hundred_trainings_of_which_half_fail_leave_nothing(
 ) -> None:
     own("theirs", THEIRS)
     # Measuring it would take longer than the trainings.
-    monkeypatch.setattr(trainer, "peak_of", lambda *_, **__: None)
-    device, data = detect("cuda"), prepare(RunConfig().data)
-    before = leaks.baseline(GPU)
+    monkeypatch.setattr(trainer, "choose_peak_flops", lambda *_, **__: None)
+    device, data = detect_best_device("cuda"), prepare_dataset(RunConfig().data)
+    before = leaks.take_baseline(GPU)
     reserved, (free, _) = torch.cuda.memory_reserved(GPU), torch.cuda.mem_get_info(GPU)
     failed: dict[str, int] = {}
     for number in range(100):
@@ -268,7 +272,7 @@ def test_a_hundred_trainings_of_which_half_fail_leave_nothing(
         else:
             assert not way, f"{way} did not fail"
     assert len(failed) == len(WAYS), failed
-    after = leaks.release(GPU, baseline_bytes=before.bytes)
+    after = leaks.release_device_memory(GPU, baseline_bytes=before.bytes)
     assert after.ok and after.after_bytes == before.bytes, after
     assert torch.cuda.memory_reserved(GPU) == reserved
     assert torch.cuda.mem_get_info(GPU)[0] == free

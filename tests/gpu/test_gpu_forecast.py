@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
-from tasks.engine.forecast.forecast import forecast
-from tasks.engine.memory.leaks import baseline, release
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
+from tasks.engine.memory.leaks import release_device_memory, take_baseline
 from tasks.engine.memory.memory_meter import MIB
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import choose_step
 from tasks.engine.step.plan import make_plan
+from tasks.engine.training.forecast import forecast_training
 from tasks.engine.training.trainer import train
 
 if not torch.cuda.is_available() or torch.version.hip:
@@ -52,17 +52,17 @@ def _config(model: str, tmp_path: Path, **train) -> RunConfig:
 def test_a_forecast_is_within_5_percent_of_what_is_held_and_10_of_what_is_reserved(
     model: str, precision: str, optim: str, tmp_path: Path
 ) -> None:
-    device = detect("cuda")
+    device = detect_best_device("cuda")
     if precision == "bf16" and not device.bf16:
         pytest.skip("needs bf16")
     config = _config(model, tmp_path, precision=precision)
     config = config.model_copy(update={"optim": config.optim.model_copy(update={"name": optim})})
-    data = prepare(config.data)
-    before = baseline(device.name)
-    told = forecast(make_plan(config, device, data))
+    data = prepare_dataset(config.data)
+    before = take_baseline(device.name)
+    told = forecast_training(make_plan(config, device, data))
     assert torch.cuda.memory_allocated() <= before.bytes + 512  # what wakes autograd up
     facts = train(make_plan(config, device, data), folder=tmp_path, log=lambda metrics, step: None)
-    release(device.name, baseline_bytes=before.bytes)
+    release_device_memory(device.name, baseline_bytes=before.bytes)
     _compare(told, facts.metrics, before)
 
 
@@ -72,27 +72,27 @@ def test_a_recorded_step_is_part_of_the_forecast(
     """17.2 MiB were foretold of a run that held 82: its recording was forgotten."""
     monkeypatch.setattr(choose_step, "GRAPH_BELOW_S", 1e9)
     config = _config("mlp", tmp_path, precision="fp32", compile="auto", epochs=50)
-    device, data = detect("cuda"), prepare(config.data)
-    before = baseline(device.name)
-    told = forecast(make_plan(config, device, data)).graphed
+    device, data = detect_best_device("cuda"), prepare_dataset(config.data)
+    before = take_baseline(device.name)
+    told = forecast_training(make_plan(config, device, data)).graphed
     assert told is not None
     facts = train(make_plan(config, device, data), folder=tmp_path, log=lambda metrics, step: None)
-    release(device.name, baseline_bytes=before.bytes)
+    release_device_memory(device.name, baseline_bytes=before.bytes)
     _compare(told, facts.metrics, before)
 
 
 def test_a_limit_that_just_holds_what_is_needed_is_kept_without_running_out(tmp_path: Path) -> None:
     """44 MiB were admitted under a limit that counts segments, and failed 11 times."""
     config = _config("mlp", tmp_path, precision="fp32", epochs=2)
-    device, data = detect("cuda"), prepare(config.data)
-    needed_bytes = forecast(make_plan(config, device, data)).needed_bytes
-    before = baseline(device.name)
+    device, data = detect_best_device("cuda"), prepare_dataset(config.data)
+    needed_bytes = forecast_training(make_plan(config, device, data)).needed_bytes
+    before = take_baseline(device.name)
     # The limit is the whole process's, what it holds from before included.
     limit_mib = (needed_bytes + (before.taken.reserved or 0)) / MIB
     memory = config.memory.model_copy(update={"limit_mib": limit_mib})
     config = config.model_copy(update={"memory": memory})
     facts = train(make_plan(config, device, data), folder=tmp_path, log=lambda metrics, step: None)
-    release(device.name, baseline_bytes=before.bytes)
+    release_device_memory(device.name, baseline_bytes=before.bytes)
     assert facts.metrics["memory/run_peak_reserved_mib"] <= limit_mib
     assert facts.metrics["memory/ooms_recovered"] == 0
     assert facts.tags["micro_batch"] == str(config.train.batch_size)

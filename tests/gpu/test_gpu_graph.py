@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
-from tasks.engine.memory.leaks import baseline, release
+from tasks.engine.accounts.phases import Watched
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
+from tasks.engine.memory.leaks import release_device_memory, take_baseline
 from tasks.engine.memory.memory_by_owner import OWNERS
 from tasks.engine.memory.memory_meter import MIB
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import optim
-from tasks.engine.step.cuda_graph import GraphedStep, GraphError, own_stream
-from tasks.engine.step.micro_batches import Fixed
+from tasks.engine.step.cuda_graph import GraphedStep, GraphError, use_own_stream
+from tasks.engine.step.micro_batches import SingleAttempt
 from tasks.engine.step.optimizer_step import Step
-from tasks.engine.step.phases import Watched
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import shared_model, trainer
 from tests.gpu.test_gpu_recovery import _Short
@@ -40,11 +40,11 @@ def _train(tmp_path: Path, **train):
     )
     logged: list[dict[str, float]] = []
     facts = trainer.train(
-        make_plan(config, detect("cuda"), prepare(config.data)),
+        make_plan(config, detect_best_device("cuda"), prepare_dataset(config.data)),
         folder=tmp_path,
         log=lambda metrics, step: logged.append(metrics),
     )
-    release(GPU, baseline_bytes=0)
+    release_device_memory(GPU, baseline_bytes=0)
     return facts, logged
 
 
@@ -128,7 +128,7 @@ def _step(model: nn.Module, loss) -> Step:
         scaler=torch.amp.GradScaler("cuda", enabled=False),
         autocast=nullcontext,
         clip_norm=None,
-        micro=Fixed(16),
+        micro=SingleAttempt(16),
         mark=lambda phase: None,
     )
 
@@ -147,7 +147,7 @@ def _runs_out(outputs, targets):
 
 
 def _failed_recording(loss) -> None:
-    with own_stream(GPU):
+    with use_own_stream(GPU):
         model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).to(GPU)
         step = GraphedStep(_step(model, loss))
         x = torch.ones(16, 8, device=GPU)
@@ -162,24 +162,24 @@ def _failed_recording(loss) -> None:
 def test_a_recording_that_failed_gives_its_pool_back(loss) -> None:
     """88 MiB stayed reserved, and the release said OK. Where memory ran out, the pool was given
     back twice, which ended the process; before PyTorch 2.12 a dropout after it ended the run."""
-    before = baseline(GPU)
+    before = take_baseline(GPU)
     _failed_recording(loss)
-    facts = release(GPU, baseline_bytes=before.bytes)
+    facts = release_device_memory(GPU, baseline_bytes=before.bytes)
     assert facts.ok and facts.reserved_bytes == 0, facts
 
 
 def test_a_recording_that_somebody_keeps_is_told_by_name_and_is_not_ok() -> None:
-    before = baseline(GPU)
+    before = take_baseline(GPU)
     kept = []
-    with own_stream(GPU):
+    with use_own_stream(GPU):
         step = GraphedStep(_step(nn.Linear(8, 8).to(GPU), nn.functional.mse_loss))
         x = torch.ones(16, 8, device=GPU)
         for _ in range(5):
             step(x, x, norm=False, watched=Watched.NOT)
         kept.append(step._replay)
         del step, x
-    facts = release(GPU, baseline_bytes=before.bytes)
+    facts = release_device_memory(GPU, baseline_bytes=before.bytes)
     assert not facts.ok and facts.reserved_bytes
     assert "private pools of graphs" in {one.name for one in facts.kept}
     kept.clear()
-    assert release(GPU, baseline_bytes=before.bytes).ok
+    assert release_device_memory(GPU, baseline_bytes=before.bytes).ok

@@ -7,16 +7,15 @@ import pytest
 import torch
 
 from tasks.engine.base.facts import TrainFacts
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import DeviceError, detect
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import DeviceError, detect_best_device
 from tasks.engine.launch import agent
-from tasks.engine.launch.processes import processes_of
+from tasks.engine.launch.processes import count_processes
 from tasks.engine.launch.rank import Job
-from tasks.engine.settings.launch_config import LaunchConfig
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.run_config import LaunchConfig, RunConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
-from tasks.engine.training.similar_runs import Past
+from tasks.engine.training.admission import PastRuns
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -26,25 +25,25 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two proces
 
 
 def test_more_processes_than_gpus_are_refused_and_auto_is_one_for_each() -> None:
-    here, facts = torch.cuda.device_count(), detect("cuda:0")
-    assert processes_of(LaunchConfig(processes="auto"), facts) == here
+    here, facts = torch.cuda.device_count(), detect_best_device("cuda:0")
+    assert count_processes(LaunchConfig(processes="auto"), facts) == here
     with pytest.raises(DeviceError, match=f"launch.processes: must be at most {here}, one for"):
-        processes_of(LaunchConfig(processes=str(here + 1)), facts)
+        count_processes(LaunchConfig(processes=str(here + 1)), facts)
 
 
 def _train(folder: Path, processes: int, **train: Any) -> tuple[TrainFacts, dict[int, float]]:
     sections = {"model": {"name": "cnn"}, "train": {"epochs": 2, "precision": "fp32", **train}}
     made = {"data": {"cache": str(folder.parent / "data")}, **sections}
     config, losses = RunConfig.model_validate(made), {}
-    data, device = prepare(config.data), detect("cuda:0")
+    data, device = prepare_dataset(config.data), detect_best_device("cuda:0")
 
     def log(metrics: dict[str, float], step: int) -> None:
         losses.update({step: metrics["train/loss"]} if "train/loss" in metrics else {})
 
     if processes == 1:
         return trainer.train(make_plan(config, device, data), folder=folder, log=log), losses
-    job = Job(config, data, Past(), folder, resumes=False)
-    return agent.train(job, device, processes=processes, restarts=0, log=log), losses
+    job = Job(config, data, PastRuns(), folder, resumes=False)
+    return agent.train_in_processes(job, device, processes=processes, restarts=0, log=log), losses
 
 
 @needs_two

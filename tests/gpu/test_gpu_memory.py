@@ -8,12 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.caching_allocator import rules
-from tasks.engine.memory.leaks import baseline, release
-from tasks.engine.memory.memory_meter import MIB, Meter, allocated_bytes, clear_frames, is_oom
+from tasks.engine.memory.leaks import release_device_memory, take_baseline
+from tasks.engine.memory.memory_meter import (
+    MIB,
+    MemoryMeter,
+    clear_frames,
+    count_allocated_bytes,
+    is_oom,
+)
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.choose_step import CompileError
 from tasks.engine.step.plan import make_plan
@@ -39,7 +45,7 @@ SERIES = {
 def before():
     torch.ones(1, device=GPU)  # the context is not the run's
     gc.collect()
-    yield baseline(GPU).bytes
+    yield take_baseline(GPU).bytes
     KEPT.clear()
     gc.collect()
     torch.cuda.empty_cache()
@@ -56,7 +62,7 @@ def trained(steps=3):
 
 
 def test_the_series_of_a_log_point_is_complete_and_consistent(before):
-    meter = Meter(GPU)
+    meter = MemoryMeter(GPU)
     kept = torch.empty(8 * MIB, dtype=torch.uint8, device=GPU)
     torch.empty(64 * MIB, dtype=torch.uint8, device=GPU)
     first, second = meter.window(), meter.window()
@@ -69,7 +75,7 @@ def test_the_series_of_a_log_point_is_complete_and_consistent(before):
 
 
 def test_phase_peaks_are_told_apart_and_the_run_keeps_the_highest(before):
-    meter = Meter(GPU)
+    meter = MemoryMeter(GPU)
     torch.empty(64 * MIB, dtype=torch.uint8, device=GPU)
     meter.phase("forward")
     torch.empty(16 * MIB, dtype=torch.uint8, device=GPU)
@@ -81,15 +87,15 @@ def test_phase_peaks_are_told_apart_and_the_run_keeps_the_highest(before):
     assert 0 <= summary["memory/fragmentation_pct"] <= 100
     total_mib = torch.cuda.get_device_properties(GPU).total_memory / MIB
     assert 0 < summary["memory/headroom_mib"] < total_mib - 64
-    assert meter.stats()["allocated_bytes.all.current"] == allocated_bytes(GPU)
+    assert meter.stats()["allocated_bytes.all.current"] == count_allocated_bytes(GPU)
 
 
 def test_saved_activations_match_what_the_allocator_counts(before):
     model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(512, 512), nn.ReLU())]).to(GPU)
     x = torch.randn(4096, 512, device=GPU)
     model(x).sum().backward()
-    start = allocated_bytes(GPU)
-    ledger = AllocationLog(GPU, block=rules().rounded)
+    start = count_allocated_bytes(GPU)
+    ledger = AllocationLog(GPU, block=rules().round_up)
     ledger.own("parameters", model.parameters())  # else their views would be activations
     ledger.own("batch", [x])
     with ledger.active():
@@ -97,13 +103,13 @@ def test_saved_activations_match_what_the_allocator_counts(before):
         ledger.end_phase("forward")
     # x was there before; four layers' outputs came of it.
     assert ledger.owners_at_peak()["activations"] == pytest.approx(4 * x.nbytes, rel=0.02)
-    assert allocated_bytes(GPU) - start == pytest.approx(4 * x.nbytes, rel=0.02)
+    assert count_allocated_bytes(GPU) - start == pytest.approx(4 * x.nbytes, rel=0.02)
     out.backward()
 
 
 def test_a_training_gives_back_all_but_a_residual(before):
     trained()
-    facts = release(GPU, baseline_bytes=before)
+    facts = release_device_memory(GPU, baseline_bytes=before)
     assert facts.ok, facts
     assert facts.leaked_bytes == 0
     assert facts.residual_bytes <= MIB, facts  # cuBLAS workspaces are cleared
@@ -112,9 +118,9 @@ def test_a_training_gives_back_all_but_a_residual(before):
 
 def test_a_second_training_hides_nothing_behind_the_firsts_workspaces(before):
     trained()
-    second = baseline(GPU).bytes
+    second = take_baseline(GPU).bytes
     KEPT.append(torch.ones(MIB, device=GPU))
-    facts = release(GPU, baseline_bytes=second)
+    facts = release_device_memory(GPU, baseline_bytes=second)
     assert facts.leaked_bytes == 4 * MIB
     (owner,) = facts.owners
     assert owner.held_by == f"list in module {__name__}, name 'KEPT'"
@@ -122,7 +128,7 @@ def test_a_second_training_hides_nothing_behind_the_firsts_workspaces(before):
 
 def test_a_kept_model_is_a_leak_with_gradients_and_names(before):
     KEPT.append(trained())
-    facts = release(GPU, baseline_bytes=before)
+    facts = release_device_memory(GPU, baseline_bytes=before)
     sizes = sum(p.nbytes + p.grad.nbytes for p in KEPT[0].parameters())
     assert facts.leaked_bytes == sizes
     assert any("'weight' of Linear" in owner.held_by for owner in facts.owners)
@@ -133,7 +139,7 @@ def test_what_a_kept_loss_keeps_for_its_backward_is_a_leak_not_a_residual(before
     x = torch.randn(MIB, device=GPU, requires_grad=True)
     KEPT.append((x.exp() * x.sin()).sum())
     del x
-    facts = release(GPU, baseline_bytes=before)
+    facts = release_device_memory(GPU, baseline_bytes=before)
     assert facts.leaked_bytes == 3 * 4 * MIB + 4
     assert facts.residual_bytes < 1024
 
@@ -147,17 +153,17 @@ def test_release_returns_to_baseline_after_oom(before):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         too_much()
     assert is_oom(caught.value)
-    held = release(GPU, baseline_bytes=before)
+    held = release_device_memory(GPU, baseline_bytes=before)
     assert held.leaked_bytes == 32 * MIB
     assert "exception OutOfMemoryError's traceback" in held.owners[0].held_by
     clear_frames(caught.value)
-    facts = release(GPU, baseline_bytes=before)
+    facts = release_device_memory(GPU, baseline_bytes=before)
     assert (facts.ok, facts.after_bytes) == (True, before)
 
 
 def test_pinned_memory_is_no_leak_of_the_device(before):
     pinned = torch.ones(MIB, pin_memory=True)
-    facts = release(GPU, baseline_bytes=before)
+    facts = release_device_memory(GPU, baseline_bytes=before)
     assert facts.ok
     assert pinned.is_pinned()
     if hasattr(torch.cuda, "host_memory_stats"):
@@ -168,7 +174,7 @@ def test_pinned_memory_is_no_leak_of_the_device(before):
 def test_the_drivers_own_count_agrees_that_all_was_given_back(before):
     free_before, _ = torch.cuda.mem_get_info(GPU)
     trained()
-    facts = release(GPU, baseline_bytes=before)
+    facts = release_device_memory(GPU, baseline_bytes=before)
     free_after, _ = torch.cuda.mem_get_info(GPU)
     assert facts.reserved_bytes == 0
     told = sum(one.bytes for one in facts.kept if "driver" in one.name)
@@ -189,16 +195,16 @@ def test_a_compilation_that_failed_holds_nothing(before, monkeypatch):
     except CompileError as error:
         caught = error
     assert caught is not None and "cannot compile this model" in str(caught)
-    facts = release(GPU, baseline_bytes=before)
+    facts = release_device_memory(GPU, baseline_bytes=before)
     assert facts.ok and facts.after_bytes == before, facts
 
 
 def _train_compiled():
     config = RunConfig.model_validate({"train": {"epochs": 1, "compile": "default"}})
     with tempfile.TemporaryDirectory() as folder:
-        data = prepare(config.data.model_copy(update={"cache": f"{folder}/data"}))
+        data = prepare_dataset(config.data.model_copy(update={"cache": f"{folder}/data"}))
         train(
-            make_plan(config, detect("cuda"), data),
+            make_plan(config, detect_best_device("cuda"), data),
             folder=Path(folder),
             log=lambda metrics, step: None,
         )

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tasks.engine.diagnosis.explain import explained
-from tasks.engine.diagnosis.traceback_frames import own_line
+from tasks.engine.diagnosis.explain import describe_own_line, explain_failure
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -135,11 +134,13 @@ def test_a_mistake_on_cuda_is_told_by_the_names_of_its_tensors(
     model.cuda()
     with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
         functional.cross_entropy(model(x), y)
-    told = explained(caught.value, model, (x, y), lambda: functional.cross_entropy(model(x), y))
+    told = explain_failure(
+        caught.value, model, (x, y), lambda: functional.cross_entropy(model(x), y)
+    )
     assert told is not None, str(caught.value)
     for words in said:
         assert words in told, told
-    assert "test_gpu_mistakes.py:" in (own_line(caught.value) or "")
+    assert "test_gpu_mistakes.py:" in (describe_own_line(caught.value) or "")
 
 
 ASSERTED = """

@@ -6,17 +6,15 @@ import pickle
 import pytest
 import torch
 
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
-from tasks.engine.memory.allocator_history import FILE, recording
-from tasks.engine.memory.allocator_stats import allocator, history
+from tasks.engine.memory.allocator_stats import make_allocator, make_history
 from tasks.engine.memory.caching_allocator import rules
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
-from tasks.engine.memory.memory_meter import clear_frames, is_oom
-from tasks.engine.memory.oom_message import told_by
-from tasks.engine.memory.oom_report import explain
-from tasks.engine.settings.read_settings import override
+from tasks.engine.memory.memory_meter import SNAPSHOT_FILE, clear_frames, is_oom, record_history
+from tasks.engine.memory.oom_report import explain_oom, parse_oom_message
+from tasks.engine.settings.read_settings import override_config
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.micro_batches import MemoryExhausted, MicroBatches
 from tasks.engine.step.plan import make_plan
@@ -58,7 +56,7 @@ def test_the_error_of_this_gpu_tells_what_was_asked_and_what_was_free():
     free, _ = torch.cuda.mem_get_info(GPU)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         too_much()
-    told = told_by(str(caught.value))
+    told = parse_oom_message(str(caught.value))
     assert told.asked_bytes == pytest.approx(2 * free, rel=0.01)
     assert told.free_bytes == pytest.approx(free, rel=0.05)
     assert told.idle_bytes is not None
@@ -67,25 +65,25 @@ def test_the_error_of_this_gpu_tells_what_was_asked_and_what_was_free():
 def test_under_a_limit_the_free_memory_is_the_limits_and_not_the_gpus(limit_mib):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(128 * MIB, dtype=torch.uint8, device=GPU)
-    told = told_by(str(caught.value))
+    told = parse_oom_message(str(caught.value))
     assert told.asked_bytes == 128 * MIB
     assert told.free_bytes is not None and told.free_bytes <= (limit_mib + 1) * MIB
 
 
 def test_the_ledger_remembers_what_was_held_when_the_gpu_refused():
-    ledger = AllocationLog(GPU, block=rules().rounded)
+    ledger = AllocationLog(GPU, block=rules().round_up)
     with ledger.active():
         kept = torch.zeros(MIB, dtype=torch.uint8, device=GPU)
         with pytest.raises(torch.OutOfMemoryError):
             too_much()
-    assert [entry.bytes for entry in ledger.at_failure()] == [MIB]
+    assert [entry.bytes for entry in ledger.list_at_failure()] == [MIB]
     assert kept.numel() == MIB
 
 
 def test_the_ledger_and_the_allocator_agree_to_the_block():
     torch.cuda.empty_cache()  # a cached block may be larger than what is asked of it
     before = torch.cuda.memory_allocated(GPU)
-    ledger = AllocationLog(GPU, block=rules().rounded)
+    ledger = AllocationLog(GPU, block=rules().round_up)
     with ledger.active():
         kept = [torch.zeros(n, device=GPU) for n in (1, 1000, 12_345, 3 * MIB)]
         assert ledger.allocated_bytes == torch.cuda.memory_allocated(GPU) - before
@@ -96,7 +94,7 @@ def test_the_ledger_and_the_allocator_agree_to_the_block():
 def test_the_history_of_the_last_attempt_is_kept_with_its_python_lines(tmp_path):
     with (
         pytest.raises(torch.OutOfMemoryError) as caught,
-        recording(GPU, folder=tmp_path, on=False) as recorder,
+        record_history(GPU, folder=tmp_path, on=False) as recorder,
     ):
         recorder.start()
         torch.empty(MIB, dtype=torch.uint8, device=GPU)
@@ -104,7 +102,7 @@ def test_the_history_of_the_last_attempt_is_kept_with_its_python_lines(tmp_path)
     assert is_oom(caught.value)
     clear_frames(caught.value)
     # Written by this very test: reading it back is safe here, and nowhere in the product.
-    found = pickle.loads((tmp_path / FILE).read_bytes())
+    found = pickle.loads((tmp_path / SNAPSHOT_FILE).read_bytes())
     events = [event for trace in found["device_traces"] for event in trace]
     assert {"alloc", "oom"} <= {event["action"] for event in events}
     files = {frame["filename"] for event in events for frame in event.get("frames", ())}
@@ -112,11 +110,11 @@ def test_the_history_of_the_last_attempt_is_kept_with_its_python_lines(tmp_path)
 
 
 def test_the_history_ends_with_the_run(tmp_path):
-    with recording(GPU, folder=tmp_path, on=True):
+    with record_history(GPU, folder=tmp_path, on=True):
         torch.empty(MIB, dtype=torch.uint8, device=GPU)
     torch.empty(3 * MIB, dtype=torch.uint8, device=GPU)
     later = tmp_path / "later.pickle"
-    history(GPU).write(later)
+    make_history(GPU).write(later)
     found = pickle.loads(later.read_bytes())
     sizes = {event.get("size") for trace in found["device_traces"] for event in trace}
     assert 3 * MIB not in sizes
@@ -134,7 +132,7 @@ class Unseeing:
 
 
 def micro_batches(rows):
-    accounts = MemoryByOwner(AllocationLog(GPU, block=rules().rounded), lambda: {})
+    accounts = MemoryByOwner(AllocationLog(GPU, block=rules().round_up), lambda: {})
     model = torch.nn.Linear(1, 1).to(GPU)
     return accounts, MicroBatches(
         rows,
@@ -171,7 +169,7 @@ def test_what_never_fits_is_explained_with_what_was_held(limit_mib):
     with pytest.raises(MemoryExhausted) as ended:
         micro.fit(attempt, ())
     failure = ended.value.failure
-    why = explain(
+    why = explain_oom(
         failure.text,
         accounts.ledger,
         config=RunConfig(),
@@ -180,7 +178,7 @@ def test_what_never_fits_is_explained_with_what_was_held(limit_mib):
         phase=failure.phase,
         step=failure.step,
         batch_shape=failure.batch_shape,
-        allocator=allocator(GPU).read(),
+        allocator=make_allocator(GPU).read(),
         tried=failure.tried,
         fitted=failure.fitted,
     )
@@ -211,9 +209,9 @@ def _trained(tmp_path, **more):
             },
         }
     )
-    config = override(config, more)
+    config = override_config(config, more)
     facts = trainer.train(
-        make_plan(config, detect("cuda"), prepare(config.data)),
+        make_plan(config, detect_best_device("cuda"), prepare_dataset(config.data)),
         folder=tmp_path,
         log=lambda metrics, step: None,
     )

@@ -14,12 +14,12 @@ from PIL import Image
 from pyarrow import parquet
 
 from tasks.engine.base.facts import TrainFacts
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.models import predictor
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
-from tasks.engine.training import trainer, training_batches
+from tasks.engine.training import trainer, training_parts
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -163,8 +163,10 @@ def _trained(
         learnt.update({(step, name): value for name, value in told.items()})
 
     train = config.train
-    data = prepare(config.data, batch_size=train.batch_size, seed=train.seed)
-    return trainer.train(make_plan(config, detect(device), data), folder=folder, log=log), learnt
+    data = prepare_dataset(config.data, batch_size=train.batch_size, seed=train.seed)
+    return trainer.train(
+        make_plan(config, detect_best_device(device), data), folder=folder, log=log
+    ), learnt
 
 
 LINEAR = """
@@ -234,7 +236,7 @@ def test_a_gpu_learns_what_the_cpu_does(own: Own, tmp_path: Path, case: str) -> 
 def test_rows_that_are_streamed_teach_the_same(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_batches, "rows_room_bytes", lambda config, facts: 0.0)
+    monkeypatch.setattr(training_parts, "compute_rows_room_bytes", lambda config, facts: 0.0)
     done = _same(_config(tmp_path, CASES[case]), tmp_path)
     assert done.tags["data.residency"] == "pinned"
 

@@ -8,11 +8,17 @@ import sys
 import pytest
 import torch
 
-from tasks.engine.memory.allocator_stats import give_back
-from tasks.engine.memory.caching_allocator import Empty, Exceeded, Give, Pool, Take
-from tasks.engine.memory.leaks import release
+from tasks.engine.memory.allocator_stats import release_cached_memory
+from tasks.engine.memory.caching_allocator import (
+    AllocateEvent,
+    EmptyCacheEvent,
+    FreeEvent,
+    LimitExceeded,
+    SimulatedAllocator,
+    make_scratch_counter,
+)
+from tasks.engine.memory.leaks import release_device_memory
 from tasks.engine.memory.memory_meter import MIB
-from tasks.engine.memory.scratch_memory import scratch_of
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -25,12 +31,12 @@ GPU = torch.device("cuda:0")
 def held() -> tuple[int, int]:
     """Bytes held and reserved before; a stream of its own shares no segment with them."""
     torch.ones(1, device=GPU)
-    release(GPU, baseline_bytes=0)
+    release_device_memory(GPU, baseline_bytes=0)
     torch.cuda.reset_peak_memory_stats(GPU)
     with torch.cuda.stream(torch.cuda.Stream(GPU)):
         yield torch.cuda.memory_allocated(GPU), torch.cuda.memory_reserved(GPU)
     torch.cuda.set_per_process_memory_fraction(1.0, GPU)
-    give_back(GPU)
+    release_cached_memory(GPU)
 
 
 def _size(draw: random.Random) -> int:
@@ -40,20 +46,20 @@ def _size(draw: random.Random) -> int:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_same_bytes_are_held_and_reserved_after_each_of_200_events(held, seed) -> None:
-    draw, pool, live = random.Random(seed), Pool(), {}
+    draw, pool, live = random.Random(seed), SimulatedAllocator(), {}
     for number in range(200):
         kind = draw.random()
         if kind < 0.55 or not live:
             size = _size(draw)
             live[number] = torch.empty(size, dtype=torch.uint8, device=GPU)
-            pool.follow([Take(number, size)])
+            pool.follow([AllocateEvent(number, size)])
         elif kind < 0.98:
             freed = draw.choice(list(live))
             del live[freed]
-            pool.follow([Give(freed)])
+            pool.follow([FreeEvent(freed)])
         else:
             torch.cuda.empty_cache()
-            pool.follow([Empty()])
+            pool.follow([EmptyCacheEvent()])
         assert pool.allocated == torch.cuda.memory_allocated(GPU) - held[0]
         assert pool.reserved == torch.cuda.memory_reserved(GPU) - held[1]
     assert pool.peak_reserved == torch.cuda.max_memory_reserved(GPU) - held[1]
@@ -65,7 +71,7 @@ def test_a_limit_refuses_what_the_allocator_refuses(held) -> None:
     torch.cuda.set_per_process_memory_fraction((limit + held[1] + 0.5) / total, GPU)
     refused = 0
     for seed in range(20):
-        draw, pool, live = random.Random(seed), Pool(limit_bytes=limit), []
+        draw, pool, live = random.Random(seed), SimulatedAllocator(limit_bytes=limit), []
         for number in range(30):
             size = _size(draw)
             try:
@@ -74,14 +80,14 @@ def test_a_limit_refuses_what_the_allocator_refuses(held) -> None:
             except torch.OutOfMemoryError:
                 fits = False
             if not fits:
-                with pytest.raises(Exceeded):
-                    pool.follow([Take(number, size)])
+                with pytest.raises(LimitExceeded):
+                    pool.follow([AllocateEvent(number, size)])
                 refused += 1
                 break
-            pool.follow([Take(number, size)])
+            pool.follow([AllocateEvent(number, size)])
             if draw.random() < 0.3:
                 live.pop()
-                pool.follow([Give(number)])
+                pool.follow([FreeEvent(number)])
         live.clear()
         torch.cuda.empty_cache()
     assert refused > 5
@@ -100,7 +106,7 @@ def test_a_sum_over_rows_takes_the_scratch_memory_that_is_foretold(
     torch.cuda.reset_peak_memory_stats(GPU)
     out = x.sum([0], keepdim=True)
     taken = torch.cuda.max_memory_allocated(GPU) - before - -(-out.nbytes // 512) * 512
-    told = scratch_of(GPU)(torch.ops.aten.sum.dim_IntList, (x, [0], True))
+    told = make_scratch_counter(GPU)(torch.ops.aten.sum.dim_IntList, (x, [0], True))
     assert abs(taken - sum(told)) <= MIB  # which a block may be larger than what was asked
 
 

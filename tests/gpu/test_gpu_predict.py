@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tasks.engine.base.facts import ModelFacts, PredictFacts
-from tasks.engine.device.detection import detect
-from tasks.engine.memory.leaks import baseline, release
+from tasks.engine.device.detection import detect_best_device
+from tasks.engine.memory.leaks import release_device_memory, take_baseline
 from tasks.engine.memory.memory_meter import MIB
 from tasks.engine.models import builtin, predictor
 from tasks.engine.predict import prediction
 from tasks.engine.predict.prediction import NoRoom
-from tasks.engine.predict.request import order
+from tasks.engine.predict.request import make_order
 
 pytestmark = pytest.mark.gpu
 SPEC: dict[str, Any] = {
@@ -34,7 +34,7 @@ SPEC: dict[str, Any] = {
 @pytest.fixture
 def model(tmp_path: Path) -> ModelFacts:
     torch.manual_seed(0)
-    net = builtin.build("cnn", input_shape=[3, 32, 32], outputs=10, args=SPEC["args"])
+    net = builtin.build_model("cnn", input_shape=[3, 32, 32], outputs=10, args=SPEC["args"])
     predictor.save(net, SPEC, tmp_path / "model")
     x = np.random.default_rng(0).normal(size=(1000, 3, 32, 32)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)
@@ -43,16 +43,18 @@ def model(tmp_path: Path) -> ModelFacts:
 
 def _predict(model: ModelFacts, device: str, limit_mib: float | None = None) -> PredictFacts:
     folder = Path(model.folder).parent
-    wanted = order(
+    wanted = make_order(
         input=str(folder / "x.npy"), output=str(folder / f"{device}.npy"), limit_mib=limit_mib
     )
-    return prediction.predict(wanted, detect(device), model, told=lambda rows, done: None)
+    return prediction.predict(
+        wanted, detect_best_device(device), model, told=lambda rows, done: None
+    )
 
 
 def test_a_gpu_predicts_what_the_cpu_does_and_gives_all_back(model: ModelFacts) -> None:
-    before = baseline("cuda:0")
+    before = take_baseline("cuda:0")
     done = _predict(model, "cuda")
-    facts = release("cuda:0", baseline_bytes=before.bytes, held_bytes=done.held_bytes)
+    facts = release_device_memory("cuda:0", baseline_bytes=before.bytes, held_bytes=done.held_bytes)
     assert done.held_bytes > 0 and facts.ok and facts.leaked_bytes == 0
     _predict(model, "cpu")
     folder = Path(model.folder).parent
@@ -65,11 +67,11 @@ def test_a_gpu_without_room_halves_the_rows_and_goes_on(
     model: ModelFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prediction, "MOST_BYTES", 2**30)
-    before = baseline("cuda:0")
+    before = take_baseline("cuda:0")
     torch.cuda.reset_peak_memory_stats()
     whole = _predict(model, "cuda:0")
     limit_mib = 0.6 * torch.cuda.max_memory_allocated() / MIB
-    assert release("cuda:0", baseline_bytes=before.bytes).ok
+    assert release_device_memory("cuda:0", baseline_bytes=before.bytes).ok
     torch.cuda.reset_peak_memory_stats()
     done = _predict(model, "cuda", limit_mib=limit_mib)
     assert torch.cuda.max_memory_reserved() <= limit_mib * MIB
@@ -83,8 +85,8 @@ def test_a_gpu_without_room_halves_the_rows_and_goes_on(
 def test_a_gpu_without_room_for_a_row_is_one_sentence_and_all_is_given_back(
     model: ModelFacts,
 ) -> None:
-    before = baseline("cuda:0")
+    before = take_baseline("cuda:0")
     with pytest.raises(NoRoom, match=r"^memory: cuda:0 has no room within the limit of 2 MiB for"):
         _predict(model, "cuda", limit_mib=2)
     assert not (Path(model.folder).parent / "cuda.npy").exists()
-    assert release("cuda:0", baseline_bytes=before.bytes).leaked_bytes == 0
+    assert release_device_memory("cuda:0", baseline_bytes=before.bytes).leaked_bytes == 0

@@ -15,15 +15,15 @@ from torch import nn
 
 from tasks.engine.base.facts import TrainFacts
 from tasks.engine.batches import pinned_staging
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
-from tasks.engine.forecast.admission import Admission
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory import leaks
-from tasks.engine.memory.memory_meter import MIB, Meter
+from tasks.engine.memory.memory_meter import MIB, MemoryMeter
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import optim
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import shared_model, trainer
+from tasks.engine.training.admission import Admission
 from tasks.engine.training.oom_files import OutOfMemory
 
 if not torch.cuda.is_available():
@@ -83,7 +83,7 @@ def _train(folder: Path, **sections: dict[str, Any]) -> TrainFacts:
         {**given, **sections, "train": {**train, **sections.get("train", {})}}
     )
     return trainer.train(
-        make_plan(config, detect("cuda"), prepare(config.data)),
+        make_plan(config, detect_best_device("cuda"), prepare_dataset(config.data)),
         folder=folder,
         log=lambda metrics, step: None,
     )
@@ -101,10 +101,10 @@ def admitted(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = -(-config.train.batch_size // config.train.accumulate)
         return Admission(None, "", rows, "let in by a test")
 
-    monkeypatch.setattr(trainer, "admit", let_in)
+    monkeypatch.setattr(trainer, "admit_training", let_in)
     # Micro-batches are also halved where caches were given back in two windows running, and when a
     # window ends depends on the clock.
-    monkeypatch.setattr(Meter, "is_thrashing", lambda meter: False)
+    monkeypatch.setattr(MemoryMeter, "is_thrashing", lambda meter: False)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def spared(tmp_path_factory: pytest.TempPathFactory) -> Spared:
 @contextmanager
 def _as_if_nothing_had_happened(expected: TrainFacts) -> Iterator[list[TrainFacts]]:
     """Appended inside: a training with the weights of `expected`, which gave its memory back."""
-    before = leaks.baseline(GPU)
+    before = leaks.take_baseline(GPU)
     done: list[TrainFacts] = []
     yield done
     (facts,) = done
@@ -129,7 +129,9 @@ def _as_if_nothing_had_happened(expected: TrainFacts) -> Iterator[list[TrainFact
     for name, tensor in _weights(facts).items():
         assert torch.equal(tensor, wanted[name]), name
     assert facts.metrics["val/loss"] == pytest.approx(expected.metrics["val/loss"], rel=1e-5)
-    released = leaks.release(GPU, baseline_bytes=before.bytes, held_bytes=facts.held_bytes)
+    released = leaks.release_device_memory(
+        GPU, baseline_bytes=before.bytes, held_bytes=facts.held_bytes
+    )
     assert released.ok and released.after_bytes == before.bytes, released
 
 
@@ -211,8 +213,8 @@ def test_a_batch_without_room_is_sent_when_the_one_before_is_gone(
     was tried once, and ended runs whose training had fitted."""
     monkeypatch.setattr("tasks.engine.batches.dataset_batches.RESIDENT_SHARE", 0.0)
     expected = _train(tmp_path)
-    short = _Short(at.__eq__, pinned_staging.Lane._send)
-    monkeypatch.setattr(pinned_staging.Lane, "_send", short.function())
+    short = _Short(at.__eq__, pinned_staging.PinnedStaging._send)
+    monkeypatch.setattr(pinned_staging.PinnedStaging, "_send", short.function())
     with _as_if_nothing_had_happened(expected) as done:
         done.append(_train(tmp_path))
     assert short.failed == 1 and done[0].tags["data.residency"] == "pinned"
@@ -225,14 +227,14 @@ def test_the_next_batch_is_given_back_where_the_step_of_this_one_finds_no_room(
     """It stayed beside a step that not even one row of fitted."""
     monkeypatch.setattr("tasks.engine.batches.dataset_batches.RESIDENT_SHARE", 0.0)
     expected = _train(tmp_path)
-    reading: list[pinned_staging.Lane] = []
-    real = pinned_staging.Lane.read
+    reading: list[pinned_staging.PinnedStaging] = []
+    real = pinned_staging.PinnedStaging.read
 
-    def read(lane: pinned_staging.Lane, *args: Any) -> Any:
+    def read(lane: pinned_staging.PinnedStaging, *args: Any) -> Any:
         reading[:] = [lane]
         return real(lane, *args)
 
-    monkeypatch.setattr(pinned_staging.Lane, "read", read)
+    monkeypatch.setattr(pinned_staging.PinnedStaging, "read", read)
     short = _Short(lambda call: reading[0].is_ahead)
     hooked = short.in_model("register_forward_hook", training=training_too)
     monkeypatch.setattr(shared_model, "make_model", hooked)
@@ -247,15 +249,15 @@ def test_an_evaluation_that_cannot_be_read_whole_is_read_in_smaller_parts(
 ) -> None:
     monkeypatch.setattr("tasks.engine.batches.dataset_batches.RESIDENT_SHARE", 0.0)
     expected = _train(tmp_path)
-    real, sizes = pinned_staging.Lane._send, []
+    real, sizes = pinned_staging.PinnedStaging._send, []
 
-    def send(lane: pinned_staging.Lane, filled: Any) -> Any:
+    def send(lane: pinned_staging.PinnedStaging, filled: Any) -> Any:
         sizes.append(len(filled[1][0]))
         if sizes[-1] > ROWS:
             _Short(_every_other)()
         return real(lane, filled)
 
-    monkeypatch.setattr(pinned_staging.Lane, "_send", send)
+    monkeypatch.setattr(pinned_staging.PinnedStaging, "_send", send)
     with _as_if_nothing_had_happened(expected) as done:
         done.append(_train(tmp_path))
     assert max(sizes) == 38 and sizes[-3:-1] == [19, 19]  # the last are two rows for the model
@@ -298,11 +300,11 @@ def test_what_can_never_be_sent_is_told_with_its_phase_and_its_step(
 ) -> None:
     """All of it was told as the set-up of step 0."""
     monkeypatch.setattr("tasks.engine.batches.dataset_batches.RESIDENT_SHARE", 0.0)
-    before = leaks.baseline(GPU)
-    short = _Short(rows.__lt__, pinned_staging.Lane._send)
-    monkeypatch.setattr(pinned_staging.Lane, "_send", short.function())
+    before = leaks.take_baseline(GPU)
+    short = _Short(rows.__lt__, pinned_staging.PinnedStaging._send)
+    monkeypatch.setattr(pinned_staging.PinnedStaging, "_send", short.function())
     with pytest.raises(OutOfMemory, match=f"^{re.escape(told)}.* asked for") as ended:
         _train(tmp_path)
     written = json.loads((tmp_path / "memory" / "oom.json").read_text())
     assert written["sentence"] == str(ended.value)
-    assert leaks.release(GPU, baseline_bytes=before.bytes).after_bytes == before.bytes
+    assert leaks.release_device_memory(GPU, baseline_bytes=before.bytes).after_bytes == before.bytes

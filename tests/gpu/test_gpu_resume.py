@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.engine.checkpoint.host_copies import HostCopies
+from tasks.engine.checkpoint.training_state import HostCopies
 from tests.engine.checkpoint.test_resume import play, same_to_the_bit
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.engine.step.own_optim import Given
+from tasks.engine.step.optim import TorchOptimizer
 from tests.engine.training.test_taken_again import train_own, weights
 
 if not torch.cuda.is_available():
@@ -75,7 +75,7 @@ def test_the_first_step_that_ran_out_half_way_is_undone(
     torch.manual_seed(0)
     starts = [torch.randn(5, 3, device=GPU), torch.randn(3, device=GPU)]
     pairs = [[nn.Parameter(start.clone()) for start in starts] for _ in range(2)]
-    made = [Given(getattr(torch.optim, name)(ps, lr=0.1), ps, lr=0.1) for ps in pairs]
+    made = [TorchOptimizer(getattr(torch.optim, name)(ps, lr=0.1), ps, lr=0.1) for ps in pairs]
     for parameters in pairs:
         for p in parameters:
             p.grad = torch.full_like(p, 0.3)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.accounts.step_metrics import Diverged
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory import leaks
 from tasks.engine.memory.memory_meter import MIB
 from tasks.engine.models import predictor
@@ -17,7 +18,6 @@ from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
-from tasks.engine.training.step_metrics import Diverged
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -60,7 +60,7 @@ def _train(tmp_path: Path, **sections):
         {"data": {"cache": str(tmp_path / "data")}, "device": {"name": "cuda"}, **sections}
     )
     logged: list[dict[str, float]] = []
-    device, data = detect("cuda"), prepare(config.data)
+    device, data = detect_best_device("cuda"), prepare_dataset(config.data)
     facts = trainer.train(
         make_plan(config, device, data),
         folder=tmp_path,
@@ -172,26 +172,25 @@ def test_deterministic_runs_repeat_bit_for_bit(tmp_path: Path) -> None:
 
 def test_the_gpu_is_given_back_after_success_and_after_failure(tmp_path: Path) -> None:
     device = torch.device("cuda:0")
-    before = leaks.baseline(device)
+    before = leaks.take_baseline(device)
     _train(tmp_path, train={"epochs": 2})
-    after = leaks.release(device, baseline_bytes=before.bytes)
+    after = leaks.release_device_memory(device, baseline_bytes=before.bytes)
     assert after.ok, after
     with pytest.raises(Exception, match="train.loss: became"):
         _train(tmp_path, optim={"lr": 1000.0, "name": "sgd"}, train={"epochs": 5})
-    assert leaks.release(device, baseline_bytes=before.bytes).ok
+    assert leaks.release_device_memory(device, baseline_bytes=before.bytes).ok
 
 
 def test_data_that_does_not_fit_is_streamed_through_pinned_memory(tmp_path: Path) -> None:
     config = RunConfig.model_validate({"data": {"cache": str(tmp_path / "data")}})
-    data = prepare(config.data)
-    from tasks.engine.batches.dataset_batches import feed
-    from tasks.engine.batches.memory_format import row_order
-    from tasks.engine.data.preparation import load
+    data = prepare_dataset(config.data)
+    from tasks.engine.batches.dataset_batches import draw_row_order, place_rows
+    from tasks.engine.data.preparation import load_arrays
 
-    arrays = load(data)
-    fed = feed(arrays.train_x, arrays.train_y, device=torch.device("cuda"), room_bytes=0)
+    arrays = load_arrays(data)
+    fed = place_rows(arrays.train_x, arrays.train_y, device=torch.device("cuda"), room_bytes=0)
     assert fed.residency == "pinned"
-    order = row_order(len(fed), seed=0, epoch=0)
+    order = draw_row_order(len(fed), seed=0, epoch=0)
     seen = torch.cat([y for _, y in fed.shuffled(100, order, lambda phase: None)])
     assert seen.is_cuda and len(seen) == data.train_rows
 
@@ -227,7 +226,7 @@ def test_a_row_that_is_no_number_is_named_though_the_host_is_ahead_of_it(own, tm
     own("mine", MINE + NUMBERS)
     sections = {"model": {"name": "mine:Wide"}, "data": {"source": "mine:sick"}}
     config = RunConfig.model_validate(sections | {"train": {"epochs": 1, "batch_size": 16}})
-    data, device = prepare(config.data, batch_size=16), detect("cuda")
+    data, device = prepare_dataset(config.data, batch_size=16), detect_best_device("cuda")
     said = r"^data.source: the loss became nan at step 3 .*inputs\['b'\]\[0\] holds .* in row 6 of"
     with pytest.raises(Diverged, match=said):
         trainer.train(

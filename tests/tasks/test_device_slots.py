@@ -8,18 +8,18 @@ import pytest
 from prefect import flow
 from prefect.runtime import flow_run
 
-from tasks import device_slots
-from tasks.serving.prefect_http import call
+from tasks.process.prefect_http import call_api
+from tasks.run import device_slots
 
 DEVICE = "GPU-1b2c"
 
 
 def _slots(api: str) -> int:
-    return int(call("GET", f"{api}/v2/concurrency_limits/{DEVICE}")["active_slots"])
+    return int(call_api("GET", f"{api}/v2/concurrency_limits/{DEVICE}")["active_slots"])
 
 
 def _state(api: str) -> dict[str, Any]:
-    state: dict[str, Any] = call("GET", f"{api}/flow_runs/{flow_run.id}")["state"]
+    state: dict[str, Any] = call_api("GET", f"{api}/flow_runs/{flow_run.id}")["state"]
     return state
 
 
@@ -28,9 +28,11 @@ def test_a_device_that_is_held_has_its_slot_taken_and_nobody_waits_for_prefect(
 ) -> None:
     @flow
     def play() -> None:
-        with device_slots.shown(DEVICE):
+        with device_slots.take_device_slot(DEVICE):
             assert _slots(prefect_api) == 1
-            with device_slots.shown(DEVICE):  # of a holder that is gone, as Prefect sees it
+            with device_slots.take_device_slot(
+                DEVICE
+            ):  # of a holder that is gone, as Prefect sees it
                 assert _slots(prefect_api) == 1
         assert _slots(prefect_api) == 0
 
@@ -59,9 +61,9 @@ def test_without_a_server_it_is_silent(prefect_api: str, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(device_slots, "get_client", away)
         device_slots.show_waiting("something")
-        with device_slots.shown(DEVICE):
+        with device_slots.take_device_slot(DEVICE):
             return "done"
 
     assert play() == "done"
-    with device_slots.shown(DEVICE):  # outside of a flow
+    with device_slots.take_device_slot(DEVICE):  # outside of a flow
         pass

@@ -9,17 +9,16 @@ import torch
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from tasks.engine.accounts.step_metrics import Diverged
 from tasks.engine.checkpoint.checkpoints import NoRoom
-from tasks.engine.device.detection import DeviceError, NotNow
+from tasks.engine.device.detection import DeviceError, TemporaryDeviceError
 from tasks.engine.files.source_data import DataError
-from tasks.engine.memory.oom_message import Told
-from tasks.engine.memory.oom_report import Explanation
+from tasks.engine.memory.oom_report import OomExplanation, OomMessage
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.training.oom_files import OutOfMemory
-from tasks.engine.training.step_metrics import Diverged
-from tasks.failures import Failure, classify
 from tasks.process.signals import Interrupted, Terminated
+from tasks.run.failures import Failure, classify_failure
 from tasks.tracking.journal import JournalError
 from tasks.tracking.where import TrackingError
 
@@ -38,9 +37,11 @@ def _cuda(said: str) -> RuntimeError:
 
 
 def _out_of_memory(others_mib: int) -> OutOfMemory:
-    told = Told(20 * MIB, 2 * MIB, 0, others_mib * MIB)
+    told = OomMessage(20 * MIB, 2 * MIB, 0, others_mib * MIB)
     where = ("cuda:0", "forward", 7, (1, 8), told, {}, (), None, (1,), None)
-    return OutOfMemory(Explanation(*where, setting="model.args", remedy="make the model smaller"))
+    return OutOfMemory(
+        OomExplanation(*where, setting="model.args", remedy="make the model smaller")
+    )
 
 
 def _caught(error: BaseException, cause: BaseException) -> BaseException:
@@ -82,7 +83,11 @@ CASES = {
     "too small": (_out_of_memory(10), "out_of_memory", "never"),
     "raw": (torch.OutOfMemoryError("CUDA out of memory."), "out_of_memory", "never"),
     "host": (MemoryError(), "out_of_memory", "never"),
-    "admission": (NotNow("device.name: 3 MiB free", kind="out_of_memory"), "out_of_memory", ""),
+    "admission": (
+        TemporaryDeviceError("device.name: 3 MiB free", kind="out_of_memory"),
+        "out_of_memory",
+        "",
+    ),
     "full": (_caught(JournalError("runs: can't be written"), FULL), "disk_full", "never"),
     "no room for a checkpoint": (NoRoom("checkpoint.every_s: 2 GiB"), "disk_full", "never"),
     "quota": (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), "disk_full", "never"),
@@ -112,7 +117,7 @@ CASES = {
 @pytest.mark.parametrize(("error", "kind", "cure"), CASES.values(), ids=CASES.keys())
 def test_an_error_has_its_class_and_its_cure(error: BaseException, kind: str, cure: str) -> None:
     """cure "": a first start is refused for it, a retry waits again."""
-    found = classify(error)
+    found = classify_failure(error)
     expected = cure or ("never" if kind == "bad_input" else "in a retry")
     assert (found.kind, found.cure) == (kind, expected)
     assert found.status == ("KILLED" if kind == "signal" else "FAILED")
@@ -126,10 +131,12 @@ def test_a_prefect_api_that_is_away_is_told_from_a_server_of_the_users_own() -> 
         pytest.raises(httpx.ConnectError) as refused,
     ):
         client.hello()
-    assert classify(refused.value) == Failure("server_away", str(refused.value), cure="always")
+    assert classify_failure(refused.value) == Failure(
+        "server_away", str(refused.value), cure="always"
+    )
     with pytest.raises(httpx.ConnectError) as own:
         httpx.get("http://127.0.0.1:9")
-    assert classify(own.value).kind == "user_code"
+    assert classify_failure(own.value).kind == "user_code"
 
 
 @pytest.mark.parametrize(
@@ -139,5 +146,5 @@ def test_a_prefect_api_that_is_away_is_told_from_a_server_of_the_users_own() -> 
 def test_a_device_that_answers_nothing_any_more_is_lost_whatever_the_error_said(
     said: str, kind: str
 ) -> None:
-    assert classify(RuntimeError(said)).broken().kind == (kind or "user_code")
+    assert classify_failure(RuntimeError(said)).broken().kind == (kind or "user_code")
     assert Failure("diverged", said).broken().kind == "diverged"

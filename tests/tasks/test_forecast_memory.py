@@ -12,8 +12,8 @@ from rich.console import Console
 from tasks.engine.device.detection import DeviceError
 from tasks.engine.settings.run_config import MemoryConfig, RunConfig
 from tasks.forecast_memory import forecast_memory
-from tasks.tracking.past_runs import measured
-from tasks.tracking.where import where
+from tasks.tracking.ask_mlflow import read_past_metrics
+from tasks.tracking.where import read_tracking_settings
 
 
 def test_a_forecast_leaves_no_run_and_no_database(place: Path) -> None:
@@ -41,8 +41,8 @@ def test_the_table_has_every_owner_and_phase_and_what_a_run_alike_took(place: Pa
 
 
 def test_the_past_is_that_of_finished_runs_alike(place: Path) -> None:
-    client = MlflowClient(where().tracking_uri)
-    experiment = client.create_experiment(where().experiment)
+    client = MlflowClient(read_tracking_settings().tracking_uri)
+    experiment = client.create_experiment(read_tracking_settings().experiment)
     for tag, status, value in (
         ("a", "FINISHED", 1.0),
         ("a", "FAILED", 2.0),
@@ -51,4 +51,6 @@ def test_the_past_is_that_of_finished_runs_alike(place: Path) -> None:
         run = client.create_run(experiment, tags={"alike": tag}).info.run_id
         client.log_metric(run, "memory/x_mib", value)
         client.set_terminated(run, status)
-    assert measured(where(), "a", ["memory/x_mib", "memory/y_mib"]) == {"memory/x_mib": 1.0}
+    assert read_past_metrics(read_tracking_settings(), "a", ["memory/x_mib", "memory/y_mib"]) == {
+        "memory/x_mib": 1.0
+    }

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.flags import parse
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
-from tasks.engine.forecast.forecast import forecast
-from tasks.engine.settings.read_settings import ConfigError, from_mapping, override
+from flows.cli.flags import parse_training
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
+from tasks.engine.settings.read_settings import ConfigError, make_config, override_config
 from tasks.engine.step.plan import make_plan
-from tasks.forecast_other_gpus import TAKEN_MIB, forecast_on, sizes, table
+from tasks.engine.training.forecast import forecast_training
+from tasks.forecast_memory import TAKEN_MIB, forecast_on_gpus, make_gpu_table, parse_gpu_sizes
 
 MIB = 2**20
 SEGMENT_MIB = 2.0
@@ -19,18 +19,18 @@ WIDE = {"model.args": {"hidden": [2048, 2048]}, "train.batch_size": 256}
 
 
 def test_the_largest_batch_fits_and_twice_as_much_does_not(place: Path) -> None:
-    config = from_mapping(WIDE)
-    data = prepare(config.data, batch_size=256, seed=config.train.seed)
+    config = make_config(WIDE)
+    data = prepare_dataset(config.data, batch_size=256, seed=config.train.seed)
 
     def needed_mib(room_mib: float, rows: int) -> float:
         room = int(room_mib * MIB)
-        gpu = replace(detect("cpu"), name="cuda:0", kind="cuda", index=0, bf16=True)
+        gpu = replace(detect_best_device("cpu"), name="cuda:0", kind="cuda", index=0, bf16=True)
         gpu = replace(gpu, total_bytes=room, free_bytes=room)
-        larger = override(config, {"train.batch_size": rows})
-        return forecast(make_plan(larger, gpu, data)).needed_bytes / MIB
+        larger = override_config(config, {"train.batch_size": rows})
+        return forecast_training(make_plan(larger, gpu, data)).needed_bytes / MIB
 
     asked = {f"{mib} MiB": float(TAKEN_MIB + mib) for mib in (1, 100, 120, 8000)}
-    tiny, small, middle, large = forecast_on(config, asked)
+    tiny, small, middle, large = forecast_on_gpus(config, asked)
     assert large.fits and large.batch == large.micro_batch == 1024, "1,438 rows"
     assert not tiny.fits and tiny.micro_batch is None and tiny.batch is None
     for one in (small, middle):
@@ -41,14 +41,18 @@ def test_the_largest_batch_fits_and_twice_as_much_does_not(place: Path) -> None:
             assert needed_mib(one.room_mib, one.batch) <= one.room_mib + SEGMENT_MIB
             assert needed_mib(one.room_mib, 2 * one.batch) > one.room_mib - SEGMENT_MIB
     assert not small.fits and middle.fits and middle.batch is not None, "one of each"
-    rows = table([large, middle, small, tiny], config)
+    rows = make_gpu_table([large, middle, small, tiny], config)
     assert list(rows.columns[-1].cells) == ["yes", "yes", "NO", "NO"]
 
 
 def test_names_and_sizes_are_told_apart_and_others_are_refused() -> None:
-    assert sizes("T4, 24GiB,512 mib") == {"t4": 15360.0, "24gib": 24576.0, "512 mib": 512.0}
+    assert parse_gpu_sizes("T4, 24GiB,512 mib") == {
+        "t4": 15360.0,
+        "24gib": 24576.0,
+        "512 mib": 512.0,
+    }
     with pytest.raises(ConfigError) as refused:
-        sizes("x5,0GiB,a100")
+        parse_gpu_sizes("x5,0GiB,a100")
     assert "t4, a10, a10g" in refused.value.problems[0]
     assert [line.split(":")[0] for line in refused.value.problems] == [
         "--for x5",
@@ -56,4 +60,4 @@ def test_names_and_sizes_are_told_apart_and_others_are_refused() -> None:
         "--for a100",
     ]
     with pytest.raises(ConfigError, match="--for: goes with --forecast"):
-        parse(["--for", "t4"])
+        parse_training(["--for", "t4"])

@@ -6,9 +6,18 @@ from typing import Any
 import pytest
 
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.settings.read_settings import override
+from tasks.engine.settings.read_settings import override_config
 from tasks.engine.settings.run_config import GateConfig, RunConfig
-from tasks.gate import BUSIEST, BUSY, NEEDED, REFERENCE, WAITED, Verdict, judged, same
+from tasks.run.gate import (
+    BUSIEST,
+    BUSY,
+    CORE_WAIT,
+    NEEDED_RUNS,
+    REFERENCE,
+    Verdict,
+    compute_gate_key,
+    judge_run,
+)
 
 # Samples a second and the fast step, in ms, of runs of one training on a machine that others use.
 NOISE = [
@@ -87,7 +96,7 @@ def _verdicts(runs: list[dict[str, float]], last: int = 20) -> list[Verdict]:
     before: list[dict[str, Any]] = []
     found = []
     for run in runs:
-        found.append(judged(run, before, GateConfig(last=last)))
+        found.append(judge_run(run, before, GateConfig(last=last)))
         before.insert(0, {"gate": found[-1].gate, "metrics": run})
     return found
 
@@ -100,7 +109,7 @@ def test_real_noise_raises_no_alarm() -> None:
     """One in six of these runs was up to twice as slow, by what the machine did beside it."""
     assert max(fast for _, fast in NOISE) > 1.5 * min(fast for _, fast in NOISE)
     gates = _gates([_run(noise) for noise in NOISE])
-    assert gates == ["new"] * NEEDED + ["ok"] * (len(NOISE) - NEEDED)
+    assert gates == ["new"] * NEEDED_RUNS + ["ok"] * (len(NOISE) - NEEDED_RUNS)
 
 
 def test_five_per_cent_are_found_in_three_quiet_runs() -> None:
@@ -120,14 +129,18 @@ def test_five_per_cent_are_found_in_three_quiet_runs() -> None:
         ({SCORE: 0.5, LEAKED: 1.0}, "worse", "MiB leaked"),  # the most serious word, and all of it
         ({SPEED: 9e3, FAST: 4.0}, "slower", "4.00 ms where nothing is in its way"),
         (
-            {SPEED: 9e3, FAST: 4.0, WAITED: BUSIEST + 1},
+            {SPEED: 9e3, FAST: 4.0, CORE_WAIT: BUSIEST + 1},
             "ok",
             "speed is not judged: its threads had",
         ),
-        ({SPEED: 9e3, FAST: 4.0, WAITED: BUSIEST}, "slower", "4.00 ms where nothing is in its way"),
-        ({SPEED: 9e3, WAITED: BUSY + 1}, "ok", "within the limits of the last 20"),
-        ({SPEED: 9e3, WAITED: BUSY + 1}, "ok", "its samples/s are not judged: its threads"),
-        ({SPEED: 9e3, WAITED: BUSY}, "slower", "9,000 samples/s, 9"),
+        (
+            {SPEED: 9e3, FAST: 4.0, CORE_WAIT: BUSIEST},
+            "slower",
+            "4.00 ms where nothing is in its way",
+        ),
+        ({SPEED: 9e3, CORE_WAIT: BUSY + 1}, "ok", "within the limits of the last 20"),
+        ({SPEED: 9e3, CORE_WAIT: BUSY + 1}, "ok", "its samples/s are not judged: its threads"),
+        ({SPEED: 9e3, CORE_WAIT: BUSY}, "slower", "9,000 samples/s, 9"),
         ({SCORE: 0.99, SPEED: 9e6, FAST: 0.1, PEAK: 0.5}, "ok", "within the limits of the last 20"),
     ],
 )
@@ -145,7 +158,7 @@ def test_a_machine_that_is_slower_itself_is_said_and_judges_no_speed() -> None:
     runs = [_run(noise, **usual) for noise in calm[:20]]
     both = [[_run(noise, slower=1.1, **slow), _run(noise, **usual)] for noise in calm]
     found = _verdicts([*runs, *sum(both, [])])
-    assert {one.gate for one in found[NEEDED:]} == {"ok"}
+    assert {one.gate for one in found[NEEDED_RUNS:]} == {"ok"}
     said = "its speed is not judged: the machine itself took 10 % longer for the same work"
     assert [said in one.why for one in found[20:26]] == [True, False] * 3
     # A training that is slower is found all the same, by the runs that can be judged.
@@ -167,24 +180,24 @@ def test_a_metric_that_is_better_lower_and_one_that_too_few_have() -> None:
 def test_history_begins_where_a_person_says_new() -> None:
     run, slow = _run(QUIET[0]), _run(QUIET[0], slower=4.0)
     before = [{"gate": "slower", "metrics": slow}] * 2 + [{"gate": "ok", "metrics": run}] * 9
-    assert judged(slow, before, GateConfig()).gate == "slower"
+    assert judge_run(slow, before, GateConfig()).gate == "slower"
     before[0] = {"gate": "new", "metrics": slow}
-    for number in range(1, NEEDED):
-        found = judged(slow, before, GateConfig())
-        assert found.gate == "new" and found.why.startswith(f"{number} of the {NEEDED} runs")
+    for number in range(1, NEEDED_RUNS):
+        found = judge_run(slow, before, GateConfig())
+        assert found.gate == "new" and found.why.startswith(f"{number} of the {NEEDED_RUNS} runs")
         before.insert(0, {"gate": "new", "metrics": slow})
-    assert judged(slow, before, GateConfig()).gate == "ok"
-    assert judged(_run(QUIET[0], slower=16.0), before, GateConfig()).gate == "slower"
+    assert judge_run(slow, before, GateConfig()).gate == "ok"
+    assert judge_run(_run(QUIET[0], slower=16.0), before, GateConfig()).gate == "slower"
 
 
 def test_runs_that_did_not_pass_are_no_measure_and_no_new_beginning() -> None:
     slow = _run(QUIET[0], slower=4.0)
-    found = judged(slow, [{"gate": "slower", "metrics": slow}] * 100, GateConfig())
+    found = judge_run(slow, [{"gate": "slower", "metrics": slow}] * 100, GateConfig())
     assert found.gate == "slower" and found.why.startswith("none of the last 100 runs was ok")
 
 
 def test_without_mlflow_nothing_is_said() -> None:
-    found = judged(_run(QUIET[0]), None, GateConfig())
+    found = judge_run(_run(QUIET[0]), None, GateConfig())
     assert found.tags == {"gate.why": "not compared: MLflow could not be asked"}
 
 
@@ -195,17 +208,17 @@ def test_so_many_good_runs_are_looked_at() -> None:
 
 def test_the_same_is_all_but_what_it_is_called_and_where_it_is_kept(facts: Any) -> None:
     config, device, data = facts
-    name = same(config, device, data)
+    name = compute_gate_key(config, device, data)
     for other in ({"run.name": "x"}, {"gate.fail": True}, {"data.cache": "elsewhere"}):
-        assert same(override(config, other), device, data) == name
+        assert compute_gate_key(override_config(config, other), device, data) == name
     for other in ({"train.seed": 1}, {"optim.lr": 0.5}, {"train.epochs": 1}):
-        assert same(override(config, other), device, data) != name
+        assert compute_gate_key(override_config(config, other), device, data) != name
 
 
 @pytest.fixture
 def facts() -> tuple[RunConfig, Any, DataFacts]:
-    from tasks.engine.data.preparation import prepare
-    from tasks.engine.device.detection import detect
+    from tasks.engine.data.preparation import prepare_dataset
+    from tasks.engine.device.detection import detect_best_device
 
-    config = override(RunConfig(), {"data.source": "synthetic", "device.name": "cpu"})
-    return config, detect("cpu"), prepare(config.data)
+    config = override_config(RunConfig(), {"data.source": "synthetic", "device.name": "cpu"})
+    return config, detect_best_device("cpu"), prepare_dataset(config.data)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tasks.engine.base.file_lock import FileLock
-from tasks.known_runs import Run, called, known_runs
-from tasks.live_runs import Announcement
-from tasks.run_folders import Start
-from tasks.tracking.journal_lines import line_of
+from tasks.run.known_runs import KnownRun, find_called_runs, list_known_runs
+from tasks.run.live_runs import Announcement
+from tasks.run.run_folders import RunStart
+from tasks.tracking.journal import make_line
 
 LOSS, PEAK = "train/loss", "memory/peak_allocated_mib"
 
@@ -26,18 +26,18 @@ def _folder(runs: Path, place: str = "20260101-000000-a", **start: Any) -> Path:
     folder = runs / place
     folder.mkdir(parents=True)
     known = {"run_id": "abc", "name": "mine", "steps": 100, "epochs": 4, **start}
-    Start(experiment_id="1", **known).write(folder)
+    RunStart(experiment_id="1", **known).write(folder)
     return folder
 
 
 def _log(folder: Path, *points: tuple[float, int, dict[str, float]]) -> None:
     with open(folder / "metrics.jsonl", "ab") as journal:
         for at_s, step, metrics in points:
-            journal.write(line_of(metrics, step, unix_ms=round(at_s * 1000)))
+            journal.write(make_line(metrics, step, unix_ms=round(at_s * 1000)))
 
 
-def _one(runs: Path) -> Run:
-    (run,) = known_runs(runs)
+def _one(runs: Path) -> KnownRun:
+    (run,) = list_known_runs(runs)
     return run
 
 
@@ -78,11 +78,11 @@ def test_another_user_s_folder_is_told_of_by_its_announcement_alone(tmp_path: Pa
 def test_a_person_calls_it_by_its_id_name_key_or_folder(tmp_path: Path, word: str) -> None:
     folder = _folder(tmp_path, run_id="abcdef12", key="night")
     _folder(tmp_path, "20260102-000000-b", run_id="b" * 8, name="another")
-    (run,) = called(word, known_runs(tmp_path))
+    (run,) = find_called_runs(word, list_known_runs(tmp_path))
     assert run.folder == str(folder)
     with Announcement(folder, "mine") as mine:
         mine.tell(stage="train model", run_id="abcdef12", steps=100)
-        (run,) = called(word, known_runs(tmp_path))
+        (run,) = find_called_runs(word, list_known_runs(tmp_path))
         assert run.live
 
 
@@ -118,6 +118,6 @@ def test_the_newest_come_first_and_no_more_than_asked_for(tmp_path: Path) -> Non
         _folder(tmp_path, f"2026010{day}-000000-a")
     (tmp_path / "20260104-000000-a").mkdir()
     (tmp_path / "20260104-000000-a" / "start.json").write_text("{")
-    found = [Path(run.folder).name for run in known_runs(tmp_path, last=2)]
+    found = [Path(run.folder).name for run in list_known_runs(tmp_path, last=2)]
     assert found == ["20260103-000000-a", "20260102-000000-a"]
-    assert known_runs(tmp_path, last=0) == [] and len(known_runs(tmp_path)) == 3
+    assert list_known_runs(tmp_path, last=0) == [] and len(list_known_runs(tmp_path)) == 3

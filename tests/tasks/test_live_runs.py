@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tasks.engine.base.file_lock import FileLock
-from tasks.engine.device.leases import Busy, Leases
-from tasks.live_runs import Announcement, Live, live_runs
+from tasks.engine.device.leases import DevicesBusyError, Leases
+from tasks.run.live_runs import Announcement, LiveRun, find_live_runs
 from tests.conftest import PYTHON, ROOT
 
 LIVES = """
 import time
 from pathlib import Path
-from tasks.live_runs import Announcement
+from tasks.run.live_runs import Announcement
 with Announcement(Path("/runs/a"), "another") as mine:
     mine.tell(stage="train model", steps=10)
     print("told", flush=True)
@@ -33,7 +33,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_of_a_process_that_is_killed_nothing_is_told_and_nothing_stays(place: Path) -> None:
     process = subprocess.Popen([PYTHON, "-c", LIVES], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "told\n"
-    (live,) = live_runs()
+    (live,) = find_live_runs()
     assert (live.name, live.folder, live.stage, live.steps) == (
         *("another", "/runs/a"),
         *("train model", 10),
@@ -42,7 +42,7 @@ def test_of_a_process_that_is_killed_nothing_is_told_and_nothing_stays(place: Pa
     assert len(list(place.iterdir())) == 1
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    assert live_runs() == [] and list(place.iterdir()) == []
+    assert find_live_runs() == [] and list(place.iterdir()) == []
 
 
 def test_what_a_training_waits_for_is_told_while_it_waits(place: Path) -> None:
@@ -52,15 +52,17 @@ def test_what_a_training_waits_for_is_told_while_it_waits(place: Path) -> None:
         seen: list[list[str]] = []
         told: list[str] = []
         waiting = second.leases(0.05, told.append)
-        waiting._sleep = lambda _: seen.append([live.waits_for for live in live_runs()])
-        with pytest.raises(Busy):
+        waiting._sleep = lambda _: seen.append([live.waits_for for live in find_live_runs()])
+        with pytest.raises(DevicesBusyError):
             waiting.take(["GPU-1"])
         assert seen and seen[0] == ["", f"GPU-1 is held by process {os.getpid()}, first"]
         held.close()
         waiting.take(["GPU-1"])
-        assert [live.waits_for for live in live_runs()] == ["", ""] and told[0] and not told[-1]
+        assert (
+            [live.waits_for for live in find_live_runs()] == ["", ""] and told[0] and not told[-1]
+        )
         waiting.close()
-    assert live_runs() == []
+    assert find_live_runs() == []
 
 
 def test_leases_tell_each_reason_once(tmp_path: Path) -> None:
@@ -83,7 +85,7 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(
     monkeypatch.setenv("HEADROOM_LEASES", str(tmp_path / "file" / "leases"))
     with Announcement(Path("a"), "mine") as mine:
         mine.tell(stage="train model")
-        assert mine.live.stage == "train model" and live_runs() == []
+        assert mine.live.stage == "train model" and find_live_runs() == []
 
 
 @pytest.mark.parametrize(
@@ -95,11 +97,11 @@ def test_what_is_no_announcement_is_passed_over(place: Path, text: str) -> None:
     (place / "2.run").symlink_to("/dev/zero")
     with FileLock(place / "3.run") as lock, Announcement(Path("a"), "mine"):
         lock.take(text)
-        assert [live.name for live in live_runs()] == ["mine"]
+        assert [live.name for live in find_live_runs()] == ["mine"]
 
 
 def test_whose_it_is_the_file_s_owner_says(place: Path) -> None:
     place.mkdir()
     with FileLock(place / "1.run") as lock:
         lock.take(json.dumps({"name": "forged", "uid": 12345, "more": {}}) + "a longer one's tail")
-        assert live_runs() == [Live(name="forged", uid=os.getuid())]
+        assert find_live_runs() == [LiveRun(name="forged", uid=os.getuid())]

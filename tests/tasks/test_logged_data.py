@@ -7,17 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from tasks.engine.base.facts import Column
-from tasks.engine.data.preparation import prepare
-from tasks.engine.settings.data_config import DataConfig
-from tasks.logged_data import SCHEMA_LIMIT, data_inputs
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.settings.run_config import DataConfig
+from tasks.run.record import SCHEMA_LIMIT, make_data_inputs
 
 
 def test_a_table_is_told_by_its_file_and_its_own_columns(place: Path) -> None:
     rows = "".join(f"{i}.5,{'north' if i % 3 else 'south'},{i % 2}\n" for i in range(60))
     (place / "houses.csv").write_text("area,side,target\n" + rows)
     data = DataConfig(path="houses.csv")
-    facts = prepare(data)
-    trained, judged = data_inputs(data, facts)
+    facts = prepare_dataset(data)
+    trained, judged = make_data_inputs(data, facts)
     assert (trained["name"], judged["name"]) == ("houses.csv", "houses.csv (val)")
     assert json.loads(trained["source"]) == {"uri": str(place / "houses.csv")}
     assert trained["digest"] == judged["digest"] == facts.fingerprint
@@ -31,7 +31,7 @@ def test_a_schema_that_mlflow_would_refuse_is_left_out_and_so_is_data_without_a_
     place: Path,
 ) -> None:
     data = DataConfig()
-    facts = prepare(data)
+    facts = prepare_dataset(data)
     wide = replace(facts, columns=(Column("x" * SCHEMA_LIMIT, "number"),))
-    assert all("schema" not in told for told in data_inputs(data, wide))
-    assert data_inputs(data, replace(facts, fingerprint="")) == []
+    assert all("schema" not in told for told in make_data_inputs(data, wide))
+    assert make_data_inputs(data, replace(facts, fingerprint="")) == []

@@ -7,7 +7,7 @@ import pytest
 from prefect.cache_policies import NO_CACHE
 
 from tasks.engine.files.source_data import DataError
-from tasks.engine.settings.data_config import DataConfig
+from tasks.engine.settings.run_config import DataConfig
 from tasks.prepare_data import prepare_data
 
 

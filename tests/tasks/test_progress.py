@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tasks import progress
-from tasks.progress import Progress
+from tasks.run import progress
+from tasks.run.progress import Progress
 
 METRICS = {
     "train/loss": 0.412,
@@ -41,7 +41,7 @@ def test_one_that_goes_on_begins_at_its_epoch(caplog: pytest.LogCaptureFixture) 
     clock = Clock()
     with Progress(4600, 200, stream=io.StringIO(), at=322, now_s=clock) as shown:
         clock.s += 60
-        shown.still()
+        shown.tell_if_silent()
     assert caplog.messages[0].startswith("epoch 14/200")
 
 
@@ -65,7 +65,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    caplog.set_level(logging.INFO, logger="tasks.progress")
+    caplog.set_level(logging.INFO, logger="tasks.run.progress")
 
 
 def _plain(clock: Clock, total_steps: int = 100, epochs: int = 10) -> Progress:
@@ -119,11 +119,11 @@ def test_a_step_of_minutes_has_a_line_every_half_minute_too(caplog: Any) -> None
     with _plain(clock) as progress:
         for _ in range(14):
             clock.s += 5
-            progress.still()
+            progress.tell_if_silent()
         assert caplog.messages == ["epoch 1/10  0:30 so far", "epoch 1/10  1:00 so far"]
         progress.update(METRICS, 20)
         clock.s += 29
-        progress.still()
+        progress.tell_if_silent()
         assert len(caplog.messages) == 3
 
 
@@ -135,7 +135,7 @@ def test_where_no_step_comes_any_more_no_time_left_is_told(caplog: Any) -> None:
             progress.update({"train/loss": 0.412}, step)
             clock.s += 5
         clock.s += 60
-        progress.still()
+        progress.tell_if_silent()
         assert caplog.messages[-1].endswith("no step for 1:05")
 
 
@@ -295,7 +295,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch, caplo
 
 CHILD = """
 import sys
-from tasks.progress import Progress
+from tasks.run.progress import Progress
 with Progress(100, 10) as progress:
     progress.update({"train/loss": 0.412}, 20)
     print("ready", flush=True)
@@ -332,9 +332,9 @@ def test_a_stage_without_a_progress_has_a_line_every_half_minute(
     """A large file was read in silence."""
     monkeypatch.setattr(progress, "LISTEN_EVERY_S", 0.01)
     monkeypatch.setattr(progress, "QUIET_S", 0.03)
-    caplog.set_level(logging.INFO, logger="tasks.progress")
+    caplog.set_level(logging.INFO, logger="tasks.run.progress")
     over = threading.Event()
-    progress.tell_in_silence(over, lambda: None, lambda: "prepare data")
+    progress.log_during_silence(over, lambda: None, lambda: "prepare data")
     until = time.monotonic() + 20
     while "prepare data: 0:00 so far" not in caplog.messages and time.monotonic() < until:
         time.sleep(0.01)

@@ -9,9 +9,9 @@ import torch
 from prefect.cache_policies import NO_CACHE
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
-from tasks.engine.device.detection import detect
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory import leaks
-from tasks.engine.memory.leaks import LeakError, baseline, leak_in_words
+from tasks.engine.memory.leaks import LeakError, leak_in_words, take_baseline
 from tasks.release_memory import release_memory
 
 KEPT = []
@@ -27,11 +27,13 @@ def nothing_stays():
 
 @pytest.fixture
 def before():
-    return baseline(CPU).bytes
+    return take_baseline(CPU).bytes
 
 
 def release(before, on_leak="fail"):
-    return release_memory.fn(replace(detect("cpu"), baseline_bytes=before), on_leak=on_leak)
+    return release_memory.fn(
+        replace(detect_best_device("cpu"), baseline_bytes=before), on_leak=on_leak
+    )
 
 
 def test_its_arguments_are_never_hashed_for_a_cache():

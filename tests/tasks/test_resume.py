@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 
 from tasks.engine.base.file_lock import FileLock
-from tasks.engine.settings.read_settings import ConfigError, resolve
-from tasks.resume import NothingKept, default_name, held, held_key, is_key_held, stamp, taken
+from tasks.engine.settings.read_settings import ConfigError, resolve_config
+from tasks.run.resume import (
+    NothingKept,
+    held_key,
+    is_key_held,
+    lock_for_training,
+    make_default_name,
+    make_timestamp,
+    taken,
+)
 from tasks.train_model import train_model
 
 
@@ -27,12 +35,14 @@ from tasks.train_model import train_model
 )
 def test_a_run_is_called_by_what_was_varied(asked: dict[str, str], name: str) -> None:
     """Each was called by the time it began at, which told nothing where runs are compared."""
-    assert default_name(resolve(None, asked)) == name
+    assert make_default_name(resolve_config(None, asked)) == name
 
 
 def test_a_long_name_says_how_much_it_leaves_out() -> None:
     asked = {"optim.lr": "0.01", "optim.weight_decay": "0.5", "train.epochs": "3"}
-    name = default_name(resolve(None, {**asked, "train.seed": "7", "train.batch_size": "16"}))
+    name = make_default_name(
+        resolve_config(None, {**asked, "train.seed": "7", "train.batch_size": "16"})
+    )
     assert name.startswith("mlp-digits lr=0.01") and name.endswith(" +2") and len(name) <= 52
 
 
@@ -71,7 +81,7 @@ def test_what_was_swept_before_its_lock_was_had_is_not_gone_on_with(tmp_path: Pa
         taken(tmp_path / "gone")
     with pytest.raises(NothingKept, match="its checkpoints were removed"):
         taken(tmp_path)
-    taken_again = held(tmp_path)  # it was given back
+    taken_again = lock_for_training(tmp_path)  # it was given back
     taken_again.close()
     with pytest.raises(ConfigError, match="^--resume .*: its checkpoints were removed"):
         train_model.fn(None, None, tmp_path, None, resumes=True)
@@ -83,5 +93,5 @@ def test_folders_are_named_by_utc(zone: str, monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patch:
         patch.setitem(os.environ, "TZ", zone)
         time.tzset()
-        assert stamp() == datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        assert make_timestamp() == datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     time.tzset()

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from tasks.rows_progress import RowsProgress
+from tasks.run.progress import RowsProgress
 
 
 class _Clock:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.tidy_command import age_s, main
+from flows.cli.tidy_command import main, parse_age_s
 from tasks.engine.base.file_lock import FileLock
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.live_runs import Announcement
-from tasks.run_folders import Start
-from tasks.serving.prefect_http import answers, call
+from tasks.process.prefect_http import call_api, is_healthy
+from tasks.run.live_runs import Announcement
+from tasks.run.run_folders import RunStart
 
 GONE = {"host": socket.gethostname(), "pid": "4194305", "process.started_at": "1.0"}
 DAY_S = 86400
@@ -31,7 +31,7 @@ def runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _folder(runs: Path, name: str, *, days: float, closed: bool = True) -> Path:
     folder = runs / name
     (folder / "checkpoints").mkdir(parents=True)
-    Start(name, "1", f"run {name}").write(folder)
+    RunStart(name, "1", f"run {name}").write(folder)
     (folder / "checkpoints" / "step-000000000007.json").write_text("x" * 2**20)
     (folder / "sent.json").write_text(json.dumps({"closed": closed}))
     for path in folder.iterdir():
@@ -101,23 +101,23 @@ def test_a_flow_run_whose_server_was_away_gets_the_end_of_its_run(
     prefect_api: str, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", prefect_api)
-    while not answers(f"{prefect_api}/health"):
+    while not is_healthy(f"{prefect_api}/health"):
         time.sleep(0.2)
-    flow = call("POST", f"{prefect_api}/flows/", {"name": "lost"})["id"]
+    flow = call_api("POST", f"{prefect_api}/flows/", {"name": "lost"})["id"]
     asked = {"flow_id": flow, "state": {"type": "RUNNING"}}
-    lost, lives = (call("POST", f"{prefect_api}/flow_runs/", asked)["id"] for _ in range(2))
+    lost, lives = (call_api("POST", f"{prefect_api}/flow_runs/", asked)["id"] for _ in range(2))
     folder = _folder(runs, "a", days=0)
     end = {"status": "FINISHED", "tags": {**GONE, "prefect.flow_run_id": lost}}
     (folder / "run.json").write_text(json.dumps(end))
     (folder / "metrics.jsonl").touch()
 
     def state(flow_run: str) -> str:
-        return str(call("GET", f"{prefect_api}/flow_runs/{flow_run}")["state"]["type"])
+        return str(call_api("GET", f"{prefect_api}/flow_runs/{flow_run}")["state"]["type"])
 
     assert main([]) == 0 and state(lost) == "RUNNING"
     assert main(["--yes"]) == 0
     assert (state(lost), state(lives)) == ("COMPLETED", "RUNNING")
-    call("DELETE", f"{prefect_api}/flow_runs/{lives}")
+    call_api("DELETE", f"{prefect_api}/flow_runs/{lives}")
 
 
 def test_a_server_that_does_not_answer_is_told_and_the_rest_is_done(
@@ -134,9 +134,11 @@ def test_a_server_that_does_not_answer_is_told_and_the_rest_is_done(
 @pytest.mark.parametrize("text", ["", "30", "0d", "-3d", "3x", "1e3d", "d"])
 def test_an_age_is_a_number_and_a_unit(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="^--older-than: must be a time such as 12h, 30d"):
-        age_s(text)
+        parse_age_s(text)
     assert main([f"--older-than={text}"]) == 2
-    assert age_s(None) is None and age_s("90s") == 90 and age_s("2w") == 14 * DAY_S
+    assert (
+        parse_age_s(None) is None and parse_age_s("90s") == 90 and parse_age_s("2w") == 14 * DAY_S
+    )
 
 
 def test_the_flow_of_the_service_does_the_same(prefect_api: str, runs: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.serving.prefect_http import answers
+from tasks.process.prefect_http import is_healthy
 from tasks.tracking.mlflow_pages import CURVES
 from tests.conftest import ROOT, desk_environment, free_port
 
@@ -50,7 +50,7 @@ def address(place: Path) -> Iterator[str]:
     """The one that `make ui` prints, once it is served."""
     port = free_port()
     env = desk_environment() | {"HEADROOM_MLFLOW_PORT": str(port)}
-    command = [sys.executable, "-m", "tasks.serve", "ui"]
+    command = [sys.executable, "-m", "tasks.services.serve", "ui"]
     with open(place / "server.log", "w") as log:
         out, apart = subprocess.PIPE, True
         server = subprocess.Popen(
@@ -61,7 +61,7 @@ def address(place: Path) -> Iterator[str]:
         printed = re.search(r"MLflow: (http\S+)", server.stdout.readline())
         assert printed is not None, (place / "server.log").read_text()
         until = time.monotonic() + 120
-        while not answers(f"http://127.0.0.1:{port}/health"):
+        while not is_healthy(f"http://127.0.0.1:{port}/health"):
             assert time.monotonic() < until, (place / "server.log").read_text()
             time.sleep(0.1)
         yield printed[1]

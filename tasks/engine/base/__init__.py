@@ -1,6 +1,6 @@
 """What every room shares: units, facts, nested tensors, threads, clocks, random seeds, and code
 found by its import path. It knows no setting and no device.
 
-Front doors: core_wait, factory_call, facts, field_types, file_lock, host_memory, import_paths,
-nested, ordered_threads, secret_names, seeds, timing, units.
+Front doors: facts, field_types, file_lock, host_memory, import_paths, nested, secret_names,
+seeds, timing, units.
 """

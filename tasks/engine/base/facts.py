@@ -1,5 +1,6 @@
-"""What the tasks tell each other: frozen records of plain values, small enough for Prefect to keep.
-No tensor, no model and no open file ever crosses a task border; a fact that is not known is None.
+"""The records that tasks pass to each other: frozen dataclasses of plain values, small enough
+for Prefect to keep. No tensor, model or open file ever crosses a task border; a fact that is
+not known is None.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Memory that is taken above the baseline and that no tensor holds."""
+class UnreturnedMemory:
+    """Memory above the baseline that was not returned and that no tensor holds."""
 
     name: str  # "private pools of graphs", "pinned host memory", ...
     bytes: int
@@ -150,7 +151,7 @@ class ReleaseFacts:
     owners: tuple[Owner, ...] = ()
     # What the allocator still holds of the device above the baseline; None where that is not known.
     reserved_bytes: int | None = None
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[UnreturnedMemory, ...] = ()
     broken: str = ""  # why nothing can be given back before this process ends
 
 

@@ -1,5 +1,5 @@
-"""What the sections of a config are made of: strict types, frozen sections, and names that are
-either known here or import paths to code of the user's own.
+"""The building blocks of the config's sections: strict types, frozen sections, and names that
+are either known here or import paths to a user's own code.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ Float = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Bool = Annotated[bool, Strict()]  # "yes" is not true
 Text = Annotated[str, Strict(), Field(max_length=4096)]
 
-IMPORT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 
-def is_import(name: str) -> bool:
-    """Whether the name is an import path, package.module:attribute, of code of the user's own."""
+def is_import_path(name: str) -> bool:
+    """Return whether the name is an import path, package.module:attribute, to a user's own
+    code."""
     return ":" in name
 
 
-def known_or_imported(name: str, known: tuple[str, ...]) -> str:
-    """The name itself. Raises ValueError where it is neither known nor an import path."""
-    if name in known or IMPORT.fullmatch(name):
+def check_known_name(name: str, known: tuple[str, ...]) -> str:
+    """Return the name. Raises ValueError where it is neither known nor an import path."""
+    if name in known or IMPORT_PATH.fullmatch(name):
         return name
     near = get_close_matches(name[:80].lower(), known, 1)
     raise ValueError(

@@ -16,22 +16,25 @@ from pathlib import Path
 from typing import Self
 
 # No link, and no waiting for the other end of a pipe.
-_ITSELF = os.O_NOFOLLOW | os.O_NONBLOCK
-_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+_OPEN_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
+_open_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
 class FileLock:
-    """Held from `take` to `close`. The file stays, and may hold a text about who has it."""
+    """A lock on a file, taken by `take` and released by `close`. The file stays, and may hold a
+    text about its holder."""
 
     def __init__(self, path: Path, *, mode: int = 0o600) -> None:
-        """Raises OSError where the file can be neither opened nor made with that mode, and, where
-        others may lay it there, for one that is also found elsewhere: what is written here would
-        overwrite that."""
+        """Open the file, or make it with that mode.
+
+        Raises OSError where that fails, and, in a folder where others may put files, for a file
+        that has a second hard link: writing here would overwrite that.
+        """
         self.path, self._file = path, -1
         try:
-            self._file = os.open(path, os.O_RDWR | _ITSELF)  # perhaps another user's
+            self._file = os.open(path, os.O_RDWR | _OPEN_FLAGS)  # perhaps another user's
         except FileNotFoundError:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | _ITSELF, mode)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, mode)
             with suppress(OSError):  # another user's, who was faster
                 os.fchmod(self._file, mode)
         about = os.fstat(self._file)
@@ -40,13 +43,14 @@ class FileLock:
             raise OSError(errno.EPERM, "is no file of its own, as a lock has to be", str(path))
 
     def take(self, text: str = "") -> bool:
-        """Whether it is held now, by this; then the file holds the text."""
+        """Take the lock if it is free and write `text` into the file; return whether this
+        object holds it now."""
         while not self._took(LOCK_EX):
             if not self._took(LOCK_SH):
                 return False
             flock(self._file, LOCK_UN)  # nobody has it: somebody asked `is_held`, for an instant
             time.sleep(0.001 * random.random())
-        _held.add(self)
+        _open_locks.add(self)
         self.write(text)
         return True
 
@@ -58,14 +62,14 @@ class FileLock:
         return True
 
     def write(self, text: str) -> None:
-        """The text from now on; who reads meanwhile finds it whole, perhaps with more behind it.
-        Raises OSError."""
+        """Replace the file's text. A process that reads meanwhile finds the whole text, perhaps
+        with more behind it. Raises OSError."""
         body = text.encode()
         os.pwrite(self._file, body, 0)
         os.ftruncate(self._file, len(body))
 
     def text(self) -> str:
-        """What its holder wrote there, or the last one."""
+        """Return what the present holder wrote there, or the last one."""
         return os.pread(self._file, 4096, 0).decode(errors="replace")
 
     def is_in_place(self) -> bool:
@@ -75,11 +79,11 @@ class FileLock:
         return False
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the lock."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-        _held.discard(self)
+        _open_locks.discard(self)
 
     def __enter__(self) -> Self:
         return self
@@ -89,10 +93,10 @@ class FileLock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the lock of that file. Those who ask at once do not see each other,
-    and `take` passes them over."""
+    """Return whether a process holds the lock of that file. Processes that ask at the same
+    moment do not see each other, and `take` ignores them."""
     with suppress(OSError):
-        file = os.open(path, os.O_RDONLY | _ITSELF)
+        file = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
         try:
             flock(file, LOCK_SH | LOCK_NB)
         except BlockingIOError:
@@ -102,9 +106,9 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def _let_go() -> None:
-    for lock in list(_held):
+def _close_in_child() -> None:
+    for lock in list(_open_locks):
         lock.close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_in_child)

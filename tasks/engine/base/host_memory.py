@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tasks.engine.base.units import mebibytes
+from tasks.engine.base.units import format_mebibytes
 
 ROOT = Path("/sys/fs/cgroup")  # where cgroups of both versions are mounted
 OWN = Path("/proc/self/cgroup")
@@ -39,7 +39,11 @@ def limit_bytes() -> int | None:
 def of_a_limit() -> str:
     """Words behind what is free, where that is of a limit."""
     limit = limit_bytes()
-    return "" if limit is None else f" of the {mebibytes(limit / 1024**2)} of this memory cgroup"
+    return (
+        ""
+        if limit is None
+        else f" of the {format_mebibytes(limit / 1024**2)} of this memory cgroup"
+    )
 
 
 def kills() -> int | None:
@@ -61,7 +65,9 @@ def killed_since(before: int | None) -> str:
     if now is None or now <= (before or 0):
         return ""
     limit = limit_bytes()
-    where = "on this host" if limit is None else f"in its cgroup of {mebibytes(limit / 1024**2)}"
+    where = (
+        "on this host" if limit is None else f"in its cgroup of {format_mebibytes(limit / 1024**2)}"
+    )
     return f"maybe by the kernel: memory ran out {where}, and it killed a process"
 
 

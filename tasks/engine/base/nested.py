@@ -1,7 +1,7 @@
-"""Batches of any structure: tensors, or tuples, lists and dicts of them. What is no tensor is
-handed on as it is, and so is a tensor whose first axis is not the rows. Where a batch is one
-tensor, as those of the built-in sources are, each function costs one question more than the
-tensor's own.
+"""Functions on batches of any structure: tensors, or tuples, lists and dicts of them. What is
+not a tensor is passed on as it is, and so is a tensor whose first axis is not the rows. For a
+batch that is one tensor, as those of the built-in sources are, each function costs one
+isinstance check more than the tensor's own.
 """
 
 from __future__ import annotations
@@ -15,107 +15,121 @@ from torch import Tensor
 PLAIN = (str, int, float, bool, type(None))
 
 
-def tensors(part: Any) -> Iterator[Tensor]:
-    """All tensors, in their order."""
+def find_tensors(part: Any) -> Iterator[Tensor]:
+    """Yield all tensors, in their order."""
     if isinstance(part, Tensor):
         yield part
     elif isinstance(part, Mapping):
         for value in part.values():
-            yield from tensors(value)
+            yield from find_tensors(value)
     elif isinstance(part, (tuple, list)):
         for value in part:
-            yield from tensors(value)
+            yield from find_tensors(value)
 
 
-def named(part: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """All tensors with how each is reached: ("inputs['mask']", tensor)."""
+def find_named_tensors(part: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors, each with the expression that reaches it: ("inputs['mask']",
+    tensor)."""
     if isinstance(part, Tensor):
         yield name, part
     elif isinstance(part, Mapping):
         for key, value in part.items():
-            yield from named(value, f"{name}[{key!r}]")
+            yield from find_named_tensors(value, f"{name}[{key!r}]")
     elif isinstance(part, (tuple, list)):
         for i, value in enumerate(part):
-            yield from named(value, f"{name}[{i}]")
+            yield from find_named_tensors(value, f"{name}[{i}]")
 
 
-def mapped(part: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with each tensor changed; a mapping of any kind becomes a dict."""
+def map_tensors(part: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the same structure with each tensor changed; a mapping of any kind becomes a
+    dict."""
     if isinstance(part, Tensor):
         return change(part)
     if isinstance(part, Mapping):
-        return {key: mapped(value, change) for key, value in part.items()}
+        return {key: map_tensors(value, change) for key, value in part.items()}
     if isinstance(part, (tuple, list)):
         make = getattr(type(part), "_make", type(part))  # a named tuple's own way
-        return make(mapped(value, change) for value in part)
+        return make(map_tensors(value, change) for value in part)
     return part
 
 
-def rows_of(part: Any) -> int:
-    """Rows of the first tensor that has any; 0 where there is none."""
+def count_rows(part: Any) -> int:
+    """Return the number of rows of the first tensor that has any; 0 where there is none."""
     if isinstance(part, Tensor):
         return len(part)
-    return next((len(tensor) for tensor in tensors(part) if tensor.dim()), 0)
+    return next((len(tensor) for tensor in find_tensors(part) if tensor.dim()), 0)
 
 
-def shape_of(part: Any) -> Any:
-    """The shape of a tensor, or the shapes of all that a structure holds."""
+def find_shapes(part: Any) -> Any:
+    """Return the shape of a tensor, or the shapes of all tensors that a structure holds."""
     if isinstance(part, Tensor):
         return part.shape
-    return tuple(tensor.shape for tensor in tensors(part))
+    return tuple(tensor.shape for tensor in find_tensors(part))
 
 
-def split(part: Any, rows: int, *, whole: int, least: int = 1) -> list[Any]:
-    """Parts of at most so many rows. whole: rows of the batch. least: where fewer would be left for
-    the last part, the one before it takes them."""
+def split_batch(part: Any, rows: int, *, whole: int, least: int = 1) -> list[Any]:
+    """Split a batch into parts of at most `rows` rows.
+
+    whole: rows of the batch. least: where fewer rows would be left for the last part, the one
+    before it takes them.
+    """
     if rows >= whole:
         return [part]
     starts = [*range(0, whole, rows)]
     if whole - starts[-1] < least:
         starts.pop()
-    return [_rows(part, a, b, whole) for a, b in zip(starts, [*starts[1:], whole], strict=True)]
+    return [_cut_rows(part, a, b, whole) for a, b in zip(starts, [*starts[1:], whole], strict=True)]
 
 
-def head(part: Any, rows: int) -> Any:
-    """The first rows."""
-    return _rows(part, 0, rows, rows_of(part))
+def take_first_rows(part: Any, rows: int) -> Any:
+    """Return the first rows."""
+    return _cut_rows(part, 0, rows, count_rows(part))
 
 
-def _rows(part: Any, start: int, stop: int, whole: int) -> Any:
+def _cut_rows(part: Any, start: int, stop: int, whole: int) -> Any:
     def cut(tensor: Tensor) -> Tensor:
         return tensor[start:stop] if tensor.dim() and len(tensor) == whole else tensor
 
-    return mapped(part, cut)
+    return map_tensors(part, cut)
 
 
-def described(part: Any, rows: int) -> Any:
-    """The structure in plain values, from which `made` makes one alike; see there."""
+def describe_structure(part: Any, rows: int) -> Any:
+    """Describe the structure in plain values, from which `make_zeros` makes a structure of the
+    same shapes."""
     if isinstance(part, Tensor):
         by_rows = bool(part.dim()) and len(part) == rows
         shape = tuple(part.shape[1:] if by_rows else part.shape)
-        return {"kind": "rows" if by_rows else "whole", "shape": shape, "dtype": _named(part.dtype)}
+        return {
+            "kind": "rows" if by_rows else "whole",
+            "shape": shape,
+            "dtype": _get_dtype_name(part.dtype),
+        }
     if isinstance(part, Mapping):
-        return {"kind": "dict", "of": {str(k): described(v, rows) for k, v in part.items()}}
+        return {
+            "kind": "dict",
+            "of": {str(k): describe_structure(v, rows) for k, v in part.items()},
+        }
     if isinstance(part, (tuple, list)):
         kind = "list" if isinstance(part, list) else "tuple"
-        return {"kind": kind, "of": [described(value, rows) for value in part]}
+        return {"kind": kind, "of": [describe_structure(value, rows) for value in part]}
     return {"kind": "value", "value": part if isinstance(part, PLAIN) else None}
 
 
-def made(description: Any, rows: int, *, device: torch.device) -> Any:
-    """Zeros of the structure that was described, with that many rows."""
+def make_zeros(description: Any, rows: int, *, device: torch.device) -> Any:
+    """Return zeros in the structure that `describe_structure` described, with that many
+    rows."""
     kind = description["kind"]
     if kind == "value":
         return description["value"]
     if kind == "dict":
-        return {k: made(v, rows, device=device) for k, v in description["of"].items()}
+        return {k: make_zeros(v, rows, device=device) for k, v in description["of"].items()}
     if kind in ("list", "tuple"):
-        parts = [made(value, rows, device=device) for value in description["of"]]
+        parts = [make_zeros(value, rows, device=device) for value in description["of"]]
         return parts if kind == "list" else tuple(parts)
     shape = tuple(description["shape"])
     dtype = getattr(torch, description["dtype"])
     return torch.zeros((rows, *shape) if kind == "rows" else shape, dtype=dtype, device=device)
 
 
-def _named(dtype: torch.dtype) -> str:
+def _get_dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,6 +1,6 @@
-"""Numbers and names in words that a person reads: seconds, MiB, shares, and text that cannot move
-the cursor, forge a line or break a table. It refuses nothing: what is odd is shown as it is, cut
-and made printable. What is not known never gets here; the caller leaves it out.
+"""Format numbers and names for people: seconds, MiB, shares, and text that cannot move the
+cursor, forge a line or break a table. Nothing is refused: odd input is shown as it is, cut and
+made printable. What is not known never gets here; the caller leaves it out.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import math
 ELLIPSIS = "..."
 
 
-def seconds(value_s: float) -> str:
-    """A duration at three digits or so: "4.2 ms", "1.31 s", "12 min 05 s", "3 h 20 min"."""
+def format_seconds(value_s: float) -> str:
+    """Format a duration with about three digits: "4.2 ms", "1.31 s", "12 min 05 s", "3 h 20
+    min"."""
     if not math.isfinite(value_s):
         return f"{value_s} s"
     if value_s < 0.1:
-        return milliseconds(value_s * 1000)
+        return format_milliseconds(value_s * 1000)
     if value_s < 9.995:
         return f"{value_s:.2f} s"
     if value_s < 99.95:
@@ -27,8 +28,8 @@ def seconds(value_s: float) -> str:
     return f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
-def milliseconds(value_ms: float) -> str:
-    """A short duration: "0.0040 ms", "0.91 ms", "12.3 ms", "1,250 ms"."""
+def format_milliseconds(value_ms: float) -> str:
+    """Format a short duration: "0.0040 ms", "0.91 ms", "12.3 ms", "1,250 ms"."""
     if value_ms == 0 or not math.isfinite(value_ms):
         return f"{value_ms:.0f} ms"
     if abs(value_ms) < 0.00005:  # below what is told, on either side of 0
@@ -39,16 +40,16 @@ def milliseconds(value_ms: float) -> str:
     return f"{value_ms:,.0f} ms"
 
 
-def clock(value_s: float) -> str:
-    """Time left as a clock shows it: "0:12", "4:05", "1:02:09"."""
+def format_clock(value_s: float) -> str:
+    """Format the time left as a clock shows it: "0:12", "4:05", "1:02:09"."""
     whole_s = max(0, round(value_s))
     hours, rest_s = divmod(whole_s, 3600)
     minutes = f"{rest_s // 60:02d}" if hours else f"{rest_s // 60}"
     return (f"{hours}:" if hours else "") + f"{minutes}:{rest_s % 60:02d}"
 
 
-def mebibytes(value_mib: float) -> str:
-    """A size given in MiB: "160 B", "4.00 KiB", "0.25 MiB", "812 MiB", "6.10 GiB"."""
+def format_mebibytes(value_mib: float) -> str:
+    """Format a size given in MiB: "160 B", "4.00 KiB", "0.25 MiB", "812 MiB", "6.10 GiB"."""
     if value_mib == 0 or not math.isfinite(value_mib):
         return f"{value_mib:.0f} MiB"
     if abs(value_mib) < 1 / 1024:
@@ -60,8 +61,8 @@ def mebibytes(value_mib: float) -> str:
     return f"{size:,.{digits}f} {unit}"
 
 
-def number(value: float) -> str:
-    """A plain number at four digits: "0.9833", "41,200", "1.8e+308"."""
+def format_number(value: float) -> str:
+    """Format a plain number with four digits: "0.9833", "41,200", "1.8e+308"."""
     if not math.isfinite(value):
         return str(value)
     if value == round(value) and abs(value) < 1e9:
@@ -71,23 +72,24 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def percent(share: float) -> str:
-    """A share of one as a percentage: "42 %", "<1 %"."""
+def format_percent(share: float) -> str:
+    """Format a share of one as a percentage: "42 %", "<1 %"."""
     return "<1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"
 
 
-def printable(text: object, *, limit: int) -> str:
-    """The text on one line, at most `limit` characters, with no control or direction marks."""
+def make_printable(text: object, *, limit: int) -> str:
+    """Return the text on one line, at most `limit` characters, without control or direction
+    marks."""
     cut = str(text)[: 4 * limit + 64]  # nobody waits for a megabyte to be cleaned
-    line = " ".join(_shown(cut).split())
+    line = " ".join(_escape(cut).split())
     return line if len(line) <= limit else line[: limit - len(ELLIPSIS)].rstrip() + ELLIPSIS
 
 
-def command_line(text: str, *, limit: int) -> str:
-    """The command on one line with its spaces kept, at most `limit` characters."""
-    line = _shown(text[: limit + 1])
+def format_command(text: str, *, limit: int) -> str:
+    """Return the command on one line with its spaces kept, at most `limit` characters."""
+    line = _escape(text[: limit + 1])
     return line if len(line) <= limit else line[: limit - len(ELLIPSIS)] + ELLIPSIS
 
 
-def _shown(text: str) -> str:
+def _escape(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)

@@ -1,5 +1,5 @@
-"""What every source of rows is to a training, wherever they are kept: prepared arrays on the device
-or streamed to it, or a loader of the user's own. It says what they must do and does nothing.
+"""The protocol that every source of rows follows in a training, wherever the rows are kept:
+prepared arrays on the device or streamed to it, or a loader of the user's own.
 """
 
 from __future__ import annotations
@@ -17,58 +17,63 @@ class Batches(Protocol):
 
     @property
     def residency(self) -> str:
-        """Where the rows live: device, pinned, host or loader."""
+        """Return where the rows live: device, pinned, host or loader."""
 
     @property
     def reason(self) -> str:
-        """One sentence: why there."""
+        """Return one sentence that says why they live there."""
 
     @property
     def copy_s(self) -> float | None:
-        """Mean seconds of a copy that runs beside the steps, where no phase of theirs shows it."""
+        """Return the mean seconds of a copy that runs beside the steps, where no phase of
+        theirs shows it."""
 
     @property
     def weight(self) -> float:
-        """How much the mean of all ranks counts the batch that came last: its rows here times the
-        ranks by those of the whole batch; 1 for a process that trains alone."""
+        """Return how much the last batch counts in the mean over all ranks: its rows here
+        times the ranks, divided by those of the whole batch; 1 for a process that trains
+        alone."""
 
     @property
     def rows_of_whole(self) -> int | None:
-        """Rows of that batch on all ranks together; None: those that came."""
+        """Return the rows of the last batch on all ranks together; None: those that came."""
 
     @property
     def begins_again(self) -> bool:
-        """Whether the epoch that a checkpoint was taken in is taken from its start."""
+        """Return whether the epoch that a checkpoint was taken in is repeated from its
+        start."""
 
     def __len__(self) -> int:
-        """Rows of one epoch."""
+        """Return the rows of one epoch."""
 
     def steps(self, batch_size: int) -> int:
-        """Batches of one epoch."""
+        """Return the batches of one epoch."""
 
     def order(self, *, seed: int, epoch: int) -> Tensor:
-        """The rows of an epoch, as `shuffled` takes them: the same for the same seed and epoch."""
+        """Return the rows of an epoch, as `shuffled` takes them: the same for the same seed
+        and epoch."""
 
     def state(self) -> dict[str, Any]:
-        """What the batches that come depend on, beside the order; see checkpoint/."""
+        """Return what the batches to come depend on, beside the order; see checkpoint/."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Be as when `state` was taken."""
+        """Go back to where `state` was taken."""
 
     def shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[tuple[Any, Any]]:
-        """Batches in the given order of rows (int64, on the host); `mark` ends data_wait and h2d.
+        """Yield batches in the given order of rows (int64, on the host); `mark` ends data_wait
+        and h2d.
 
-        A batch is whole until the next one is asked for, which may come in the same memory.
+        A batch is valid until the next one is asked for, which may come in the same memory.
         """
 
     def in_order(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
-        """Batches as the rows lie; each may be kept."""
+        """Yield batches in the order of the rows; each may be kept."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What holds rows on the device for the whole run."""
+        """Return the tensors that hold rows on the device for the whole run."""
 
     def give_back(self) -> bool:
-        """Do without what only saves time, from here on; whether there was any."""
+        """Free memory that only saves time, from here on; return whether there was any."""
 
     def close(self) -> None:
-        """Give back what was kept for the next iteration."""
+        """Free what was kept for the next iteration."""

@@ -1,16 +1,22 @@
-"""A DataLoader of the user's own, seen by the loop like any other rows: its batches moved to the
-device, its order and batch size left to it. It refuses a loader that is empty, and a batch that is
-not a pair of inputs and targets.
+"""Checks and converts the targets of a loader's batches: finds what task they are for, looks
+at each batch of them on the host, and brings them into the types that losses take before they
+are sent to a device, where a label out of range would make CUDA fail for the rest of the
+process. It refuses labels that no class has and numbers that are not finite.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
+import random
 import re
 import shutil
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from threading import current_thread, main_thread
@@ -18,22 +24,266 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.random import mtrand
 from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from tasks.engine.base import nested
-from tasks.engine.base.import_paths import said, told_of
-from tasks.engine.base.units import mebibytes
+from tasks.engine.base.import_paths import describe_error, get_error_message
+from tasks.engine.base.units import format_mebibytes
 from tasks.engine.batches.pinned_staging import PINNING, Mark
-from tasks.engine.batches.shared_loader import IndexBatches
 from tasks.engine.files.source_data import DataError
 from tasks.engine.memory.memory_meter import is_oom
-from tasks.engine.models.structured_inputs import LABELS
+from tasks.engine.models.model_call import LABELS
+
+IGNORED = -100  # the label that PyTorch's losses skip by default
+REMEDY = "set data.task, and train.loss to a function of your own"
+
+
+def find_task(asked: str, inputs: Any, targets: Any) -> str:
+    """Return data.task, or the task that the targets of a first batch imply. Raises
+    DataError."""
+    if asked != "auto":
+        return asked
+    if not isinstance(targets, Tensor):
+        raise DataError(
+            f"data.task: targets that are a {type(targets).__name__} do not tell the task; {REMEDY}"
+        )
+    few = targets.dim() == 2 and targets.shape[1] > 1
+    binary = few and bool(((targets == 0) | (targets == 1)).all())
+    if targets.is_floating_point():
+        return "multilabel" if binary else "regression"
+    if targets.dim() <= 1 or (targets.dim() == 2 and targets.shape[1] == 1):
+        return "classification"
+    first = next(nested.find_tensors(inputs), None)
+    if first is not None and targets.dtype != torch.bool and first.shape == targets.shape:
+        return "tokens"
+    if binary:
+        return "multilabel"
+    raise DataError(
+        f"data.task: targets of shape {tuple(targets.shape)} and type "
+        f"{_describe_tensor(targets)} do not "
+        f"tell the task; {REMEDY}"
+    )
+
+
+@dataclass(frozen=True)
+class TargetConverter:
+    """Converts a batch's targets to what a loss takes. outputs: classes; 0 where unknown.
+
+    is_own: for a loss of the user's own, which takes them as they are.
+    """
+
+    task: str
+    outputs: int
+    part: str  # training or validation
+    is_own: bool = False
+
+    def __call__(self, targets: Any, batch: int) -> Any:
+        """batch: from 1, for the message. Raises DataError."""
+        if not isinstance(targets, Tensor):
+            return targets
+        if self.task in ("classification", "tokens") and not self.is_own:
+            return self._classes(targets, batch)
+        if _is_on_host(targets):
+            self._refuse_unfinite(targets, batch)
+        if self.is_own:
+            return targets
+        if targets.dim() <= 1:
+            targets = targets.reshape(len(targets), -1)
+        return targets.float()
+
+    def _classes(self, targets: Tensor, batch: int) -> Tensor:
+        if targets.is_floating_point():
+            raise DataError(
+                f"data.source: {self._place(batch)}: the labels of {self._what()} must be whole "
+                f"numbers (got {_describe_tensor(targets)}); return them as int64, or set "
+                "data.task to "
+                "regression"
+            )
+        if self.task == "classification" and targets.dim() == 2 and targets.shape[1] == 1:
+            targets = targets[:, 0]
+        wide = targets.long()
+        if _is_on_host(wide):
+            self._refuse_unknown(wide, batch)
+        return wide
+
+    def _refuse_unknown(self, wide: Tensor, batch: int) -> None:
+        skipped = wide == IGNORED if self.task == "tokens" else torch.zeros_like(wide).bool()
+        bad = (wide < 0) & ~skipped
+        if self.outputs:
+            bad |= wide >= self.outputs
+        if bool(bad.any()):
+            at = bad.nonzero()[0].tolist()
+            raise DataError(self._wrong(int(wide[tuple(at)]), at, batch))
+
+    def _wrong(self, label: int, at: list[int], batch: int) -> str:
+        most = f"0 to {self.outputs - 1}" if self.outputs else "0 on"
+        column = f", position {at[1] + 1}" if len(at) > 1 else ""
+        why = ", the label that losses skip" if label == IGNORED else ""
+        return (
+            f"data.source: {self._place(batch)}, row {at[0] + 1}{column}: a label must be from "
+            f"{most} (got {label}{why}); mend or drop such rows"
+        )
+
+    def _refuse_unfinite(self, targets: Tensor, batch: int) -> None:
+        bad = ~targets.isfinite()
+        if bool(bad.any()):
+            at = bad.nonzero()[0].tolist()
+            raise DataError(
+                f"data.source: {self._place(batch)}, row {at[0] + 1}: a target must be a finite "
+                f"number (got {targets[tuple(at)].item()}); mend or drop such rows"
+            )
+
+    def _place(self, batch: int) -> str:
+        return f"batch {batch} of the {self.part} loader"
+
+    def _what(self) -> str:
+        return "tokens" if self.task == "tokens" else "a classification"
+
+
+def _is_on_host(targets: Tensor) -> bool:
+    """Whether a look at the values waits for no device."""
+    return targets.device.type == "cpu"
+
+
+def _describe_tensor(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+_END = object()
+
+
+@dataclass(frozen=True)
+class BatchShare:
+    """A rank's part of each batch: parts lie side by side, and differ by one row at most."""
+
+    rank: int
+    size: int
+
+    def part(self, rows: int) -> slice:
+        """Return this rank's slice of a batch of that many rows; the first row, to fill in,
+        where no row is left for it."""
+        first, last = (self._begin(rank, rows) for rank in (self.rank, self.rank + 1))
+        return slice(first, last) if last > first else slice(0, 1)
+
+    def weight(self, rows: int) -> float:
+        """Return how much this part counts in the mean over the ranks; 0 where it only fills
+        in."""
+        own = self._begin(self.rank + 1, rows) - self._begin(self.rank, rows)
+        return own * self.size / max(1, rows)
+
+    def _begin(self, rank: int, rows: int) -> int:
+        return rank * (rows // self.size) + min(rank, rows % self.size)
+
+
+class RankBatchSampler:
+    """A batch sampler that gives this rank's part of what another one draws.
+
+    What that one draws of the global random numbers of PyTorch, Python and NumPy comes from
+    `generator` instead: those of the ranks part ways, as their models and rows draw from them.
+    """
+
+    def __init__(self, whole: Any, share: BatchShare, *, seed: int) -> None:
+        self._whole, self._share = whole, share
+        self.batch_size = getattr(whole, "batch_size", None)
+        self.generator = torch.Generator().manual_seed(seed % 2**63)
+        # Rows of each whole batch that is on its way, of several ranks: it is read ahead.
+        self.drawn: deque[int] = deque()
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.drawn.clear()
+        seed = int(torch.randint(2**32, (), generator=self.generator))
+        of_epoch = random.Random(seed).getstate(), np.random.MT19937(seed)
+        found, of_python = self._drawn(partial(iter, self._whole), *of_epoch)
+        return self._parts(found, of_python, of_epoch[1])
+
+    def _parts(
+        self, found: Iterator[Any], of_python: Any, of_numpy: np.random.MT19937
+    ) -> Iterator[Any]:
+        while True:
+            batch, of_python = self._drawn(partial(next, found, _END), of_python, of_numpy)
+            if batch is _END:
+                return
+            if self._share.size > 1:
+                batch = batch if hasattr(batch, "__getitem__") else list(batch)
+                self.drawn.append(len(batch))
+                batch = batch[self._share.part(len(batch))]
+            yield batch
+
+    def _drawn(
+        self, draw: Callable[[], Any], of_python: Any, of_numpy: np.random.MT19937
+    ) -> tuple[Any, Any]:
+        """What it gives, with the state of Python's numbers then."""
+        kept = torch.get_rng_state(), random.getstate(), mtrand.get_bit_generator()
+        torch.set_rng_state(self.generator.get_state())
+        random.setstate(of_python)
+        mtrand.set_bit_generator(of_numpy)  # 0.3 us, where its state would take 100
+        try:
+            return draw(), random.getstate()
+        finally:
+            self.generator.set_state(torch.get_rng_state())
+            torch.set_rng_state(kept[0])
+            random.setstate(kept[1])
+            mtrand.set_bit_generator(kept[2])
+
+
+def share_loader(loader: Any, *, rank: int, size: int, seed: int) -> Any:
+    """Return the loader with this rank's part of each batch; of one process with all of it, in
+    the same order.
+
+    One that cannot be split is left as it is in one process; of several it raises DataError.
+    """
+    what, remedy = _find_split_obstacle(loader)
+    if what and size == 1:
+        return loader
+    if what:
+        raise DataError(f"data.source: {what} cannot be split over {size} processes; {remedy}")
+    # A copy: it keeps its class, its workers and all else, and a loader takes no other sampler.
+    shared = copy.copy(loader)
+    batches = RankBatchSampler(loader.batch_sampler, BatchShare(rank, size), seed=seed)
+    object.__setattr__(shared, "batch_sampler", batches)
+    shared._iterator = None  # of workers that stay, which know the other sampler
+    shared.in_order = loader.in_order or size > 1  # as the rows of its batches are counted
+    return shared
+
+
+def _find_split_obstacle(loader: Any) -> tuple[str, str]:
+    """What about a loader is in the way of splitting it, with the remedy; nothing where it can."""
+    remedy = "return a Dataset with __getitem__ and __len__, or train in one process"
+    if not isinstance(loader, DataLoader):
+        return f"a loader that is a {type(loader).__name__} and no DataLoader", remedy
+    if isinstance(loader.dataset, IterableDataset):
+        return "a loader over an IterableDataset", remedy
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return (
+            f"a {type(loader).__name__}, which has an __iter__ of its own,",
+            "return a plain DataLoader, or train in one process",
+        )
+    batches = loader.batch_sampler
+    if batches is None:
+        return "a loader with batch_size=None", "set batch_size, or give it a batch_sampler"
+    if isinstance(getattr(batches, "sampler", loader.sampler), DistributedSampler):
+        return (
+            "a loader with a DistributedSampler, which has split it already,",
+            "drop the sampler, and set shuffle=True where it shuffles: Headroom splits each batch",
+        )
+    try:
+        len(loader)
+    except TypeError:
+        return "a loader without a length", "give its batch_sampler a __len__"
+    return "", ""
+
 
 ENDLESS = sys.maxsize  # steps of an epoch that nobody knows the end of
-DEATHS: list[str] = []  # what PyTorch said of workers that ended, not told yet
+WORKER_DEATHS: list[str] = []  # what PyTorch said of workers that ended, not told yet
 WORKER_END_S = 5.0  # at most, from its broken connection to the end of a worker's process
 
 SHARED = "/dev/shm"
@@ -43,10 +293,10 @@ NO_SHARED_MEMORY = re.compile(
 )
 
 log = logging.getLogger(__name__)
-Look = Callable[[Any, int], Any]  # the targets of a batch and its number: what losses take
+TargetCheck = Callable[[Any, int], Any]  # the targets of a batch and its number: what losses take
 
 
-class Loaded:
+class LoaderBatches:
     """Batches of a loader, each (inputs, targets): tensors, or tuples, lists and dicts of them; or
     one dict with an entry labels, which are its targets.
 
@@ -59,16 +309,20 @@ class Loaded:
     copy_s = None  # copies run in the stream that computes, where the h2d phase shows them
 
     def __init__(
-        self, loader: Any, device: torch.device, *, look: Look = lambda targets, batch: targets
+        self,
+        loader: Any,
+        device: torch.device,
+        *,
+        look: TargetCheck = lambda targets, batch: targets,
     ) -> None:
         """look: at the targets of each batch, on the host."""
         self._loader, self._device, self._look = loader, device, look
         self._done = 0  # batches of the epoch
         self.batch_rows = 0  # of the batch given last, those of the other ranks with them
         self._random: Tensor | None = None  # numbers to draw from, once the loader iterates
-        self._batches = _length(loader)
-        self.batch_size = _batch_size(loader)
-        self._rows = _announced_rows(loader, self._batches, self.batch_size)
+        self._batches = _count_batches(loader)
+        self.batch_size = _find_batch_size(loader)
+        self._rows = _count_announced_rows(loader, self._batches, self.batch_size)
         self._pinned = bool(getattr(loader, "pin_memory", False)) and device.type in PINNING
         workers = getattr(loader, "num_workers", 0)
         self.reason = (
@@ -81,15 +335,16 @@ class Loaded:
         return self._rows
 
     def steps(self, batch_size: int) -> int:
-        """The loader's own number of batches, whatever the size asked for; ENDLESS without one."""
+        """Return the loader's own number of batches, whatever the size asked for; ENDLESS
+        without one."""
         return self._batches
 
     def order(self, *, seed: int, epoch: int) -> Tensor:
-        """None: the loader has its own."""
+        """Return no order: the loader has its own."""
         return torch.empty(0, dtype=torch.int64)
 
     def shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[tuple[Any, Any]]:
-        """The loader's batches in its own order and of its own size."""
+        """Yield the loader's batches in its own order and of its own size."""
         return self._read(mark)
 
     def in_order(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
@@ -131,7 +386,7 @@ class Loaded:
         return False
 
     def close(self) -> None:
-        """End the processes of a loader whose workers outlive an epoch (persistent_workers)."""
+        """End the worker processes of a loader that outlive an epoch (persistent_workers)."""
         # Private names, since PyTorch has no public way but to drop the loader, which is not ours.
         kept = getattr(self._loader, "_iterator", None)
         if kept is not None and hasattr(kept, "_shutdown_workers"):
@@ -140,8 +395,8 @@ class Loaded:
 
     def _read(self, mark: Mark) -> Iterator[tuple[Any, Any]]:
         # Held by this frame alone: worker processes end with the iterator.
-        found = _told(iter(self._loader))
-        _keep_deaths()
+        found = _explain_errors(iter(self._loader))
+        _defer_worker_deaths()
         sampler = getattr(self._loader, "batch_sampler", None)
         rows, done = 0, self._done if self._random is not None else 0
         if self._random is not None:
@@ -149,12 +404,12 @@ class Loaded:
             self._random = None
         for number, batch in enumerate(found, start=1 + done):
             mark("data_wait")
-            inputs, targets = _pair(batch)
+            inputs, targets = _split_pair(batch)
             inputs, targets = self._moved(inputs), self._moved(self._look(targets, number))
             if self._device.type != "cpu":
                 mark("h2d")
-            self.batch_rows = _rows(targets)
-            if isinstance(sampler, IndexBatches) and sampler.drawn:
+            self.batch_rows = _count_rows(targets)
+            if isinstance(sampler, RankBatchSampler) and sampler.drawn:
                 self.batch_rows = sampler.drawn.popleft()
             rows += self.batch_rows
             self._done = number
@@ -166,31 +421,37 @@ class Loaded:
             self._rows = rows
 
     def _moved(self, part: Any) -> Any:
-        return nested.mapped(
+        return nested.map_tensors(
             part, lambda tensor: tensor.to(self._device, non_blocking=self._pinned)
         )
 
 
-def _told(batches: Iterator[Any]) -> Iterator[Any]:
+def _explain_errors(batches: Iterator[Any]) -> Iterator[Any]:
     """The same batches; what the user's code raises is told in one sentence."""
     while True:
         try:
-            if DEATHS:
-                raise RuntimeError(DEATHS[0])
+            if WORKER_DEATHS:
+                raise RuntimeError(WORKER_DEATHS[0])
             batch = next(batches)
         except StopIteration as error:
-            row = _row_that_stopped(error)
+            row = _find_stopped_row(error)
             if row is None:
                 return
-            told = f"{told_of(error)}{row}, which would end the epoch there; raise another error"
+            told = (
+                f"{describe_error(error)}{row}, which would end the epoch there; raise another "
+                "error"
+            )
             died = ""
         except Exception as error:
             if is_oom(error):
                 raise
-            told, died = told_of(error), DEATHS[0] if DEATHS else said(error)
-            DEATHS.clear()
+            told, died = (
+                describe_error(error),
+                WORKER_DEATHS[0] if WORKER_DEATHS else get_error_message(error),
+            )
+            WORKER_DEATHS.clear()
             if isinstance(error, ConnectionError) and (workers := getattr(batches, "_workers", ())):
-                _await_an_end(workers)
+                _wait_for_worker_end(workers)
                 died = "DataLoader worker ended while it sent a batch"
         else:
             yield batch
@@ -213,12 +474,12 @@ def _told(batches: Iterator[Any]) -> Iterator[Any]:
 def _size_of(folder: str) -> str:
     """Its size in words, where it is known."""
     try:
-        return f" (it has {mebibytes(shutil.disk_usage(folder).total / 1024**2)})"
+        return f" (it has {format_mebibytes(shutil.disk_usage(folder).total / 1024**2)})"
     except OSError:
         return ""
 
 
-def _keep_deaths() -> None:
+def _defer_worker_deaths() -> None:
     """Let the death of a worker be told where batches are read: PyTorch raises it from its handler
     of SIGCHLD, inside of whatever runs then, such as the making of a file that then stays. While
     it waits for a batch it looks for itself, every 5 s."""
@@ -232,12 +493,12 @@ def _keep_deaths() -> None:
         try:
             raises(number, frame)
         except RuntimeError as error:
-            DEATHS.append(str(error))
+            WORKER_DEATHS.append(str(error))
 
     signal.signal(signal.SIGCHLD, keep)
 
 
-def _row_that_stopped(error: StopIteration) -> str | None:
+def _find_stopped_row(error: StopIteration) -> str | None:
     """Which row of a data set that is read by index raised this, as " at row 7", empty where it
     is not known; None where it is the end of the loader, for which PyTorch takes both."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
@@ -250,7 +511,7 @@ def _row_that_stopped(error: StopIteration) -> str | None:
     return None
 
 
-def _await_an_end(workers: Sequence[BaseProcess]) -> None:
+def _wait_for_worker_end(workers: Sequence[BaseProcess]) -> None:
     """Until the worker whose connection broke has ended: PyTorch raises from the signal of its end
     wherever this thread is then, and amid a lock of the loader's queues that lock stays held."""
     ended = connection.wait([worker.sentinel for worker in workers], WORKER_END_S)
@@ -259,7 +520,7 @@ def _await_an_end(workers: Sequence[BaseProcess]) -> None:
             worker.join()
 
 
-def _length(loader: Any) -> int:
+def _count_batches(loader: Any) -> int:
     try:
         batches = len(loader)
     except TypeError:  # its data set has none
@@ -272,7 +533,7 @@ def _length(loader: Any) -> int:
     return batches
 
 
-def _batch_size(loader: Any) -> int:
+def _find_batch_size(loader: Any) -> int:
     size = getattr(loader, "batch_size", None)
     if size is None:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
@@ -284,7 +545,7 @@ def _batch_size(loader: Any) -> int:
     return size
 
 
-def _announced_rows(loader: Any, batches: int, batch_size: int) -> int:
+def _count_announced_rows(loader: Any, batches: int, batch_size: int) -> int:
     if batches == ENDLESS:
         return batch_size
     most = batches * batch_size
@@ -294,7 +555,7 @@ def _announced_rows(loader: Any, batches: int, batch_size: int) -> int:
         return most
 
 
-def _pair(batch: Any) -> tuple[Any, Any]:
+def _split_pair(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     if isinstance(batch, Mapping):
@@ -310,18 +571,18 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def _rows(targets: Any) -> int:
+def _count_rows(targets: Any) -> int:
     """Rows of the first tensor found in the targets."""
-    first = next(nested.tensors(targets), None)
+    first = next(nested.find_tensors(targets), None)
     if first is None:
         raise DataError(
             "data.source: the targets of a batch must be a tensor, or hold one "
-            f"(got {_kind(targets)}); return tensors from the data set or collate_fn"
+            f"(got {_describe_type(targets)}); return tensors from the data set or collate_fn"
         )
     return len(first) if first.dim() else 1
 
 
-def _kind(targets: Any) -> str:
+def _describe_type(targets: Any) -> str:
     while isinstance(targets, (tuple, list)) and targets:
         targets = targets[0]
     return type(targets).__name__

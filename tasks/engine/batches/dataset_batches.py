@@ -1,6 +1,7 @@
-"""What feeds the loop. A data set that fits lives on the device whole and its batches are gathered
-there; one that does not is read from memory-mapped arrays, ahead of the loop. The order of the
-rows depends on the seed and the epoch alone, so that it is the same on every device.
+"""How rows are kept on a device or on disk, in which order an epoch takes them, and how a batch of
+them becomes what a model takes: tokens as narrow as they were written, images in the memory format
+that convolutions like. It refuses arrays whose rows do not lie side by side: each gathering would
+copy all of them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,12 +18,171 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tasks.engine.base.units import mebibytes
-from tasks.engine.batches.file_rows import Unmapped
-from tasks.engine.batches.memory_format import Layout, Windows, laid_out
-from tasks.engine.batches.pinned_staging import PINNING, Lane, Mark, Rows, pin_or_not, read
+from tasks.engine.base.units import format_mebibytes
+from tasks.engine.batches.pinned_staging import (
+    PINNING,
+    FileRows,
+    Mark,
+    PinnedStaging,
+    RowSelection,
+    allocate_pinned,
+    find_dtype,
+    read_batches,
+)
 from tasks.engine.memory.allocator_stats import drop_cache
 from tasks.engine.memory.memory_meter import clear_frames, is_oom
+
+BLOCK_BYTES = 16 * 1024**2  # of one copy on the way to the device: the host never holds all rows
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How rows are kept on the device or on disk, and how a batch of them is opened. Integers
+    are kept as narrow as they are and widened to int64 after they were gathered.
+
+    uint16, for which PyTorch has few operations, travels as the int16 of the same bits.
+    """
+
+    context: int | None  # of tokens: the text is kept, in which a row may begin at any token
+    unsigned: tuple[bool, ...]  # by kept array: whether it was uint16
+    channels_last: bool
+
+    def rows(self, length: int) -> int:
+        """Return how many rows of an epoch a kept array of this length holds."""
+        return (length - 1) // self.context if self.context else length
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Return a kept array as its rows, those of tokens one after the other: a view."""
+        return part.unfold(0, self.context + 1, self.context) if self.context else part
+
+    def select_span(self, first: int, last: int) -> slice | np.ndarray:
+        """Return the rows from `first` to before `last` in file order, by where they begin."""
+        return np.arange(first, last) * self.context if self.context else slice(first, last)
+
+    def order(self, length: int, *, seed: int, epoch: int) -> Tensor:
+        """Return the rows of an epoch in their order, int64, the same for the same seed and
+        epoch.
+
+        Rows of tokens by where they begin, which is shifted in each epoch: what a row's end
+        has hidden from the model is seen in another. The last row is moved back where it would
+        not fit.
+        """
+        order = draw_row_order(self.rows(length), seed=seed, epoch=epoch)
+        if not self.context:
+            return order
+        shift = torch.randint(self.context, (), generator=_make_generator(seed, epoch))
+        return (order * self.context + shift).clamp_(max=length - 1 - self.context)
+
+    def gathered(self, part: Tensor, chosen: Tensor, *, out: Tensor | None) -> Tensor:
+        """Gather the chosen rows of a kept array, as `order` names them."""
+        if not self.context:
+            return torch.index_select(part, 0, chosen, out=out)
+        # By each token's place: not every device selects rows of a view that overlap.
+        at = chosen[:, None] + torch.arange(self.context + 1, device=chosen.device)
+        flat = None if out is None else out.view(-1)
+        return torch.index_select(part, 0, at.view(-1), out=flat).view(at.shape)
+
+    def move_array(self, array: np.ndarray, device: torch.device) -> Tensor:
+        """Send all of a kept array to the device, in blocks."""
+        images = self.channels_last and array.ndim == 4
+        whole = torch.empty(
+            array.shape,
+            dtype=find_dtype(array),
+            device=device,
+            memory_format=torch.channels_last if images else torch.contiguous_format,
+        )
+        rows = max(1, BLOCK_BYTES * len(array) // max(1, array.nbytes))
+        for start in range(0, len(array), rows):
+            # A copy even on the CPU: a memory map would bring its page faults into the step.
+            block = torch.from_numpy(np.array(array[start : start + rows]))
+            whole[start : start + rows] = block.to(device)
+        return whole
+
+    def open(self, parts: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of the gathered parts; the parts themselves where nothing
+        changes."""
+        kept = tuple(parts)
+        x, y = (kept[0][:, :-1], kept[0][:, 1:]) if self.context else kept
+        x, y = _widen_integers(x, self.unsigned[0]), _widen_integers(y, self.unsigned[-1])
+        if self.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        return x, y
+
+
+class TokenWindows:
+    """The rows of `length` tokens that begin at each token of a text, with as much of an array
+    as readers use."""
+
+    def __init__(self, text: np.ndarray | FileRows, length: int) -> None:
+        self.shape, self.dtype = (len(text) - length + 1, length), text.dtype
+        self._text = text
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def take(
+        self, starts: np.ndarray, axis: int = 0, out: np.ndarray | None = None, mode: str = "raise"
+    ) -> np.ndarray:
+        """Return the rows that begin at these tokens, in their order; `axis` is 0."""
+        found = np.empty((len(starts), self.shape[1]), self.dtype) if out is None else out
+        for row, start in zip(found, starts.tolist(), strict=True):
+            row[:] = self._text[start : start + self.shape[1]]
+        return found
+
+
+def choose_layout(
+    x: np.ndarray, y: np.ndarray, *, channels_last: bool
+) -> tuple[tuple[np.ndarray, ...], RowLayout]:
+    """Return the arrays to keep of x and y, one or two, and how a batch of them is opened."""
+    text = _find_text(x, y)
+    kept = (x, y) if text is None else (text,)
+    unsigned = tuple(array.dtype == np.uint16 for array in kept)
+    # np.asarray: a plain array over the map, whose own class would cost a call for each batch.
+    arrays = tuple(
+        np.asarray(array).view(np.int16) if narrow else np.asarray(array)
+        for array, narrow in zip(kept, unsigned, strict=True)
+    )
+    assert all(array.flags.c_contiguous for array in arrays), "rows must lie side by side"
+    context = None if text is None else x.shape[1]
+    return arrays, RowLayout(context, unsigned, channels_last and x.ndim == 4)
+
+
+def draw_row_order(rows: int, *, seed: int, epoch: int) -> Tensor:
+    """Draw a permutation of the rows, int64 (rows,), the same for the same seed and epoch."""
+    return torch.randperm(rows, generator=_make_generator(seed, epoch))
+
+
+def _make_generator(seed: int, epoch: int) -> torch.Generator:
+    return torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+
+
+def _find_text(x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
+    """The tokens that x is rows of and y the same one token further on; None: there are none.
+
+    Tokens and their successors are such views; moving both would move nearly everything twice.
+    """
+    whole = x.base
+    if whole is not y.base or not isinstance(whole, np.ndarray) or x.shape != y.shape:
+        return None
+    if whole.ndim != 1 or x.ndim != 2 or whole.dtype != x.dtype or len(whole) <= x.size:
+        return None
+    is_first, is_next = (
+        _is_view(rows, whole[at : at + x.size].reshape(x.shape)) for at, rows in enumerate((x, y))
+    )
+    return whole if is_first and is_next else None
+
+
+def _is_view(array: np.ndarray, other: np.ndarray) -> bool:
+    here, there = array.__array_interface__, other.__array_interface__
+    return all(here[key] == there[key] for key in ("data", "strides", "shape", "typestr"))
+
+
+def _widen_integers(part: Tensor, unsigned: bool) -> Tensor:
+    if part.is_floating_point():
+        return part
+    wide = part.to(torch.int64).contiguous()
+    return wide.bitwise_and_(0xFFFF) if unsigned else wide
+
 
 TRAIN_SHARE, VAL_SHARE = 2 / 3, 1 / 3  # of the room: both parts may then live there
 RESIDENT_SHARE = 0.5  # of the room; the rest is for the model, its gradients and activations
@@ -30,18 +191,18 @@ MIB = 1024**2
 log = logging.getLogger(__name__)
 
 
-def ranges(rows: int, batch_size: int) -> list[range]:
-    """The rows of each batch, as they lie."""
+def make_ranges(rows: int, batch_size: int) -> list[range]:
+    """Return the rows of each batch in file order."""
     return [range(rows)[at : at + batch_size] for at in range(0, rows, batch_size)]
 
 
-class _Kept:
+class _StoredBatches:
     """What rows have in common wherever they are kept."""
 
     begins_again = False
     weight, rows_of_whole = 1.0, None
 
-    def __init__(self, first: Tensor | np.ndarray, layout: Layout) -> None:
+    def __init__(self, first: Tensor | np.ndarray, layout: RowLayout) -> None:
         self._layout = layout
         self._rows, self.order = layout.rows(len(first)), partial(layout.order, len(first))
 
@@ -58,15 +219,15 @@ class _Kept:
         pass
 
     def in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        return self.in_ranges(ranges(len(self), batch_size))
+        return self.in_ranges(make_ranges(len(self), batch_size))
 
     def in_ranges(self, batches: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
         """A batch of the rows of each range, as they lie; no other row is read."""
         raise NotImplementedError
 
 
-class Resident(_Kept):
-    """Rows on the device, one tensor or two as the layout says.
+class ResidentBatches(_StoredBatches):
+    """Batches of rows that live on the device, one tensor or two as the layout says.
 
     in_place: all batches come in the memory of the first, as a recorded graph reads them.
     """
@@ -75,7 +236,7 @@ class Resident(_Kept):
     copy_s = None
 
     def __init__(
-        self, parts: tuple[Tensor, ...], layout: Layout, *, reason: str, in_place: bool
+        self, parts: tuple[Tensor, ...], layout: RowLayout, *, reason: str, in_place: bool
     ) -> None:
         super().__init__(parts[0], layout)
         self.reason = reason
@@ -84,26 +245,27 @@ class Resident(_Kept):
 
     @property
     def x(self) -> Tensor:
-        """All inputs, as a batch would hold them."""
+        """Return all inputs, as a batch would hold them."""
         return self._layout.open(self._wholes())[0]
 
     @property
     def y(self) -> Tensor:
-        """All targets."""
+        """Return all targets."""
         return self._layout.open(self._wholes())[1]
 
     def shuffled(
         self, batch_size: int, order: Tensor, mark: Mark
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Gathered on the device: 8 bytes a row cross the bus once an epoch, and nothing else."""
+        """Yield batches gathered on the device: 8 bytes a row cross the bus once an epoch, and
+        nothing else."""
         if (device := self._parts[0].device).type in PINNING:
-            order = pin_or_not(partial(torch.empty_like, order)).copy_(order)
+            order = allocate_pinned(partial(torch.empty_like, order)).copy_(order)
         order = order.to(device, non_blocking=order.is_pinned())
         rows = min(batch_size, len(order))
         if self._in_place and (not self._batch or len(self._batch[0]) != rows):
             self._batch = [torch.empty_like(self._flat(part)[:rows]) for part in self._wholes()]
         for chosen in order.split(batch_size):
-            batch = self._layout.open(self._gathered(chosen))
+            batch = self._layout.open(self._gather_chosen(chosen))
             mark("data_wait")
             yield batch
             del batch  # before the next one
@@ -122,7 +284,7 @@ class Resident(_Kept):
     def close(self) -> None:
         self._batch = []
 
-    def _gathered(self, chosen: Tensor) -> Iterator[Tensor]:
+    def _gather_chosen(self, chosen: Tensor) -> Iterator[Tensor]:
         for i, part in enumerate(self._parts):
             out = self._batch[i][: len(chosen)] if self._in_place else None
             rows = self._layout.gathered(self._flat(part), chosen, out=out)
@@ -139,13 +301,13 @@ class Resident(_Kept):
         return self._layout.channels_last and part.dim() == 4
 
 
-class Streamed(_Kept):
-    """Rows on disk, memory-mapped; each batch is gathered on the host, then sent."""
+class StreamedBatches(_StoredBatches):
+    """Batches of rows on disk, memory-mapped; each is gathered on the host, then sent."""
 
     def __init__(
         self,
         arrays: tuple[np.ndarray, ...],
-        layout: Layout,
+        layout: RowLayout,
         *,
         device: torch.device,
         residency: str,
@@ -158,13 +320,13 @@ class Streamed(_Kept):
         self.copy_s: float | None = None
         self._device = device
         # Arrays, or what is read as one.
-        self._arrays: tuple[Any, ...] = tuple(map(Unmapped, arrays)) if is_spare else arrays
+        self._arrays: tuple[Any, ...] = tuple(map(FileRows, arrays)) if is_spare else arrays
         if layout.context:
             length = layout.context + 1
             # None is asked for a slice: span() names rows by where they begin.
-            self._arrays = tuple(Windows(a, length) for a in self._arrays)
-        self._idle: Lane | None = None  # of the last iteration, for the next
-        self._busy: list[Lane] = []
+            self._arrays = tuple(TokenWindows(a, length) for a in self._arrays)
+        self._idle: PinnedStaging | None = None  # of the last iteration, for the next
+        self._busy: list[PinnedStaging] = []
         self._is_ahead = True  # while there is room for two batches
 
     def shuffled(
@@ -172,15 +334,15 @@ class Streamed(_Kept):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         chosen = order.split(batch_size)
 
-        def rows_from(batch: int) -> Iterator[Rows]:
+        def rows_from(batch: int) -> Iterator[RowSelection]:
             # Sorted, since a disk reads forwards; the rows of a batch have no order of their own.
             return (np.sort(rows.numpy()) for rows in chosen[batch:])
 
         return self._read(rows_from, most_rows=min(batch_size, len(order)), mark=mark)
 
     def in_ranges(self, batches: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
-        def rows_from(batch: int) -> Iterator[Rows]:
-            return (self._layout.span(rows.start, rows.stop) for rows in batches[batch:])
+        def rows_from(batch: int) -> Iterator[RowSelection]:
+            return (self._layout.select_span(rows.start, rows.stop) for rows in batches[batch:])
 
         return self._read(rows_from, most_rows=max(map(len, batches)), mark=lambda phase: None)
 
@@ -188,7 +350,7 @@ class Streamed(_Kept):
         return ()
 
     def give_back(self) -> bool:
-        """The batch that was sent ahead, where there is one."""
+        """Free the batch that was sent ahead; return whether there was one."""
         was_ahead, self._is_ahead = self._is_ahead, False
         for lane in self._busy:
             lane.give_back()
@@ -199,13 +361,13 @@ class Streamed(_Kept):
         self._idle = None
 
     def _read(
-        self, rows_from: Callable[[int], Iterable[Rows]], *, most_rows: int, mark: Mark
+        self, rows_from: Callable[[int], Iterable[RowSelection]], *, most_rows: int, mark: Mark
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches, rows_from(0) and on; one by one from where two of them found no room."""
         done = 0
         while True:
             try:
-                for batch in self._arriving(rows_from(done), most_rows=most_rows, mark=mark):
+                for batch in self._read_arriving(rows_from(done), most_rows=most_rows, mark=mark):
                     done += 1
                     yield batch
                     del batch  # gone before the next one is sent
@@ -218,11 +380,13 @@ class Streamed(_Kept):
             self._is_ahead = False
             drop_cache(self._device)
 
-    def _arriving(
-        self, batches: Iterable[Rows], *, most_rows: int, mark: Mark
+    def _read_arriving(
+        self, batches: Iterable[RowSelection], *, most_rows: int, mark: Mark
     ) -> Iterator[tuple[Tensor, Tensor]]:
         if self.residency != "pinned":
-            with closing(read(self._arrays, batches, device=self._device, mark=mark)) as found:
+            with closing(
+                read_batches(self._arrays, batches, device=self._device, mark=mark)
+            ) as found:
                 yield from map(self._layout.open, found)
             return
         # Taken while it is in use: an iteration beside this one makes a lane of its own.
@@ -230,7 +394,7 @@ class Streamed(_Kept):
         if lane is None or lane.rows < most_rows:
             lane = None
             try:
-                lane = Lane(self._arrays, most_rows, device=self._device)
+                lane = PinnedStaging(self._arrays, most_rows, device=self._device)
             except (RuntimeError, MemoryError) as error:
                 if not is_oom(error):
                     raise
@@ -239,7 +403,7 @@ class Streamed(_Kept):
                 self.residency = "host"
                 self.reason += ", but the host has none left to pin"
                 log.warning("%s", self.reason)
-                yield from self._arriving(batches, most_rows=most_rows, mark=mark)
+                yield from self._read_arriving(batches, most_rows=most_rows, mark=mark)
                 return
         lane.is_ahead = self._is_ahead
         self._busy.append(lane)
@@ -251,7 +415,7 @@ class Streamed(_Kept):
             self._idle, self.copy_s = lane, lane.copy_s
 
 
-def feed(
+def place_rows(
     x: np.ndarray,
     y: np.ndarray,
     *,
@@ -259,23 +423,24 @@ def feed(
     room_bytes: float,
     channels_last: bool = False,
     is_spare: bool = False,
-) -> Resident | Streamed:
-    """Rows of x with their targets y, where they are fastest to reach.
+) -> ResidentBatches | StreamedBatches:
+    """Place rows of x with their targets y where they are fastest to reach.
 
-    They move to the device whole if they take at most half of `room_bytes`. channels_last: images
-    come in that memory format, if x holds images. is_spare: rows on disk take no memory there.
+    They move to the device whole if they take at most half of `room_bytes`. channels_last:
+    images come in that memory format, if x holds images. is_spare: rows on disk take no memory
+    there.
     """
-    arrays, layout = laid_out(x, y, channels_last=channels_last)
+    arrays, layout = choose_layout(x, y, channels_last=channels_last)
     need_bytes = sum(array.nbytes for array in arrays)
-    need, room = mebibytes(need_bytes / MIB), mebibytes(room_bytes / MIB)
+    need, room = format_mebibytes(need_bytes / MIB), format_mebibytes(room_bytes / MIB)
     if need_bytes <= RESIDENT_SHARE * room_bytes:
         reason = f"{need} of rows take at most half of the {room} of room on {device}"
-        parts = tuple(layout.moved(array, device) for array in arrays)
-        return Resident(parts, layout, reason=reason, in_place=device.type == "cuda")
+        parts = tuple(layout.move_array(array, device) for array in arrays)
+        return ResidentBatches(parts, layout, reason=reason, in_place=device.type == "cuda")
     pins = device.type in PINNING
     how = "through pinned memory" if pins else "from disk"
     reason = f"{need} of rows are over half of the {room} of room on {device}: streamed {how}"
     residency = "pinned" if pins else "host"
-    return Streamed(
+    return StreamedBatches(
         arrays, layout, device=device, residency=residency, reason=reason, is_spare=is_spare
     )

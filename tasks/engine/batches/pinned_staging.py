@@ -1,12 +1,16 @@
-"""Rows on their way from disk to a device. A thread gathers the next batch while the loop works on
-the current one; where pinned memory can be copied beside the host, a stream of its own does so,
-one batch ahead too. It refuses to write a buffer whose copy is under way, and leaves no thread and
-no copy behind when an iteration ends early.
+"""Keeps the rows of prepared arrays and yields batches of them. Rows that fit live on the
+device whole, and their batches are gathered there; others are read from disk ahead of the
+loop, by a memory map or by calls that leave no pages in memory. Tokens are kept as narrow as
+they were written, images in the memory format that convolutions like. The order of the rows
+depends on the seed and the epoch alone, so that it is the same on every device. It refuses
+arrays whose rows do not lie side by side, since each gathering would copy all of them.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,11 +23,53 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tasks.engine.batches.file_rows import Unmapped
+from tasks.engine.files import prepared_cache
 from tasks.engine.memory.memory_meter import clear_frames, is_oom
 
-Array = np.ndarray | Unmapped
-Rows = np.ndarray | slice  # sorted row numbers, or a range of rows
+
+class FileRows:
+    """Rows of a memory-mapped array, C-contiguous, read from its file by calls; it has as much
+    of an array as readers use."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        source = array
+        while not isinstance(source, np.memmap):
+            assert isinstance(source.base, np.ndarray), "an array that is no map of a file"
+            source = source.base
+        assert source.filename is not None
+        self.shape, self.dtype, self.nbytes = array.shape, array.dtype, array.nbytes
+        self._row_bytes = array.nbytes // max(1, len(array))
+        self._begin = source.offset + array.ctypes.data - source.ctypes.data
+        self._file = os.open(source.filename, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        first, last, _ = rows.indices(len(self))
+        found = np.empty((max(0, last - first), *self.shape[1:]), self.dtype)
+        self._read(found, first)
+        return found
+
+    def take(
+        self, rows: np.ndarray, axis: int = 0, out: np.ndarray | None = None, mode: str = "raise"
+    ) -> np.ndarray:
+        """Return the rows of these numbers, in their order; `axis` is 0."""
+        found = np.empty((len(rows), *self.shape[1:]), self.dtype) if out is None else out
+        for i, row in enumerate(rows.tolist()):
+            self._read(found[i : i + 1], row)
+        return found
+
+    def _read(self, into: np.ndarray, first_row: int) -> None:
+        if not prepared_cache.fill_from_file(
+            into, self._file, self._begin + first_row * self._row_bytes
+        ):
+            raise EOFError("data.cache: prepared rows ended early; start again")
+
+
+Array = np.ndarray | FileRows
+RowSelection = np.ndarray | slice  # sorted row numbers, or a range of rows
 Mark = Callable[[str], None]
 PINNING = ("cuda", "xpu")  # whose copies run beside the host, from pinned memory only
 
@@ -32,11 +78,12 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def ahead(work: Iterable[Callable[[], T]]) -> Generator[T, None, None]:
-    """The results of the calls in their order, each made by a thread before it is asked for.
+def run_ahead(work: Iterable[Callable[[], T]]) -> Generator[T, None, None]:
+    """Yield the results of the calls in their order, each made by a thread before it is asked
+    for.
 
-    `work` itself is iterated here, in the caller's thread, at most one call further than what was
-    taken. What a call raises is raised here. The thread ends with the iterator.
+    `work` itself is iterated here, in the caller's thread, at most one call further than what
+    was taken. What a call raises is raised here. The thread ends with the iterator.
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix="gather")
     waiting: deque[Future[T]] = deque()
@@ -53,8 +100,9 @@ def ahead(work: Iterable[Callable[[], T]]) -> Generator[T, None, None]:
         thread.shutdown(wait=True, cancel_futures=True)
 
 
-def gather(arrays: Sequence[Array], rows: Rows, out: Sequence[Tensor]) -> list[Tensor]:
-    """The rows of each array, written to the first rows of its tensor in `out`; views of these."""
+def gather_rows(arrays: Sequence[Array], rows: RowSelection, out: Sequence[Tensor]) -> list[Tensor]:
+    """Copy the rows of each array to the first rows of its tensor in `out`; return views of
+    these."""
     parts = []
     for array, whole in zip(arrays, out, strict=True):
         if isinstance(rows, slice):
@@ -69,61 +117,62 @@ def gather(arrays: Sequence[Array], rows: Rows, out: Sequence[Tensor]) -> list[T
     return parts
 
 
-def pin_or_not(make: Callable[..., Tensor]) -> Tensor:
-    """What make(pin_memory=True) gives; make(pin_memory=False) where the host has no memory to pin,
-    from and to which copies only take longer."""
+def allocate_pinned(make: Callable[..., Tensor]) -> Tensor:
+    """Return make(pin_memory=True), or make(pin_memory=False) where the host has no memory to
+    pin, from and to which copies only take longer."""
     try:
         return make(pin_memory=True)
     except (RuntimeError, MemoryError) as error:
         if not is_oom(error):
             raise
         clear_frames(error)
-    _say_once()
+    _warn_once()
     return make(pin_memory=False)
 
 
 @cache
-def _say_once() -> None:
+def _warn_once() -> None:
     log.warning("the host has no memory left to pin: copies go through pageable memory, slower")
 
 
-def to_host(tensor: Tensor) -> Tensor:
-    """The tensor on the host, whose copy may still be on its way; pinned where that can be."""
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Return the tensor on the host, whose copy may still be on its way; pinned where
+    possible."""
     if tensor.device.type not in PINNING:
         return tensor.to("cpu", non_blocking=True)
-    copy = pin_or_not(partial(torch.empty_like, tensor, device="cpu"))
+    copy = allocate_pinned(partial(torch.empty_like, tensor, device="cpu"))
     return copy.copy_(tensor, non_blocking=copy.is_pinned())
 
 
-def pinned_room(arrays: Sequence[Array], rows: int) -> list[Tensor]:
-    """Uninitialized pinned memory for that many rows of each array."""
+def allocate_pinned_rows(arrays: Sequence[Array], rows: int) -> list[Tensor]:
+    """Return uninitialized pinned memory for that many rows of each array."""
     return [
-        torch.empty((rows, *array.shape[1:]), dtype=dtype_of(array), pin_memory=True)
+        torch.empty((rows, *array.shape[1:]), dtype=find_dtype(array), pin_memory=True)
         for array in arrays
     ]
 
 
-def dtype_of(array: Array) -> torch.dtype:
+def find_dtype(array: Array) -> torch.dtype:
     return torch.from_numpy(np.empty(0, array.dtype)).dtype
 
 
-def read(
-    arrays: Sequence[Array], batches: Iterable[Rows], *, device: torch.device, mark: Mark
+def read_batches(
+    arrays: Sequence[Array], batches: Iterable[RowSelection], *, device: torch.device, mark: Mark
 ) -> Generator[list[Tensor], None, None]:
-    """Batches gathered into fresh memory, which the loop may keep, and copied where the device is
-    not the CPU itself.
+    """Yield batches gathered into fresh memory, which the loop may keep, and copied where the
+    device is not the CPU itself.
 
-    On a CPU without the thread. At batch 128 of 784 columns, with the file in the page cache, it
-    made a step of 2 ms 6 % faster while a core was idle, and 10 % slower while none was.
+    On a CPU without the thread. At batch 128 of 784 columns, with the file in the page cache,
+    it made a step of 2 ms 6 % faster while a core was idle, and 10 % slower while none was.
     """
-    work = (partial(_read_one, arrays, rows) for rows in batches)
+    work = (partial(_read_batch, arrays, rows) for rows in batches)
     on_cpu = device.type == "cpu"
-    with closing((call() for call in work) if on_cpu else ahead(work)) as found:
+    with closing((call() for call in work) if on_cpu else run_ahead(work)) as found:
         # By map(), which keeps nothing of a batch once it was given.
-        yield from map(partial(_moved, device=device, mark=mark), found)
+        yield from map(partial(_move_to_device, device=device, mark=mark), found)
 
 
-def _moved(parts: list[Tensor], *, device: torch.device, mark: Mark) -> list[Tensor]:
+def _move_to_device(parts: list[Tensor], *, device: torch.device, mark: Mark) -> list[Tensor]:
     mark("data_wait")
     if device.type == "cpu":
         return parts
@@ -132,7 +181,7 @@ def _moved(parts: list[Tensor], *, device: torch.device, mark: Mark) -> list[Ten
     return there
 
 
-def _read_one(arrays: Sequence[Array], rows: Rows) -> list[Tensor]:
+def _read_batch(arrays: Sequence[Array], rows: RowSelection) -> list[Tensor]:
     # Memory that numpy asks for: 0.1 ms for 128 rows of 784, where torch.empty made it 0.19.
     if isinstance(rows, slice):
         return [torch.from_numpy(array[rows].copy()) for array in arrays]
@@ -148,18 +197,18 @@ class _Buffers:
         self.is_copying = False
 
 
-_Filled = tuple[_Buffers, list[Tensor]]  # the parts of a batch are views of the buffers
+_FilledBuffers = tuple[_Buffers, list[Tensor]]  # the parts of a batch are views of the buffers
 
 
-class _Sent:
+class _SentBatch:
     """A batch whose copy was enqueued: tensors of the device that are not to be read yet."""
 
-    def __init__(self, filled: _Filled, parts: list[Tensor]) -> None:
+    def __init__(self, filled: _FilledBuffers, parts: list[Tensor]) -> None:
         self.filled = filled
         self.parts: list[Tensor] | None = parts  # None: given back again
 
 
-class Lane:
+class PinnedStaging:
     """Two sets of pinned buffers and the stream that copies out of them; one iteration at a time.
 
     The thread touches host memory only. Everything that talks to the device is done by the thread
@@ -171,29 +220,32 @@ class Lane:
         self._arrays, self._device = arrays, device
         self._backend: Any = torch.get_device_module(device)  # torch.cuda (ROCm too) or torch.xpu
         self._side = self._backend.Stream(device=device)
-        self._sets = [_Buffers(pinned_room(arrays, rows), self._backend) for _ in range(2)]
+        self._sets = [_Buffers(allocate_pinned_rows(arrays, rows), self._backend) for _ in range(2)]
         self._copies, self._copies_s = 0, 0.0
         self.is_ahead = True  # whether a batch is sent while the loop computes on the one before
-        self._waiting: deque[_Sent] = deque()
+        self._waiting: deque[_SentBatch] = deque()
 
     @property
     def copy_s(self) -> float | None:
-        """Mean seconds of a batch's copy by the device's own clock; None before any ended."""
+        """Return the mean seconds of a batch's copy by the device's own clock; None before any
+        ended."""
         return self._copies_s / self._copies if self._copies else None
 
-    def read(self, batches: Iterable[Rows], mark: Mark) -> Generator[list[Tensor], None, None]:
-        """Batches on the device, each for the stream that is current when it is asked for; none is
-        kept here once it was given."""
+    def read(
+        self, batches: Iterable[RowSelection], mark: Mark
+    ) -> Generator[list[Tensor], None, None]:
+        """Yield batches on the device, each for the stream that is current when it is asked
+        for; none is kept here once it was given."""
         waiting = self._waiting
         try:
-            with closing(ahead(self._fillings(batches))) as filled:
+            with closing(run_ahead(self._make_fillings(batches))) as filled:
                 for filling in filled:
                     waiting.append(self._send(filling))
                     # While: one that was given back is sent before its buffers are filled again.
                     while len(waiting) > self.is_ahead:
-                        yield self._arrived(waiting.popleft(), mark)
+                        yield self._wait_for_copy(waiting.popleft(), mark)
                 while waiting:
-                    yield self._arrived(waiting.popleft(), mark)
+                    yield self._wait_for_copy(waiting.popleft(), mark)
         finally:
             waiting.clear()
             # The memory of a copy that nobody waited for is not given out while it is written.
@@ -201,14 +253,14 @@ class Lane:
                 self._compute().wait_stream(self._side)
 
     def give_back(self) -> None:
-        """Take the memory of a batch that was sent ahead; it is sent again when it is asked for,
-        and none is sent ahead from here on."""
+        """Free the memory of a batch that was sent ahead; it is sent again when it is asked
+        for, and none is sent ahead from here on."""
         self.is_ahead = False
         self._compute().wait_stream(self._side)  # a copy may still be writing there
         for sent in self._waiting:
             sent.parts = None
 
-    def _arrived(self, sent: _Sent, mark: Mark) -> list[Tensor]:
+    def _wait_for_copy(self, sent: _SentBatch, mark: Mark) -> list[Tensor]:
         parts = sent.parts or self._send(sent.filled).parts
         assert parts is not None
         mark("data_wait")
@@ -219,13 +271,15 @@ class Lane:
     def _compute(self) -> Any:
         return self._backend.current_stream(self._device)
 
-    def _fillings(self, batches: Iterable[Rows]) -> Iterator[Callable[[], _Filled]]:
+    def _make_fillings(
+        self, batches: Iterable[RowSelection]
+    ) -> Iterator[Callable[[], _FilledBuffers]]:
         for rows, buffers in zip(batches, cycle(self._sets), strict=False):
             self._settle(buffers)
             yield partial(self._fill, buffers, rows)
 
-    def _fill(self, buffers: _Buffers, rows: Rows) -> _Filled:
-        return buffers, gather(self._arrays, rows, buffers.memory)
+    def _fill(self, buffers: _Buffers, rows: RowSelection) -> _FilledBuffers:
+        return buffers, gather_rows(self._arrays, rows, buffers.memory)
 
     def _settle(self, buffers: _Buffers) -> None:
         """Wait until the buffers may be written; the copy was enqueued a batch ago."""
@@ -235,7 +289,7 @@ class Lane:
             self._copies += 1
             self._copies_s += buffers.began.elapsed_time(buffers.ended) / 1000
 
-    def _send(self, filled: _Filled) -> _Sent:
+    def _send(self, filled: _FilledBuffers) -> _SentBatch:
         buffers, parts = filled
         # Memory of the stream that computes: freed, it is used again in that stream's order, and
         # the host runs no further ahead than the buffers let it.
@@ -247,4 +301,4 @@ class Lane:
                 target.copy_(part, non_blocking=True)
             buffers.ended.record(self._side)
         buffers.is_copying = True
-        return _Sent(filled, there)
+        return _SentBatch(filled, there)

@@ -12,23 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.engine.batches.dataloaders import Loaded
-from tasks.engine.batches.dataset_batches import Resident, Streamed, ranges
+from tasks.engine.batches.dataloaders import BatchShare, LoaderBatches
+from tasks.engine.batches.dataset_batches import ResidentBatches, StreamedBatches, make_ranges
 from tasks.engine.batches.pinned_staging import Mark
-from tasks.engine.batches.shared_loader import Share
 
 
 class RankShare:
-    """Batches, of which this rank gets its part; a loader gives no other by itself.
+    """Batches of which this rank gets its part; a loader gives no other by itself.
 
-    After each batch, `rows_of_whole` is how many the whole batch has, and `weight` what a mean over
-    this part counts for in the mean over the ranks: 0 where a row only fills in for none.
+    After each batch, `rows_of_whole` is how many the whole batch has, and `weight` what a mean
+    over this part counts for in the mean over the ranks: 0 where a row only fills in for none.
     """
 
-    def __init__(self, batches: Resident | Streamed | Loaded, *, rank: int, size: int) -> None:
+    def __init__(
+        self, batches: ResidentBatches | StreamedBatches | LoaderBatches, *, rank: int, size: int
+    ) -> None:
         self.whole = batches
         self.weight, self.rows_of_whole = 1.0, 0
-        self._share = Share(rank, size)
+        self._share = BatchShare(rank, size)
         self.residency = batches.residency
         self.reason = f"{batches.reason}; part {rank + 1} of {size} of each batch"
         self.steps, self.order = batches.steps, batches.order
@@ -48,8 +49,9 @@ class RankShare:
         return len(self.whole)
 
     def shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[tuple[Any, Any]]:
-        """This rank's part of each of the batches: batch_size and order are those of all ranks."""
-        if isinstance(self.whole, Loaded):
+        """Yield this rank's part of each batch: batch_size and order are those of all
+        ranks."""
+        if isinstance(self.whole, LoaderBatches):
             return self._own(self.whole.shuffled(batch_size, order, mark))
         chunks = order.split(batch_size)
         parts = [chunk[self._share.part(len(chunk))] for chunk in chunks]
@@ -58,15 +60,15 @@ class RankShare:
         return self._told(found, map(len, chunks))
 
     def in_order(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
-        """This rank's part of each of the batches, as the rows lie; as many on every rank."""
-        if isinstance(self.whole, Loaded):
+        """Yield this rank's part of each batch, in file order; as many on every rank."""
+        if isinstance(self.whole, LoaderBatches):
             return self._own(self.whole.in_order(batch_size))
-        wholes = ranges(len(self.whole), batch_size)
+        wholes = make_ranges(len(self.whole), batch_size)
         parts = [rows[self._share.part(len(rows))] for rows in wholes]
         return self._told(self.whole.in_ranges(parts), map(len, wholes))
 
     def _own(self, found: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        assert isinstance(self.whole, Loaded)
+        assert isinstance(self.whole, LoaderBatches)
         loaded = self.whole
         return self._told(found, iter(lambda: loaded.batch_rows, -1))
 

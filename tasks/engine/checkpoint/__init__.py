@@ -2,6 +2,5 @@
 two steps and written behind them. It refuses to read a file that is not, byte for byte, what was
 written, and reads nothing that could be code.
 
-Front doors: checkpoint_files, checkpoints, compatibility, host_copies, kept_steps,
-training_state.
+Front doors: checkpoint_files, checkpoints, compatibility, kept_steps, training_state.
 """

@@ -1,6 +1,6 @@
-"""When a training is kept, and going on from what was kept. The training thread only copies; a
-thread beside it writes, and what can't be written is told and costs the training nothing. It
-refuses to begin where the first checkpoint would find no room.
+"""Decides when to write checkpoints of a training, and resumes from the newest. The training
+thread only copies; a second thread writes, and what can't be written is logged and costs the
+training nothing. It refuses to begin where the first checkpoint would find no room.
 """
 
 from __future__ import annotations
@@ -19,15 +19,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tasks.engine.base.units import mebibytes
+from tasks.engine.base.units import format_mebibytes
 from tasks.engine.checkpoint import checkpoint_files
-from tasks.engine.checkpoint.checkpoint_files import Checkpoint, Damaged
-from tasks.engine.checkpoint.compatibility import changed_code, refuse_another
-from tasks.engine.checkpoint.host_copies import HostCopies
-from tasks.engine.checkpoint.kept_steps import steps
-from tasks.engine.checkpoint.nested_state import Unkeepable, taken_apart
-from tasks.engine.checkpoint.sharded_files import Part, part_of, write_parts
-from tasks.engine.checkpoint.training_state import Stateful
+from tasks.engine.checkpoint.checkpoint_files import (
+    Checkpoint,
+    DamagedCheckpoint,
+    UnsavableState,
+    flatten_state,
+)
+from tasks.engine.checkpoint.compatibility import changed_code, refuse_other_training
+from tasks.engine.checkpoint.kept_steps import list_steps
+from tasks.engine.checkpoint.sharded_files import (
+    RankPart,
+    select_rank_part,
+    write_sharded_checkpoint,
+)
+from tasks.engine.checkpoint.training_state import HostCopies, Stateful
 from tasks.engine.distributed.ranks import Ranks, is_lost_peer
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import CheckpointConfig
@@ -41,7 +48,9 @@ COST_SHARE = 0.01
 log = logging.getLogger(__name__)
 
 
-class Position(NamedTuple):  # made at every step: a frozen dataclass takes three times as long
+class TrainingPosition(
+    NamedTuple
+):  # made at every step: a frozen dataclass takes three times as long
     """How far a training is. epoch, batch: of the next one, from 0."""
 
     step: int = 0
@@ -73,7 +82,7 @@ class Checkpoints:
         self.folder, self._chosen, self._copies = folder, chosen if keeps else off, copies
         self._ranks, self._mesh = ranks, mesh
         self._together = Ranks() if mesh is None else ranks
-        self._writers = self._together.apart()
+        self._writers = self._together.make_side_group()
         self._about, self._resumes, self._now_s = dict(about), resumes, now_s
         self._parts: dict[str, Stateful] = {}
         self._writer: threading.Thread | None = None
@@ -88,29 +97,30 @@ class Checkpoints:
 
     @staticmethod
     def none() -> Checkpoints:
-        """Of a training that is not kept."""
+        """Return the checkpoints of a training that keeps none."""
         off = CheckpointConfig(every_s=None)
         return Checkpoints(Path(), off, HostCopies(torch.device("cpu")), about={})
 
     def follow(self, **parts: Stateful) -> None:
-        """What is kept, by name."""
+        """Add the parts to keep, by name."""
         self._parts |= parts
 
-    def resumed(self) -> Position:
-        """Put all parts to where the newest intact checkpoint has them; the start where there is
-        none. Raises Mismatch and Newer, and Damaged where there are only damaged ones."""
+    def resumed(self) -> TrainingPosition:
+        """Restore all parts from the newest intact checkpoint, and return its position; the
+        start where there is none. Raises StateMismatch and NewerCheckpoint, and
+        DamagedCheckpoint where there are only damaged ones."""
         found = None
         if self._resumes and self._mesh is not None:
-            found = newest(self.folder, self._ranks, self._mesh)
+            found = read_newest(self.folder, self._ranks, self._mesh)
         elif self._resumes:
-            found = self._ranks.of_lead(newest(self.folder) if self._ranks.is_lead else None)
+            found = self._ranks.broadcast(read_newest(self.folder) if self._ranks.is_lead else None)
         if found is None:
-            return Position()
-        changed = refuse_another(found.about, self._about)
+            return TrainingPosition()
+        changed = refuse_other_training(found.about, self._about)
         for name, part in self._parts.items():
             if name in found.state:
                 part.restore(found.state[name])
-        position = Position(**found.about["position"])
+        position = TrainingPosition(**found.about["position"])
         self._saved_step, self._best_step = position.step, found.about["best_step"]
         self._resumed = {"resumed_from_step": str(position.step)}
         if code := changed_code(found.about, self._about):
@@ -125,28 +135,30 @@ class Checkpoints:
         )
         return position
 
-    def step_done(self, position: Position) -> None:
-        """Keep the training, if it is time to; this step is done."""
+    def step_done(self, position: TrainingPosition) -> None:
+        """Write a checkpoint, if it is time to; this step is done."""
         every = self._chosen.every_steps
-        if (every and position.step % every == 0) or self._together.lead_says(self._is_late()):
+        if (every and position.step % every == 0) or self._together.broadcast_flag(self._is_late()):
             self.save(position)
 
-    def epoch_done(self, position: Position, *, is_best: bool) -> None:
-        """The same after an epoch and its evaluation."""
+    def epoch_done(self, position: TrainingPosition, *, is_best: bool) -> None:
+        """Write a checkpoint, if it is time to; this epoch and its evaluation are done."""
         is_cheap = self._cost_s <= COST_SHARE * (self._now_s() - self._saved_at)
-        if is_best and self._chosen.is_on and self._together.lead_says(is_cheap):
+        if is_best and self._chosen.is_on and self._together.broadcast_flag(is_cheap):
             self.save(position, is_best=True)
         else:
             self.step_done(position)
 
-    def save(self, position: Position, *, is_best: bool = False, last: bool = False) -> None:
-        """Keep the training as it is now. While another one is being written that is passed over;
+    def save(
+        self, position: TrainingPosition, *, is_best: bool = False, last: bool = False
+    ) -> None:
+        """Write a checkpoint now. While another one is being written this one is passed over;
         the last one is waited for."""
         if not self._chosen.is_on:
             return
         is_busy = self._writer is not None and self._writer.is_alive()
         is_due = last or not (is_busy or position.step == self._saved_step)
-        if not self._together.lead_says(is_due):
+        if not self._together.broadcast_flag(is_due):
             return
         self._wait()
         if position.step != self._saved_step:
@@ -155,23 +167,23 @@ class Checkpoints:
             self._wait()
 
     def tags(self) -> dict[str, str]:
-        """Under the names of the run record."""
+        """Return the tags, under the names of the run record."""
         return self._resumed
 
     def measured(self) -> dict[str, float]:
-        """Under the names of the run record."""
+        """Return the metrics, under the names of the run record."""
         if not self.written:
             return {}
         return {"checkpoint/written": float(self.written), "time/checkpoint_copy_s": self.copy_s}
 
-    def finish(self, position: Position) -> None:
-        """Keep the training as it is at its end, and of its checkpoints only this one."""
+    def finish(self, position: TrainingPosition) -> None:
+        """Write a checkpoint at the end, and remove the others."""
         self.save(position, last=True)
         if self._saved_step == position.step and self._ranks.is_lead:
-            checkpoint_files.keep_only(self.folder, {position.step})
+            checkpoint_files.remove_other_steps(self.folder, {position.step})
 
     def let_go_on(self) -> None:
-        """Before the next step changes what is being copied."""
+        """Wait, on the device, before the next step changes what is being copied."""
         self._copies.let_go_on()
 
     def close(self) -> None:
@@ -182,16 +194,16 @@ class Checkpoints:
         every_s = self._chosen.every_s
         return every_s is not None and self._now_s() - self._saved_at >= every_s
 
-    def _save(self, position: Position, *, is_best: bool) -> None:
+    def _save(self, position: TrainingPosition, *, is_best: bool) -> None:
         began_s = self._now_s()
         tensors: dict[str, Any] = {}
         try:
-            plain = taken_apart({name: p.state() for name, p in self._parts.items()}, tensors)
-        except Unkeepable as error:
+            plain = flatten_state({name: p.state() for name, p in self._parts.items()}, tensors)
+        except UnsavableState as error:
             self._told(f"no checkpoint can be written: {error}, which only pickling could keep")
             self._saved_at = self._now_s()
             return
-        part = part_of(tensors, is_lead=self._ranks.is_lead)
+        part = select_rank_part(tensors, is_lead=self._ranks.is_lead)
         part = replace(part, tensors=self._copies.take(part.tensors))
         self._saved_at, self._saved_step = self._now_s(), position.step
         self.copy_s += self._saved_at - began_s
@@ -213,8 +225,10 @@ class Checkpoints:
                 return
             self._best_step, self.written = best_step, self.written + 1
             if self._ranks.is_lead:
-                kept = set(steps(self.folder)[: self._chosen.keep])
-                checkpoint_files.keep_only(self.folder, kept | {position.step, best_step or 0})
+                kept = set(list_steps(self.folder)[: self._chosen.keep])
+                checkpoint_files.remove_other_steps(
+                    self.folder, kept | {position.step, best_step or 0}
+                )
             self._cost_s = self._now_s() - began_s
 
         here = copy_context()  # Prefect knows by it which run's log this is
@@ -223,14 +237,16 @@ class Checkpoints:
         )
         self._writer.start()
 
-    def _write(self, step: int, *, about: Mapping[str, Any], plain: Any, part: Part) -> None:
+    def _write(self, step: int, *, about: Mapping[str, Any], plain: Any, part: RankPart) -> None:
         if self._mesh is None:
             tensors = part.tensors
-            checkpoint_files.write(
+            checkpoint_files.write_checkpoint(
                 self.folder, step=step, about=about, plain=plain, tensors=tensors
             )
         else:
-            write_parts(self.folder, self._writers, step=step, about=about, plain=plain, part=part)
+            write_sharded_checkpoint(
+                self.folder, self._writers, step=step, about=about, plain=plain, part=part
+            )
 
     def _told(self, text: str) -> None:
         """Once for each reason: the training goes on, and the checkpoints before stay."""
@@ -244,26 +260,26 @@ class Checkpoints:
             self._writer = None
 
 
-def newest(
+def read_newest(
     folder: Path,
     ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
     mesh: DeviceMesh | None = None,
 ) -> Checkpoint | None:
-    """The newest checkpoint that is as it was written; None where none was. ranks, mesh: who reads
-    it together, and what it is then shared out over.
+    """Read the newest checkpoint that is intact; None where none was written. ranks, mesh: who
+    reads it together, and what it is then sharded over.
 
-    Raises Damaged where all are damaged, and Newer.
+    Raises DamagedCheckpoint where all are damaged, and NewerCheckpoint.
     """
     problem = None
-    for step in ranks.of_lead(steps(folder)):
+    for step in ranks.broadcast(list_steps(folder)):
         try:
             if mesh is None and not checkpoint_files.is_sharded(folder, step):
-                return checkpoint_files.read(folder, step)
+                return checkpoint_files.read_checkpoint(folder, step)
             # torch.distributed.checkpoint costs a second.
-            from tasks.engine.checkpoint.sharded_reading import read
+            from tasks.engine.checkpoint.sharded_files import read_sharded_checkpoint
 
-            return read(folder, step, ranks, mesh=mesh)
-        except Damaged as error:
+            return read_sharded_checkpoint(folder, step, ranks, mesh=mesh)
+        except DamagedCheckpoint as error:
             problem = problem or error
             log.warning("checkpoint: %s; going on from the one before", error)
     if problem is not None:
@@ -284,6 +300,8 @@ def refuse_no_room(folder: Path, need_bytes: int) -> None:
     free_bytes = shutil.disk_usage(there).free
     if need_bytes > free_bytes:
         raise NoRoom(
-            f"checkpoint.every_s: a checkpoint takes about {mebibytes(need_bytes / MIB)} and "
-            f"{folder} has {mebibytes(free_bytes / MIB)} left; make room there, or set it to none"
+            f"checkpoint.every_s: a checkpoint takes about {format_mebibytes(need_bytes / MIB)} "
+            "and "
+            f"{folder} has {format_mebibytes(free_bytes / MIB)} left; make room there, or set "
+            "it to none"
         )

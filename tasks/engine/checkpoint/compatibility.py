@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from tasks.engine.base.field_types import is_import
+from tasks.engine.base.field_types import is_import_path
 from tasks.engine.base.import_paths import OWN, PACKAGES, is_installed
-from tasks.engine.settings.read_settings import ConfigError, hidden
+from tasks.engine.settings.read_settings import ConfigError, hide_config_secrets
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import Plan
 
@@ -32,10 +32,10 @@ MAY_DIFFER_IN = ("checkpoint", "memory", "launch", "run")
 GIT_S = 5.0  # for its answer
 
 
-def identity(plan: Plan) -> dict[str, Any]:
+def describe_training(plan: Plan) -> dict[str, Any]:
     """Return what a checkpoint says of the training that it is of."""
     return {
-        "settings": hidden(plan.settings).model_dump(mode="json"),
+        "settings": hide_config_secrets(plan.settings).model_dump(mode="json"),
         "data": plan.data.fingerprint,
         "device": plan.torch_device.type,
         "torch": torch.__version__,
@@ -51,7 +51,9 @@ def code_of(config: RunConfig) -> dict[str, Any]:
 
 def _own(config: RunConfig) -> Iterator[Path]:
     """Files of modules from the working directory, and of those that an import path begins with."""
-    paths = [path for path in _texts(hidden(config).model_dump()) if is_import(path)]
+    paths = [
+        path for path in _texts(hide_config_secrets(config).model_dump()) if is_import_path(path)
+    ]
     named = {path.partition(":")[0].partition(".")[0] for path in paths}
     here = os.getcwd() + os.sep
     for name, module in list(sys.modules.items()) if named else ():
@@ -95,10 +97,10 @@ def changed_code(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     )
 
 
-def refuse_another(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs and may. Raises ConfigError for what must not."""
+def refuse_other_training(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what differs and may. Raises ConfigError for what must not."""
     problems, told = [], []
-    for name, before, after in _changed(was["settings"], now["settings"]):
+    for name, before, after in _list_changed(was["settings"], now["settings"]):
         if name in MAY_DIFFER or name.partition(".")[0] in MAY_DIFFER_IN:
             told.append(f"{name} was {before} and is {after}")
         else:
@@ -122,7 +124,7 @@ def refuse_another(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return told
 
 
-def _changed(
+def _list_changed(
     was: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[str, Any, Any]]:
     """Settings by their dotted names; one that an earlier version did not know is not compared."""

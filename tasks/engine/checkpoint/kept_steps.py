@@ -1,5 +1,5 @@
-"""Of which steps a run's folder holds checkpoints, by the names of their files alone: who only asks
-that need not import PyTorch.
+"""Finds the steps of which a run's folder holds checkpoints, by the names of their files
+alone, so that callers need not import PyTorch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ CHECKPOINTS = "checkpoints"  # their folder, in that of a run
 _NAME = re.compile(r"step-(\d{12})\.json")
 
 
-def steps(folder: Path) -> list[int]:
-    """The steps of which there is a checkpoint, the newest first."""
+def list_steps(folder: Path) -> list[int]:
+    """Return the steps of which there is a checkpoint, the newest first."""
     found = (_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else ()))
     return sorted((int(match[1]) for match in found if match), reverse=True)

@@ -1,6 +1,7 @@
-"""What a person should doubt in data and results, one sentence each, with the number and a remedy:
-features and rows that give the answer away, targets without anything to learn, and results that are
-no better than a guess. It refuses nothing, and says nothing of what it does not know.
+"""Warns of what a person should doubt in data and results, one sentence each, with the number
+and a remedy: features and rows that give the answer away, targets without anything to learn,
+and results that are no better than a guess. It refuses nothing, and says nothing of what it
+does not know.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.units import number, percent
+from tasks.engine.base.units import format_number, format_percent
+from tasks.engine.data.scores import MEAN, MEDIAN
 from tasks.engine.files import scaling
-from tasks.engine.files.source_data import Raw, shorten
-from tasks.engine.files.target_encoding import Labels, blocks_of
-from tasks.engine.scores.figures import MEAN, MEDIAN
-from tasks.engine.tables.columns_table import Table
+from tasks.engine.files.columns import Table
+from tasks.engine.files.source_data import RawData, shorten
+from tasks.engine.files.targets import Labels, iterate_row_blocks
 
 MOST_LOOKED_UP = 1 << 14  # validation rows; their share among more than these is told of as many
 MOST_COUNTED = 1 << 16  # tokens
@@ -28,9 +29,9 @@ FEW_ROWS = 100  # of which a share is known to 10 %, one chance in twenty
 REMEDY = "train longer (train.epochs), or try another optim.lr, model or features"
 
 
-class Keys:
-    """A number for each row, the same for the same inputs and target: the sum of its 32-bit words,
-    each times a random 64-bit factor, modulo 2**64."""
+class RowKeys:
+    """Computes a number for each row, the same for the same inputs and target: the sum of its
+    32-bit words, each times a random 64-bit factor, modulo 2**64."""
 
     def __init__(self, rows: int, width: int) -> None:
         """width: values of a row, those of its target included."""
@@ -40,7 +41,7 @@ class Keys:
         self._keys = np.empty(rows, dtype=np.uint64)
 
     def add(self, part: slice, x: np.ndarray, y: np.ndarray) -> None:
-        """Rows as they are written: x float32, y any numbers."""
+        """Add rows as they are written: x float32, y any numbers."""
         answers = y.reshape(len(y), -1).astype(np.float32)
         values = x.reshape(len(x), -1)
         key = np.einsum("ij,j->i", values.view(np.uint32), self._factors[: values.shape[1]])
@@ -48,7 +49,8 @@ class Keys:
         self._keys[part] = key
 
     def shared(self, validation: np.ndarray, training: np.ndarray) -> float:
-        """The share of the validation rows that are training rows too, (rows,) booleans both."""
+        """Return the share of the validation rows that are training rows too, (rows,) booleans
+        both."""
         rows = np.flatnonzero(validation)
         sought = self._keys[rows[:: -(-len(rows) // MOST_LOOKED_UP)]]
         # Most rows are not among them, as a small table tells: it spares a search for each.
@@ -56,19 +58,19 @@ class Keys:
         table = np.zeros(1 << FILTER_BITS, dtype=bool)
         table[sought >> shift] = True
         found = []
-        for part in blocks_of(len(self._keys)):  # which keeps little beside them
+        for part in iterate_row_blocks(len(self._keys)):  # which keeps little beside them
             keys = self._keys[part]
             found.append(keys[table.take((keys >> shift).view(np.int64)) & training[part]])
         return float(np.isin(sought, np.concatenate(found)).mean())
 
 
-def of_data(
-    raw: Raw, labels: Labels, rows: Mapping[str, np.ndarray], keys: Keys
+def warn_of_data(
+    raw: RawData, labels: Labels, rows: Mapping[str, np.ndarray], keys: RowKeys
 ) -> tuple[str, ...]:
-    """What to doubt in prepared rows. rows: of each part, (rows,) booleans."""
+    """Return the warnings about prepared rows. rows: of each part, (rows,) booleans."""
     validation, training = rows["val"], rows["train"]
-    said = _constants(raw, labels, rows)
-    answer = None if said else _answer(raw)
+    said = _find_constants(raw, labels, rows)
+    answer = None if said else _find_answer(raw)
     if answer is not None:
         how = "leave it out by data.drop" if isinstance(raw.features, Table) else "leave it out"
         said.append(
@@ -77,19 +79,20 @@ def of_data(
         )
     shared, held = keys.shared(validation, training), int(validation.sum())
     if shared == 1 and raw.validation is not None and 2 * held == len(validation):
-        said.append(same(raw.label))
+        said.append(warn_of_same_rows(raw.label))
     elif shared >= LEAST_SHARED:
         about = "about " if held > MOST_LOOKED_UP else ""
         said.append(
             f"data.source: {about}{round(shared * held):,} of the {held:,} validation rows "
-            f"({percent(shared)}) are training rows too, so that val/ metrics are better than on "
+            f"({format_percent(shared)}) are training rows too, so that val/ metrics are better "
+            "than on "
             "new rows; leave out rows that are there twice"
         )
     return tuple(said)
 
 
-def same(source: str) -> str:
-    """Of a source that has the same rows for both."""
+def warn_of_same_rows(source: str) -> str:
+    """Return the warning about a source that has the same rows for training and validation."""
     return (
         f"data.source: {source} gives the same rows to train and to validate on, so that val/ "
         "metrics say nothing of new rows; give others to validate on, or none: a part is then "
@@ -97,36 +100,37 @@ def same(source: str) -> str:
     )
 
 
-def guess(class_rows: Mapping[str, Sequence[int]] | None) -> float | None:
-    """The accuracy of the best answer that is the same for all validation rows. class_rows: of
-    each part, by class."""
+def compute_guess_accuracy(class_rows: Mapping[str, Sequence[int]] | None) -> float | None:
+    """Compute the accuracy of the best answer that is the same for all validation rows.
+    class_rows: of each part, by class."""
     return None if class_rows is None else max(class_rows["val"]) / sum(class_rows["val"])
 
 
-def guess_tokens(values: np.ndarray) -> float:
-    """The loss of a model that knows how often each of these tokens is there, in nats: their
-    entropy, of a sample where there are many."""
+def compute_guess_loss(values: np.ndarray) -> float:
+    """Compute the loss of a model that knows how often each of these tokens occurs, in nats:
+    their entropy, of a sample where there are many."""
     some = values[:: -(-len(values) // MOST_COUNTED)]
     shares = np.bincount(some.astype(np.int64)) / len(some)
     return float(-(shares[shares > 0] * np.log(shares[shares > 0])).sum())
 
 
-def of_results(
+def warn_of_results(
     data: DataFacts, metrics: Mapping[str, float], *, loss: str, alike: bool
 ) -> tuple[str, ...]:
-    """What to doubt in the metrics of a model. loss: train.loss; alike: whether it gave every
-    validation row the same answer."""
+    """Return the warnings about the metrics of a model. loss: train.loss; alike: whether it
+    gave every validation row the same answer."""
     said = []
     r2, accuracy = metrics.get("val/r2", 0.0), metrics.get("val/accuracy")
     if r2 < 0:
         said.append(
-            f"val/r2 is {number(r2)}, below 0: the mean of the target is the better answer; "
+            f"val/r2 is {format_number(r2)}, below 0: the mean of the target is the better answer; "
             f"{REMEDY}"
         )
     for name, figure, answer in ((MEAN, "rmse", "mean"), (MEDIAN, "mae", "median")):
         if name in metrics and not said:
             said.append(
-                f"val/{figure} is {number(metrics[f'val/{figure}'])}, and {number(metrics[name])} "
+                f"val/{figure} is {format_number(metrics[f'val/{figure}'])}, and "
+                f"{format_number(metrics[name])} "
                 f"where each answer is the {answer} of the training rows: on "
                 f"{data.val_rows:,} validation rows that is no better beyond chance; {REMEDY}"
             )
@@ -134,20 +138,23 @@ def of_results(
     others = round((1 - share) * data.val_rows) if share is not None else FEW_ROWS
     if share is not None and others < FEW_ROWS:
         said.append(
-            f"{percent(share)} of the validation rows are of one class, so that val/accuracy says "
+            f"{format_percent(share)} of the validation rows are of one class, so that "
+            "val/accuracy says "
             f"little and val/balanced_accuracy rests on {others} "
             f"{'row' if others == 1 else 'rows'} of others; raise data.validation_fraction, or add "
             "rows of these"
         )
     if data.guess is not None and accuracy is not None and accuracy <= data.guess:
         said.append(
-            f"val/accuracy is {number(accuracy)}, not above {number(data.guess)}, the share of the "
+            f"val/accuracy is {format_number(accuracy)}, not above {format_number(data.guess)}, "
+            "the share of the "
             f"largest class in the validation rows: that class is as good an answer; {REMEDY}"
         )
     is_plain = data.task == "tokens" and loss in ("auto", "cross_entropy")
     if data.guess is not None and is_plain and metrics["val/loss"] >= data.guess:
         said.append(
-            f"val/loss is {number(metrics['val/loss'])}, not below {number(data.guess)}, the "
+            f"val/loss is {format_number(metrics['val/loss'])}, not below "
+            f"{format_number(data.guess)}, the "
             "entropy of the validation tokens: how often each is there is as good an answer; "
             f"{REMEDY}"
         )
@@ -164,7 +171,7 @@ def of_results(
     return tuple(said)
 
 
-def _constants(raw: Raw, labels: Labels, rows: Mapping[str, np.ndarray]) -> list[str]:
+def _find_constants(raw: RawData, labels: Labels, rows: Mapping[str, np.ndarray]) -> list[str]:
     """Of a regression, a part in which the target never changes."""
     if labels.task != "regression":
         return []
@@ -174,7 +181,7 @@ def _constants(raw: Raw, labels: Labels, rows: Mapping[str, np.ndarray]) -> list
     ):
         values = labels.values[chosen]
         if (values == values[:1]).all():
-            shown = ", ".join(map(number, values[0].tolist()[:3]))
+            shown = ", ".join(map(format_number, values[0].tolist()[:3]))
             return [
                 f"data.target: {raw.target_name!r} is {shown} in every {part} row of {raw.label}, "
                 f"so that {then}"
@@ -182,7 +189,7 @@ def _constants(raw: Raw, labels: Labels, rows: Mapping[str, np.ndarray]) -> list
     return []
 
 
-def _answer(raw: Raw) -> str | None:
+def _find_answer(raw: RawData) -> str | None:
     """The name of a feature that is the target itself; not among pixels, nor of several targets."""
     table = raw.features if isinstance(raw.features, Table) else None
     is_text = raw.target.dtype == object
@@ -191,23 +198,23 @@ def _answer(raw: Raw) -> str | None:
     there = np.arange(raw.features.shape[1])
     if table is not None:
         there = np.flatnonzero(table.numeric != is_text)
-    for part, columns in _columns(raw):
+    for part, columns in _read_columns(raw):
         target = raw.target[part]
         if not is_text:  # almost always the first row alone tells
             there = there[columns[there, 0] == target[0]]
         words = (None,) * len(columns) if table is None else table.words
-        equal = [np.array_equal(_told(columns[i], words[i]), target) for i in there]
+        equal = [np.array_equal(_decode_column(columns[i], words[i]), target) for i in there]
         there = there[np.array(equal, dtype=bool)]
         if not len(there):
             return None
     return f"{there[0] + 1}" if raw.feature_names is None else shorten(raw.feature_names[there[0]])
 
 
-def _columns(raw: Raw) -> Iterator[tuple[slice, np.ndarray]]:
+def _read_columns(raw: RawData) -> Iterator[tuple[slice, np.ndarray]]:
     """The features in blocks of rows, (columns, rows) float64."""
     table = raw.features
     if not isinstance(table, Table):
-        yield from ((part, x.T) for part, x in scaling.blocks(raw))
+        yield from ((part, x.T) for part, x in scaling.iterate_feature_blocks(raw))
         return
     for index, start in zip(range(len(table.spool)), table.starts(), strict=False):
         values = table.block(index)
@@ -215,7 +222,7 @@ def _columns(raw: Raw) -> Iterator[tuple[slice, np.ndarray]]:
             yield slice(start, start + values.shape[1]), values
 
 
-def _told(values: np.ndarray, words: tuple[str, ...] | None) -> np.ndarray:
+def _decode_column(values: np.ndarray, words: tuple[str, ...] | None) -> np.ndarray:
     """A column as its user has it; what is missing is equal to nothing."""
     if words is None:
         return values

@@ -1,6 +1,8 @@
-"""Where data comes from: one dict names the sources, each with a check that costs next to nothing
-and a reader. Digits are read from scikit-learn's folder without importing it, which would cost
-1.7 s; pyarrow is imported only for the files that need it.
+"""Prepares data for training: a source is read, checked, split, encoded and scaled, and
+written once to the cache as arrays that training maps. One dict names the sources, each with a
+check that costs next to nothing and a reader; digits are read from scikit-learn's folder
+without importing it, which would cost 1.7 s. It refuses data that would train into nonsense in
+silence, and it never hands out an array that differs from what its manifest says.
 """
 
 from __future__ import annotations
@@ -14,10 +16,16 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.engine.files import npy, npz, tokens
-from tasks.engine.files.image_folders import image_folder
-from tasks.engine.files.source_data import DataError, Raw, refuse_target, source_files, source_path
-from tasks.engine.settings.data_config import DataConfig
+from tasks.engine.files import arrays, tokens
+from tasks.engine.files.images import scan_image_folder
+from tasks.engine.files.source_data import (
+    DataError,
+    RawData,
+    find_source_files,
+    refuse_target,
+    resolve_source_path,
+)
+from tasks.engine.settings.run_config import DataConfig
 
 DIGITS_VALUES = 1797 * 65
 SYNTHETIC_SEED = 20_240_607  # its own: another split must not make other rows
@@ -25,33 +33,34 @@ SYNTHETIC_SEED = 20_240_607  # its own: another split must not make other rows
 
 @dataclass(frozen=True)
 class Source:
-    """check raises DataError early and cheaply; read gives everything, or raises it too."""
+    """A data source: check raises DataError early and cheaply; read returns all rows, or
+    raises it too."""
 
     check: Callable[[DataConfig], None]
-    read: Callable[[DataConfig], Raw | tokens.Tokens]
+    read: Callable[[DataConfig], RawData | tokens.Tokens]
 
 
-def origin(data: DataConfig) -> Path | None:
-    """The file or folder that the data comes from; None where it is made up, or comes with
-    Python."""
+def find_origin(data: DataConfig) -> Path | None:
+    """Return the file or folder that the data comes from; None where it is generated, or comes
+    with Python."""
     if data.source == "digits":
-        return _digits_file()
+        return _find_digits_file()
     if data.source == "images":
-        return image_folder(data).path
-    return None if data.path is None else source_path(data)
+        return scan_image_folder(data).path
+    return None if data.path is None else resolve_source_path(data)
 
 
-def files(data: DataConfig) -> Sequence[Path]:
-    """The files of which `origin` consists, in the order of their rows."""
+def list_source_files(data: DataConfig) -> Sequence[Path]:
+    """Return the files in `find_origin`, in the order of their rows."""
     if data.source == "images":
-        return list(image_folder(data).paths())
+        return list(scan_image_folder(data).paths())
     if data.path is not None:
-        return source_files(data)
-    path = origin(data)
+        return find_source_files(data)
+    path = find_origin(data)
     return [] if path is None else [path]
 
 
-def _digits_file() -> Path:
+def _find_digits_file() -> Path:
     spec = importlib.util.find_spec("sklearn")
     origin = spec.origin if spec is not None else None
     if origin is None:
@@ -70,12 +79,12 @@ def _digits_file() -> Path:
 
 def _check_digits(data: DataConfig) -> None:
     refuse_target(data)
-    _digits_file()
+    _find_digits_file()
 
 
-def _read_digits(data: DataConfig) -> Raw:
+def _read_digits(data: DataConfig) -> RawData:
     """1,797 images of 8 x 8 pixels, 0..16, with the digit that each shows."""
-    path = _digits_file()
+    path = _find_digits_file()
     try:
         with gzip.open(path, "rt", encoding="ascii") as file:
             values = np.array(file.read().replace("\n", ",").rstrip(",").split(","), np.float32)
@@ -87,7 +96,7 @@ def _read_digits(data: DataConfig) -> Raw:
             "another source"
         )
     table = values.reshape(-1, 65)
-    return Raw(
+    return RawData(
         features=table[:, :64].reshape(-1, 1, 8, 8),
         target=table[:, 64].astype(np.int64),
         feature_names=None,
@@ -110,12 +119,12 @@ def _check_synthetic(data: DataConfig) -> None:
         )
 
 
-def synthetic_bytes(data: DataConfig) -> int:
-    """What the rows take in memory, and about what they take on disk."""
+def estimate_synthetic_bytes(data: DataConfig) -> int:
+    """Estimate the bytes of the rows in memory, about the same as on disk."""
     return 4 * data.features * (data.rows + 2 * data.classes) + 24 * data.rows
 
 
-def _read_synthetic(data: DataConfig) -> Raw:
+def _read_synthetic(data: DataConfig) -> RawData:
     """Clusters around one centre a class, evenly many rows each; or a noisy linear target."""
     random = np.random.default_rng([SYNTHETIC_SEED, data.rows, data.features, data.classes])
     x = random.standard_normal((data.rows, data.features), dtype=np.float32)
@@ -129,52 +138,52 @@ def _read_synthetic(data: DataConfig) -> Raw:
         for start in range(0, data.rows, 4096):
             part = slice(start, start + 4096)
             x[part] += middle[y[part]]
-    return Raw(
+    return RawData(
         features=x, target=y, feature_names=None, target_name="class", label="synthetic rows"
     )
 
 
 def _check_text_table(data: DataConfig) -> None:
-    from tasks.engine.tables import read_tables  # 0.1 s for pyarrow, and most runs read no table
+    from tasks.engine.files import tables  # 0.1 s for pyarrow, and most runs read no table
 
-    read_tables.check_text(data)
+    tables.check_text_table(data)
 
 
-def _read_text_table(data: DataConfig) -> Raw:
-    from tasks.engine.tables import read_tables
+def _read_text_table(data: DataConfig) -> RawData:
+    from tasks.engine.files import tables
 
-    return read_tables.read_text(data)
+    return tables.read_text_table(data)
 
 
 def _check_parquet(data: DataConfig) -> None:
-    from tasks.engine.tables import read_tables
+    from tasks.engine.files import tables
 
-    read_tables.check_parquet(data)
+    tables.check_parquet(data)
 
 
-def _read_parquet(data: DataConfig) -> Raw:
-    from tasks.engine.tables import read_tables
+def _read_parquet(data: DataConfig) -> RawData:
+    from tasks.engine.files import tables
 
-    return read_tables.read_parquet(data)
+    return tables.read_parquet(data)
 
 
 def _check_safetensors(data: DataConfig) -> None:
-    from tasks.engine.files import safetensors_file
+    from tasks.engine.files import arrays
 
-    safetensors_file.check_safetensors(data)
+    arrays.check_safetensors(data)
 
 
-def _read_safetensors(data: DataConfig) -> Raw:
-    from tasks.engine.files import safetensors_file
+def _read_safetensors(data: DataConfig) -> RawData:
+    from tasks.engine.files import arrays
 
-    return safetensors_file.read_safetensors(data)
+    return arrays.read_safetensors(data)
 
 
 def _check_images(data: DataConfig) -> None:
-    image_folder(data)  # without Pillow, which takes 0.1 s
+    scan_image_folder(data)  # without Pillow, which takes 0.1 s
 
 
-def _read_images(data: DataConfig) -> Raw:
+def _read_images(data: DataConfig) -> RawData:
     from tasks.engine.files import images
 
     return images.read_images(data)
@@ -185,11 +194,11 @@ SOURCES = {
     "csv": Source(_check_text_table, _read_text_table),
     "tsv": Source(_check_text_table, _read_text_table),
     "parquet": Source(_check_parquet, _read_parquet),
-    "npz": Source(npz.check_npz, npz.read_npz),
-    "npy": Source(npy.check_npy, npy.read_npy),
+    "npz": Source(arrays.check_npz, arrays.read_npz),
+    "npy": Source(arrays.check_npy, arrays.read_npy),
     "safetensors": Source(_check_safetensors, _read_safetensors),
     "images": Source(_check_images, _read_images),
     "synthetic": Source(_check_synthetic, _read_synthetic),
-    "text": Source(tokens.check_text, tokens.read_text),
-    "tokens": Source(tokens.check_tokens, tokens.read_tokens),
+    "text": Source(tokens.check_text_file, tokens.read_text_file),
+    "tokens": Source(tokens.check_token_file, tokens.read_token_file),
 }

@@ -1,16 +1,170 @@
-"""What can keep a run off the GPU, one question at a time: each check is a plain function of what
-was seen, so that a machine which is not at hand can be judged too. It touches no device, reads no
-environment and refuses nothing; `probe.py` sees, `detection.py` decides.
+"""Check what can keep a run off the GPU, one question at a time. What was seen of a machine and
+its GPUs is kept in frozen records, and each check is a plain function of them, so that a
+machine which is not at hand can be judged too. No device is touched and no environment is read:
+`probe.py` looks at the machine, `detection.py` decides.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from tasks.engine.base.facts import Check
-from tasks.engine.device.gpu_checks import check_architecture, check_compute, check_memory
-from tasks.engine.device.machine_facts import Adapter, Driver, Gpu, Machine
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that holds memory of a GPU."""
+
+    pid: int
+    name: str | None = None  # None: not visible from here, as from within a container
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A GPU as the operating system or the driver shows it, whether PyTorch can use it or not."""
+
+    vendor: str
+    where: str  # "PCI 0000:01:00.0", "/dev/nvidia0", or its model
+
+
+@dataclass(frozen=True)
+class Driver:
+    """What is known of one vendor's kernel driver."""
+
+    loaded: bool = False
+    version: str | None = None
+    nodes: Mapping[str, bool] = field(default_factory=dict)  # device file -> may be opened
+    answers: bool = False  # its own library (NVML) could be asked
+    error: str = ""  # what that library said instead
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as this PyTorch sees it. Sizes in bytes."""
+
+    name: str  # what torch.device() takes
+    kind: str
+    index: int | None = None
+    model: str | None = None
+    uuid: str | None = None
+    arch: str | None = None  # sm_90, gfx942
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    holders: tuple[Holder, ...] = ()
+    driver_version: str | None = None
+    bf16: bool = False
+    tf32: bool = False
+    computes: bool | None = None  # None: not tried
+    error: str = ""  # what it raised, or how its result was wrong
+
+    @property
+    def asked_as(self) -> str:
+        """Return the name under which a user asks for it: rocm:0 for what torch calls
+        cuda:0."""
+        return self.name if self.index is None else f"{self.kind}:{self.index}"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """All that was seen of a machine before any of it is judged."""
+
+    torch_version: str
+    system: str = "Linux"
+    arch: str = "x86_64"
+    os_version: str = ""
+    cpu_model: str | None = None
+    ram_total_bytes: int | None = None
+    ram_free_bytes: int | None = None
+    adapters: tuple[Adapter, ...] = ()
+    drivers: Mapping[str, Driver] = field(default_factory=dict)  # by vendor
+    driver_cuda: tuple[int, int] | None = None  # the newest CUDA that the driver speaks
+    uuids: tuple[str, ...] | None = None  # GPU- and MIG-, in NVML's order; None: not known
+    built: Mapping[str, str] = field(default_factory=dict)  # kind -> version; empty: CPU build
+    arch_list: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)  # those in VISIBILITY that are set
+    gpus: tuple[Gpu, ...] = ()
+    torch_error: str = ""  # what PyTorch said while it looked for GPUs
+
+
+FULL = "its memory is full"
+FREE_IT = "end the processes that hold it, or choose another device"
+LOW_SHARE = 0.1  # with less than this share free, a run is likely to end in an OOM
+
+
+def _is_runnable(code: str, arch: str) -> bool:
+    """Return whether machine code (sm_) or PTX (compute_) for `code` runs on a GPU of `arch`.
+
+    docs.nvidia.com, CUDA programming guide, binary and PTX compatibility: a cubin runs within
+    its major version on the same or a later minor one, PTX on all later ones, an `a` only on
+    its own.
+    """
+    built, gpu = (re.fullmatch(r"(sm|compute)_(\d+)([af]?)", text) for text in (code, arch))
+    if not built or not gpu:
+        return False
+    (major, minor), (gpu_major, gpu_minor) = divmod(int(built[2]), 10), divmod(int(gpu[2]), 10)
+    if built[3] == "a":
+        return (major, minor) == (gpu_major, gpu_minor)
+    if built[1] == "compute" and not built[3]:
+        return (major, minor) <= (gpu_major, gpu_minor)
+    return major == gpu_major and minor <= gpu_minor
+
+
+def check_architecture(gpu: Gpu, arch_list: tuple[str, ...]) -> Check:
+    """Check whether this PyTorch has code for the GPU's architecture; computing is proof that
+    it does."""
+    name = f"architecture {gpu.asked_as}"
+    if not gpu.arch or not arch_list:
+        return Check(name, None, "does not apply, or is not known")
+    fits = gpu.arch in arch_list or any(_is_runnable(code, gpu.arch) for code in arch_list)
+    if fits or gpu.computes:
+        return Check(name, True, f"{gpu.arch} runs code for {' '.join(arch_list)}")
+    if any("generic" in code for code in arch_list):  # ROCm's generic targets: no rule known here
+        return Check(name, None, f"{gpu.arch} may run code for {' '.join(arch_list)}")
+    finding = f"{gpu.asked_as} is {gpu.arch}; this PyTorch has code for {' '.join(arch_list)} only"
+    return Check(name, False, finding, f"install a PyTorch build for {gpu.arch}")
+
+
+def format_gib(size_bytes: int) -> str:
+    return f"{size_bytes / 1024**3:.1f}"
+
+
+def describe_holders(holders: tuple[Holder, ...]) -> str:
+    """Describe the three largest holders, as in ", held by pid 123 python"; empty where nobody
+    is known."""
+    if not holders:
+        return ""
+    largest = sorted(holders, key=lambda h: -(h.bytes or 0))
+    said = ", ".join(f"pid {h.pid} {h.name or ''}".rstrip() for h in largest[:3])
+    return f", held by {said}" + (f" and {len(holders) - 3} more" if len(holders) > 3 else "")
+
+
+def check_memory(gpu: Gpu) -> Check:
+    """Check whether the GPU's memory is free, and if not, who holds it."""
+    name = f"memory {gpu.asked_as}"
+    if gpu.free_bytes is None or not gpu.total_bytes:
+        return Check(name, None, f"the free memory of {gpu.asked_as} is not known")
+    share = f"{format_gib(gpu.free_bytes)} of {format_gib(gpu.total_bytes)} GiB free"
+    finding = f"{gpu.asked_as} has {share}{describe_holders(gpu.holders)}"
+    if gpu.free_bytes >= LOW_SHARE * gpu.total_bytes:
+        return Check(name, True, finding)
+    return Check(name, False, finding, FREE_IT)
+
+
+def check_compute(gpu: Gpu) -> Check:
+    """Check whether a small product on the GPU equals the CPU's."""
+    name = f"compute {gpu.asked_as}"
+    if gpu.computes is None:
+        return Check(name, None, f"{gpu.asked_as} was not tried: it was not needed")
+    if gpu.computes:
+        return Check(name, True, f"a product computed on {gpu.asked_as} equals the CPU's")
+    remedy = "try again in a new process; if it stays, check the GPU (nvidia-smi, dmesg)"
+    if gpu.error == FULL:
+        remedy = FREE_IT
+    return Check(name, False, f"{gpu.asked_as} failed a small product: {gpu.error}", remedy)
+
 
 VENDORS = {"cuda": "NVIDIA", "rocm": "AMD", "xpu": "Intel", "mps": "Apple"}
 KINDS = {vendor: kind for kind, vendor in VENDORS.items()}
@@ -31,7 +185,7 @@ NO_GPU = "does not apply: there is no GPU"
 def check_gpu(
     vendor: str | None, adapters: tuple[Adapter, ...], *, system: str, arch: str
 ) -> Check:
-    """Is there a GPU; of this vendor, if one is given."""
+    """Check whether there is a GPU; of this vendor, if one is given."""
     found = [a for a in adapters if vendor in (None, a.vendor)]
     if found:
         return Check("gpu", True, ", ".join(f"{a.vendor} GPU ({a.where})" for a in found))
@@ -50,7 +204,7 @@ def check_gpu(
 
 
 def check_driver(vendor: str | None, driver: Driver, *, seen: bool, macos: str = "") -> Check:
-    """Is there a driver that answers, and which; `seen` by PyTorch is proof enough."""
+    """Check whether a driver answers, and which; `seen` by PyTorch is proof enough."""
     if vendor is None:
         return Check("driver", None, NO_GPU)
     if vendor == "Apple":
@@ -78,7 +232,7 @@ def check_driver(vendor: str | None, driver: Driver, *, seen: bool, macos: str =
 
 
 def check_build(vendor: str | None, torch_version: str, built: Mapping[str, str]) -> Check:
-    """Was this PyTorch built for the vendor's GPUs."""
+    """Check whether this PyTorch was built for the vendor's GPUs."""
     has = " and ".join(f"{BUILDS[kind]} {version}".rstrip() for kind, version in built.items())
     if vendor is None:
         text = f"this PyTorch ({torch_version}) was built for {has or 'the CPU only'}"
@@ -98,7 +252,8 @@ def check_build(vendor: str | None, torch_version: str, built: Mapping[str, str]
 def check_cuda_version(
     cuda: str | None, driver_cuda: tuple[int, int] | None, *, computes: bool
 ) -> Check:
-    """Does the driver know the CUDA of this PyTorch; a GPU that computes is proof that it does."""
+    """Check whether the driver supports the CUDA version of this PyTorch; a GPU that computes
+    is proof that it does."""
     name = "cuda version"
     if not cuda:
         return Check(name, None, "does not apply: this PyTorch was built without CUDA")
@@ -116,8 +271,9 @@ def check_cuda_version(
     return Check(name, True, finding)
 
 
-def _entry(text: str, uuids: tuple[str, ...] | None) -> str:
-    """The GPU that an entry of CUDA_VISIBLE_DEVICES names; empty where there is no such one."""
+def _match_entry(text: str, uuids: tuple[str, ...] | None) -> str:
+    """Return the GPU that an entry of CUDA_VISIBLE_DEVICES names; empty where there is no such
+    one."""
     number = re.match(r"\+?(\d+)", text)  # CUDA reads like strtoul: 1gpu is 1
     if number:
         index, gpus = int(number[1]), [u for u in uuids or () if u.startswith("GPU-")]
@@ -133,11 +289,12 @@ def _entry(text: str, uuids: tuple[str, ...] | None) -> str:
     return text if text.startswith("MIG-") else found[0]
 
 
-def _hidden(value: str, uuids: tuple[str, ...] | None) -> str:
-    """How a list of visible devices hides GPUs unasked or altogether; empty where it does not."""
+def _describe_hiding(value: str, uuids: tuple[str, ...] | None) -> str:
+    """Describe how a list of visible devices hides GPUs by mistake or altogether; empty where
+    it does not."""
     left: list[str] = []
     for text in (part.strip() for part in value.split(",")):
-        found = _entry(text, uuids)
+        found = _match_entry(text, uuids)
         if found and found in left:
             return f"names {text} twice, which hides every GPU"
         if found:
@@ -155,7 +312,7 @@ def _hidden(value: str, uuids: tuple[str, ...] | None) -> str:
 def check_visible(
     vendor: str | None, env: Mapping[str, str], *, uuids: tuple[str, ...] | None, seen: bool
 ) -> Check:
-    """Does an environment variable hide the GPU, or name one that is not there."""
+    """Check whether an environment variable hides the GPU, or names one that is not there."""
     variables = VISIBILITY.get(vendor or "", ())
     if not variables:
         return Check("visibility", None, f"does not apply: {vendor or 'no'} GPU")
@@ -166,7 +323,7 @@ def check_visible(
     if vendor == "Intel":
         return Check("visibility", True if seen else None, f"{said} is set")
     for name, value in values.items():
-        problem = _hidden(value, uuids if vendor == "NVIDIA" else None)
+        problem = _describe_hiding(value, uuids if vendor == "NVIDIA" else None)
         if problem:
             remedy = f"unset {name}, or set it to GPUs that are here, such as 0"
             return Check("visibility", False, f"{name}={value!r} {problem}", remedy)
@@ -175,7 +332,7 @@ def check_visible(
 
 
 def check_pytorch(vendor: str | None, gpus: tuple[Gpu, ...], *, built: bool, error: str) -> Check:
-    """Does PyTorch see a GPU; where it does not, with what words."""
+    """Check whether PyTorch sees a GPU; where it does not, report its own words."""
     if gpus:
         return Check("pytorch", True, "PyTorch sees " + ", ".join(g.asked_as for g in gpus))
     if vendor is None or not built:
@@ -187,9 +344,9 @@ def check_pytorch(vendor: str | None, gpus: tuple[Gpu, ...], *, built: bool, err
     return Check("pytorch", False, finding, remedy)
 
 
-def vendor_of(machine: Machine, kind: str | None) -> str | None:
-    """Whose GPU the questions are about: the asked kind's, else one here that PyTorch is built for,
-    else the first here."""
+def find_vendor(machine: Machine, kind: str | None) -> str | None:
+    """Return the vendor that the checks are about: that of the requested kind, else of a GPU
+    here that PyTorch is built for, else of the first GPU here."""
     if kind:
         return "AMD" if kind == "cuda" and "rocm" in machine.built else VENDORS[kind]
     vendors = {a.vendor for a in machine.adapters} | {VENDORS[g.kind] for g in machine.gpus}
@@ -197,9 +354,9 @@ def vendor_of(machine: Machine, kind: str | None) -> str | None:
     return next((v for v in here if KINDS[v] in machine.built), here[0] if here else None)
 
 
-def all_checks(machine: Machine, kind: str | None = None) -> tuple[Check, ...]:
-    """Every question, in the order in which its answer would stop a run."""
-    vendor = vendor_of(machine, kind)
+def run_checks(machine: Machine, kind: str | None = None) -> tuple[Check, ...]:
+    """Return the results of all checks, in the order in which they would stop a run."""
+    vendor = find_vendor(machine, kind)
     gpus = tuple(g for g in machine.gpus if VENDORS[g.kind] == vendor)
     seen = bool(gpus)
     here = seen or any(a.vendor == vendor for a in machine.adapters)

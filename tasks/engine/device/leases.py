@@ -1,6 +1,6 @@
-"""One GPU, one training: a lease for each device of this host, which ends with the process that
-holds it. Who comes first is served first. It needs no server, and holds across the users of a host.
-It refuses to wait for longer than it was asked to.
+"""Give each GPU to one training at a time: a lease for each device of this host, which ends
+with the process that holds it. Trainings get it in the order in which they asked. It needs no
+server, and holds across the users of a host. Waiting ends after the time that the run allows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tasks.engine.base.file_lock import FileLock
-from tasks.engine.base.units import printable, seconds
+from tasks.engine.base.units import format_seconds, make_printable
 
 ASK_EVERY_S = 0.1
 TELL_EVERY_S = 60.0
@@ -27,29 +27,29 @@ HOLDER_LETTERS = 200  # of what others wrote
 log = logging.getLogger(__name__)
 
 
-def folder() -> Path:
-    """Where the leases of this host lie; all that share its devices must share it.
+def find_lease_folder() -> Path:
+    """Return the folder of this host's leases; all users that share its devices must share it.
 
-    So it is no user's own, such as XDG_RUNTIME_DIR or TMPDIR, where there is one for all. The first
-    is Linux's place for locks: nothing clears files from there because they are old.
+    So it is no user's own, such as XDG_RUNTIME_DIR or TMPDIR, where there is one for all. The
+    first is Linux's place for locks: nothing clears files from there because they are old.
     """
     if given := os.environ.get("HEADROOM_LEASES"):
         return Path(given)
-    usual = (place for place in SHARED if _is_for_all(place) and os.access(place, os.W_OK))
+    usual = (place for place in SHARED if _is_open_to_all(place) and os.access(place, os.W_OK))
     return Path(next(usual, tempfile.gettempdir()), "headroom-leases")
 
 
-def _is_for_all(place: str) -> bool:
-    """Whether every user may keep files there, which no other may replace."""
+def _is_open_to_all(place: str) -> bool:
+    """Return whether every user may keep files there, which no other may replace."""
     with suppress(OSError):
         about = os.stat(place)
         return about.st_uid == 0 and about.st_mode & 0o1777 == 0o1777
     return False
 
 
-def make(place: Path) -> None:
-    """The folder, in which every user of the host may keep files of their own. Raises OSError, also
-    where it is another user's who could put what he likes in the place of those."""
+def make_shared_folder(place: Path) -> None:
+    """Make a folder in which every user of the host may keep files of their own. Raises
+    OSError, also where it belongs to another user, who could replace those files."""
     if not os.path.lexists(place):
         place.parent.mkdir(parents=True, exist_ok=True)
         # Nobody finds it before it has its mode, and no link is followed.
@@ -59,20 +59,21 @@ def make(place: Path) -> None:
             half.rename(place)
         except OSError:  # another was faster
             half.rmdir()
-    _check(place)
+    _check_owner(place)
 
 
-def files(place: Path, pattern: str) -> list[Path]:
-    """The files there by such a name, in order; none where it is no folder to be trusted."""
+def list_trusted_files(place: Path, pattern: str) -> list[Path]:
+    """Return the files there by such a name, in order; none where the folder cannot be
+    trusted."""
     with suppress(OSError):
-        _check(place)
+        _check_owner(place)
         return sorted(place.glob(pattern))
     return []
 
 
-def _check(place: Path) -> None:
-    """Raise OSError where the folder, or a link that leads to it, is another user's; but one is
-    good, whoever made it, where all may keep files and none may touch another's."""
+def _check_owner(place: Path) -> None:
+    """Raise OSError where the folder, or a link that leads to it, belongs to another user; but
+    a folder is good, whoever made it, where all may keep files and none may touch another's."""
     for about in (place.lstat(), place.stat()):
         is_sticky = stat.S_ISDIR(about.st_mode) and about.st_mode & stat.S_ISVTX
         if not is_sticky and about.st_uid not in (0, os.getuid()):
@@ -81,8 +82,8 @@ def _check(place: Path) -> None:
             raise OSError(errno.EPERM, told, str(place))
 
 
-class Busy(TimeoutError):
-    """All devices that would do are held; the text says by whom."""
+class DevicesBusyError(TimeoutError):
+    """All devices that would do are leased; the text says by whom."""
 
 
 class Leases:
@@ -98,8 +99,8 @@ class Leases:
         now_s: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """holder: what others are told of who has it. told: hears what is waited for, whenever that
-        is another, and an empty text once nothing is."""
+        """holder: how others see the holder of the lease. told: called with what is waited for,
+        whenever that changes, and with an empty text once nothing is."""
         self._place, self._wait_s, self._holder, self._told = place, wait_s, holder, told
         self._now_s, self._sleep = now_s, sleep
         self._lease: FileLock | None = None
@@ -107,14 +108,15 @@ class Leases:
 
     @property
     def is_held(self) -> bool:
-        """Whether this has one."""
+        """Return whether this object has a lease."""
         return self._lease is not None
 
     def take(self, devices: Sequence[str]) -> str:
-        """The one of these devices, by their UUIDs in order of preference, that is held from now
-        on. Raises Busy where none was free for so long, and OSError where no lease can be kept."""
+        """Lease one of these devices, given by their UUIDs in order of preference, and return
+        it. Raises DevicesBusyError where none was free for so long, and OSError where no lease
+        can be kept."""
         self.close()
-        make(self._place)
+        make_shared_folder(self._place)
         began_s, logged_s, waits_for = self._now_s(), -TELL_EVERY_S, ""
         with _Ticket(self._place, devices) as ticket:
             while True:
@@ -130,20 +132,20 @@ class Leases:
                     return found
                 if self.waited_s >= self._wait_s:
                     self._told("")
-                    raise Busy(reason)
+                    raise DevicesBusyError(reason)
                 if self.waited_s - logged_s >= TELL_EVERY_S:
-                    logged_s, up_to = self.waited_s, seconds(self._wait_s)
+                    logged_s, up_to = self.waited_s, format_seconds(self._wait_s)
                     log.warning("waiting up to %s for a device: %s", up_to, reason)
                 self._sleep(ASK_EVERY_S)
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the lease."""
         if self._lease is not None:
             self._lease.close()
             self._lease = None
 
     def _took(self, device: str) -> bool:
-        lease = FileLock(_lock(self._place, device), mode=ALL)
+        lease = FileLock(_make_lock_path(self._place, device), mode=ALL)
         if lease.take(self._holder):
             self._lease = lease
             return True
@@ -153,8 +155,11 @@ class Leases:
     def _reason(self, devices: Sequence[str]) -> str:
         told = []
         for device in devices:
-            with suppress(OSError), FileLock(_lock(self._place, device), mode=ALL) as lease:
-                holder = printable(lease.text(), limit=HOLDER_LETTERS) or "another process"
+            with (
+                suppress(OSError),
+                FileLock(_make_lock_path(self._place, device), mode=ALL) as lease,
+            ):
+                holder = make_printable(lease.text(), limit=HOLDER_LETTERS) or "another process"
                 told.append(f"{device} is held by {holder}")
         return "; ".join(told)
 
@@ -180,8 +185,8 @@ class _Ticket:
         self._lock.close()
 
     def is_behind(self, device: str) -> bool:
-        """Whether somebody who came before waits for that device too."""
-        for path in files(self._place, "*.ticket"):
+        """Return whether somebody who came before waits for that device too."""
+        for path in list_trusted_files(self._place, "*.ticket"):
             if path >= self.path:
                 return False
             with suppress(OSError), FileLock(path, mode=ALL) as other:
@@ -193,5 +198,5 @@ class _Ticket:
         return False
 
 
-def _lock(place: Path, device: str) -> Path:
+def _make_lock_path(place: Path, device: str) -> Path:
     return place / f"{re.sub(r'[^A-Za-z0-9-]', '_', device)}.lock"

@@ -1,6 +1,6 @@
-"""The most memory a run may take. On a GPU its allocator keeps the limit; on a CPU, which has none,
-a ledger counts the bytes of all tensors and runs out of memory as a device would, so that what
-happens then can be seen on any machine.
+"""Limit the memory that a run may take. On a GPU its allocator keeps the limit; on a CPU, which
+has none, an allocation log counts the bytes of all tensors and raises the out-of-memory error
+that a device would, so that what happens then can be seen on any machine.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from contextlib import contextmanager
 import torch
 
 from tasks.engine.base.facts import DeviceFacts
-from tasks.engine.device.detection import limit
+from tasks.engine.device.detection import cap_device_memory
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
-from tasks.engine.memory.allocator_stats import Allocator, allocator
-from tasks.engine.memory.caching_allocator import rules
+from tasks.engine.memory.allocator_stats import Allocator, make_allocator
+from tasks.engine.memory.caching_allocator import make_scratch_counter, rules
 from tasks.engine.memory.memory_by_owner import CountedAllocator
-from tasks.engine.memory.scratch_memory import scratch_of
 
 
 @contextmanager
-def limited(
+def limit_memory(
     facts: DeviceFacts, limit_mib: float | None
 ) -> Iterator[tuple[AllocationLog, Allocator]]:
-    """The ledger of a run on this device, and what tells how much memory is in use.
+    """Limit the memory of a run on this device inside the block; yields its allocation log and
+    the statistics of its allocator.
 
     Inside, more than limit_mib raises torch.OutOfMemoryError.
     """
     device = torch.device(facts.name)
     if device.type != "cpu":
-        lift = limit(facts, limit_mib)
+        lift = cap_device_memory(facts, limit_mib)
         try:
             yield (
-                AllocationLog(device, block=rules().rounded, scratch=scratch_of(device)),
-                allocator(device),
+                AllocationLog(device, block=rules().round_up, scratch=make_scratch_counter(device)),
+                make_allocator(device),
             )
         finally:
             lift()
@@ -49,7 +49,9 @@ def limited(
         yield ledger, counted
 
 
-def room_bytes(limit_mib: float | None, free_bytes: float | None, *, held_bytes: int = 0) -> float:
+def compute_room_bytes(
+    limit_mib: float | None, free_bytes: float | None, *, held_bytes: int = 0
+) -> float:
     """Return what a run may take of the bytes that are free; infinite where nobody tells.
     limit_mib: of memory.limit_mib. held_bytes: that this process holds already, and that count
     against its limit."""
@@ -57,7 +59,7 @@ def room_bytes(limit_mib: float | None, free_bytes: float | None, *, held_bytes:
     return min(limit_bytes, math.inf if free_bytes is None else free_bytes)
 
 
-def rows_room_bytes(
+def compute_rows_room_bytes(
     device: DeviceFacts, *, limit_mib: float | None, rows_mib: float | None
 ) -> float:
     """Return what the rows of a run and all else may take of its device; 0 where nobody tells.
@@ -65,6 +67,6 @@ def rows_room_bytes(
 
     On a CPU, where rows take the memory that they are prepared in, at most data.memory_mib.
     """
-    room = room_bytes(limit_mib, device.free_bytes or 0)
+    room = compute_room_bytes(limit_mib, device.free_bytes or 0)
     most_mib = rows_mib if device.kind == "cpu" else None
     return room if most_mib is None else min(room, most_mib * MIB)

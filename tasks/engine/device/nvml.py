@@ -1,11 +1,13 @@
-"""What NVIDIA's management library (NVML) tells of the driver and its GPUs, without a CUDA context:
-free memory costs nothing to ask, and the holders have names. Where it cannot be asked, its error is
-the answer.
+"""Read what NVIDIA's management library (NVML) tells of the driver and its GPUs, without a CUDA
+context: free memory, the processes that hold memory, and, while a run uses a GPU, its load,
+power, heat, energy and throttling. GPUs are found by their UUID, since NVML's order is not
+PyTorch's. What the driver does not tell is absent; where NVML fails, its error is kept.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,15 @@ from typing import Any
 import psutil
 import torch
 
-from tasks.engine.device.machine_facts import Gpu, Holder
+from tasks.engine.device.checks import Gpu, Holder
 
 HOST_PIDS = Path("pid:[4026531836]")  # PROC_PID_INIT_INO of Linux's include/linux/proc_ns.h
 
 
 @dataclass(frozen=True)
 class Nvml:
-    """What NVIDIA's management library told; GPUs in its own order, which is not PyTorch's."""
+    """The answers of NVIDIA's management library; GPUs in its own order, which is not
+    PyTorch's."""
 
     error: str = ""
     driver_version: str | None = None
@@ -28,23 +31,25 @@ class Nvml:
     gpus: tuple[Gpu, ...] = ()  # MIG slices after their GPU; name holds the uuid
 
 
-def _text(value: Any) -> str:
+def _decode(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _counts_as_the_host() -> bool:
-    """Whether process ids here are the host's, as the driver's are; in a container they are not."""
+def _is_host_pid_namespace() -> bool:
+    """Return whether process ids here are the host's, as the driver's are; in a container they
+    are not."""
     try:
         return Path("/proc/self/ns/pid").readlink() == HOST_PIDS
     except OSError:
         return True  # no Linux, or one without such namespaces
 
 
-def _holders(nvml: Any, handle: Any) -> tuple[Holder, ...]:
-    """Other processes that compute on a GPU; names where psutil can see them. In a container the
-    numbers mean none of the processes here, and this one cannot be told from others."""
+def _read_holders(nvml: Any, handle: Any) -> tuple[Holder, ...]:
+    """Return the other processes that compute on a GPU; with names where psutil can see them.
+    In a container the numbers mean none of the processes here, and this one cannot be told from
+    others."""
     found = []
-    is_host = _counts_as_the_host()
+    is_host = _is_host_pid_namespace()
     foreign = "of the host" + ("; perhaps this run" if torch.cuda.is_initialized() else "")
     for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
         if is_host and process.pid == os.getpid():
@@ -57,17 +62,17 @@ def _holders(nvml: Any, handle: Any) -> tuple[Holder, ...]:
     return tuple(found)
 
 
-def _nvml_gpu(nvml: Any, handle: Any) -> Gpu:
-    uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+def _read_gpu(nvml: Any, handle: Any) -> Gpu:
+    uuid = _decode(nvml.nvmlDeviceGetUUID(handle))
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     try:
-        holders = _holders(nvml, handle)
+        holders = _read_holders(nvml, handle)
     except nvml.NVMLError:  # not supported, or no permission: holders stay unknown
         holders = ()
     return Gpu(
         name=uuid,
         kind="cuda",
-        model=_text(nvml.nvmlDeviceGetName(handle)),
+        model=_decode(nvml.nvmlDeviceGetName(handle)),
         uuid=uuid,
         total_bytes=int(memory.total),
         free_bytes=int(memory.free),
@@ -76,7 +81,7 @@ def _nvml_gpu(nvml: Any, handle: Any) -> Gpu:
 
 
 def read_nvml(nvml: Any) -> Nvml:
-    """What NVML knows, through its Python binding; the error is what it raised instead."""
+    """Read NVML through its Python binding; what it raises is kept as the error."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -86,9 +91,9 @@ def read_nvml(nvml: Any) -> Nvml:
         gpus = []
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            gpus.append(_nvml_gpu(nvml, handle))
-            gpus += _mig_slices(nvml, handle)
-        version = _text(nvml.nvmlSystemGetDriverVersion())
+            gpus.append(_read_gpu(nvml, handle))
+            gpus += _read_mig_slices(nvml, handle)
+        version = _decode(nvml.nvmlSystemGetDriverVersion())
         return Nvml("", version, (cuda // 1000, cuda % 1000 // 10), tuple(gpus))
     except nvml.NVMLError as error:
         return Nvml(error=str(error))
@@ -96,18 +101,19 @@ def read_nvml(nvml: Any) -> Nvml:
         nvml.nvmlShutdown()
 
 
-def _mig_slices(nvml: Any, handle: Any) -> list[Gpu]:
+def _read_mig_slices(nvml: Any, handle: Any) -> list[Gpu]:
     slices = []
     try:
         for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
             part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
-            slices.append(_nvml_gpu(nvml, part))
+            slices.append(_read_gpu(nvml, part))
     except nvml.NVMLError:  # no MIG on this GPU, or no slice after this one
         return slices
     return slices
 
 
-def look_nvml() -> Nvml:
+def query_nvml() -> Nvml:
+    """Read NVML; the error says so where its Python binding is not installed."""
     try:
         import pynvml  # only when asked: macOS has none
     except ImportError:
@@ -115,6 +121,92 @@ def look_nvml() -> Nvml:
     return read_nvml(pynvml)
 
 
-def holders(uuid: str | None, nvml: Nvml) -> tuple[Holder, ...]:
-    """The other processes on the GPU of this UUID; none where the driver does not tell."""
+def find_holders(uuid: str | None, nvml: Nvml) -> tuple[Holder, ...]:
+    """Return the other processes on the GPU of this UUID; none where the driver does not
+    tell."""
     return next((gpu.holders for gpu in nvml.gpus if gpu.uuid == uuid), ())
+
+
+# Reasons to run below full speed that a user can act on; not idleness or clocks asked for.
+_THROTTLES = (
+    "nvmlClocksThrottleReasonSwPowerCap",
+    "nvmlClocksThrottleReasonHwSlowdown",
+    "nvmlClocksThrottleReasonSwThermalSlowdown",
+    "nvmlClocksThrottleReasonHwThermalSlowdown",
+    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown",
+)
+
+
+class Telemetry:
+    """Samples one GPU. For an unknown GPU, or without NVML, every sample is empty."""
+
+    def __init__(self, uuid: str | None, nvml: Any = None, *, energy_j: float = 0.0) -> None:
+        """energy_j: that the run has used before."""
+        self._nvml = nvml
+        self._used_before_j = energy_j
+        self._handle: Any = None
+        self._is_open = False
+        self._energy_before_mj: float | None = None
+        if uuid is not None:
+            self._open(uuid)
+
+    def sample(self) -> dict[str, float]:
+        """Return metrics in the names of the run record; energy in joules, from the first
+        sample on."""
+        if self._handle is None:
+            return {}
+        nvml, gpu = self._nvml, self._handle
+        found = {
+            "gpu/utilization_pct": self._ask(lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
+            "gpu/power_w": self._ask(lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
+            "gpu/temperature_c": self._ask(
+                lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
+            ),
+            "gpu/energy_j": self._ask(self._energy_j),
+            "gpu/throttled": self._ask(self._throttled),
+        }
+        return {name: float(value) for name, value in found.items() if value is not None}
+
+    def close(self) -> None:
+        """Release the driver; samples are empty from here on."""
+        self._handle = None
+        if self._is_open:
+            self._is_open = False
+            self._nvml.nvmlShutdown()
+
+    def _open(self, uuid: str) -> None:
+        if self._nvml is None:
+            try:
+                import pynvml
+            except ImportError:
+                return
+            self._nvml = pynvml
+        full = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        try:
+            self._nvml.nvmlInit()
+        except self._nvml.NVMLError:
+            return  # no driver here
+        self._is_open = True
+        try:
+            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(full)
+        except self._nvml.NVMLError:
+            self.close()  # not its GPU: nothing is known
+
+    def _ask(self, question: Callable[[], float]) -> float | None:
+        try:
+            return question()
+        except self._nvml.NVMLError:  # this GPU does not tell that
+            return None
+
+    def _energy_j(self) -> float:
+        now_mj = float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+        if self._energy_before_mj is None:
+            self._energy_before_mj = now_mj
+        return self._used_before_j + (now_mj - self._energy_before_mj) / 1000
+
+    def _throttled(self) -> float:
+        reasons = self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)
+        mask = 0
+        for name in _THROTTLES:
+            mask |= getattr(self._nvml, name)
+        return float(bool(reasons & mask))

@@ -1,21 +1,226 @@
-"""A user's mistake with devices, dtypes, shapes and arguments, explained: which parameter, buffer
-or entry of the batch met what, by name, in which layer and line, PyTorch's own words, and what to
-do about it where that is known. The step is run once more to see it, never where memory ran out or
-a device failed for good; it refuses to guess: what PyTorch did not raise is not explained.
+"""Explain a user's mistake with devices, dtypes, shapes and arguments: which parameter, buffer
+or entry of the batch met what, by name, in which layer and line, PyTorch's own words, and what
+to do about it where that is known. The step is run once more to see it, never where memory ran
+out or a device failed for good; no tensor of it is kept. An error that PyTorch did not raise is
+not explained.
 """
 
 from __future__ import annotations
 
 import re
+import sys
+import sysconfig
+import traceback
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from traceback import FrameSummary
+from types import FrameType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from tasks.engine.base.import_paths import said
-from tasks.engine.diagnosis.failure import Failure, failure_of
-from tasks.engine.diagnosis.tensor_names import BUFFER, ENTRY, LOOSE, PARAMETER, PLAIN, Seen
-from tasks.engine.memory.memory_meter import chain, is_oom
+from tasks.engine.base import nested
+from tasks.engine.base.import_paths import PACKAGES, forbid_exit, get_error_message, is_installed
+from tasks.engine.diagnosis.tensor_names import (
+    BUFFER,
+    ENTRY,
+    LOOSE,
+    PARAMETER,
+    PLAIN,
+    NamedTensor,
+    TensorNames,
+    find_reachable,
+)
+from tasks.engine.memory.memory_meter import clear_frames, is_oom, list_error_chain
+
+TORCH = Path(torch.__file__).parent
+OURS = tuple(Path(__file__).parents[3] / room for room in ("tasks", "flows"))
+STANDARD = Path(sysconfig.get_paths()["stdlib"])
+LONGEST_LINE = 100  # characters of a source line that are shown
+
+
+def describe_own_line(error: BaseException) -> str | None:
+    """Describe the file, line and source of the user's own code that raised, and the package
+    that it led to; None where none of it ran."""
+    foreign = [one for one in traceback.extract_tb(error.__traceback__) if is_foreign(one.filename)]
+    own = [place for place in foreign if not is_installed(place.filename)] or foreign
+    if not own:
+        return None
+    beyond = f" (in it {_describe_source_line(foreign[-1])})" if own[-1] is not foreign[-1] else ""
+    return _describe_source_line(own[-1]) + beyond
+
+
+def is_plain(error: BaseException) -> bool:
+    """Return whether the error needs no explanation: the user's own code or this project's
+    raised it in so many words, or a data loader did, and no step."""
+    places = traceback.extract_tb(error.__traceback__)
+    if any(TORCH / "utils" / "data" in Path(one.filename).parents for one in places):
+        return True
+    if not places or is_installed(places[-1].filename):
+        return False
+    return (places[-1].line or "").startswith(("raise ", "assert "))
+
+
+def is_foreign(file: str) -> bool:
+    """Return whether the file is code of neither PyTorch nor this project nor Python."""
+    path = Path(file)
+    if file.startswith("<") or any(path.is_relative_to(one) for one in (TORCH, *OURS)):
+        return False
+    return any(part in PACKAGES for part in path.parts) or not path.is_relative_to(STANDARD)
+
+
+def find_ended_frames(error: BaseException) -> list[FrameType]:
+    """Return the frames of the error whose functions have ended, the outermost first."""
+    running, frame = set(), sys._getframe()
+    while frame is not None:
+        running.add(id(frame))  # no frame may hold itself
+        frame = frame.f_back  # type: ignore[assignment]
+    return [one for one, _ in traceback.walk_tb(error.__traceback__) if id(one) not in running]
+
+
+def _describe_source_line(place: FrameSummary) -> str:
+    file = Path(place.filename)
+    here = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    source = " ".join((place.line or "").split())
+    if len(source) > LONGEST_LINE:
+        source = source[: LONGEST_LINE - 3] + "..."
+    return f"{here}:{place.lineno}" + (f" `{source}`" if source else "")
+
+
+LONGEST_TEXT = 240  # characters of PyTorch's message
+RAISED = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+CONTAINERS = nn.Sequential | nn.ModuleList | nn.ModuleDict
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The circumstances in which PyTorch raised an error."""
+
+    text: str  # PyTorch's, on one line
+    place: str  # layer, function and line, as far as they are known
+    setting: str  # that names the code which failed
+    given: list[NamedTensor]
+    weights: list[NamedTensor]  # of that layer
+    names: TensorNames
+
+
+def find_failure(
+    error: BaseException,
+    model: nn.Module,
+    batch: tuple[Any, Any],
+    again: Callable[[], object],
+) -> Failure | None:
+    """Return the first error of the chain that PyTorch raised for its arguments, as seen in a
+    second run that fails in the same words, or else by its own traceback.
+
+    The run has failed for good, so that random numbers and running statistics do not matter any
+    more; its tensors are released first, so that memory suffices for the second as it did for
+    the first.
+    """
+    names, errors = TensorNames(model, batch), list_error_chain(error)
+    mistakes = [one for one in errors if isinstance(one, RAISED) and not is_plain(one)]
+    told = {str(one): _read_failure(one, names, is_second=False) for one in mistakes}
+    if not told:
+        return None
+    # A compiler has words of its own: it computes with shapes alone.
+    is_compilers = any(type(one).__module__.startswith("torch._dynamo") for one in mistakes)
+    clear_frames(error)
+    is_compiling = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
+    try:
+        with torch.no_grad(), warnings.catch_warnings(), eager, _CallRecorder(names):
+            warnings.simplefilter("ignore")
+            forbid_exit(again)()
+    except Exception as second:
+        told |= {
+            str(one): _read_failure(one, names, is_second=True)
+            for one in list_error_chain(second)
+            if one not in errors and (is_compilers or str(one) in told)
+        }
+        clear_frames(second)
+    return next(filter(None, told.values()), None)
+
+
+class _CallRecorder(TorchFunctionMode):
+    """Records the arguments of the call of PyTorch that fails, and names the tensors that are
+    made on another device than the model's."""
+
+    def __init__(self, names: TensorNames) -> None:
+        super().__init__()
+        self._names, self._usual = names, names.find_usual("device")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in nested.find_tensors(made):
+            if str(one.device) != self._usual:
+                self._names.made(one, nested.find_tensors([*args, *(kwargs or {}).values()]))
+        return made
+
+
+def _read_failure(error: BaseException, names: TensorNames, *, is_second: bool) -> Failure | None:
+    """Read one traceback; None where it was not PyTorch that raised, as far as is known."""
+    frames = find_ended_frames(error)
+    called = [one for one in frames if one.f_code is nn.Module._call_impl.__code__]
+    watched = [one for one in frames if one.f_code is _CallRecorder.__torch_function__.__code__]
+    layer = called[-1].f_locals["self"] if called else None
+    is_torchs = type(layer).__module__.startswith("torch.nn.") and not isinstance(layer, CONTAINERS)
+    met, function = [], ""
+    if watched or is_torchs or (called and frames[-1] is called[-1]):
+        # Beside its functions, it checks what its own layers are given, and how any is called.
+        if not watched and is_foreign(frames[-1].f_code.co_filename):
+            return None
+        call = watched[0] if watched and not is_torchs else called[-1]
+        function = getattr(watched[0].f_locals["func"], "__name__", "") if watched else ""
+        variables = _name_variables(frames[: frames.index(call)])
+        args, kwargs = call.f_locals["args"], call.f_locals["kwargs"] or {}
+        given = nested.find_tensors([*args, *kwargs.values()])
+        unnamed = "the input" if is_torchs else ""
+        met = [names.seen(variables.get(id(one), unnamed), one) for one in given]
+    elif is_second or not called or type(error) is not RuntimeError:
+        return None  # else PyTorch raised too, but only a second run would tell for what
+    line, path = describe_own_line(error), names.layers.get(id(layer))
+    is_models = not line or any(id(one.f_locals["self"]) in names.layers for one in called)
+    held = find_reachable([(type(layer).__name__, layer)] if is_torchs else [], set())
+    text = " ".join(get_error_message(error).split())
+    where = _describe_layer(layer, path, is_torchs, is_models) if called else ""
+    where = " in ".join(filter(None, ("" if is_torchs else function, where)))
+    return Failure(
+        text=text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 3] + "...",
+        place=", ".join(filter(None, (where, line))) or "the step",
+        setting="model.name" if is_models else "train.loss",
+        given=met,
+        weights=[
+            names.seen("" if path is not None else at, one)
+            for at, one in held
+            if isinstance(one, Tensor)
+        ],
+        names=names,
+    )
+
+
+def _describe_layer(layer: Any, path: str | None, is_torchs: bool, is_models: bool) -> str:
+    what = type(layer).__name__ + (f"({layer.extra_repr()})" if is_torchs else "")
+    if path is None:
+        return f"a layer made in forward ({what})" if is_models else what
+    return f"layer {path} ({what})" if path else f"the model ({what})"
+
+
+def _name_variables(frames: list[FrameType]) -> dict[int, str]:
+    """Return the names of tensors, by their ids, in the innermost function that is not
+    PyTorch's."""
+    for frame in reversed(frames):
+        if TORCH not in Path(frame.f_code.co_filename).parents:
+            shared = {id(v): n for n, v in frame.f_globals.items() if isinstance(v, Tensor)}
+            return shared | {
+                id(v): path for path, v in find_reachable(frame.f_locals.items(), set())
+            }
+    return {}
+
 
 # The line that Python stopped at is a later one: the device tells of its mistakes late.
 _ASSERTED = (
@@ -65,36 +270,38 @@ _CURES = {  # what PyTorch's words leave open
 _TARGETS = re.compile(r"out of bounds|dtype to be|scalar type|desired output")
 
 
-def explained(
+def explain_failure(
     error: BaseException,
     model: nn.Module,
     batch: tuple[Any, Any],
     again: Callable[[], object],
 ) -> str | None:
-    """One sentence, starting with the setting at fault; None for another error.
+    """Explain the error in one sentence, starting with the setting at fault; None for another
+    kind of error.
 
-    batch: the inputs and targets of the step, each a tensor or tuples, lists and mappings of them.
-    again: goes forward once more, and through the loss where that was reached. Call it while the
-    error is at hand, since it reads the variables that the traceback keeps, and lets go of them; it
-    keeps none (whoever keeps the error clears the frames of its chain: see clear_frames).
+    batch: the inputs and targets of the step, each a tensor or tuples, lists and mappings of
+    them. again: runs the forward pass once more, and the loss where that was reached. Call it
+    while the error is at hand, since it reads the variables that the traceback keeps, and
+    releases them; it keeps none (code that keeps the error clears the frames of its chain: see
+    clear_frames).
     """
-    words = [said(one) for one in chain(error)]
+    words = [get_error_message(one) for one in list_error_chain(error)]
     if any("device-side assert triggered" in text for text in words):
         return _ASSERTED
     if is_oom(error) or any(map(_BROKEN.search, words)):
         return None
-    failure = failure_of(error, model, batch, again)
+    failure = find_failure(error, model, batch, again)
     if failure is None:
         return None
     devices = {one.device for one in (*failure.given, *failure.weights)}
     is_apart = len(devices) > 1 and _DEVICES.search(failure.text)
-    told = _across_devices(failure) if is_apart else _unfit(failure)
+    told = _describe_devices(failure) if is_apart else _describe_mismatch(failure)
     return f"{told} (PyTorch: {failure.text})"
 
 
-def _across_devices(failure: Failure) -> str:
-    """Who is where, and what else does not move with the model."""
-    names, usual = failure.names, failure.names.usual("device")
+def _describe_devices(failure: Failure) -> str:
+    """Describe which tensor is on which device, and what else does not move with the model."""
+    names, usual = failure.names, failure.names.find_usual("device")
     met = [*failure.given, *failure.weights]
     odd = [one for one in met if one.device != usual]
     setting, cures = failure.setting, list(dict.fromkeys(_MOVES[one.kind] for one in odd))
@@ -104,26 +311,26 @@ def _across_devices(failure: Failure) -> str:
             setting = failure.setting
             cures = [f"the model is on {usual} and the whole batch is not: {_MADE}"]
     who = [*odd, *(one for one in met if one.device == usual)]
-    told = _listed([f"{one} is on {one.device}" for one in who])
+    told = _join_words([f"{one} is on {one.device}" for one in who])
     known = {one.known for one in odd}
     stay = [one for one in names.held if one.device != usual and one.kind in (PLAIN, LOOSE)]
     if others := [one.known for one in stay if one.known not in known]:
-        cures.append(f"nor does this move with the model: {_listed(others)}")
+        cures.append(f"nor does this move with the model: {_join_words(others)}")
     place = failure.place
     return f"{setting}: tensors on different devices met in {place}: {told}; {'; '.join(cures)}"
 
 
-def _unfit(failure: Failure) -> str:
-    """What PyTorch was given, and what would fit."""
-    setting, cure = _cure(failure)
-    given = _shapes(failure.given) or "what it was given"
-    batch = _shapes(failure.names.entries) or "no tensors"
+def _describe_mismatch(failure: Failure) -> str:
+    """Describe what PyTorch was given, and what would fit."""
+    setting, cure = _find_cure(failure)
+    given = _list_shapes(failure.given) or "what it was given"
+    batch = _list_shapes(failure.names.entries) or "no tensors"
     told = f"{setting}: PyTorch refused {given} in {failure.place}"
     return "; ".join(filter(None, (told, cure, f"the batch: {batch}")))
 
 
-def _cure(failure: Failure) -> tuple[str, str]:
-    """The setting at fault, and what to do; "" where PyTorch's words have to do."""
+def _find_cure(failure: Failure) -> tuple[str, str]:
+    """Return the setting at fault, and what to do; "" where PyTorch's words have to do."""
     setting, text = failure.setting, failure.text
     is_targets = any(one.kind == ENTRY for one in failure.given[-1:]) and _TARGETS.search(text)
     if is_targets and setting == "train.loss":
@@ -131,7 +338,7 @@ def _cure(failure: Failure) -> tuple[str, str]:
     for words, cure in _CURES.items():
         if re.search(words, text):
             return setting, cure
-    usual = failure.names.usual("dtype")
+    usual = failure.names.find_usual("dtype")
     floats = [one for one in (*failure.given, *failure.weights) if "float" in one.dtype]
     odd = next((one for one in floats if one.dtype != usual), None)
     if odd is None or not usual or not _DTYPES.search(text):
@@ -140,10 +347,10 @@ def _cure(failure: Failure) -> tuple[str, str]:
     return "data.source" if odd.kind == ENTRY else setting, cure
 
 
-def _shapes(tensors: Iterable[Seen]) -> str:
-    return _listed([f"{one} {one.dtype} {one.shape}" for one in tensors])
+def _list_shapes(tensors: Iterable[NamedTensor]) -> str:
+    return _join_words([f"{one} {one.dtype} {one.shape}" for one in tensors])
 
 
-def _listed(words: Sequence[str], most: int = 5) -> str:
+def _join_words(words: Sequence[str], most: int = 5) -> str:
     more = f" and {len(words) - most} more" if len(words) > most else ""
     return ", ".join(words[:most]) + more

@@ -28,7 +28,7 @@ _SKIPPED = (type, str, int, float, FunctionType, BuiltinFunctionType, MethodType
 
 
 @dataclass(frozen=True)
-class Seen:
+class NamedTensor:
     """A tensor, in words."""
 
     name: str  # as at the place where it was seen, "" where it has none there
@@ -40,61 +40,70 @@ class Seen:
     device: str
 
     def __str__(self) -> str:
-        """By the name it has in the line, and by that of the batch or the model."""
+        """Return the name it has in the line, and that of the batch or the model."""
         if self.known in ("", self.name):
             return self.name or "a tensor made there"
         known = "made of " * self.is_made + f"{self.kind} {self.known}"
         return f"{self.name} ({known})" if self.name else known
 
 
-class Names:
-    """All that has a name. The ids are those of objects that are alive while a failure is told."""
+class TensorNames:
+    """The names of all tensors of a model and a batch. Ids are those of objects that are alive
+    while a failure is explained."""
 
     def __init__(self, model: nn.Module, batch: tuple[Any, Any]) -> None:
         self.layers: dict[int, str] = {}  # id of a module -> its path, "" for the model itself
         self._made: Any = WeakTensorKeyDictionary()
-        held = list(_held(model, self.layers))
-        entries = [*nested.named(batch[0], "inputs"), *nested.named(batch[1], "targets")]
-        self._known = {_storage(tensor): (ENTRY, path) for path, tensor in reversed(entries)}
+        held = list(_find_model_tensors(model, self.layers))
+        entries = [
+            *nested.find_named_tensors(batch[0], "inputs"),
+            *nested.find_named_tensors(batch[1], "targets"),
+        ]
+        self._known = {_get_storage_id(tensor): (ENTRY, path) for path, tensor in reversed(entries)}
         self._known |= {id(tensor): (kind, path) for kind, path, tensor in held}
         self._known |= {id(tensor): (ENTRY, path) for path, tensor in entries}
         self.held = [self.seen(path, tensor) for _, path, tensor in held]
         self.entries = [self.seen(path, tensor) for path, tensor in entries]
 
-    def seen(self, name: str, tensor: Tensor) -> Seen:
-        """A tensor found under `name`, and who it is; a view of an entry counts as that entry."""
-        known = self._known.get(id(tensor)) or self._known.get(_storage(tensor))
+    def seen(self, name: str, tensor: Tensor) -> NamedTensor:
+        """Return the words for a tensor found under `name`; a view of an entry counts as that
+        entry."""
+        known = self._known.get(id(tensor)) or self._known.get(_get_storage_id(tensor))
         kind, path = known or self._made.get(tensor) or ("", "")
         try:
             shape = tuple(int(size) for size in tensor.shape)
         except RuntimeError:  # lazy parameters and nested tensors have none yet, or none at all
             shape = ()
         dtype, device = str(tensor.dtype).removeprefix("torch."), str(tensor.device)
-        return Seen(name, kind, path, known is None, dtype, shape, device)
+        return NamedTensor(name, kind, path, known is None, dtype, shape, device)
 
     def made(self, tensor: Tensor, given: Iterable[Tensor]) -> None:
-        """Know a tensor as made of the first with a name that was given on its device."""
+        """Record that a tensor was made from the first named tensor among `given` on its
+        device."""
         seen = (self.seen("", one) for one in given if one.device == tensor.device)
         self._made[tensor] = next(((one.kind, one.known) for one in seen if one.kind), None)
 
-    def usual(self, of: str) -> str:
-        """The device or dtype that most parameters have, or else the entries of the batch."""
+    def find_usual(self, of: str) -> str:
+        """Return the device or dtype that most parameters have, or else the entries of the
+        batch."""
         registered = [one for one in self.held if one.kind in (PARAMETER, BUFFER)]
         values = [getattr(one, of) for one in registered or self.entries]
         return Counter(values).most_common(1)[0][0] if values else ""
 
 
-def unsaved(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors by their paths that a model holds, and its state_dict does not."""
+def find_unsaved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors, by their paths, that a model holds and its state_dict does not."""
     saved = model.state_dict().keys()
-    return {path: tensor for _, path, tensor in _held(model, {}) if path not in saved}
+    return {path: tensor for _, path, tensor in _find_model_tensors(model, {}) if path not in saved}
 
 
-def reached(
+def find_reachable(
     roots: Iterable[tuple[str, Any]], passed: set[int]
 ) -> Iterator[tuple[str, Tensor | nn.Module]]:
-    """The tensors and layers that variables lead to, the nearest first, with how each is reached:
-    self.tables['shift']. passed: ids of what is left out, to which all that was visited is added.
+    """Yield the tensors and layers that variables lead to, the nearest first, with how each is
+    reached: self.tables['shift'].
+
+    passed: ids of what is left out, to which all that was visited is added.
     """
     queue = deque((path, value, DEEPEST) for path, value in roots)
     for _ in range(VISITED):
@@ -107,20 +116,27 @@ def reached(
         if isinstance(value, Tensor | nn.Module):
             yield path, value
         if depth and not isinstance(value, Tensor):
-            queue += [(at, one, depth - 1) for at, one in islice(_inside(path, value), MOST)]
+            queue += [(at, one, depth - 1) for at, one in islice(_list_contents(path, value), MOST)]
 
 
-def _held(model: nn.Module, layers: dict[int, str]) -> Iterator[tuple[str, str, Tensor]]:
-    """Kind, path and tensor: first what is registered, then what is not. Adds to `layers`."""
+def _find_model_tensors(
+    model: nn.Module, layers: dict[int, str]
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield kind, path and tensor: first what is registered, then what is not. Adds to
+    `layers`."""
     modules = list(model.named_modules())
-    layers |= {id(module): _users(path) for path, module in modules}
+    layers |= {id(module): _strip_compiled_prefix(path) for path, module in modules}
     passed, loose = set(layers), set()
     for kind, table in ((PARAMETER, model.named_parameters()), (BUFFER, model.named_buffers())):
         for path, tensor in table:
             passed.add(id(tensor))
-            yield kind, _users(path), tensor
-    roots = [one for path, module in modules for one in _inside(_users(path), module, _REGISTERED)]
-    for path, value in reached(roots, passed):
+            yield kind, _strip_compiled_prefix(path), tensor
+    roots = [
+        one
+        for path, module in modules
+        for one in _list_contents(_strip_compiled_prefix(path), module, _REGISTERED)
+    ]
+    for path, value in find_reachable(roots, passed):
         if isinstance(value, nn.Module):
             layers[id(value)] = path
             loose.add(path)
@@ -128,13 +144,14 @@ def _held(model: nn.Module, layers: dict[int, str]) -> Iterator[tuple[str, str, 
             yield LOOSE if path.rpartition(".")[0] in loose else PLAIN, path, value
 
 
-def _users(path: str) -> str:
-    """A compiled model wraps the one that its user knows."""
+def _strip_compiled_prefix(path: str) -> str:
+    """Return the path in the user's model, which a compiled model wraps."""
     return path.replace("_orig_mod.", "").removesuffix("_orig_mod").rstrip(".")
 
 
-def _inside(path: str, value: Any, without: Iterable[str] = ()) -> Iterator[tuple[str, Any]]:
-    """What a container or an object holds, and how it is reached, without asking its class."""
+def _list_contents(path: str, value: Any, without: Iterable[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield what a container or an object holds, and how it is reached, without calling its
+    class."""
     if isinstance(value, dict):
         yield from ((f"{path}[{key!r}]", one) for key, one in dict.items(value))
     elif isinstance(value, list | tuple):
@@ -157,7 +174,7 @@ def _inside(path: str, value: Any, without: Iterable[str] = ()) -> Iterator[tupl
                     yield f"{path}.{name}".lstrip("."), one
 
 
-def _storage(tensor: Tensor) -> int:
+def _get_storage_id(tensor: Tensor) -> int:
     with torch._C.DisableTorchFunction():
         try:
             return Tensor.untyped_storage(tensor)._cdata

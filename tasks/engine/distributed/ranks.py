@@ -1,6 +1,6 @@
-"""The processes that train one model together, each by its rank: what they tell each other in plain
-values, and what is left for the others by one that fails. A training of one process has `Ranks()`,
-which agrees with itself.
+"""The processes (ranks) that train one model together: how they exchange plain values, and what
+a failing one stores for the others. A training of one process has `Ranks()`, whose methods
+return its own values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tasks.engine.base.import_paths import said
+from tasks.engine.base.import_paths import get_error_message
 from tasks.engine.distributed.heartbeats import Heartbeats
 from tasks.engine.settings.read_settings import ConfigError
 
@@ -29,7 +29,9 @@ T = TypeVar("T")
 ASK_EVERY_S = 0.1
 WAITED_S = 30.0  # until it is told whom the others wait for
 STORE_S = 5.0  # for an answer of the store
-TOLD_S = 3.0  # for the word of another rank's failure, which comes beside the broken connection
+FAILURE_WAIT_S = (
+    3.0  # for the word of another rank's failure, which comes beside the broken connection
+)
 _FAILURE, _SMALLER = "failure", "smaller"
 _joined = count()  # how often this process has
 # What is heard where the process at the other end is gone, or does not come: by gloo, NCCL and the
@@ -46,11 +48,12 @@ WORDS = 600  # characters of an error
 log = logging.getLogger(__name__)
 
 
-class BeginAgain(Exception):
-    """What ends this rank ends all, and may not come again where they begin anew."""
+class RestartableError(Exception):
+    """This rank failed in a way that ends all ranks, and that may not happen again when they
+    restart."""
 
 
-class LostRank(BeginAgain):
+class LostRank(RestartableError):
     """Another rank is gone without a word, or does not come."""
 
     def __init__(self, text: str, missing: Sequence[int] = ()) -> None:
@@ -70,36 +73,37 @@ class Ranks:
 
     @property
     def is_lead(self) -> bool:
-        """Whether it is the one that logs and writes."""
+        """Return whether this is rank 0, which logs and writes."""
         return self.rank == 0
 
     @property
     def is_alone(self) -> bool:
         return self.size == 1
 
-    def all_of(self, value: T) -> list[T]:
-        """What each rank gave, by rank. All must call it, in the same order."""
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, by rank. All must call it, in the same order."""
         if self.is_alone:
             return [value]
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def apart(self) -> Ranks:
-        """The same, to agree beside the training: what a thread of its own asks with `all_of` is
-        not mixed up with what the training sends. All must call it."""
+    def make_side_group(self) -> Ranks:
+        """Return the same ranks with a process group of their own, so that another thread can
+        call `all_gather` beside the training without mixing up messages. All must call it."""
         return self if self.is_alone else replace(self, group=dist.new_group(backend="gloo"))
 
-    def of_lead(self, value: T) -> T:
-        """What the lead gave. All must call it."""
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value on all ranks. All must call it."""
         if self.is_alone:
             return value
         found = [value]
         dist.broadcast_object_list(found, src=0)
         return found[0]
 
-    def lead_says(self, is_so: bool) -> bool:
-        """Whether it is so for the lead. All must call it; a tenth of a millisecond."""
+    def broadcast_flag(self, is_so: bool) -> bool:
+        """Return rank 0's `is_so` on all ranks. All must call it; it takes a tenth of a
+        millisecond."""
         if self.is_alone:
             return is_so
         flag = torch.tensor(is_so, dtype=torch.uint8)
@@ -107,30 +111,32 @@ class Ranks:
         return bool(flag)
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """The mean over the ranks, in place, in the device's stream. All must call it."""
+        """Average the tensor over the ranks, in place, in the device's stream. All must call
+        it."""
         if not self.is_alone:
             dist.all_reduce(tensor)
             tensor /= self.size
         return tensor
 
-    def sums(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The sums over the ranks of values of the same names. All must call it."""
-        found = self.all_of(dict(values))
+    def sum_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the sums over the ranks of values of the same names. All must call it."""
+        found = self.all_gather(dict(values))
         return {name: sum(of[name] for of in found) for name in values}
 
     @torch.no_grad()
-    def same_buffers(self, model: nn.Module) -> None:
-        """Give all ranks the lead's buffers: running statistics are those of each one's rows."""
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        """Give all ranks the buffers of rank 0: running statistics differ, since each saw other
+        rows."""
         if not self.is_alone:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
 
-    def largest_share(self, rows: int) -> int:
-        """The most rows that a rank gets of so many."""
+    def count_most_rows(self, rows: int) -> int:
+        """Return the largest number of rows that a rank gets of so many."""
         return -(-rows // self.size)
 
 
-def asked(environment: Mapping[str, str] = os.environ) -> Ranks:
+def read_ranks_from_environment(environment: Mapping[str, str] = os.environ) -> Ranks:
     """Return the ranks that a launcher such as torchrun has set; alone where none has.
 
     SLURM's number of a process on its host is taken where it is of this very process: a command
@@ -159,7 +165,7 @@ class Meeting:
 
 
 @contextmanager
-def joined(
+def join_ranks(
     ranks: Ranks, device: torch.device, *, wait_s: float, timeout_s: float
 ) -> Iterator[Meeting]:
     """Inside, the ranks hear each other: tensors by what the device has, plain values by gloo.
@@ -270,11 +276,9 @@ def _count_calls(device: torch.device) -> Callable[[], int]:
 
 
 def refuse_different(ranks: Ranks, things: Mapping[str, Any]) -> None:
-    """All ranks must have been started with the same things, by name.
-
-    Raises ConfigError on each of them.
-    """
-    found = ranks.all_of(dict(things))
+    """Raise ConfigError on all ranks where they were not started with the same things, by
+    name."""
+    found = ranks.all_gather(dict(things))
     for name, ours in found[0].items():
         for rank, theirs in enumerate(found):
             if theirs.get(name) != ours:
@@ -282,15 +286,15 @@ def refuse_different(ranks: Ranks, things: Mapping[str, Any]) -> None:
                 raise ConfigError(f"{name}: is {told}; start all processes of a training alike")
 
 
-def tell_smaller(store: Any, rows: int) -> None:
-    """Leave for the processes that begin again that so many rows of a micro-batch are to be tried,
-    once more than before."""
+def store_micro_batch(store: Any, rows: int) -> None:
+    """Store the micro-batch rows that the processes should try after their restart, behind
+    those stored before."""
     store = store.underlying_store
     store.set(f"{_SMALLER}/{store.add(_SMALLER, 1)}", str(rows))
 
 
-def told_smaller(store: Any) -> list[int]:
-    """The rows that were left by those before, one after the other."""
+def read_micro_batches(store: Any) -> list[int]:
+    """Return the micro-batch rows that processes stored before their restarts, in order."""
     if store is None:
         return []
     store = store.underlying_store
@@ -298,15 +302,15 @@ def told_smaller(store: Any) -> list[int]:
     return [int(store.get(f"{_SMALLER}/{n}")) for n in range(1, count + 1)]
 
 
-def tell_failure(store: Any, ranks: Ranks, text: str) -> None:
-    """Leave for the others why this rank fails."""
+def store_failure(store: Any, ranks: Ranks, text: str) -> None:
+    """Store for the other ranks why this one fails."""
     if store is not None:
         store.set(_FAILURE, json.dumps({"rank": ranks.rank, "text": text}))
 
 
-def told_failure(store: Any) -> str | None:
-    """Which rank failed, and why; None where none has said so: it was lost."""
-    until_s = time.monotonic() + TOLD_S
+def read_failure(store: Any) -> str | None:
+    """Return which rank failed, and why; None where none has stored it: that rank was lost."""
+    until_s = time.monotonic() + FAILURE_WAIT_S
     while store is not None and time.monotonic() < until_s:
         try:
             if store.check([_FAILURE]):
@@ -319,10 +323,10 @@ def told_failure(store: Any) -> str | None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether this is what a rank hears when another one is gone."""
+    """Return whether this is the error that a rank gets when another one is gone."""
     if isinstance(error, (LostRank, dist.DistStoreError)):
         return True
-    text = said(error)
+    text = get_error_message(error)
     if isinstance(error, (dist.DistNetworkError, dist.DistBackendError)):
         return _GONE.search(text) is not None
     is_plain = type(error) is RuntimeError and _THEIRS.search(text) is not None
@@ -331,7 +335,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def describe(error: BaseException) -> str:
     """Return what an error of gloo, NCCL or the store says, in a line and without places in C++."""
-    text = " ".join(said(error).partition(_FRAMES)[0].split())
+    text = " ".join(get_error_message(error).partition(_FRAMES)[0].split())
     # As DistributedDataParallel wraps it.
     text = re.sub(
         r"Got the following error when running the callback: \w+: (.*?) At: .*", r"\1", text

@@ -1,40 +1,97 @@
-"""A model that is shared out among the ranks (FSDP2): each holds a part of every parameter, of its
-gradient and of what the optimizer keeps for it, and gathers a block whole only while that computes.
-It changes the model in place, before the optimizer is made, and refuses a parameter without rows.
+"""Models that several processes train together. With DistributedDataParallel each process has
+the whole model, and gradients are averaged during the backward pass. With FSDP2 each holds a
+part of every parameter, of its gradient and of its optimizer state, and gathers a block only
+while that computes; the model is changed in place, before the optimizer is made, and a
+parameter without rows is refused.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tasks.engine.distributed.parallel import Parallel
-from tasks.engine.distributed.shards import full
+from tasks.engine.distributed.ranks import Ranks
+from tasks.engine.distributed.shards import gather_full
 from tasks.engine.settings.read_settings import ConfigError
+
+
+class ParallelModel:
+    """A model under DistributedDataParallel, called like the model itself. At first it computes
+    alone; after `together` its gradients are the mean over all ranks."""
+
+    def __init__(
+        self, model: nn.Module, ranks: Ranks, *, device: torch.device, mark: Callable[[str], None]
+    ) -> None:
+        """mark: called where the backward pass ends and only communication is left."""
+        self._model, self._ranks, self._device, self._mark = model, ranks, device, mark
+        self._together: DistributedDataParallel | None = None
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return (self._together or self._model)(*inputs, **named)
+
+    def alone(self) -> AbstractContextManager[Any]:
+        """Return a context in which gradients are those of this process, and no other is waited
+        for."""
+        return nullcontext() if self._together is None else self._together.no_sync()
+
+    def together(self) -> None:
+        """Average gradients from here on, and start with the weights of rank 0. Call it on all
+        ranks after a backward pass, which shows the parameters that no loss reaches."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        mark = self._mark
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        has_unused = any(self._ranks.all_gather(any(p.grad is None for p in trained)))
+        for parameter in trained:
+            parameter.grad = None  # those to come lie in its buckets
+        # Buffers of the lead are given to all before they are judged. PyTorch 2.13 has a new name.
+        known = inspect.signature(DistributedDataParallel).parameters
+        buffers = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in known)
+        together = cast(Any, DistributedDataParallel)(
+            self._model,
+            device_ids=None if self._device.type == "cpu" else [self._device],
+            gradient_as_bucket_view=True,
+            find_unused_parameters=has_unused,
+            **{buffers: False},
+        )
+
+        # It holds nothing that leads back to `together`: a garbage collection does not see through
+        # PyTorch's reducer. It has no annotations: PyTorch compares them with classes, not names.
+        def averaged(group, bucket):  # type: ignore[no-untyped-def]
+            if bucket.is_last():
+                mark("backward")
+            return default_hooks.allreduce_hook(group, bucket)
+
+        together.register_comm_hook(dist.group.WORLD, averaged)
+        self._together = together
+
 
 UNCALLED = (nn.ModuleList, nn.ModuleDict)
 # A smaller block would wait longer for its turn on the wire than its bytes take.
 UNIT_BYTES = 64 * 1024
 
 
-def sharded(model: nn.Module, *, device: torch.device, recompute: bool) -> nn.Module:
-    """The same model, each of its parameters a DTensor of which this rank holds its rows. All ranks
-    begin with the weights and buffers of the first. recompute: what a block's forward pass leaves
-    is dropped, and made again for its backward.
+def shard_model(model: nn.Module, *, device: torch.device, recompute: bool) -> nn.Module:
+    """Shard the model in place with FSDP2 and return it: each of its parameters becomes a
+    DTensor, of which this rank holds its rows. All ranks begin with the weights and buffers of
+    the first. recompute: what a block's forward pass leaves is dropped, and computed again for
+    its backward.
 
-    Blocks are gathered in the type of their parameters, and autocast stays around the forward pass:
-    the arithmetic of one rank. FSDP's own policy would gather half the bytes, and run norms, sums
-    and losses in bf16 too, or fail where a norm is given float32.
+    Blocks are gathered in the type of their parameters, and autocast stays around the forward
+    pass: the arithmetic of one rank. FSDP's own policy would gather half the bytes, and run
+    norms, sums and losses in bf16 too, or fail where a norm is given float32.
 
     Raises ConfigError for a parameter without rows.
     """
@@ -47,9 +104,9 @@ def sharded(model: nn.Module, *, device: torch.device, recompute: bool) -> nn.Mo
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.contiguous()  # FSDP shares out rows, not channels last
         dist.broadcast(tensor.detach(), 0)
-    found = units(model)
+    found = find_shard_units(model)
     if recompute:
-        recomputed(found)
+        recompute_activations(found)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*found, model):
         fully_shard(module, mesh=mesh)
@@ -59,17 +116,18 @@ def sharded(model: nn.Module, *, device: torch.device, recompute: bool) -> nn.Mo
         module.unshard()
         module.reshard()
     # The root stays gathered for its backward pass: where none follows, parameters() would too.
-    model.register_forward_hook(_shared_out_again)
+    model.register_forward_hook(_reshard)
     return model
 
 
-class Sharded(Parallel):
-    """Such a model as a step calls it, from the first one on together with the other ranks."""
+class ShardedModel(ParallelModel):
+    """A sharded model as a step calls it; it works together with the other ranks from the first
+    step on."""
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, gradients are those of this process, which keeps all of them and not its share;
-        what blocks are gathered from is still waited for."""
+        """Keep the whole gradients of this process inside, instead of its share of the mean;
+        gathering the parameters still waits for the other ranks."""
         assert isinstance(self._model, FSDPModule)
         self._model.set_requires_gradient_sync(False)
         try:
@@ -78,55 +136,57 @@ class Sharded(Parallel):
             self._model.set_requires_gradient_sync(True)
 
     def together(self) -> None:
-        """It is."""
+        """Do nothing: a sharded model averages its gradients from the start."""
 
 
-def units(model: nn.Module) -> list[nn.Module]:
-    """The blocks that are gathered one at a time: what lists of modules hold, where it is large
-    enough and shares no parameter with the rest. A block that is most of the model is looked
-    into."""
-    users, whole = _users(model), _bytes(model)
+def find_shard_units(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks to gather one at a time: the modules in lists of modules that are large
+    enough and share no parameter with the rest. A block that is most of the model is searched
+    for blocks itself."""
+    users, whole = _count_users(model), _count_bytes(model)
 
     def found(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
             is_unit = (
                 isinstance(module, (*UNCALLED, nn.Sequential))
                 and not isinstance(child, UNCALLED)
-                and _bytes(child) >= UNIT_BYTES
-                and all(users[p] == count for p, count in _users(child).items())
+                and _count_bytes(child) >= UNIT_BYTES
+                and all(users[p] == count for p, count in _count_users(child).items())
             )
-            inner = [] if is_unit and _bytes(child) <= whole / 2 else list(found(child))
+            inner = [] if is_unit and _count_bytes(child) <= whole / 2 else list(found(child))
             yield from inner or [child] * is_unit
 
     return list(dict.fromkeys(found(model)))
 
 
-def recomputed(modules: list[nn.Module]) -> None:
-    """From here on they keep their inputs alone for the backward pass, and compute again."""
+def recompute_activations(modules: list[nn.Module]) -> None:
+    """Make these modules keep only their inputs for the backward pass, and compute the rest
+    again."""
     for module in modules:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
-def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """On the first rank its state_dict, whole and on the host; empty on the others. Collective."""
+def gather_full_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the whole state_dict on the host of the first rank; an empty one on the others.
+    Collective."""
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
-        gathered = full(tensor)  # one at a time: a device need not hold them all
+        gathered = gather_full(tensor)  # one at a time: a device need not hold them all
         if dist.get_rank() == 0:
             state[name] = gathered.detach().to("cpu", copy=True)
     return state
 
 
-def _shared_out_again(model: nn.Module, inputs: Any, outputs: Any) -> None:
+def _reshard(model: nn.Module, inputs: Any, outputs: Any) -> None:
     if not torch.is_grad_enabled():
         assert isinstance(model, FSDPModule)
         model.reshard()
 
 
-def _users(module: nn.Module) -> Counter[int]:
-    """How many names each parameter has in it, by id."""
+def _count_users(module: nn.Module) -> Counter[int]:
+    """Count how many names each parameter has in the module, by id."""
     return Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
 
 
-def _bytes(module: nn.Module) -> int:
+def _count_bytes(module: nn.Module) -> int:
     return sum(p.nbytes for p in module.parameters())

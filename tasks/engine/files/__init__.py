@@ -1,6 +1,7 @@
-"""Sources that are files of arrays, images or tokens; how rows are split, scaled and labelled; the
-cache of prepared arrays. It refuses every file that is not what it claims.
+"""Sources that are files of arrays, tables, images or tokens; how rows are split, labelled and
+encoded; the cache of prepared arrays. It refuses every file that is not what it claims, by row
+and column.
 
-Front doors: fingerprint, image_folders, images, npy, npz, number_formats, prepared_cache,
-row_parts, safetensors_file, scaling, source_data, split, target_encoding, tokens.
+Front doors: arrays, columns, csv_blocks, encoding, images, number_formats, prepared_cache,
+row_parts, scaling, source_data, tables, targets, tokens.
 """

@@ -1,55 +1,329 @@
-"""Decodes a folder of images into rows: upright, cut to the square in their middle, resized, on
-white where they are transparent. A size is believed only up to a limit and before any pixel is
-decoded; a broken, enormous or strange image is refused by its name, and all of them at once.
+"""Reads folders of images into rows: lists the images of each class folder, inspects their
+headers and decodes them upright, cut to the square in their middle, resized, and on white
+where they are transparent. A size is believed only up to a limit and before any pixel is
+decoded. It refuses, all at once and by name, broken or enormous images, loose files, folders
+in folders, classes of fewer than two images and links that lead elsewhere.
 """
 
 from __future__ import annotations
 
 import os
+import struct
 import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from PIL import Image, TiffImagePlugin, WebPImagePlugin
 
 from tasks.engine.files import prepared_cache
-from tasks.engine.files.image_folders import ImageFolder, image_folder, refusal
-from tasks.engine.files.pixels import BROKEN, Seen, broken, look, square
 from tasks.engine.files.source_data import (
+    MOST_SHOWN,
     DataError,
-    Raw,
-    allowed_bytes,
-    cache_folder,
+    RawData,
+    compute_allowed_bytes,
+    format_list,
+    format_size,
+    make_missing_error,
+    refuse_target,
+    resolve_cache_folder,
     shorten,
-    size,
 )
-from tasks.engine.settings.data_config import DataConfig
+from tasks.engine.settings.run_config import DataConfig
+
+MOST_PIXELS = 1 << 26  # of one image: 64 megapixels, 8,192 x 8,192
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP")
+PLUGINS = (TiffImagePlugin, WebPImagePlugin)  # the others register themselves
+GREY = {"1", "L", "LA", "La", "I;16", "I;16L", "I;16B"}
+COLOUR = {"P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"}
+ORIENTATION = 0x0112  # of EXIF
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# What a decoder and the conversions after it hold for a pixel at the most. A progressive JPEG keeps
+# 6 bytes for each of its pixels, however small it is to become; others are shrunk while decoded.
+PIXEL_BYTES, PROGRESSIVE_BYTES = 16, 6
+BROKEN = (
+    Image.DecompressionBombError,
+    OSError,  # Pillow's UnidentifiedImageError is one
+    SyntaxError,
+    ValueError,
+    EOFError,
+    TypeError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    OverflowError,
+    ZeroDivisionError,
+    MemoryError,
+    RuntimeError,
+    struct.error,
+    zlib.error,
+)
+
+
+@dataclass(frozen=True)
+class ImageHeader:
+    """What an image's header says, or why it cannot be read."""
+
+    problem: str = ""
+    grey: bool = False
+    needed_bytes: int = 0  # of memory, to decode it
+
+
+def inspect_image(path: Path, side: int) -> ImageHeader:
+    """Inspect an image's header; of a PNG, which has checksums, the whole file is checked."""
+    try:
+        with open(path, "rb") as file, Image.open(file, formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MOST_PIXELS:
+                return ImageHeader(_describe_too_large(f"{width:,} x {height:,} pixels"))
+            if image.mode not in GREY | COLOUR:
+                return ImageHeader(f"has pixels of the kind {image.mode}; save it as an 8-bit PNG")
+            needed_bytes = _estimate_decode_bytes(image, side)
+            if image.format == "PNG":
+                image.verify()
+            return ImageHeader(grey=image.mode in GREY, needed_bytes=needed_bytes)
+    except Image.DecompressionBombError:
+        return ImageHeader(_describe_too_large("more pixels than Pillow opens"))
+    except BROKEN as error:
+        return ImageHeader(describe_decode_error(error))
+
+
+def _describe_too_large(what: str) -> str:
+    return f"claims {what}, above the {MOST_PIXELS:,} of an image; shrink it, or remove it"
+
+
+def describe_decode_error(error: BaseException) -> str:
+    """Describe why an image cannot be decoded, in words that follow its name."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"cannot be read ({error.strerror}); mend that, or remove it"
+    says = "it is none of " + ", ".join(FORMATS) if "identify" in str(error) else str(error)
+    says = shorten(says or type(error).__name__, 120)
+    return f"is damaged or no image ({says}); copy it anew, or remove it"
+
+
+def _estimate_decode_bytes(image: Image.Image, side: int) -> int:
+    full = image.width * image.height
+    # Twice the pixels asked for, so that resizing still has something to average.
+    image.draft(image.mode, (2 * side, 2 * side))
+    progressive = full * PROGRESSIVE_BYTES if image.info.get("progressive") else 0
+    return image.width * image.height * PIXEL_BYTES + progressive
+
+
+def decode_square(path: Path, *, side: int, grey: bool) -> np.ndarray:
+    """Decode one image as (1 or 3, side, side) uint8. Raises one of BROKEN."""
+    with open(path, "rb") as file, Image.open(file, formats=FORMATS) as opened:
+        if opened.width * opened.height > MOST_PIXELS:
+            raise ValueError("it was changed while it was read")
+        opened.draft(opened.mode, (2 * side, 2 * side))
+        opened.load()
+        upright = _find_rotation(opened)
+        image = _convert_to_eight_bit(opened)
+        edge = min(image.size)
+        left, top = ((length - edge) / 2 for length in image.size)
+        box = (left, top, left + edge, top + edge)
+        image = image.resize((side, side), Image.Resampling.BILINEAR, box=box)
+    if upright is not None:
+        image = image.transpose(upright)
+    if image.mode in ("LA", "RGBA"):
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image.convert("RGBA"))
+    values = np.asarray(image.convert("L" if grey else "RGB"))
+    return values[np.newaxis] if grey else np.moveaxis(values, 2, 0)
+
+
+def _find_rotation(image: Image.Image) -> Image.Transpose | None:
+    """How to turn a photo. Cameras and editors write many a broken EXIF, which turns nothing."""
+    try:
+        orientation = image.getexif().get(ORIENTATION)
+    except BROKEN:
+        return None
+    return UPRIGHT.get(orientation) if isinstance(orientation, int) else None
+
+
+def _convert_to_eight_bit(image: Image.Image) -> Image.Image:
+    """The image in a mode whose values can be averaged: L, LA, RGB, RGBA, CMYK or YCbCr."""
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.has_transparency_data and image.mode not in ("LA", "RGBA"):
+        return image.convert("LA" if image.mode in ("1", "L", "La") else "RGBA")
+    plain = {"1": "L", "P": "RGB", "RGBX": "RGB"}
+    return image.convert(plain[image.mode]) if image.mode in plain else image
+
+
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+CLUTTER_NAMES = ("thumbs.db", "ehthumbs.db", "desktop.ini", "__macosx")
+CLUTTER_ENDINGS = (".txt", ".md")  # a licence or a readme beside the images
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """The images in the order of their rows: by class, then by name."""
+
+    path: Path
+    classes: tuple[str, ...]
+    files: tuple[tuple[str, str], ...]  # class and name
+    skipped: int  # clutter: hidden files and what systems and people leave beside images
+
+    def paths(self) -> Iterator[Path]:
+        return (self.path / kind / name for kind, name in self.files)
+
+
+def scan_image_folder(data: DataConfig) -> ImageFolder:
+    """List the images at data.path. Errors: DataError with a line for each of the first
+    problems."""
+    refuse_target(data)
+    root = Path(os.path.abspath(os.path.expanduser(data.path or "")))
+    there, clutter = _list_entries(root)
+    problems: list[str] = []
+    classes = [entry.name for entry in there if _is_class(entry, problems)]
+    loose = [entry.name for entry in there if not entry.is_symlink() and not entry.is_dir()]
+    if loose:
+        problems.append(
+            f"data.path: {root.name} has files beside its folders: {format_list(loose)}; put "
+            "each image "
+            "into the folder of its class, and other files elsewhere"
+        )
+    if not problems and len(classes) < 2:
+        has = f"one class only ({format_list(classes)})" if classes else "no folders in it"
+        problems.append(f"data.path: {root.name} has {has}; make a folder for each of 2 classes")
+    real, files = Path(os.path.realpath(root)), []
+    for kind in classes:
+        names, left = _list_images(root / kind, real, problems)
+        files += [(kind, name) for name in names]
+        clutter += left
+    if problems:
+        raise make_refusal(problems)
+    return ImageFolder(root, tuple(classes), tuple(files), clutter)
+
+
+def _list_entries(folder: Path) -> tuple[list[os.DirEntry[str]], int]:
+    """What lies in a folder, by name, and how much clutter was left out."""
+    shown = shorten(str(folder), 300)
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except FileNotFoundError:
+        raise make_missing_error(folder, "folder") from None
+    except NotADirectoryError:
+        raise DataError(
+            f"data.path: {shown} is no folder; source images needs one with a folder for each "
+            "class, so name that or set data.source to what the file is"
+        ) from None
+    except OSError as error:
+        raise DataError(
+            f"data.path: {shown} cannot be read ({error.strerror}); mend that or name another "
+            "folder"
+        ) from None
+    kept = [entry for entry in entries if not _is_clutter(entry.name)]
+    return kept, len(entries) - len(kept)
+
+
+def _is_clutter(name: str) -> bool:
+    lower = name.lower()
+    return name.startswith(".") or lower in CLUTTER_NAMES or lower.endswith(CLUTTER_ENDINGS)
+
+
+def _is_class(entry: os.DirEntry[str], problems: list[str]) -> bool:
+    if entry.is_symlink():
+        problems.append(
+            f"data.path: {shorten(entry.name)} is a link; classes are folders of their own, so "
+            "replace it by the folder"
+        )
+        return False
+    if not entry.is_dir():
+        return False
+    if not entry.name.isprintable():
+        problems.append(
+            f"data.path: folder {shorten(entry.name)} has an unprintable name; rename it"
+        )
+    return True
+
+
+def _list_images(folder: Path, root: Path, problems: list[str]) -> tuple[list[str], int]:
+    """The names of a class's images, and how much clutter lies beside them."""
+    entries, clutter = _list_entries(folder)
+    before = len(problems)
+    for entry in entries:
+        wrong = _describe_problem(entry, root)
+        if wrong:
+            what = shorten(f"{folder.name}/{entry.name}", 120)
+            problems.append(f"data.path: {what} {wrong}")
+    if len(problems) == before and len(entries) < 2:
+        has = "one image only" if entries else "no images"
+        problems.append(
+            f"data.path: folder {shorten(folder.name)} has {has}, and a class needs at least 2 "
+            "(one to learn from, one to validate); add some, or remove the folder"
+        )
+    return [entry.name for entry in entries], clutter
+
+
+def _describe_problem(entry: os.DirEntry[str], root: Path) -> str:
+    """Why this can be no image of a class; empty where it can."""
+    if entry.is_symlink():
+        try:
+            inside = Path(os.path.realpath(entry.path, strict=True)).is_relative_to(root)
+        except OSError as error:  # a loop, or a link to nowhere
+            return f"is a link that leads nowhere ({error.strerror}); remove it"
+        if not inside:
+            return "is a link that leaves data.path; copy the file there instead"
+    if entry.is_dir():
+        return (
+            "is a folder, and images must lie right in the folder of their class; if the folders "
+            f"in {shorten(Path(entry.path).parent.name)} are the classes, set data.path to it"
+        )
+    if not entry.is_file():
+        return "is not a regular file; remove it"
+    if not entry.name.isprintable():
+        return "has an unprintable name; rename it"
+    if not entry.name.lower().endswith(IMAGE_ENDINGS):
+        return f"is no image that can be read ({', '.join(IMAGE_ENDINGS)}); convert or remove it"
+    return ""
+
+
+def make_refusal(problems: Sequence[str]) -> DataError:
+    """Return the error that names the first few problems, and how many more there are."""
+    more = len(problems) - MOST_SHOWN
+    rest = [f"data.path: and {more:,} more like these"] if more > 0 else []
+    return DataError("\n".join([*problems[:MOST_SHOWN], *rest]))
+
 
 WORKERS = 2
 SLACK_BYTES = 32 * 1024**2  # of the budget, for what comes after reading: blocks, labels, split
 
 
-def read_images(data: DataConfig) -> Raw:
-    """Rows of (1 or 3, image_size, image_size) pixels, 0..255 as uint8; classes are the folders.
+def read_images(data: DataConfig) -> RawData:
+    """Read rows of (1 or 3, image_size, image_size) pixels, 0..255 as uint8; classes are the
+    folders.
 
-    One channel where all images are greyscale. They lie in memory where data.memory_mib has room
-    for them, else in a file without a name beside data.cache, which is gone when they are.
+    One channel where all images are greyscale. They lie in memory where data.memory_mib has
+    room for them, else in a file without a name beside data.cache, which is gone when they
+    are.
     """
-    folder = image_folder(data)
+    folder = scan_image_folder(data)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, of large images and odd metadata
-        seen = _each(folder, lambda _, path: look(path, data.image_size))
-        _refuse(folder, seen)
+        seen = _map_images(folder, lambda _, path: inspect_image(path, data.image_size))
+        _refuse_unreadable(folder, seen)
         channels = 1 if all(image.grey for image in seen) else 3
         shape = (len(folder.files), channels, data.image_size, data.image_size)
-        pixels = _decoded(folder, seen, data=data, shape=shape)
+        pixels = _decode_images(folder, seen, data=data, shape=shape)
     target = np.array([kind for kind, _ in folder.files], dtype=object)
     skipped = f"{folder.skipped:,} hidden files and notes beside the images were left out"
-    return Raw(
+    return RawData(
         features=pixels,
         target=target,
         feature_names=None,
@@ -59,21 +333,21 @@ def read_images(data: DataConfig) -> Raw:
     )
 
 
-def _refuse(folder: ImageFolder, seen: list[Seen]) -> None:
+def _refuse_unreadable(folder: ImageFolder, seen: list[ImageHeader]) -> None:
     problems = [
         f"data.path: {shorten(f'{kind}/{name}', 120)} {image.problem}"
         for (kind, name), image in zip(folder.files, seen, strict=True)
         if image.problem
     ]
     if problems:
-        raise refusal(problems)
+        raise make_refusal(problems)
 
 
-def _each(
-    folder: ImageFolder, work: Callable[[int, Path], Seen], workers: int = WORKERS
-) -> list[Seen]:
+def _map_images(
+    folder: ImageFolder, work: Callable[[int, Path], ImageHeader], workers: int = WORKERS
+) -> list[ImageHeader]:
     """What `work` gives for each image, by its row. Pillow lets other threads run as it decodes."""
-    results = [Seen()] * len(folder.files)
+    results = [ImageHeader()] * len(folder.files)
     stop = threading.Event()  # else an interrupt would wait for all that is left
 
     def share(first: int) -> None:
@@ -89,20 +363,21 @@ def _each(
     return results
 
 
-def _decoded(
-    folder: ImageFolder, seen: list[Seen], *, data: DataConfig, shape: tuple[int, ...]
+def _decode_images(
+    folder: ImageFolder, seen: list[ImageHeader], *, data: DataConfig, shape: tuple[int, ...]
 ) -> np.ndarray | StoredRows:
     """All images, uint8 of `shape`, decoded by as many at once as the memory allows."""
     row_bytes = int(np.prod(shape[1:]))
-    budget = allowed_bytes(data)
+    budget = compute_allowed_bytes(data)
     room = budget - max(SLACK_BYTES, 32 * row_bytes)
     largest = max(range(len(seen)), key=lambda i: seen[i].needed_bytes)
     needed = seen[largest].needed_bytes
     if needed > room:
         what = shorten("/".join(folder.files[largest]), 120)
         raise DataError(
-            f"data.memory_mib: {what} needs about {size(needed)} to decode, but "
-            f"{size(max(room, 0))} are left of {size(budget)}; raise data.memory_mib, or shrink "
+            f"data.memory_mib: {what} needs about {format_size(needed)} to decode, but "
+            f"{format_size(max(room, 0))} are left of {format_size(budget)}; raise "
+            "data.memory_mib, or shrink "
             "the image"
         )
     workers = max(1, min(WORKERS, room // max(needed, 1)))
@@ -110,8 +385,8 @@ def _decoded(
         pixels = np.empty(shape, dtype=np.uint8)
         _decode_into(pixels.__setitem__, folder, workers=workers, shape=shape[1:])
         return pixels
-    prepared_cache.check_room(cache_folder(data), len(seen) * row_bytes)
-    rows = StoredRows(cache_folder(data), shape)
+    prepared_cache.check_disk_room(resolve_cache_folder(data), len(seen) * row_bytes)
+    rows = StoredRows(resolve_cache_folder(data), shape)
     _decode_into(rows.put, folder, workers=workers, shape=shape[1:])
     return rows
 
@@ -125,7 +400,7 @@ class StoredRows:
         self.shape, self.ndim, self.size = shape, len(shape), int(np.prod(shape))
         self._row_bytes, self._cache = self.size // shape[0], cache
         there = next(p for p in (cache, *cache.parents) if p.exists())
-        with prepared_cache.refusals(cache):
+        with prepared_cache.refuse_unwritable(cache):
             self._file, name = tempfile.mkstemp(prefix=".images.", suffix=".tmp", dir=there)
             os.unlink(name)
         weakref.finalize(self, os.close, self._file)
@@ -134,9 +409,9 @@ class StoredRows:
         return self.shape[0]
 
     def put(self, row: int, image: np.ndarray) -> None:
-        """Keeps one image; from any thread."""
+        """Store one image; may be called from any thread."""
         view, at = memoryview(image.tobytes()), row * self._row_bytes
-        with prepared_cache.refusals(self._cache):
+        with prepared_cache.refuse_unwritable(self._cache):
             while len(view):
                 written = os.pwrite(self._file, view, at)
                 view, at = view[written:], at + written
@@ -144,8 +419,8 @@ class StoredRows:
     def __getitem__(self, part: slice) -> np.ndarray:
         first, last, _ = part.indices(len(self))
         values = np.empty((max(0, last - first), *self.shape[1:]), dtype=np.uint8)
-        with prepared_cache.refusals(self._cache):
-            if not prepared_cache.filled(values, self._file, first * self._row_bytes):
+        with prepared_cache.refuse_unwritable(self._cache):
+            if not prepared_cache.fill_from_file(values, self._file, first * self._row_bytes):
                 raise OSError("it ended early")
         return values
 
@@ -159,12 +434,12 @@ def _decode_into(
 ) -> None:
     """Gives each image (channels, side, side) to `keep` by its row, in no order."""
 
-    def work(row: int, path: Path) -> Seen:
+    def work(row: int, path: Path) -> ImageHeader:
         try:
-            image = square(path, side=shape[1], grey=shape[0] == 1)
+            image = decode_square(path, side=shape[1], grey=shape[0] == 1)
         except BROKEN as error:
-            return Seen(broken(error))
+            return ImageHeader(describe_decode_error(error))
         keep(row, image)
-        return Seen()
+        return ImageHeader()
 
-    _refuse(folder, _each(folder, work, workers))
+    _refuse_unreadable(folder, _map_images(folder, work, workers))

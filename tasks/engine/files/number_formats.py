@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cache, cached_property
 
-from tasks.engine.models.raw_inputs import numbers_of
+from tasks.engine.models.raw_inputs import find_numbers
 
 FORMS = TEXT, DIGITS, NUMERAL, CODE, WRITTEN = range(
     5
@@ -44,13 +44,13 @@ class Spelling:
 
     @cached_property
     def missing_numbers(self) -> list[float]:
-        return numbers_of(self.na)
+        return find_numbers(self.na)
 
 
 @cache
-def patterns(decimal: str) -> dict[int, str]:
-    """By form, what a text looks like; each pattern takes what the ones before it take, and the
-    first that fits counts."""
+def make_patterns(decimal: str) -> dict[int, str]:
+    """Return the pattern of each form a text may have; each pattern takes what the ones before
+    it take, and the first that fits counts."""
     # What Python's float() takes, infinities left out.
     plain = rf"[+-]?([0-9]+([{decimal}][0-9]*)?|[{decimal}][0-9]+)([eE][+-]?[0-9]+)?"
     found = {CODE: "0[0-9]+", DIGITS: "[0-9]+", NUMERAL: plain, WRITTEN: f"{_OTHERWISE}|{_DATE}"}
@@ -59,14 +59,14 @@ def patterns(decimal: str) -> dict[int, str]:
     return {form: rf"^\s*(?:{pattern})\s*$" for form, pattern in found.items()}
 
 
-def form_of(text: str, decimal: str) -> int:
-    """Which of FORMS a text has."""
-    known = patterns(decimal).items()
+def find_form(text: str, decimal: str) -> int:
+    """Return which of FORMS a text has."""
+    known = make_patterns(decimal).items()
     return next((form for form, pattern in known if re.match(pattern, text, re.ASCII)), TEXT)
 
 
 def is_number(text: str) -> bool:
-    """Whether float() takes it, NaN left out."""
+    """Return whether float() accepts the text, NaN left out."""
     try:
         return float(text) == float(text)
     except ValueError:
@@ -74,7 +74,7 @@ def is_number(text: str) -> bool:
 
 
 def is_iso_date(text: str) -> bool:
-    """Whether it is a date, or a date and a time, as ISO 8601 writes them."""
+    """Return whether the text is a date, or a date and a time, as ISO 8601 writes them."""
     try:
         datetime.fromisoformat(text.strip())
     except ValueError:
@@ -82,9 +82,9 @@ def is_iso_date(text: str) -> bool:
     return "-" in text
 
 
-def remedy(word: str, decimal: str | None) -> str:
-    """What to do about a number that is written otherwise. decimal: data.decimal; None where it has
-    no meaning."""
+def describe_remedy(word: str, decimal: str | None) -> str:
+    """Describe what to do about a number that is written otherwise. decimal: data.decimal;
+    None where it has no meaning."""
     if re.match(rf"\s*{_DATE}\s*$", word, re.ASCII):
         return "write dates as 2026-11-22, with a time as 2026-11-22T18:30:00"
     text = word.strip().replace("\u2212", "-")

@@ -13,17 +13,18 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 
-from tasks.engine.files.source_data import DataError, shorten, size
+from tasks.engine.files.source_data import DataError, format_size, shorten
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -37,32 +38,34 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Draft:
-    """Data that was checked and is ready to be written: `write` puts its parts into a folder and
-    gives their manifest."""
+    """Checked data that is ready to be written: `write` puts its parts into a folder and
+    returns their manifest."""
 
     needed_bytes: int
     write: Callable[[Path], dict[str, Any]]
 
 
-def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file's content; raises OSError."""
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file's content; raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fingerprint(meaning: Mapping[str, Any], files: Mapping[str, Any]) -> str:
-    """16 hex digits that stand for the prepared content and what it means, not for where it is."""
+def compute_fingerprint(meaning: Mapping[str, Any], files: Mapping[str, Any]) -> str:
+    """Return 16 hex digits that identify the prepared content and what it means, not where it
+    is."""
     # The content is in by its SHA-256.
     files = {p: {k: v for k, v in entry.items() if k != "crc32"} for p, entry in files.items()}
     said = json.dumps([FORMAT, meaning, files], sort_keys=True, allow_nan=False)
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-def manifest_for(meaning: Mapping[str, Any], files: Mapping[str, Any]) -> dict[str, Any]:
-    """What `manifest_of` holds against the folder: the entries of its parts, and what they mean."""
+def make_manifest(meaning: Mapping[str, Any], files: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest that `read_manifest` checks: the entries of the parts, and what they
+    mean."""
     return {
         "format": FORMAT,
-        "fingerprint": fingerprint(meaning, files),
+        "fingerprint": compute_fingerprint(meaning, files),
         "meaning": meaning,
         "files": files,
         "numpy": np.__version__,
@@ -70,7 +73,7 @@ def manifest_for(meaning: Mapping[str, Any], files: Mapping[str, Any]) -> dict[s
 
 
 class PartWriter:
-    """One array on its way to disk, appended in blocks of rows and hashed as it is written."""
+    """Writes one array to disk in blocks of rows, and hashes it as it is written."""
 
     def __init__(self, path: Path, *, shape: tuple[int, ...], dtype: str) -> None:
         self._file = open(path, "wb")  # noqa: SIM115, closed by __exit__
@@ -109,13 +112,13 @@ class PartWriter:
             self._hashed += len(part)
 
     def append(self, rows: np.ndarray) -> None:
-        """Rows of the shape and type that were announced."""
+        """Append rows of the shape and type that were announced."""
         assert rows.dtype == self._dtype and rows.shape[1:] == self._shape[1:]
         if rows.size:
             self.write(np.ascontiguousarray(rows).data.cast("B"))
 
     def finish(self) -> dict[str, Any]:
-        """Puts the file on the disk for good; its entry in the manifest."""
+        """Sync the file to disk and return its entry in the manifest."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._hashing.result()
@@ -128,18 +131,19 @@ class PartWriter:
         }
 
 
-def manifest_of(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a whole folder; None where there is none, or where anything in it is off.
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of a complete folder; None where there is none, or where anything
+    differs.
 
-    Sizes, headers, checksums, and the manifest's own fingerprint.
+    It checks sizes, headers, checksums, and the manifest's own fingerprint.
     """
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files = manifest["files"]
-        if manifest["fingerprint"] != fingerprint(manifest["meaning"], files):
+        if manifest["fingerprint"] != compute_fingerprint(manifest["meaning"], files):
             raise ValueError("its manifest was changed")
         for part, entry in files.items():
-            _verify(folder / part, entry)
+            _verify_file(folder / part, entry)
     except FileNotFoundError:
         if folder.is_dir():
             log.warning("data.cache: %s lacks a file; it is prepared anew", folder)
@@ -150,8 +154,8 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def prepared_from(cache: Path, source: str) -> list[tuple[str, dict[str, Any]]]:
-    """The path and the settings of each folder of a source that seems whole."""
+def list_prepared(cache: Path, source: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the path and the settings of each folder of a source that seems complete."""
     found = []
     for manifest in cache.glob(f"{source}-*/{MANIFEST}"):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -160,19 +164,19 @@ def prepared_from(cache: Path, source: str) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def _verify(path: Path, entry: Mapping[str, Any]) -> None:
+def _verify_file(path: Path, entry: Mapping[str, Any]) -> None:
     if path.stat().st_size != entry["bytes"]:
         raise ValueError(f"{path.name} has another size than it was written with")
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     if list(array.shape) != entry["shape"] or array.dtype.str != entry["dtype"]:
         raise ValueError(f"{path.name} has another header than it was written with")
     blocks = entry.get("crc32")  # older ones have none
-    is_same = file_sha256(path) == entry["sha256"] if blocks is None else _has(path, blocks)
+    is_same = hash_file(path) == entry["sha256"] if blocks is None else _has_checksums(path, blocks)
     if not is_same:
         raise ValueError(f"{path.name} has other content than it was written with")
 
 
-def _has(path: Path, blocks: list[int]) -> bool:
+def _has_checksums(path: Path, blocks: list[int]) -> bool:
     """Whether the file's blocks have these checksums."""
     with open(path, "rb") as file, ThreadPoolExecutor(READERS) as readers:
 
@@ -186,8 +190,8 @@ def _has(path: Path, blocks: list[int]) -> bool:
 
 
 @contextmanager
-def refusals(cache: Path) -> Iterator[None]:
-    """Turns what the disk under data.cache refuses into a DataError."""
+def refuse_unwritable(cache: Path) -> Iterator[None]:
+    """Turn errors of the disk under data.cache into a DataError."""
     try:
         yield
     except OSError as error:
@@ -197,7 +201,7 @@ def refusals(cache: Path) -> Iterator[None]:
         ) from None
 
 
-def check_room(cache: Path, needed_bytes: int) -> None:
+def check_disk_room(cache: Path, needed_bytes: int) -> None:
     """Raises DataError where the folder cannot be made, or its disk lacks room for the arrays."""
     # Unlike pathlib's, False for any error: a name may be too long.
     there = next(p for p in (cache, *cache.parents) if os.path.exists(p))
@@ -211,21 +215,25 @@ def check_room(cache: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(there).free
     if needed_bytes > free_bytes:
         raise DataError(
-            f"data.cache: {shown} needs {size(needed_bytes)} for the prepared arrays and has "
-            f"{size(free_bytes)} free; make room there, or name another folder"
+            f"data.cache: {shown} needs {format_size(needed_bytes)} for the prepared arrays and "
+            "has "
+            f"{format_size(free_bytes)} free; make room there, or name another folder"
         )
 
 
-def publish(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """Fills a temporary folder and gives it its name; the manifest, and whether another was first.
+def publish_folder(
+    folder: Path, fill: Callable[[Path], dict[str, Any]]
+) -> tuple[dict[str, Any], bool]:
+    """Fill a temporary folder and rename it to `folder`; return the manifest, and whether
+    another process was first.
 
     Two that prepare the same at once do not wait for each other: the later one uses what the
     earlier one left, which is the same.
     """
     cache = folder.parent
-    with refusals(cache):
+    with refuse_unwritable(cache):
         cache.mkdir(parents=True, exist_ok=True)
-        sweep(cache)
+        remove_stale_folders(cache)
         temporary = cache / f".{folder.name}.{uuid4().hex}.tmp"
         temporary.mkdir()
         lock = os.open(temporary, os.O_RDONLY)
@@ -234,7 +242,7 @@ def publish(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> tuple[dict[
             manifest = fill(temporary)
             _write_synced(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
             os.fsync(lock)
-            there = _rename(temporary, folder)
+            there = _rename_folder(temporary, folder)
             _sync_folder(cache)
         finally:
             os.close(lock)
@@ -242,13 +250,13 @@ def publish(folder: Path, fill: Callable[[Path], dict[str, Any]]) -> tuple[dict[
     return (manifest, False) if there is None else (there, True)
 
 
-def _rename(temporary: Path, folder: Path) -> dict[str, Any] | None:
+def _rename_folder(temporary: Path, folder: Path) -> dict[str, Any] | None:
     """None when the folder got its name; the manifest of a whole one that had it already."""
     for _ in range(5):
         with suppress(OSError):
             os.rename(temporary, folder)
             return None
-        there = manifest_of(folder)
+        there = read_manifest(folder)
         if there is not None:
             return there
         # Damaged, so out of the way under a name that is swept; who maps it keeps it.
@@ -260,8 +268,9 @@ def _rename(temporary: Path, folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def filled(values: np.ndarray, file: int, at: int) -> bool:
-    """Fills a contiguous array with the file's bytes from there on; False where it ends early."""
+def fill_from_file(values: np.ndarray, file: int, at: int) -> bool:
+    """Fill a contiguous array with the file's bytes from `at` on; return False where it ends
+    early."""
     view = values.reshape(-1).view(np.uint8).data
     while len(view):
         got = os.preadv(file, [view], at)
@@ -286,8 +295,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
-def sweep(cache: Path) -> None:
-    """Removes the temporary folders of writers that are gone: the kernel freed their lock."""
+def remove_stale_folders(cache: Path) -> None:
+    """Remove the temporary folders of writers that have ended: the kernel freed their lock."""
     for left in cache.glob(".*.tmp"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime < STALE_S:
@@ -298,3 +307,87 @@ def sweep(cache: Path) -> None:
                 shutil.rmtree(left, ignore_errors=True)
             finally:
                 os.close(opened)
+
+
+@dataclass(frozen=True)
+class SourceFingerprint:
+    """The state of one source file, or of all files that count in a folder; all None for
+    generated data."""
+
+    path: str | None = None
+    bytes: int | None = None
+    mtime_ns: int | None = None  # of the file that was changed last
+    sha256: str | None = None
+
+
+def fingerprint_source(path: Path, files: Sequence[Path]) -> SourceFingerprint:
+    """Return the size, time and content hash of the file at `path`, or of the `files` in that
+    folder.
+
+    Errors: DataError where one cannot be read.
+    """
+    try:
+        size_bytes, mtime_ns = _stat_files(files)
+        # Size and time alone would miss a file rewritten within the clock's tick, or with its
+        # time restored; hashing reads about a gigabyte a second.
+        if list(files) == [path]:
+            return SourceFingerprint(str(path), size_bytes, mtime_ns, hash_file(path))
+        total = hashlib.sha256()
+        for file in files:
+            name = file.relative_to(path).as_posix()
+            total.update(f"{hash_file(file)} {name}\n".encode())
+    except OSError as error:
+        raise DataError(_describe_unreadable(path, error)) from None
+    return SourceFingerprint(str(path), size_bytes, mtime_ns, total.hexdigest())
+
+
+class BackgroundHash:
+    """Hashes source files in a thread while they are read."""
+
+    def __init__(self, path: Path, files: Sequence[Path]) -> None:
+        try:
+            self._path, self._before = path, _stat_files(files)
+        except OSError as error:
+            raise DataError(_describe_unreadable(path, error)) from None
+        self._found: Future[SourceFingerprint] = Future()
+        # A daemon: where the reading fails nobody waits for the checksum of a large file.
+        Thread(target=self._hash, args=(files,), daemon=True).start()
+
+    def result(self) -> SourceFingerprint:
+        """Return what `fingerprint_source` gives. Raises DataError, also where a file was
+        written since."""
+        found = self._found.result()
+        if (found.bytes, found.mtime_ns) != self._before:
+            raise DataError(_describe_change(self._path))
+        return found
+
+    def _hash(self, files: Sequence[Path]) -> None:
+        try:
+            self._found.set_result(fingerprint_source(self._path, files))
+        except BaseException as error:
+            self._found.set_exception(error)
+
+
+def _describe_unreadable(path: Path, error: OSError) -> str:
+    return f"data.path: {error.filename or path} cannot be read ({error.strerror}); mend that"
+
+
+def _describe_change(path: object) -> str:
+    return f"data.path: {path} was changed while it was read; start again when it is whole"
+
+
+def refuse_changed_files(found: SourceFingerprint, files: Callable[[], Sequence[Path]]) -> None:
+    """Raises DataError where one of the files was written, added or removed since `found`."""
+    if found.path is None:
+        return
+    try:
+        same = _stat_files(files()) == (found.bytes, found.mtime_ns)
+    except (OSError, DataError):
+        same = False
+    if not same:
+        raise DataError(_describe_change(found.path))
+
+
+def _stat_files(files: Sequence[Path]) -> tuple[int, int]:
+    states = [file.stat() for file in files]
+    return sum(s.st_size for s in states), max(s.st_mtime_ns for s in states)

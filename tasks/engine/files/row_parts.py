@@ -1,25 +1,167 @@
-"""Which rows are trained on, which are validated on, and which are put aside to be judged once, at
-the end. By chance, by time, or by groups of rows that stay together. It refuses a split that leaves
-a part without a row.
+"""The column of a table by which its rows are split, as one number a row: of times their order, of
+groups a hash of 64 bits, so that it takes 8 bytes a row however many values there are. It refuses
+cells that are missing, and times that are neither numbers nor dates.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import compute
 
-from tasks.engine.files.source_data import DataError, Raw, shorten
-from tasks.engine.files.split import STREAM, drawn
-from tasks.engine.files.target_encoding import Labels, class_counts, validation_rows
-from tasks.engine.settings.data_config import DataConfig
+from tasks.engine.files.source_data import DataError, RawData, shorten
+from tasks.engine.files.targets import (
+    STREAM,
+    Labels,
+    choose_validation_rows,
+    count_class_rows,
+    draw_rows,
+)
+from tasks.engine.settings.run_config import DataConfig
 
-NAMES = {"train": "training", "val": "validation", "test": "test"}
+TYPES = (
+    *(pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal),
+    *(pa.types.is_date, pa.types.is_timestamp, pa.types.is_string, pa.types.is_null),
+)
+EXAMPLES = "2026-11-22 or 2026-11-22T18:30:00"
+
+
+def compute_split_keys(
+    blocks: Iterable[pa.Array], data: DataConfig, *, label: str, note: str, nothing: Iterable[str]
+) -> np.ndarray:
+    """Compute the split keys: (rows,) int64 or float64 times, or uint64 groups. label, note:
+    of the rows, for the message. nothing: words that mean missing.
+
+    Errors: DataError.
+    """
+    column = _KeyColumn(data, label, note, nothing)
+    found = [column.keys(block) for block in blocks]
+    column.refuse_holes()
+    return np.concatenate(found)
+
+
+class _KeyColumn:
+    def __init__(self, data: DataConfig, label: str, note: str, nothing: Iterable[str]) -> None:
+        self._data, self._label, self._note = data, label, note
+        self._nothing = ["", *nothing]
+        self._rows = self._holes = self._first = 0
+        self._is_date: bool | None = None
+        self._kind: pa.DataType | None = None
+
+    def keys(self, array: pa.Array) -> np.ndarray:
+        """Of the next rows."""
+        if pa.types.is_dictionary(array.type):
+            array = array.cast(array.type.value_type)
+        if pa.types.is_string_view(array.type) or pa.types.is_large_string(array.type):
+            array = array.cast(pa.string())
+        if not any(fits(array.type) for fits in TYPES):
+            raise DataError(
+                f"data.split_column: {self._label} column {shorten(self._data.split_column)} is of "
+                f"type {str(array.type)[:60]!r}; write it as numbers, dates or text"
+            )
+        if pa.types.is_string(array.type):
+            array = compute.utf8_trim_whitespace(array)
+            empty = compute.is_in(array, value_set=pa.array(self._nothing, pa.string()))
+            array = compute.if_else(empty, pa.scalar(None, pa.string()), array)
+        missing = compute.is_null(array, nan_is_null=True)
+        holes = compute.sum(missing).as_py() or 0
+        if holes and not self._holes:
+            self._first = self._rows + compute.index(missing, True).as_py()
+        self._holes += holes
+        if holes:  # which is refused when all has been counted
+            keys = np.zeros(len(array), dtype=np.int64)
+        else:
+            keys = self._convert_times(array) if self._data.split == "time" else _hash_cells(array)
+        self._rows += len(array)
+        return keys
+
+    def refuse_holes(self) -> None:
+        """Raises DataError where a cell was missing."""
+        if self._holes:
+            raise DataError(
+                f"data.split_column: {self._at(self._first)} is missing (as in {self._holes:,} "
+                "rows); fill it in or drop the rows"
+            )
+
+    def _convert_times(self, array: pa.Array) -> np.ndarray:
+        if pa.types.is_string(array.type):
+            array = self._parsed(array)
+        is_date = pa.types.is_temporal(array.type)
+        if self._is_date not in (None, is_date):
+            self._refuse(0, array, "other rows hold " + ("numbers" if is_date else "dates"))
+        self._is_date = is_date
+        if is_date:
+            if pa.types.is_date(array.type):
+                array = array.cast(pa.timestamp("us"))
+            width = pa.int32() if array.type.bit_width == 32 else pa.int64()
+            array = array.cast(width).cast(pa.int64())
+        elif not pa.types.is_signed_integer(array.type):
+            array = array.cast(pa.float64(), safe=False)
+        return np.from_dlpack(array).copy()  # not what lies in Arrow's memory
+
+    def _parsed(self, texts: pa.Array) -> pa.Array:
+        """Numbers, or dates and times as ISO 8601 writes them."""
+        plain = texts
+        if self._data.decimal == ",":
+            plain = compute.replace_substring(texts, ",", ".")
+        kinds = (
+            (plain, pa.int64()),
+            (plain, pa.float64()),
+            (texts, pa.timestamp("us")),
+            (texts, pa.timestamp("us", "UTC")),
+        )
+        first = [pair for pair in kinds if pair[1] == self._kind]  # that of the block before
+        for given, kind in (*first, *kinds):
+            try:
+                found = given.cast(kind)
+            except pa.ArrowInvalid:
+                continue
+            self._kind = kind
+            return found
+        for row, text in enumerate(texts):  # the one at fault
+            if not any(_is_parsable(text, kind) for _, kind in kinds):
+                self._refuse(row, texts, f"write it as a number, or as {EXAMPLES}")
+        self._refuse(0, texts, "the rows near it are written otherwise; write all alike")
+        raise AssertionError
+
+    def _refuse(self, row: int, array: pa.Array, why: str) -> None:
+        raise DataError(
+            f"data.split_column: {self._at(self._rows + row)} must be a time (got "
+            f"{shorten(str(array[row].as_py()))}): {why}"
+        )
+
+    def _at(self, row: int) -> str:
+        column = shorten(self._data.split_column)
+        return f"{self._label} row {row + 1}{self._note}, column {column}:"
+
+
+def _is_parsable(text: pa.Scalar, kind: pa.DataType) -> bool:
+    try:
+        text.cast(kind)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _hash_cells(array: pa.Array) -> np.ndarray:
+    coded = array.dictionary_encode()
+    words = [str(value).encode() for value in coded.dictionary.to_pylist()]
+    hashed = [hashlib.blake2b(word, digest_size=8).digest() for word in words]
+    found = np.frombuffer(b"".join(hashed), dtype=np.uint64)
+    return found[np.from_dlpack(coded.indices.cast(pa.int64()))]
+
+
+PART_NAMES = {"train": "training", "val": "validation", "test": "test"}
 
 
 @dataclass(frozen=True)
 class RowParts:
-    """(rows,) booleans each; test is None where no row is put aside."""
+    """The rows of each part, (rows,) booleans each; test is None where there are no test
+    rows."""
 
     validation: np.ndarray
     test: np.ndarray | None = None
@@ -33,34 +175,35 @@ class RowParts:
         return found if self.test is None else {**found, "test": self.test}
 
 
-def parted(raw: Raw, labels: Labels, data: DataConfig) -> RowParts:
-    """The parts; the same for the same seed. Errors: DataError."""
+def split_rows(raw: RawData, labels: Labels, data: DataConfig) -> RowParts:
+    """Split the rows into training, validation and test; the same for the same seed. Errors:
+    DataError."""
     for name in data.own_split if raw.validation is not None else ():
         raise DataError(
             f"data.{name}: has no meaning where {raw.label} gives validation rows of its own; "
             "drop it, or let it give all rows as one"
         )
     if data.split == "random":
-        return _random(raw, labels, data)
+        return _split_randomly(raw, labels, data)
     rows = len(labels.values)
     keys = np.arange(rows) if raw.split_keys is None else raw.split_keys
     wanted = [data.validation_fraction, *([data.test_fraction] if data.test_fraction else [])]
     counts = [max(1, round(rows * fraction)) for fraction in wanted]
-    find = _latest if data.split == "time" else _groups
+    find = _split_by_time if data.split == "time" else _split_by_group
     places = find(keys, counts, raw, data)
     return RowParts(places == 1, places == 2 if data.test_fraction else None)
 
 
-def _random(raw: Raw, labels: Labels, data: DataConfig) -> RowParts:
+def _split_randomly(raw: RawData, labels: Labels, data: DataConfig) -> RowParts:
     """Of a classification, the same share of each class."""
     fraction, seed = data.validation_fraction + data.test_fraction, data.split_seed
-    held = validation_rows(raw, labels, fraction=fraction, seed=seed)
+    held = choose_validation_rows(raw, labels, fraction=fraction, seed=seed)
     if not data.test_fraction:
         return RowParts(held)
     within = replace(labels, values=labels.values[held])
     group, counts = None, np.array([len(within.values)])
     if labels.task == "classification":
-        group, counts = within.values, class_counts(within)
+        group, counts = within.values, count_class_rows(within)
     quota = counts * (data.test_fraction / fraction)
     most = np.maximum(counts - 1, 0)  # the validation keeps one
     taken = np.minimum(np.maximum(np.floor(quota), 1), most).astype(np.int64)
@@ -74,11 +217,13 @@ def _random(raw: Raw, labels: Labels, data: DataConfig) -> RowParts:
             f"{raw.label} is no row; raise it"
         )
     test = np.zeros(len(held), dtype=bool)
-    test[held] = drawn(group, counts, taken, seed=seed + 2**32)  # no seed of a validation
+    test[held] = draw_rows(group, counts, taken, seed=seed + 2**32)  # no seed of a validation
     return RowParts(held & ~test, test)
 
 
-def _latest(keys: np.ndarray, counts: list[int], raw: Raw, data: DataConfig) -> np.ndarray:
+def _split_by_time(
+    keys: np.ndarray, counts: list[int], raw: RawData, data: DataConfig
+) -> np.ndarray:
     """0 for the earliest rows, 1 for the later ones, 2 for the latest. Rows of one time are in one
     part: it begins at the change of time that is nearest to what was asked for."""
     times = np.sort(keys)
@@ -95,7 +240,9 @@ def _latest(keys: np.ndarray, counts: list[int], raw: Raw, data: DataConfig) -> 
     return places
 
 
-def _groups(keys: np.ndarray, counts: list[int], raw: Raw, data: DataConfig) -> np.ndarray:
+def _split_by_group(
+    keys: np.ndarray, counts: list[int], raw: RawData, data: DataConfig
+) -> np.ndarray:
     """0, 1 or 2 for each row, the same for all rows of a group. Groups are drawn until a part is as
     near to its share of the rows as whole groups bring it."""
     names, of, sizes = np.unique(keys, return_inverse=True, return_counts=True)
@@ -111,7 +258,7 @@ def _groups(keys: np.ndarray, counts: list[int], raw: Raw, data: DataConfig) -> 
     return part[of]
 
 
-def _refuse_few(values: int, parts: int, raw: Raw, data: DataConfig) -> None:
+def _refuse_few(values: int, parts: int, raw: RawData, data: DataConfig) -> None:
     where = "the order of its rows"
     if data.split_column is not None:
         where = f"column {shorten(data.split_column)}"

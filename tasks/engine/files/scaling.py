@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tasks.engine.files.source_data import DataError, Raw
+from tasks.engine.files.source_data import DataError, RawData
 from tasks.engine.models.raw_inputs import LARGEST
 
 LARGEST_FEATURE = LARGEST  # 1e38 is some format's "missing"; predictions hold the same
@@ -26,8 +26,8 @@ class Scaling:
     scale: np.ndarray
 
 
-def blocks(raw: Raw) -> Iterator[tuple[slice, np.ndarray]]:
-    """The features in blocks of rows as float64."""
+def iterate_feature_blocks(raw: RawData) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield the features in blocks of rows as float64."""
     rows = max(1, BLOCK_VALUES // max(1, int(np.prod(raw.features.shape[1:]))))
     for start in range(0, len(raw.features), rows):
         part = slice(start, start + rows)
@@ -36,8 +36,9 @@ def blocks(raw: Raw) -> Iterator[tuple[slice, np.ndarray]]:
         yield part, x
 
 
-def measure(raw: Raw, *, for_training: np.ndarray, scale: bool) -> Scaling:
-    """Mean and deviation of the training rows: per feature, or of all pixels of images.
+def measure_scaling(raw: RawData, *, for_training: np.ndarray, scale: bool) -> Scaling:
+    """Measure mean and deviation of the training rows: per feature, or of all pixels of
+    images.
 
     Constant features get scale 1. Errors: DataError naming the first value that is no usable
     number.
@@ -46,7 +47,7 @@ def measure(raw: Raw, *, for_training: np.ndarray, scale: bool) -> Scaling:
     axes = (0, 1, 2, 3) if image else (0,)
     width = 1 if image else raw.features.shape[1]
     total, largest, count = np.zeros(width), np.zeros(width), 0
-    for part, x in blocks(raw):
+    for part, x in iterate_feature_blocks(raw):
         _refuse_bad(raw, part.start, x)
         chosen = x[for_training[part]]
         total += chosen.sum(axis=axes)
@@ -57,7 +58,7 @@ def measure(raw: Raw, *, for_training: np.ndarray, scale: bool) -> Scaling:
     # In a second pass, about a first mean: a mean of squares loses a small deviation beside a
     # large mean. What is left of the differences corrects both (Chan, Golub, LeVeque 1983).
     first, squares, left = total / count, np.zeros(width), np.zeros(width)
-    for part, x in blocks(raw):
+    for part, x in iterate_feature_blocks(raw):
         apart = x[for_training[part]] - first
         left += apart.sum(axis=axes)
         squares += (apart**2).sum(axis=axes)
@@ -66,7 +67,7 @@ def measure(raw: Raw, *, for_training: np.ndarray, scale: bool) -> Scaling:
     return Scaling(first + left / count, np.where(deviation > rounding, deviation, 1.0))
 
 
-def _refuse_bad(raw: Raw, start: int, x: np.ndarray) -> None:
+def _refuse_bad(raw: RawData, start: int, x: np.ndarray) -> None:
     with np.errstate(invalid="ignore"):
         bad = ~(np.abs(x) <= LARGEST_FEATURE)
     if not bad.any():
@@ -81,12 +82,12 @@ def _refuse_bad(raw: Raw, start: int, x: np.ndarray) -> None:
     )
 
 
-def scaled(raw: Raw, scaling: Scaling) -> Iterator[tuple[slice, np.ndarray]]:
-    """The features in blocks of rows, scaled, as float32.
+def scale_features(raw: RawData, scaling: Scaling) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield the features in blocks of rows, scaled, as float32.
 
     Errors: DataError where a value lies so far from the training rows that it is no number.
     """
-    for part, x in blocks(raw):
+    for part, x in iterate_feature_blocks(raw):
         # Tiny deviations make huge values; they are looked for right below.
         with np.errstate(over="ignore"):
             x = (x - scaling.offset) / scaling.scale

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from tasks.engine.base import host_memory
-from tasks.engine.base.units import mebibytes
-from tasks.engine.settings.data_config import TOKEN_SOURCES, DataConfig
+from tasks.engine.base.units import format_mebibytes
+from tasks.engine.settings.run_config import TOKEN_SOURCES, DataConfig
 
 TARGET_NAMES = ("target", "label", "class", "y")
 MAGIC = {
@@ -50,7 +50,7 @@ class DataError(ValueError):
 
 
 @dataclass(frozen=True)
-class Raw:
+class RawData:
     """Rows as they were read, features finite or not, in their own units.
 
     features: (n, columns), or (n, channels, height, width) for images; numbers or booleans,
@@ -76,12 +76,12 @@ class Raw:
     na: Sequence[str] | None = None
 
     def row(self, row: int) -> str:
-        """The words for a row, from 0, as it is counted in the file."""
+        """Describe a row, from 0, as it is counted in the file."""
         in_file = row if self.kept is None else int(np.flatnonzero(self.kept)[row])
         return f"{self.label} row {in_file + 1}{self.row_note}"
 
     def cell(self, row: int, index: Sequence[int]) -> str:
-        """The words by which a person finds a value again; row and index from 0."""
+        """Describe where a value is, so that a person finds it again; row and index from 0."""
         where = self.row(row)
         if self.feature_names is not None:
             return f"{where}, column {self.feature_names[index[0]]!r}"
@@ -90,47 +90,51 @@ class Raw:
         return f"{where}, pixel {tuple(int(i) for i in index)}"
 
     def label_at(self, row: int) -> str:
-        """The same for the target of a row."""
+        """Describe where the target of a row is."""
         return f"{self.row(row)}, target {self.target_name!r}"
 
 
 def shorten(value: object, most: int = 60) -> str:
-    """A value as it may be printed: quoted, on one line, at most about `most` characters."""
+    """Return a value as it may be printed: quoted, on one line, at most about `most`
+    characters."""
     text = repr(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def listed(values: Sequence[object], most: int = MOST_SHOWN) -> str:
-    """The first few values and how many more there are."""
+def format_list(values: Sequence[object], most: int = MOST_SHOWN) -> str:
+    """Join the first few values, and say how many more there are."""
     shown = ", ".join(shorten(v) for v in values[:most])
     return shown if len(values) <= most else f"{shown} and {len(values) - most} more"
 
 
-def has_no(name: str, names: Sequence[str], what: str = "") -> str:
-    """That a file has no column or array of this name, which one may be meant, and those it has."""
+def describe_missing_name(name: str, names: Sequence[str], what: str = "") -> str:
+    """Say that a file has no column or array of this name, which one may be meant, and those
+    it has."""
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"has no {what}{shorten(name)}; {hint}it has {listed(names, 12)}"
+    return f"has no {what}{shorten(name)}; {hint}it has {format_list(names, 12)}"
 
 
-def size(size_bytes: int) -> str:
-    """A size that a person can compare."""
-    return mebibytes(size_bytes / 1024**2)
+def format_size(size_bytes: int) -> str:
+    """Format a size in bytes for a person."""
+    return format_mebibytes(size_bytes / 1024**2)
 
 
-def source_file(data: DataConfig) -> Path:
-    """The file at data.path as an absolute path; it exists, is regular, readable and not empty.
+def find_source_file(data: DataConfig) -> Path:
+    """Return the file at data.path as an absolute path; it exists, is regular, readable and
+    not empty.
 
     Errors: DataError, also where the first bytes belong to another format.
     """
-    return regular_file(source_path(data), data.source)
+    return check_regular_file(resolve_source_path(data), data.source)
 
 
-def source_files(data: DataConfig) -> tuple[Path, ...]:
-    """The file at data.path, or all *.parquet in the folder there, by name; each as source_file."""
-    path = source_path(data)
+def find_source_files(data: DataConfig) -> tuple[Path, ...]:
+    """Return the file at data.path, or all *.parquet in the folder there, by name; each is
+    checked as by find_source_file."""
+    path = resolve_source_path(data)
     if data.source != "parquet" or not os.path.isdir(path):  # unlike pathlib's, False for any error
-        return (source_file(data),)
+        return (find_source_file(data),)
     shown = shorten(str(path), 300)
     try:
         names = sorted(name for name in os.listdir(path) if name.endswith(".parquet"))
@@ -141,24 +145,26 @@ def source_files(data: DataConfig) -> tuple[Path, ...]:
         ) from None
     if not names:
         raise DataError(f"data.path: the folder {shown} holds no *.parquet file; name another")
-    return tuple(regular_file(path / name, data.source) for name in names)
+    return tuple(check_regular_file(path / name, data.source) for name in names)
 
 
-def source_path(data: DataConfig) -> Path:
-    """data.path as an absolute path, whether it is there or not."""
+def resolve_source_path(data: DataConfig) -> Path:
+    """Return data.path as an absolute path, whether it exists or not."""
     return Path(os.path.abspath(os.path.expanduser(data.path or "")))
 
 
-def regular_file(path: Path, source: str) -> Path:
-    """The path itself, of a file of the kind `source` that can be read. Errors: DataError."""
-    head = first_bytes(path, source)
+def check_regular_file(path: Path, source: str) -> Path:
+    """Check that a file of the kind `source` can be read, and return its path. Errors:
+    DataError."""
+    head = read_first_bytes(path, source)
     if source not in TOKEN_SOURCES:  # any bytes may be a text or the first of tokens
-        _right_kind(source, head, shorten(str(path), 300))
+        _check_file_kind(source, head, shorten(str(path), 300))
     return path
 
 
-def first_bytes(path: Path, source: str) -> bytes:
-    """Of a regular file that can be read and is not empty. Errors: DataError."""
+def read_first_bytes(path: Path, source: str) -> bytes:
+    """Read the first bytes of a regular file that is readable and not empty. Errors:
+    DataError."""
     shown = shorten(str(path), 300)
     try:
         found = os.stat(path)
@@ -171,15 +177,15 @@ def first_bytes(path: Path, source: str) -> bytes:
         with open(path, "rb") as file:
             return file.read(9)
     except FileNotFoundError:
-        raise not_there(path, "file") from None
+        raise make_missing_error(path, "file") from None
     except OSError as error:
         raise DataError(
             f"data.path: {shown} cannot be read ({error.strerror}); mend that or name another file"
         ) from None
 
 
-def not_there(path: Path, what: str) -> DataError:
-    """Of a path of nothing, and what to do. what: file or folder."""
+def make_missing_error(path: Path, what: str) -> DataError:
+    """Return the error for a path where nothing is, with what to do. what: file or folder."""
     shown = shorten(str(path), 300)
     if address := ADDRESS.search(str(path)):
         fetched = f"fetch it first ({FETCHED_BY.get(address[1], 'with its own tool')})"
@@ -192,9 +198,9 @@ def not_there(path: Path, what: str) -> DataError:
     return DataError(f"data.path: {shown} {told}")
 
 
-def kind_inside(head: bytes, shown: str) -> str:
-    """What a file is by its first bytes; csv stands for any text. Raises DataError for what is
-    never read."""
+def detect_file_kind(head: bytes, shown: str) -> str:
+    """Detect the kind of a file by its first bytes; csv stands for any text. Raises DataError
+    for kinds that are never read."""
     # Looked for first: its first bytes are a length, below 16 MiB, and may look like anything.
     if head[3:] == b"\0\0\0\0\0{":
         return "safetensors"
@@ -204,8 +210,8 @@ def kind_inside(head: bytes, shown: str) -> str:
     return next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "csv")
 
 
-def _right_kind(source: str, head: bytes, shown: str) -> None:
-    kind = kind_inside(head, shown)
+def _check_file_kind(source: str, head: bytes, shown: str) -> None:
+    kind = detect_file_kind(head, shown)
     if kind == source or (kind, source) == ("csv", "tsv"):
         return
     if kind == "csv":
@@ -230,37 +236,37 @@ def refuse_target(data: DataConfig) -> None:
 
 
 def pick_target(names: Sequence[str], wanted: str | None, label: str) -> str:
-    """The name to predict: data.target, else the one called target, label, class or y.
+    """Return the name to predict: data.target, else the one called target, label, class or y.
 
     Errors: DataError where it is not there, or where more than one would do.
     """
     if wanted is not None:
         if wanted in names:
             return wanted
-        raise DataError(f"data.target: {label} {has_no(wanted, names)}")
+        raise DataError(f"data.target: {label} {describe_missing_name(wanted, names)}")
     found = [name for name in names if name.lower() in TARGET_NAMES]
     if len(found) == 1:
         return found[0]
     if found:
         raise DataError(
-            f"data.target: {label} has {listed(found)}, of which only one can be the target; "
+            f"data.target: {label} has {format_list(found)}, of which only one can be the target; "
             "set data.target to it, and drop the other from the file"
         )
     raise DataError(
         f"data.target: {label} has no column named target, label, class or y; "
-        f"set data.target to one of {listed(names, 12)}"
+        f"set data.target to one of {format_list(names, 12)}"
     )
 
 
-def cache_folder(data: DataConfig) -> Path:
-    """data.cache as an absolute path, which may not be there yet. Errors: DataError."""
+def resolve_cache_folder(data: DataConfig) -> Path:
+    """Return data.cache as an absolute path, which may not exist yet. Errors: DataError."""
     if not data.cache.strip():
         raise DataError(f"data.cache: must name a folder (got {data.cache!r}); name one")
     return Path(os.path.abspath(os.path.expanduser(data.cache)))
 
 
-def allowed_bytes(data: DataConfig) -> int:
-    """What preparing may take of the host's memory: data.memory_mib, else what is free."""
+def compute_allowed_bytes(data: DataConfig) -> int:
+    """Return how much host memory preparing may take: data.memory_mib, else what is free."""
     if data.memory_mib is not None:
         return int(data.memory_mib * 1024**2)
     return host_memory.free_bytes()
@@ -271,14 +277,19 @@ def check_memory(
 ) -> None:
     """Raises DataError where reading would take more than the host's free memory, or than
     data.memory_mib where data is given."""
-    if data is not None and data.memory_mib is not None and needed_bytes > allowed_bytes(data):
+    if (
+        data is not None
+        and data.memory_mib is not None
+        and needed_bytes > compute_allowed_bytes(data)
+    ):
         raise DataError(
-            f"data.memory_mib: {what.removeprefix('data.path: ')} needs about {size(needed_bytes)} "
+            f"data.memory_mib: {what.removeprefix('data.path: ')} needs about "
+            f"{format_size(needed_bytes)} "
             f"of memory to read (got {data.memory_mib:g}); raise it, or {remedy}"
         )
     free_bytes = host_memory.free_bytes()
     if needed_bytes > free_bytes:
         raise DataError(
-            f"{what} needs about {size(needed_bytes)} of memory to read, "
-            f"and {size(free_bytes)} are free{host_memory.of_a_limit()}; {remedy}"
+            f"{what} needs about {format_size(needed_bytes)} of memory to read, "
+            f"and {format_size(free_bytes)} are free{host_memory.of_a_limit()}; {remedy}"
         )

@@ -1,6 +1,8 @@
-"""Where tokens come from: the bytes of a text, which are tokens as they are, or a file of numbers
-that a tokenizer wrote. A file is mapped and read in blocks, so that it may be larger than memory;
-what is no token is refused by its place, counted from 1.
+"""Reads token sequences and cuts them into rows. Tokens are the bytes of a text, or a file of
+numbers that a tokenizer wrote, mapped and read in blocks so that it may be larger than memory.
+Each row holds `context` tokens and the one after them, so that it is input and target at once;
+the end of the text is kept apart for validation, and no token is in both parts. A value that
+is no token is refused by its place, counted from 1.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.engine.files.npy import Header, header_of, mapped
-from tasks.engine.files.source_data import DataError, refuse_target, source_file
-from tasks.engine.settings.data_config import DataConfig
+from tasks.engine.files.arrays import ArrayHeader, map_array, read_header
+from tasks.engine.files.source_data import DataError, find_source_file, refuse_target
+from tasks.engine.settings.run_config import DataConfig
 
 BYTES = 256
 MOST_TOKENS = 2**16  # they are kept as uint16
@@ -25,37 +27,39 @@ LLM_C_MAGIC = (20240520, 20240801)  # the first number of llm.c's files, before 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A text. values: (n,) whole numbers from 0 to below `vocabulary`, possibly mapped."""
+    """A token sequence. values: (n,) whole numbers from 0 to below `vocabulary`, possibly
+    mapped."""
 
     values: np.ndarray
     vocabulary: int
     label: str
 
 
-def check_text(data: DataConfig) -> None:
-    """Raises DataError where there is no text, or too short a one."""
+def check_text_file(data: DataConfig) -> None:
+    """Raise DataError where there is no text, or too short a one."""
     refuse_target(data)
     if data.vocab is not None:
         raise DataError(
             f"data.vocab: has no meaning for source text (got {data.vocab}), whose tokens are the "
             f"{BYTES} bytes; drop it"
         )
-    path = None if data.path is None else source_file(data)
-    size = len(default_text()) if path is None else path.stat().st_size
+    path = None if data.path is None else find_source_file(data)
+    size = len(build_default_text()) if path is None else path.stat().st_size
     _check_length(size, data.context, label="Python's own text" if path is None else path.name)
 
 
-def read_text(data: DataConfig) -> Tokens:
-    """The bytes of the file at data.path, mapped; or those of `default_text`."""
+def read_text_file(data: DataConfig) -> Tokens:
+    """Map the bytes of the file at data.path, or return those of `build_default_text`."""
     if data.path is None:
-        return Tokens(np.frombuffer(default_text(), np.uint8), BYTES, "Python's own text")
-    path = source_file(data)
-    return Tokens(_bytes_of(path, np.dtype(np.uint8)), BYTES, path.name)
+        return Tokens(np.frombuffer(build_default_text(), np.uint8), BYTES, "Python's own text")
+    path = find_source_file(data)
+    return Tokens(_map_bytes(path, np.dtype(np.uint8)), BYTES, path.name)
 
 
 @cache
-def default_text() -> bytes:
-    """The licence of this Python and the topics of its help(), in a fixed order, as UTF-8.
+def build_default_text() -> bytes:
+    """Return the licence of this Python and the topics of its help(), in a fixed order, as
+    UTF-8.
 
     Raises DataError where Python was installed without both.
     """
@@ -79,34 +83,34 @@ def default_text() -> bytes:
 _LICENCES = ("LICENSE.txt", "LICENSE")
 
 
-def check_tokens(data: DataConfig) -> None:
+def check_token_file(data: DataConfig) -> None:
     """Raises DataError for a file that is not a row of whole numbers, or is too short."""
     refuse_target(data)
-    _opened(data)
+    _open_tokens(data)
 
 
-def read_tokens(data: DataConfig) -> Tokens:
-    """The numbers of an npy or bin file, mapped. Every one is looked at: DataError names the first
+def read_token_file(data: DataConfig) -> Tokens:
+    """Map the numbers of an npy or bin file. Every one is looked at: DataError names the first
     that is negative or beyond the vocabulary."""
-    values, label = _opened(data)
-    return Tokens(values, _vocabulary(values, data.vocab, label=label), label)
+    values, label = _open_tokens(data)
+    return Tokens(values, _find_vocabulary(values, data.vocab, label=label), label)
 
 
-def _opened(data: DataConfig) -> tuple[np.ndarray, str]:
-    path = source_file(data)
+def _open_tokens(data: DataConfig) -> tuple[np.ndarray, str]:
+    path = find_source_file(data)
     ending = path.suffix.lower()
     if ending not in (".npy", ".bin"):
         raise DataError(
             f"data.path: {path.name} must end in .npy (an array of whole numbers) or .bin (16-bit "
             "ones, little-endian); rename it, or for plain text set data.source to text"
         )
-    values = _npy(path) if ending == ".npy" else _bin(path)
+    values = _map_npy(path) if ending == ".npy" else _map_bin(path)
     _check_length(len(values), data.context, label=path.name)
     return values, path.name
 
 
-def _npy(path: Path) -> np.ndarray:
-    header = header_of(path)
+def _map_npy(path: Path) -> np.ndarray:
+    header = read_header(path)
     if header.dtype.kind not in "iu":
         raise DataError(
             f"data.path: {path.name} must hold whole numbers (got {header.dtype}); save it with "
@@ -117,10 +121,10 @@ def _npy(path: Path) -> np.ndarray:
             f"data.path: {path.name} must hold one row of tokens, shape (n,) (got {header.shape}); "
             "save it with .reshape(-1)"
         )
-    return mapped(path, header)
+    return map_array(path, header)
 
 
-def _bin(path: Path) -> np.ndarray:
+def _map_bin(path: Path) -> np.ndarray:
     size_bytes = path.stat().st_size
     with open(path, "rb") as file:
         head = file.read(len(NPY_MAGIC))
@@ -136,12 +140,12 @@ def _bin(path: Path) -> np.ndarray:
             f"data.path: {path.name} must hold 16-bit numbers, an even count of bytes (got "
             f"{size_bytes:,}); copy or write it anew, or save it as an npy file"
         )
-    return _bytes_of(path, np.dtype("<u2"))
+    return _map_bytes(path, np.dtype("<u2"))
 
 
-def _bytes_of(path: Path, dtype: np.dtype) -> np.ndarray:
+def _map_bytes(path: Path, dtype: np.dtype) -> np.ndarray:
     count = path.stat().st_size // dtype.itemsize
-    return mapped(path, Header(dtype, (count,), fortran=False, start=0))
+    return map_array(path, ArrayHeader(dtype, (count,), fortran=False, start=0))
 
 
 def _check_length(tokens: int, context: int, *, label: str) -> None:
@@ -154,14 +158,14 @@ def _check_length(tokens: int, context: int, *, label: str) -> None:
         )
 
 
-def _vocabulary(values: np.ndarray, asked: int | None, *, label: str) -> int:
+def _find_vocabulary(values: np.ndarray, asked: int | None, *, label: str) -> int:
     largest = 0
     for start in range(0, len(values), BLOCK_TOKENS):
         block = values[start : start + BLOCK_TOKENS]
         bad = (block < 0) | (block >= (asked or MOST_TOKENS))
         if bad.any():
             at = int(bad.argmax())
-            raise DataError(_no_token(int(block[at]), start + at + 1, asked, label=label))
+            raise DataError(_describe_bad_token(int(block[at]), start + at + 1, asked, label=label))
         largest = max(largest, int(block.max()))
     if asked is None and largest == 0:
         raise DataError(
@@ -171,7 +175,7 @@ def _vocabulary(values: np.ndarray, asked: int | None, *, label: str) -> int:
     return asked or largest + 1
 
 
-def _no_token(value: int, place: int, asked: int | None, *, label: str) -> str:
+def _describe_bad_token(value: int, place: int, asked: int | None, *, label: str) -> str:
     if value < 0:
         return (
             f"data.path: {label} token {place:,}: must be at least 0 (got {value}); tokens are "

@@ -25,11 +25,11 @@ from typing import Any
 
 import psutil
 
+from tasks.engine.accounts.step_metrics import Log
 from tasks.engine.base.facts import DeviceFacts, TrainFacts
-from tasks.engine.launch.processes import threads_of
+from tasks.engine.launch.processes import count_threads
 from tasks.engine.launch.rank import ADDRESS, Job
-from tasks.engine.training.budget import Asked
-from tasks.engine.training.step_metrics import Log
+from tasks.engine.training.loop import StopCheck
 
 ASK_EVERY_S = 0.1
 EASINGS = 10  # times that all may begin again with half the rows of a micro-batch
@@ -39,14 +39,14 @@ LINES = 5  # of what the processes printed, where none of them told why it ended
 log = logging.getLogger(__name__)
 
 
-def train(
+def train_in_processes(
     job: Job,
     device: DeviceFacts,
     *,
     processes: int,
     restarts: int,
     log: Log,
-    asked: Asked = lambda: None,
+    asked: StopCheck = lambda: None,
 ) -> TrainFacts:
     """What so many processes have trained together, the first of them on `device`. restarts: how
     often all of them begin again from the last checkpoint, where one is lost.
@@ -54,10 +54,10 @@ def train(
     Raises what the first failing of them raised, LostProcess where they were lost too often, and
     RuntimeError where they ended without a word.
     """
-    heard = _Heard(restarts, log, asked)
+    heard = _RankMessages(restarts, log, asked)
     while True:
-        with _launched(job, device, processes=processes, restarts=restarts) as ranks:
-            facts = heard.to_the_end(ranks)
+        with _launch_ranks(job, device, processes=processes, restarts=restarts) as ranks:
+            facts = heard.wait_for_result(ranks)
         if facts is not None:
             return facts
         job = replace(job, resumes=True)  # the launcher was lost
@@ -67,7 +67,7 @@ class LostProcess(RuntimeError):
     """Processes of the training were lost more often than it may begin again."""
 
 
-class _Ranks:
+class _LaunchedRanks:
     """The launcher's process, and what its ranks send."""
 
     def __init__(self, process: subprocess.Popen[bytes], printed: Path) -> None:
@@ -114,7 +114,7 @@ class _Ranks:
         """Return when the launcher and its ranks have ended, by themselves or killed."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)  # it ends its processes first
-            _wait(self.process)
+            _wait_for_end(self.process)
         self._is_over = True
         for connection in self._connections:
             # A rank whose launcher is gone ends by it. To close it is not enough: a thread reads.
@@ -125,10 +125,10 @@ class _Ranks:
         psutil.wait_procs(alive, END_S)
 
 
-class _Heard:
+class _RankMessages:
     """What the ranks have told so far, whoever launched them."""
 
-    def __init__(self, restarts: int, log: Log, asked: Asked) -> None:
+    def __init__(self, restarts: int, log: Log, asked: StopCheck) -> None:
         self._most, self._log, self._asked = restarts, log, asked
         self._stop: Any = None  # that the lead was told of
         self._failed: Exception | None = None
@@ -141,7 +141,7 @@ class _Heard:
         self._is_lost = False  # and will begin again
         self._logged: dict[str, int] = {}  # last steps, by the name of a metric
 
-    def to_the_end(self, ranks: _Ranks) -> TrainFacts | None:
+    def wait_for_result(self, ranks: _LaunchedRanks) -> TrainFacts | None:
         """Return what was trained; None where the launcher was lost, and all are to begin again."""
         self._ranks, ended_s = ranks, None
         while self._facts is None:
@@ -156,10 +156,10 @@ class _Heard:
             if self._failed is not None:
                 raise self._failed
             if self._left:
-                _wait(ranks.process)
+                _wait_for_end(ranks.process)
                 self._stop.act()
                 raise AssertionError("a stop that ends the training returned")
-        _wait(ranks.process)  # a rank that is stopped would keep it
+        _wait_for_end(ranks.process)  # a rank that is stopped would keep it
         if count := self._restarts - self._eased:
             lost = {"ranks.restarts": str(count), "ranks.lost": "; ".join(self._lost)}
             return replace(self._facts, tags=self._facts.tags | lost)
@@ -263,7 +263,9 @@ def _name(number: int) -> str:
 
 
 @contextmanager
-def _launched(job: Job, device: DeviceFacts, *, processes: int, restarts: int) -> Iterator[_Ranks]:
+def _launch_ranks(
+    job: Job, device: DeviceFacts, *, processes: int, restarts: int
+) -> Iterator[_LaunchedRanks]:
     with tempfile.TemporaryDirectory(prefix="headroom-") as folder, Listener() as listener:
         printed = Path(folder) / "printed"
         with printed.open("wb") as output:
@@ -276,10 +278,10 @@ def _launched(job: Job, device: DeviceFacts, *, processes: int, restarts: int) -
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_environment(str(listener.address), processes),
+                env=_make_environment(str(listener.address), processes),
                 start_new_session=True,  # a Ctrl-C is for this process
             )
-        ranks = _Ranks(process, printed)
+        ranks = _LaunchedRanks(process, printed)
         threading.Thread(target=ranks.accept, args=(listener, job, device), daemon=True).start()
         try:
             yield ranks
@@ -287,14 +289,14 @@ def _launched(job: Job, device: DeviceFacts, *, processes: int, restarts: int) -
             ranks.end()
 
 
-def _environment(address: str, processes: int) -> dict[str, str]:
+def _make_environment(address: str, processes: int) -> dict[str, str]:
     project = str(Path(__file__).parents[3])
     path = os.pathsep.join(p for p in (project, os.environ.get("PYTHONPATH")) if p)
-    given = {"OMP_NUM_THREADS": str(threads_of(processes)), **os.environ}
+    given = {"OMP_NUM_THREADS": str(count_threads(processes)), **os.environ}
     return given | {ADDRESS: address, "PYTHONPATH": path}
 
 
-def _wait(process: subprocess.Popen[bytes]) -> None:
+def _wait_for_end(process: subprocess.Popen[bytes]) -> None:
     """Return when it has ended, by itself or killed with what it started."""
     try:
         process.wait(END_S)

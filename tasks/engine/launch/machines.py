@@ -23,12 +23,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 
-from tasks.engine.device.detection import DeviceError, detect
-from tasks.engine.launch import attempts
-from tasks.engine.launch.processes import threads_of
-from tasks.engine.settings.launch_config import LaunchConfig
+from tasks.engine.device.detection import DeviceError, detect_best_device
+from tasks.engine.launch import processes
+from tasks.engine.launch.processes import count_threads
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.run_config import LaunchConfig, RunConfig
 
 ELASTIC = "torch.distributed.elastic"  # how its loggers begin
 ASK_EVERY_S = 0.2
@@ -41,13 +40,13 @@ def train_on_machines(config: RunConfig, arguments: Sequence[str]) -> int:
     exit code. Raises ConfigError where a machine is missing or unknown, or none of them is this
     one, and where it has no such device."""
     try:  # what its processes would refuse as often as they are started
-        detect(config.device.name, require=config.device.require)
+        detect_best_device(config.device.name, require=config.device.require)
     except DeviceError as error:
         raise ConfigError(str(error)) from None
     here = 1 if config.device.name == "cpu" else torch.accelerator.device_count()
     count = config.launch.count or max(1, here)
-    with _met(config.launch) as (own_name, run_id), attempts.kept_here():
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads_of(count)))
+    with _meet_machines(config.launch) as (own_name, run_id), processes.keep_exit_codes():
+        os.environ.setdefault("OMP_NUM_THREADS", str(count_threads(count)))
         for name in [n for n in logging.root.manager.loggerDict if n.startswith(ELASTIC)]:
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks tell
         start = api.elastic_launch(
@@ -57,7 +56,7 @@ def train_on_machines(config: RunConfig, arguments: Sequence[str]) -> int:
                 nproc_per_node=count,
                 run_id=run_id,
                 rdzv_backend="c10d",
-                rdzv_endpoint=_address(config.launch),
+                rdzv_endpoint=_make_address(config.launch),
                 rdzv_configs={"is_host": False},
                 max_restarts=config.run.retries,
                 local_addr=own_name,
@@ -72,9 +71,9 @@ def train_on_machines(config: RunConfig, arguments: Sequence[str]) -> int:
         except ChildFailedError as error:
             code = error.get_first_failure()[1].exitcode
         except RendezvousError:
-            code = attempts.AGAIN
-        code = attempts.final() or code
-    if code != attempts.AGAIN:
+            code = processes.AGAIN
+        code = processes.read_final_code() or code
+    if code != processes.AGAIN:
         return 128 - code if code < 0 else code
     if own_name != config.launch.machines[0]:
         log.error("launch.nodes: %s has ended, and told why", config.launch.machines[0])
@@ -82,26 +81,27 @@ def train_on_machines(config: RunConfig, arguments: Sequence[str]) -> int:
 
 
 @contextmanager
-def _met(launch: LaunchConfig) -> Iterator[tuple[str, str]]:
+def _meet_machines(launch: LaunchConfig) -> Iterator[tuple[str, str]]:
     """Yields the name of this machine among them, and that of the training, when all are there."""
     names, until = launch.machines, time.monotonic() + launch.wait_s
     ours = [name for name in names if _is_here(name)]
     if not ours:
         raise ConfigError(f"launch.nodes: none of {', '.join(names)} is an address of this machine")
-    store = _store(launch, ours, until)
+    store = _open_store(launch, ours, until)
     try:
         theirs = store.compare_set("nodes", "", ",".join(names)).decode()
         if theirs != ",".join(names):
             raise ConfigError(f"launch.nodes: is {','.join(names)} here and {theirs} on {names[0]}")
-        name = _claimed(store, ours)
+        name = _claim_name(store, ours)
         if name is None:
-            raise ConfigError(_taken(launch))
+            raise ConfigError(_describe_taken(launch))
         missing, is_told = list(names), False
         while missing := [n for n in missing if not store.check([f"here/{n}"])]:
             text = f"launch.nodes: {', '.join(missing)}"
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"{text} did not come to {_address(launch)} within {launch.wait_s:g} s; start "
+                    f"{text} did not come to {_make_address(launch)} within {launch.wait_s:g} "
+                    "s; start "
                     "the same command there"
                 )
             if not is_told:
@@ -115,14 +115,14 @@ def _met(launch: LaunchConfig) -> Iterator[tuple[str, str]]:
     yield name, run_id  # the store is kept: the launchers meet there too
 
 
-def _store(launch: LaunchConfig, ours: Sequence[str], until: float) -> TCPStore:
+def _open_store(launch: LaunchConfig, ours: Sequence[str], until: float) -> TCPStore:
     """Where the machines meet: served here, or by the first of them."""
     first, port = launch.machines[0], launch.port
     if first in ours:
         with suppress(dist.DistNetworkError):  # another process on this machine serves it
             return TCPStore(first, port, is_master=True, wait_for_workers=False)
         if len(ours) == 1:
-            raise ConfigError(_taken(launch))
+            raise ConfigError(_describe_taken(launch))
     while True:
         try:
             socket.create_connection((first, port), timeout=ANSWER_S).close()
@@ -130,21 +130,21 @@ def _store(launch: LaunchConfig, ours: Sequence[str], until: float) -> TCPStore:
         except OSError as error:
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"launch.nodes: {first} did not come to {_address(launch)} within "
+                    f"launch.nodes: {first} did not come to {_make_address(launch)} within "
                     f"{launch.wait_s:g} s ({error.strerror or error}); start the same command there"
                 ) from None
         time.sleep(ASK_EVERY_S)
     try:
         return TCPStore(first, port, timeout=timedelta(seconds=ANSWER_S))
     except dist.DistError:
-        raise ConfigError(_taken(launch)) from None
+        raise ConfigError(_describe_taken(launch)) from None
 
 
-def _taken(launch: LaunchConfig) -> str:
-    return f"launch.port: {_address(launch)} is in use by something else; choose another"
+def _describe_taken(launch: LaunchConfig) -> str:
+    return f"launch.port: {_make_address(launch)} is in use by something else; choose another"
 
 
-def _claimed(store: TCPStore, ours: Sequence[str]) -> str | None:
+def _claim_name(store: TCPStore, ours: Sequence[str]) -> str | None:
     """The name that this process has; None where others have all that this machine is known by."""
     claim = uuid.uuid4().hex
     for name in ours:
@@ -166,5 +166,5 @@ def _is_here(name: str) -> bool:
     return False
 
 
-def _address(launch: LaunchConfig) -> str:
+def _make_address(launch: LaunchConfig) -> str:
     return f"{launch.machines[0]}:{launch.port}"

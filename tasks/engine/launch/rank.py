@@ -1,6 +1,7 @@
-"""What a process of a rank does: it joins the others, trains its share and proves that it gave its
-memory back. `python -m tasks.engine.launch.rank` is such a process: it is started by PyTorch's
-launcher, gets its job from the process that asked for it, and tells that one all that happens.
+"""One rank of a training: it joins the others, trains its share and checks that it freed its
+memory. `python -m tasks.engine.launch.rank` is such a process: it is started by PyTorch's
+launcher, gets its job from the process that started the training, and reports all that happens
+to it.
 """
 
 from __future__ import annotations
@@ -21,40 +22,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tasks.engine.accounts.step_metrics import Log
 from tasks.engine.base.facts import DataFacts, DeviceFacts, TrainFacts
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import DeviceError, detect
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import DeviceError, detect_best_device
 from tasks.engine.distributed.ranks import (
-    BeginAgain,
     LostRank,
     Meeting,
     Ranks,
-    asked,
+    RestartableError,
     describe,
     is_lost_peer,
-    joined,
+    join_ranks,
+    read_failure,
+    read_micro_batches,
+    read_ranks_from_environment,
     refuse_different,
     shorten,
-    tell_failure,
-    tell_smaller,
-    told_failure,
-    told_smaller,
+    store_failure,
+    store_micro_batch,
 )
 from tasks.engine.files.source_data import DataError
-from tasks.engine.launch.attempts import AGAIN
-from tasks.engine.launch.processes import device_of, own_name
-from tasks.engine.memory.leaks import baseline, release
+from tasks.engine.launch.processes import AGAIN, choose_device_name, find_rank_device
+from tasks.engine.memory.leaks import release_device_memory, take_baseline
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
-from tasks.engine.training.agreed_micro_batches import TooLarge
-from tasks.engine.training.budget import Asked, Left, leave
-from tasks.engine.training.loop import Stop
-from tasks.engine.training.rank_facts import of_ranks
-from tasks.engine.training.similar_runs import Past
-from tasks.engine.training.step_metrics import Log
+from tasks.engine.training.admission import PastRuns
+from tasks.engine.training.loop import StopCheck, StopRequest, TrainingLeft, leave_training
+from tasks.engine.training.shared_model import MicroBatchTooLarge, summarize_ranks
 
 MIB = 1024**2
 ADDRESS = "HEADROOM_RANKS"  # where a rank finds the process that asked for it
@@ -64,11 +62,11 @@ _logger = logging.getLogger("tasks.engine.launch.rank")  # also of a process tha
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranks are asked to do together."""
+    """The training that all ranks do together."""
 
     config: RunConfig
     data: DataFacts
-    past: Past
+    past: PastRuns
     folder: Path
     resumes: bool
 
@@ -79,53 +77,54 @@ def train_together(
     ranks: Ranks,
     *,
     log: Log,
-    asked: Asked = lambda: None,
+    asked: StopCheck = lambda: None,
     is_flow: bool = False,
 ) -> TrainFacts:
-    """What the ranks have trained; on the lead with what all of them measured. is_flow: this is the
-    process of the flow, which will look for its leaks itself.
+    """Train as one of the ranks; return the facts, on the lead with what all of them measured.
+    is_flow: this is the process of the flow, which will look for its leaks itself.
 
-    Raises what trainer.train raises, TooLarge among it, of which those who begin again will know;
-    LostRank where another rank is gone, and RuntimeError with its words where another one failed.
+    Raises what trainer.train raises, MicroBatchTooLarge among it, of which those who begin
+    again will know; LostRank where another rank is gone, and RuntimeError with its words where
+    another one failed.
     """
     tried: list[int] = []
     launch = job.config.launch
-    with joined(
+    with join_ranks(
         ranks, torch.device(device.name), wait_s=launch.wait_s, timeout_s=launch.timeout_s
     ) as meeting:
         store = meeting.store
         try:
-            refuse_different(ranks, _same(job, device))
-            past, resumes, tried = ranks.of_lead(
-                (job.past, job.resumes, told_smaller(store) if ranks.is_lead else [])
+            refuse_different(ranks, _describe_start(job, device))
+            past, resumes, tried = ranks.broadcast(
+                (job.past, job.resumes, read_micro_batches(store) if ranks.is_lead else [])
             )
             if tried:
-                past = Past(past.metrics | {"memory/micro_batch": min(tried)})
+                past = PastRuns(past.metrics | {"memory/micro_batch": min(tried)})
             facts = trainer.train(
                 make_plan(job.config, device, job.data),
                 past=past,
-                folder=_of_all(job, ranks),
+                folder=_agree_on_folder(job, ranks),
                 log=log,
                 resumes=resumes,
                 asked=asked,
                 ranks=ranks,
             )
-            held = release(
+            held = release_device_memory(
                 device.name, baseline_bytes=device.baseline_bytes, held_bytes=facts.held_bytes
             )
             leaked = {"memory/leaked_mib": held.leaked_bytes / MIB}
-            released = of_ranks(ranks, device.name, leaked)
-            leaks = ranks.all_of(() if is_flow else held.owners)
-        except Left:
+            released = summarize_ranks(ranks, device.name, leaked)
+            leaks = ranks.all_gather(() if is_flow else held.owners)
+        except TrainingLeft:
             raise
-        except TooLarge as error:
+        except MicroBatchTooLarge as error:
             _logger.warning("%s", error)
-            tell_smaller(store, error.smaller)
+            store_micro_batch(store, error.smaller)
             raise
         except Exception as error:
             if is_lost_peer(error):
                 raise _failure_of_another(meeting, error) from None
-            tell_failure(store, ranks, describe(error) or type(error).__name__)
+            store_failure(store, ranks, describe(error) or type(error).__name__)
             if isinstance(error, dist.DistError):
                 raise shorten(error) from None
             raise
@@ -139,11 +138,11 @@ def train_together(
     return replace(facts, metrics=metrics, tags=facts.tags | released.tags, leaks=of_all)
 
 
-def _of_all(job: Job, ranks: Ranks) -> Path:
+def _agree_on_folder(job: Job, ranks: Ranks) -> Path:
     """The folder of the run, as far as this rank sees it. Raises ConfigError, on all ranks, where
     one does not see it and would have to."""
-    folder = Path(ranks.of_lead(str(job.folder.absolute())))
-    sees = ranks.all_of(folder.is_dir())
+    folder = Path(ranks.broadcast(str(job.folder.absolute())))
+    sees = ranks.all_gather(folder.is_dir())
     if job.config.train.parallel == "fsdp" and job.config.checkpoint.is_on and not all(sees):
         raise ConfigError(
             f"checkpoint: each rank writes its part, and rank {sees.index(False)} does not see "
@@ -157,11 +156,11 @@ def _failure_of_another(meeting: Meeting, error: Exception) -> RuntimeError | Lo
     """Return what ends this rank since another one is gone: the words of that one, where it left
     some; else who has not come, and what this rank heard."""
     lost = meeting.lost(error)  # by now: for the words it waits
-    failed = told_failure(meeting.store)
+    failed = read_failure(meeting.store)
     return lost if failed is None else RuntimeError(failed)
 
 
-def _same(job: Job, device: DeviceFacts) -> dict[str, Any]:
+def _describe_start(job: Job, device: DeviceFacts) -> dict[str, Any]:
     """What all ranks must have been started with."""
     own = ("run.", "data.path", "data.cache")  # places, which each machine may have its own of
     settings = {k: v for k, v in job.config.flat().items() if not k.startswith(own)}
@@ -190,7 +189,7 @@ class _Sender(logging.Handler):
         self.send("line", record.name, record.levelno, text)
 
 
-class _Wishes:
+class _ReceivedStops:
     """What the process that asked wants meanwhile; where it is gone, this one ends."""
 
     def __init__(self, connection: Connection, sender: _Sender) -> None:
@@ -198,7 +197,7 @@ class _Wishes:
         self._ends: list[bool] = []
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def __call__(self) -> Stop | None:
+    def __call__(self) -> StopRequest | None:
         if not self._ends:
             return None
         ends = self._ends.pop()
@@ -206,9 +205,9 @@ class _Wishes:
         def act() -> None:
             self._sender.send("kept")
             if ends:
-                leave()
+                leave_training()
 
-        return Stop("", ends=ends, act=act)
+        return StopRequest("", ends=ends, act=act)
 
     def _listen(self) -> None:
         while True:
@@ -219,8 +218,9 @@ class _Wishes:
 
 
 def main() -> int:
-    """The exit code: 0 where all was told, AGAIN where the launcher is to start all anew."""
-    ranks, connection = asked(), Client(os.environ[ADDRESS])
+    """Return the exit code: 0 where all was reported, AGAIN where the launcher is to start all
+    anew."""
+    ranks, connection = read_ranks_from_environment(), Client(os.environ[ADDRESS])
     job, first = connection.recv()
     sender = _Sender(connection, ranks)
     logging.getLogger("tasks").addHandler(sender)
@@ -228,55 +228,57 @@ def main() -> int:
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     sender.send("here", again, os.getpid())
     job = replace(job, resumes=job.resumes or again > 0)
-    wishes = _Wishes(connection, sender)
+    wishes = _ReceivedStops(connection, sender)
     try:
-        device = device_of(ranks, first, job.config.device)
+        device = find_rank_device(ranks, first, job.config.device)
         facts = train_together(job, device, ranks, log=partial(sender.send, "log"), asked=wishes)
-    except Left:
+    except TrainingLeft:
         sender.send("left")
-    except TooLarge:
+    except MicroBatchTooLarge:
         sender.send("too large")
         return AGAIN
     except LostRank as error:
         sender.send("lost", str(error), error.missing)
         return AGAIN
     except Exception as error:
-        sender.send("failed", _sendable(error))
+        sender.send("failed", _make_sendable(error))
     else:
         sender.send("done", facts if ranks.is_lead else None)
     return 0
 
 
-def follow(config: RunConfig) -> int:
+def follow_lead(config: RunConfig) -> int:
     """Take part in a training whose lead is another process of torchrun, on this machine or not.
     Returns the exit code: 0 trained, 1 failed, 2 bad input, AGAIN where all are to begin anew."""
-    ranks = asked()
+    ranks = read_ranks_from_environment()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the lead has them all leave a checkpoint
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: signal.alarm(LEAVE_S))
     try:
         device = replace(
-            facts := detect(own_name(config.device, ranks)),
-            baseline_bytes=baseline(facts.name).bytes,
+            facts := detect_best_device(choose_device_name(config.device, ranks)),
+            baseline_bytes=take_baseline(facts.name).bytes,
         )
-        data = prepare(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
+        data = prepare_dataset(
+            config.data, batch_size=config.train.batch_size, seed=config.train.seed
+        )
         with tempfile.TemporaryDirectory(prefix="headroom-") as folder:
-            job = Job(config, data, Past(), Path(folder), resumes=False)
+            job = Job(config, data, PastRuns(), Path(folder), resumes=False)
             train_together(job, device, ranks, log=lambda metrics, step: None)
-    except Left:
+    except TrainingLeft:
         return 0
     except (ConfigError, DataError, ModelError, DeviceError) as error:
         print(f"rank {ranks.rank}: {error}", file=sys.stderr)
         return 2
     except Exception as error:
-        if isinstance(error, BeginAgain) or is_lost_peer(error):  # which the lead tells of
+        if isinstance(error, RestartableError) or is_lost_peer(error):  # which the lead tells of
             return AGAIN
         print(f"rank {ranks.rank}: failed: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _sendable(error: Exception) -> Exception:
+def _make_sendable(error: Exception) -> Exception:
     """The error without its frames; its words where it cannot be sent."""
     bare = error.with_traceback(None)
     bare.__cause__ = bare.__context__ = None

@@ -2,6 +2,6 @@
 operation, and the proof that all was given back. It calls an allocator by its public functions
 where there are any, and leaves out what a device does not tell.
 
-Front doors: allocation_log, allocator_history, allocator_stats, broken_device, caching_allocator,
-glibc_heap, leaks, memory_by_owner, memory_meter, oom_report, scratch_memory.
+Front doors: allocation_log, allocator_stats, caching_allocator, leaks, memory_by_owner,
+memory_meter, oom_report.
 """

@@ -1,15 +1,21 @@
-"""Who holds which bytes, operation by operation: a dispatch mode that counts each storage from the
-operation that makes it until it dies. It sees what tensors hold on any device, real or fake, and
-not what libraries take for themselves; it costs some microseconds an operation, so that training
-enters it on sampled steps, for a limit, and to explain why memory ran out.
+"""Record which owner holds which bytes, operation by operation: a dispatch mode that counts
+each storage from the operation that makes it until it is freed, and names the operation and the
+nearest Python line outside PyTorch (in a backward pass, the line of the forward operation whose
+gradient it computes). It sees what tensors hold on any device, real or fake, and not what
+libraries take for themselves; it costs some microseconds an operation, so that training uses it
+on sampled steps, for a limit, and to explain why memory ran out.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,10 +23,72 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tasks.engine.base.units import mebibytes
-from tasks.engine.distributed.shards import local
-from tasks.engine.memory.caching_allocator import Event, Give, Take
-from tasks.engine.memory.operation_names import Lines, described, name_of, shaped, tensors_of
+from tasks.engine.base.units import format_mebibytes
+from tasks.engine.distributed.shards import get_local_part
+from tasks.engine.memory.caching_allocator import AllocateEvent, AllocatorEvent, FreeEvent
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+_OURS = (f"{_HERE}{os.sep}allocation_log.py", __file__)
+
+
+class OperationLines:
+    """Finds the lines of a step's operations. Call it inside each operation, below autograd."""
+
+    def __init__(self) -> None:
+        self._forward: dict[int, str] = {}  # by the number of the autograd node that a line made
+
+    def find_line(self, *, is_needed: bool) -> str:
+        """Return the line of the operation that runs now; it may be empty where it is not
+        needed."""
+        # A backward runs in a thread of C++ on a GPU, with no Python on its stack.
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            forward = self._forward.get(node._sequence_nr(), "")
+            return f"backward of {forward}" if forward else node.name()
+        # Of an operation that will be differentiated the node was made just before it runs.
+        number = torch.autograd._get_sequence_nr() - 1
+        if not is_needed and number in self._forward:
+            return ""
+        line = _find_python_line()
+        self._forward.setdefault(number, line)
+        return line
+
+
+def _find_python_line() -> str:
+    """Return the nearest Python line outside PyTorch and the log; empty where there is none."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_TORCH) and name not in _OURS and not name.startswith("<"):
+            return f"{os.path.basename(name)}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def find_output_tensors(out: Any) -> Iterator[Tensor]:
+    """Yield all tensors that an operation returned; of a sharded one, the local part."""
+    if isinstance(out, Tensor):
+        yield get_local_part(out)
+    elif isinstance(out, (list, tuple)):
+        for one in out:
+            yield from find_output_tensors(one)
+
+
+def describe_output(func: Any, tensor: Tensor) -> str:
+    """Describe the operation and its output: "mm (128, 256) float32"."""
+    return f"{get_operation_name(func)} {describe_tensor(tensor)}"
+
+
+def get_operation_name(func: Any) -> str:
+    """Return the operation's name: "mm"."""
+    return str(func.__name__).partition(".")[0]
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    """Describe a tensor's shape and type: "(128, 256) float32"."""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
 
 MIB = 1024**2
 ACTIVATIONS, LIBRARIES, REST = "activations", "libraries", "rest"
@@ -33,7 +101,8 @@ _EXPIRED = torch.UntypedStorage._expired
 
 @dataclass(slots=True)
 class Entry:
-    """One storage: what made it, whose it is, and from which to which allocation it lived."""
+    """One storage: the operation and line that made it, its owner, and the allocations from
+    which to which it lived."""
 
     ref: StorageWeakRef | None  # None of an operation's own memory
     bytes: int
@@ -55,7 +124,7 @@ class AllocationLog(TorchDispatchMode):
         limit_bytes: int | None = None,
         block: Callable[[int], int] = int,
         scratch: Scratch = lambda func, args: (),
-        told: Callable[[Event], None] = lambda event: None,
+        told: Callable[[AllocatorEvent], None] = lambda event: None,
     ) -> None:
         """limit_bytes: more raises torch.OutOfMemoryError, as a device would. block: the bytes
         that the device's allocator gives for so many. scratch: what an operation
@@ -72,7 +141,7 @@ class AllocationLog(TorchDispatchMode):
         self._unphased: list[Entry] = []
         self._phases: list[tuple[int, str]] = []
         self._at_failure: list[Entry] = []
-        self._lines = Lines()
+        self._lines = OperationLines()
         self._allocated = 0  # what has died since the last sweep included
         self.peak_bytes = 0  # since reset_peak()
         self.step_peak_bytes = 0
@@ -80,7 +149,7 @@ class AllocationLog(TorchDispatchMode):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Counts inside; nothing changes where it counts already."""
+        """Count inside the block; nothing changes where this log counts already."""
         if self.is_active:
             yield
             return
@@ -110,28 +179,28 @@ class AllocationLog(TorchDispatchMode):
     def device(self) -> torch.device:
         return self._device
 
-    def know(self, tensors: Iterable[Tensor]) -> None:
-        """Count the storages of these tensors, of whose owner nothing is said."""
+    def track_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of these tensors, without naming their owner."""
         for tensor in tensors:
-            self._entry(tensor, line="", what=shaped(tensor))
+            self._entry(tensor, line="", what=describe_tensor(tensor))
 
     def own(self, owner: str, tensors: Iterable[Tensor]) -> None:
-        """The storages of these tensors belong to `owner`, also those made before."""
-        for tensor in map(local, tensors):
-            entry = self._entry(tensor, line="", what=shaped(tensor))
+        """Assign the storages of these tensors to `owner`, also those made before."""
+        for tensor in map(get_local_part, tensors):
+            entry = self._entry(tensor, line="", what=describe_tensor(tensor))
             if entry is not None:
                 entry.owner = owner
 
     def begin_step(self) -> None:
-        """Forget what died before: a step's peak is looked for from here on."""
+        """Forget what was freed before; the peak is that of the step which begins here."""
         self.step_peak_bytes = self.allocated_bytes
         self._gone, self._unphased, self._phases, self._at_failure = [], [], [], []
-        self._lines = Lines()
+        self._lines = OperationLines()
         self._step_peak_at = self._step_from = self._allocations
 
     def end_phase(self, name: str) -> None:
-        """What was made since the last phase was made in this one. What a forward pass left alive
-        are activations; of an evaluation, which leaves none, all that it made."""
+        """Assign what was made since the last phase to this one. What a forward pass leaves
+        alive are activations; of an evaluation, which leaves none, all that it made."""
         self._sweep()
         for entry in self._unphased:
             entry.phase = name
@@ -141,8 +210,8 @@ class AllocationLog(TorchDispatchMode):
         self._unphased = []
         self._phases.append((self._allocations, name))
 
-    def failed_in(self, name: str) -> None:
-        """The phase that an operation failed in never came to its end: it ended with that."""
+    def end_failed_phase(self, name: str) -> None:
+        """End the phase in which an operation failed."""
         for entry in self._unphased:
             entry.phase = name
         if name == "forward":
@@ -157,29 +226,31 @@ class AllocationLog(TorchDispatchMode):
         self.peak_bytes = self.allocated_bytes
 
     def at_peak(self) -> list[Entry]:
-        """What was alive where this step held most, the largest first."""
+        """Return what was alive at the peak of this step, the largest first."""
         at = self._step_peak_at
         held = [e for e in self._all() if e.born <= at and (e.died is None or e.died > at)]
         return sorted(held, key=lambda entry: -entry.bytes)
 
-    def at_failure(self) -> list[Entry]:
-        """What was alive where an operation of this step last failed, the largest first; empty
-        where none did. What the operation had asked for is not among it."""
+    def list_at_failure(self) -> list[Entry]:
+        """Return what was alive where an operation of this step last failed, the largest first;
+        empty where none did. What the operation had asked for is not among it."""
         return sorted(self._at_failure, key=lambda entry: -entry.bytes)
 
     def phases(self) -> list[tuple[int, str]]:
-        """The phases of this step that have ended, each with the last allocation made in it."""
+        """Return the phases of this step that have ended, each with the last allocation made in
+        it."""
         return list(self._phases)
 
     def owners_at_peak(self) -> dict[str, int]:
-        """Bytes by owner where this step held most."""
+        """Return the bytes by owner at the peak of this step."""
         found: dict[str, int] = defaultdict(int)
         for entry in self.at_peak():
             found[entry.owner] += entry.bytes
         return dict(found)
 
     def timeline(self) -> list[tuple[int, dict[str, int]]]:
-        """Bytes by owner where this step began, and after each of its allocations."""
+        """Return the bytes by owner where this step began, and after each of its
+        allocations."""
         self._sweep()
         changes: dict[int, list[tuple[str, int]]] = defaultdict(list)
         for entry in self._all():
@@ -202,24 +273,28 @@ class AllocationLog(TorchDispatchMode):
         except Exception:
             self._note_failure()
             raise
-        made = [tensor for tensor in tensors_of(out) if self._is_unknown(tensor)]
+        made = [tensor for tensor in find_output_tensors(out) if self._is_unknown(tensor)]
         refusal = self._refusal(made)
         if refusal is not None:
             del out, made  # the error's frames must not keep what did not fit
             raise refusal
-        line = self._lines.of_this(is_needed=bool(made))
+        line = self._lines.find_line(is_needed=bool(made))
         for tensor in made:
-            self._entry(tensor, line=line, what=described(func, tensor))
+            self._entry(tensor, line=line, what=describe_output(func, tensor))
         taken = self._scratch(func, args)
         if taken:
-            self._add_scratch(taken, line=line, what=f"scratch memory of {name_of(func)}")
+            self._add_scratch(
+                taken, line=line, what=f"scratch memory of {get_operation_name(func)}"
+            )
         return out
 
     def _refusal(self, made: list[Tensor]) -> torch.OutOfMemoryError | None:
         """The error, where these would lie above the limit."""
         if self._limit is None or not made:
             return None
-        asked = sum({_key(tensor): self._size_bytes(tensor) for tensor in made}.values())
+        asked = sum(
+            {_get_storage_key(tensor): self._size_bytes(tensor) for tensor in made}.values()
+        )
         # Only where it looks full is it worth looking for what has died.
         if self._allocated + asked <= self._limit or self.allocated_bytes + asked <= self._limit:
             return None
@@ -227,8 +302,8 @@ class AllocationLog(TorchDispatchMode):
         free = max(0, self._limit - self._allocated)
         return torch.OutOfMemoryError(
             f"{self._device.type.upper()} out of memory. Tried to allocate "
-            f"{mebibytes(asked / MIB)}; {mebibytes(free / MIB)} of the limit of "
-            f"{mebibytes(self._limit / MIB)} are free"
+            f"{format_mebibytes(asked / MIB)}; {format_mebibytes(free / MIB)} of the limit of "
+            f"{format_mebibytes(self._limit / MIB)} are free"
         )
 
     def _note_failure(self) -> None:
@@ -239,7 +314,7 @@ class AllocationLog(TorchDispatchMode):
         return (
             tensor.device.type == self._device.type
             and tensor.layout == torch.strided
-            and _key(tensor) not in self._live
+            and _get_storage_key(tensor) not in self._live
         )
 
     def _size_bytes(self, tensor: Tensor) -> int:
@@ -251,7 +326,7 @@ class AllocationLog(TorchDispatchMode):
     def _entry(self, tensor: Tensor, *, line: str, what: str) -> Entry | None:
         """The entry of the tensor's storage, made where there is none yet."""
         if not self._is_unknown(tensor):
-            return self._live.get(_key(tensor))
+            return self._live.get(_get_storage_key(tensor))
         size_bytes = self._size_bytes(tensor)
         if not size_bytes:
             return None
@@ -259,8 +334,8 @@ class AllocationLog(TorchDispatchMode):
         self._allocations += 1
         ref = StorageWeakRef(Tensor.untyped_storage(tensor))
         entry = Entry(ref, size_bytes, self._allocations, line, what)
-        self._live[_key(tensor)] = entry
-        self._told(Take(entry.born, size_bytes, self.pool))
+        self._live[_get_storage_key(tensor)] = entry
+        self._told(AllocateEvent(entry.born, size_bytes, self.pool))
         self._unphased.append(entry)
         self._allocated += size_bytes
         self._note_peak(self._allocated)
@@ -276,10 +351,10 @@ class AllocationLog(TorchDispatchMode):
             entry = Entry(None, size, at, line, what, owner=LIBRARIES, died=died)
             self._gone.append(entry)
             self._unphased.append(entry)
-            self._told(Take(at, entry.bytes, self.pool))
+            self._told(AllocateEvent(at, entry.bytes, self.pool))
             most += entry.bytes
         for at in range(first, first + len(sizes)):
-            self._told(Give(at))
+            self._told(FreeEvent(at))
         self._note_peak(self._allocated + most)
 
     def _note_peak(self, in_use_bytes: int) -> None:
@@ -294,12 +369,12 @@ class AllocationLog(TorchDispatchMode):
             entry.died = self._allocations + 1
             self._allocated -= entry.bytes
             self._gone.append(entry)
-            self._told(Give(entry.born))
+            self._told(FreeEvent(entry.born))
 
     def _all(self) -> Iterator[Entry]:
         yield from self._gone
         yield from self._live.values()
 
 
-def _key(tensor: Tensor) -> int:
+def _get_storage_key(tensor: Tensor) -> int:
     return Tensor.untyped_storage(tensor)._cdata if tensor.layout == torch.strided else 0

@@ -1,17 +1,64 @@
-"""What a device's allocator tells, kind by kind, and how its caches are given back: the only room
-that calls torch.*.memory functions. What a device does not tell is absent, never zero, and no
-question here wakes a device that nobody has used yet.
+"""Read what a device's allocator tells, kind by kind, release its caches, record its history,
+and keep the C library's heap, from which a CPU's tensors come, between steps. What a device
+does not tell is absent, never zero, and no function here initializes a device that was not used
+yet. A history is written as a file, memory/snapshot.pickle, on request and when memory ran out;
+a device that keeps none leaves no file, and neither a full disk nor a broken device ends a run
+because of it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from tasks.engine.memory import glibc_heap
+# Of mallopt(3): https://man7.org/linux/man-pages/man3/mallopt.3.html
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+USUAL_BYTES = 32 * 1024**2  # what glibc's own thresholds grow to; a trim happens at twice that
+MOST_BYTES = 2**30  # a larger block is not worth keeping: the work on it outweighs its faults
+NEVER = 2**31 - 1
+
+
+@contextmanager
+def keep_heap(device: torch.device) -> Iterator[None]:
+    """Keep what a step on a CPU frees for the next step, inside the block; `trim_heap` returns
+    it.
+
+    A step of a cnn (3x32x32, batch 512, 2 cores) took 0.23 s inside and 0.32 to 0.44 s outside.
+    """
+    libc = _load_glibc()
+    if device.type != "cpu" or libc is None:
+        yield
+        return
+    # Older versions allow no more than the usual.
+    if not libc.mallopt(M_MMAP_THRESHOLD, MOST_BYTES):
+        libc.mallopt(M_MMAP_THRESHOLD, USUAL_BYTES)
+    libc.mallopt(M_TRIM_THRESHOLD, NEVER)
+    try:
+        yield
+    finally:
+        libc.mallopt(M_MMAP_THRESHOLD, USUAL_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, 2 * USUAL_BYTES)
+
+
+def trim_heap() -> None:
+    """Return the heap's free memory to the system."""
+    libc = _load_glibc()
+    if libc is not None:
+        libc.malloc_trim(0)
+
+
+@cache
+def _load_glibc() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
+
 
 # Of the allocator's history: some steps of a large model; each entry holds its Python frames.
 HISTORY_ENTRIES = 20_000
@@ -26,8 +73,9 @@ class Space:
 
 
 class Allocator(Protocol):
-    """What a device's allocator tells. Keys of read(), each absent where unknown: allocated,
-    reserved, peak_allocated, peak_reserved, inactive_split (bytes) and retries (a count)."""
+    """Reads the statistics of a device's allocator. Keys of read(), each absent where unknown:
+    allocated, reserved, peak_allocated, peak_reserved, inactive_split (bytes) and retries (a
+    count)."""
 
     def read(self) -> dict[str, int]: ...
 
@@ -39,7 +87,7 @@ class Allocator(Protocol):
 
 
 class NoAllocator:
-    """The CPU's: PyTorch keeps no statistics of host memory."""
+    """The empty statistics of a CPU: PyTorch keeps none of host memory."""
 
     def read(self) -> dict[str, int]:
         return {}
@@ -94,8 +142,8 @@ class PoolAllocator:
 
 
 class MpsAllocator:
-    """Apple's: no peaks and no free memory, since the host shares it; total is the size that Metal
-    recommends to stay below."""
+    """The allocator of Apple's MPS: no peaks and no free memory, since the host shares it;
+    total is the size that Metal recommends to stay below."""
 
     def read(self) -> dict[str, int]:
         return {
@@ -113,30 +161,32 @@ class MpsAllocator:
         return {**self.read(), "recommended_max": torch.mps.recommended_max_memory()}
 
 
-def allocator(device: torch.device) -> Allocator:
-    """The statistics of this device; of a kind that has none, the empty ones."""
+def make_allocator(device: torch.device) -> Allocator:
+    """Return the statistics of this device's allocator; empty ones for a kind of device that
+    has none."""
     if device.type in ("cuda", "xpu"):
         return PoolAllocator(device)
     return MpsAllocator() if device.type == "mps" else NoAllocator()
 
 
 class History(Protocol):
-    """What an allocator has done since start(), and the Python lines that asked for it."""
+    """Records what an allocator does from start() on, and the Python lines that asked for
+    it."""
 
     can_record: bool
 
     def start(self) -> None: ...
 
     def write(self, file: Path) -> None:
-        """As a pickle that https://pytorch.org/memory_viz opens; what was never recorded lacks
-        its lines there."""
+        """Write a pickle that https://pytorch.org/memory_viz opens; allocations from before
+        start() have no lines there."""
 
     def stop(self) -> None:
-        """Forget what was recorded; nothing where nothing was."""
+        """Forget what was recorded, if anything."""
 
 
 class NoHistory:
-    """Of devices whose allocators keep none."""
+    """The history of devices whose allocators keep none."""
 
     can_record = False
 
@@ -151,7 +201,7 @@ class NoHistory:
 
 
 class CudaHistory:
-    """Of CUDA and ROCm. Recording costs some microseconds an allocation."""
+    """The history of CUDA and ROCm. Recording costs some microseconds an allocation."""
 
     can_record = True
 
@@ -167,13 +217,14 @@ class CudaHistory:
         torch.cuda.memory._record_memory_history(None)
 
 
-def history(device: torch.device) -> History:
-    """The history of this device's allocator."""
+def make_history(device: torch.device) -> History:
+    """Return the history of this device's allocator."""
     return CudaHistory() if device.type == "cuda" else NoHistory()
 
 
-def pools_bytes(device: torch.device) -> int:
-    """What is reserved in private pools, which recorded graphs have; 0 where there are none."""
+def count_pool_bytes(device: torch.device) -> int:
+    """Return the bytes reserved in private pools, which recorded graphs have; 0 where there are
+    none."""
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return 0
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -184,22 +235,24 @@ def pools_bytes(device: torch.device) -> int:
     )
 
 
-def pinned_bytes(device: torch.device) -> int | None:
-    """Host memory that is pinned for this kind of device, cached included; None where not told."""
+def count_pinned_bytes(device: torch.device) -> int | None:
+    """Return the bytes of host memory that is pinned for this kind of device, cached ones
+    included; None where unknown."""
     if device.type != "cuda" or not hasattr(torch.cuda, "host_memory_stats"):
         return None
     told = torch.cuda.host_memory_stats()
     return None if "allocated_bytes.current" not in told else int(told["allocated_bytes.current"])
 
 
-def give_back(device: torch.device) -> None:
-    """Return to the driver, on a CPU to the system, what allocators and libraries keep for later.
+def release_cached_memory(device: torch.device) -> None:
+    """Return to the driver, on a CPU to the system, what allocators and libraries cache.
 
-    Waits for the device. Raises what the device raises once an error has poisoned the process.
+    Waits for the device. Raises what the device raises once an error has broken it for this
+    process.
     """
     backend: Any = torch.get_device_module(device)
     if device.type == "cpu":
-        glibc_heap.give_back()
+        trim_heap()
         return
     if device.type != "mps" and not backend.is_initialized():
         return

@@ -1,7 +1,8 @@
-"""What PyTorch's caching allocator reserves for a sequence of allocations: its rules, followed on
-numbers alone. A limit counts what is reserved, not what tensors hold, so whoever forecasts has to
-know both. It follows the allocator of CUDA, ROCm and XPU on one stream, with its default settings
-(c10/core/AllocatorConfig.h: the sizes below) or those of PYTORCH_ALLOC_CONF that make it hold more.
+"""Simulate how much PyTorch's caching allocator reserves for a sequence of allocations. A limit
+counts what is reserved, not what tensors hold, so a forecast needs both. It follows the
+allocator of CUDA, ROCm and XPU on one stream, with its default settings
+(c10/core/AllocatorConfig.h: the sizes below) or those of PYTORCH_ALLOC_CONF that make it hold
+more.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ import math
 import os
 import re
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
+
+import torch
+from torch import Tensor
 
 MIB = 1024**2
 BLOCK_BYTES = 512
@@ -23,7 +28,7 @@ LARGE_BYTES = 10 * MIB
 ROUND_BYTES = 2 * MIB
 
 
-NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+ALLOC_CONF_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # What takes no more of the device: it gives back earlier, maps as needed, or is the host's.
 TAKE_NO_MORE = re.compile(
     "garbage_collection_threshold|expandable_segments|per_process_memory_fraction|pinned_.*"
@@ -32,8 +37,9 @@ TAKE_NO_MORE = re.compile(
 
 
 @dataclass(frozen=True)
-class Rules:
-    """Settings of the allocator, in bytes. unfollowed: names of those that are not known here."""
+class AllocatorRules:
+    """Settings of the allocator, in bytes. unfollowed: names of the settings that are not
+    simulated."""
 
     # Steps of sizes between two powers of two, by the power in MiB that a size is above, or by "<"
     # and ">" below the first and above the last of them (of one number for all: ">").
@@ -43,8 +49,8 @@ class Rules:
     segment_bytes: int = LARGE_SEGMENT_BYTES
     unfollowed: tuple[str, ...] = ()
 
-    def rounded(self, asked_bytes: int) -> int:
-        """The size of a block for so many bytes."""
+    def round_up(self, asked_bytes: int) -> int:
+        """Return the size of the block for an allocation of so many bytes."""
         parts = self._divisions(asked_bytes)
         if parts > 1 and asked_bytes > BLOCK_BYTES * parts:
             step = (1 << (asked_bytes.bit_length() - 1)) // parts
@@ -60,9 +66,10 @@ class Rules:
         return self.divisions.get(str(mib), self.divisions.get(beyond, 0))
 
 
-def rules(environment: Mapping[str, str] = os.environ) -> Rules:
-    """The settings of this process. What PyTorch itself would refuse is not followed."""
-    text = next((environment[name] for name in NAMES if environment.get(name)), "")
+def rules(environment: Mapping[str, str] = os.environ) -> AllocatorRules:
+    """Return the allocator's settings of this process. What PyTorch itself would refuse is not
+    followed."""
+    text = next((environment[name] for name in ALLOC_CONF_NAMES if environment.get(name)), "")
     found: dict[str, Any] = {}
     unfollowed = []
     sizes = {
@@ -80,13 +87,13 @@ def rules(environment: Mapping[str, str] = os.environ) -> Rules:
             found["divisions"] = {"<": int(pairs[0][1]), **{k: int(v) for k, v in pairs}}
         elif (name, value.strip()) != ("backend", "native") and not TAKE_NO_MORE.fullmatch(name):
             unfollowed.append(name)
-    return Rules(**found, unfollowed=tuple(unfollowed))
+    return AllocatorRules(**found, unfollowed=tuple(unfollowed))
 
 
 @dataclass(frozen=True)
-class Take:
-    """An allocation of so many bytes under a name of its own, in a pool of its own or the common
-    one (0): a recorded graph has its own."""
+class AllocateEvent:
+    """An allocation of so many bytes under a name of its own. pool: 0 is the common one; a
+    recorded graph has its own."""
 
     name: int
     bytes: int
@@ -94,22 +101,22 @@ class Take:
 
 
 @dataclass(frozen=True)
-class Give:
+class FreeEvent:
     """The allocation of this name is freed."""
 
     name: int
 
 
 @dataclass(frozen=True)
-class Empty:
-    """The caches are given back."""
+class EmptyCacheEvent:
+    """The caches are returned to the driver."""
 
 
-Event = Take | Give | Empty
+AllocatorEvent = AllocateEvent | FreeEvent | EmptyCacheEvent
 
 
-class Exceeded(Exception):
-    """An allocation does not fit under the limit, even after all caches were given back."""
+class LimitExceeded(Exception):
+    """An allocation does not fit under the limit, even after all caches were returned."""
 
 
 @dataclass(eq=False)
@@ -123,11 +130,11 @@ class _Block:
 
 
 @dataclass
-class Pool:
-    """The allocator. limit_bytes: of what may be reserved."""
+class SimulatedAllocator:
+    """A simulated caching allocator. limit_bytes: of what may be reserved."""
 
     limit_bytes: float = math.inf
-    rules: Rules = field(default_factory=lambda: rules())
+    rules: AllocatorRules = field(default_factory=lambda: rules())
     allocated: int = 0
     reserved: int = 0
     peak_allocated: int = 0
@@ -136,19 +143,19 @@ class Pool:
     # By pool the free blocks, the smallest first; the number tells apart those of one size.
     _free: dict[tuple[int, bool], list[tuple[int, int, _Block]]] = field(default_factory=dict)
 
-    def follow(self, events: Iterable[Event]) -> Pool:
-        """Do these; raises Exceeded."""
+    def follow(self, events: Iterable[AllocatorEvent]) -> SimulatedAllocator:
+        """Simulate these events and return the allocator; raises LimitExceeded."""
         for event in events:
-            if isinstance(event, Take):
+            if isinstance(event, AllocateEvent):
                 self._take(event)
-            elif isinstance(event, Give):
+            elif isinstance(event, FreeEvent):
                 self._give(event.name)
             else:
                 self._empty()
         return self
 
-    def _take(self, asked: Take) -> None:
-        size = self.rules.rounded(asked.bytes)
+    def _take(self, asked: AllocateEvent) -> None:
+        size = self.rules.round_up(asked.bytes)
         is_small = size <= SMALL_BYTES
         pool = asked.pool, is_small
         block = self._best(pool, size) or self._segment(pool, size)
@@ -169,7 +176,7 @@ class Pool:
         self.allocated -= block.bytes
         for other in (block.before, block.after):
             if other is not None and self._drop(other):
-                block = _joined(block, other)
+                block = _join_blocks(block, other)
         self._put(block)
 
     def _empty(self) -> None:
@@ -200,7 +207,7 @@ class Pool:
         if self.reserved + size > self.limit_bytes:
             self._empty()
         if self.reserved + size > self.limit_bytes:
-            raise Exceeded
+            raise LimitExceeded
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return _Block(size, pool)
@@ -218,7 +225,7 @@ class Pool:
         return False
 
 
-def _joined(block: _Block, other: _Block) -> _Block:
+def _join_blocks(block: _Block, other: _Block) -> _Block:
     """Both neighbours as one block."""
     first, second = (other, block) if block.before is other else (block, other)
     first.bytes += second.bytes
@@ -228,16 +235,84 @@ def _joined(block: _Block, other: _Block) -> _Block:
     return first
 
 
-def least_room(events: list[Event], *, up_to: int) -> int:
-    """The smallest limit in bytes, a multiple of 2 MiB, under which all of these find room; up_to:
-    a limit that is known to do."""
-    least = Pool().follow(events).peak_allocated // ROUND_BYTES
+def find_smallest_limit(events: list[AllocatorEvent], *, up_to: int) -> int:
+    """Return the smallest limit in bytes, a multiple of 2 MiB, under which all of these events
+    fit.
+
+    up_to: a limit that is known to suffice.
+    """
+    least = SimulatedAllocator().follow(events).peak_allocated // ROUND_BYTES
     most = -(-up_to // ROUND_BYTES)
     while least < most:
         middle = (least + most) // 2
         try:
-            Pool(limit_bytes=middle * ROUND_BYTES).follow(events)
+            SimulatedAllocator(limit_bytes=middle * ROUND_BYTES).follow(events)
             most = middle
-        except Exceeded:
+        except LimitExceeded:
             least = middle + 1
     return most * ROUND_BYTES
+
+
+WARP, MOST_THREADS = 32, 512
+LEAST_VALUES, MOST_VALUES = 16, 256  # that a thread adds up
+ACCUMULATOR_BYTES = 4  # of a float32, also for bf16 and fp16
+
+
+def make_scratch_counter(device: torch.device) -> Callable[[Any, tuple[Any, ...]], tuple[int, ...]]:
+    """Return a function that computes what an operation with these arguments takes on the
+    device for itself, as the bytes of each allocation."""
+    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
+        return lambda func, args: ()
+    properties = torch.cuda.get_device_properties(device)
+    processors, threads = (
+        properties.multi_processor_count,
+        properties.max_threads_per_multi_processor,
+    )
+
+    def scratch(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+        if func is torch.ops.aten._softmax_backward_data.default:
+            return (int(args[0].nbytes),)
+        if func is torch.ops.aten._safe_softmax.default:
+            return (int(args[0].numel()),)  # booleans
+        if func is torch.ops.aten._native_multi_head_attention.default:
+            return (3 * int(args[0].nbytes),) * 2
+        if func is not torch.ops.aten.sum.dim_IntList or not _is_over_rows(args[0], args[1]):
+            return ()
+        columns = args[0].shape[-1]
+        rows = prod(args[0].shape[:-1])
+        taken = count_column_sum_bytes(rows, columns, processors=processors, threads=threads)
+        return (taken,) if taken else ()
+
+    return scratch
+
+
+def count_column_sum_bytes(rows: int, columns: int, *, processors: int, threads: int) -> int:
+    """Return the scratch bytes for the sums of the columns of a matrix. threads: how many a
+    processor runs at once."""
+    vector = next(n for n in (4, 2, 1) if columns % n == 0)
+    most = MOST_THREADS // vector
+    across = _find_power_of_two(columns // vector, most)
+    down = _find_power_of_two(rows, most)
+    width = min(across, WARP)
+    height = min(down, most // width)
+    width = min(across, most // height)
+    values = rows  # of a thread
+    if values < min(16 * height, MOST_VALUES):
+        return 0  # each warp has columns of its own
+    values = -(-rows // height)
+    grid = -(-(columns // vector) // width)
+    target = processors * (threads // (width * height))
+    if values < MOST_VALUES or grid > target:
+        return 0
+    parts = max(min(-(-target // grid), -(-values // LEAST_VALUES)), -(-values // MOST_VALUES))
+    return ACCUMULATOR_BYTES * columns * parts * width * vector if parts > 1 else 0
+
+
+def _find_power_of_two(n: int, most: int) -> int:
+    """The largest power of two in n, at most `most`."""
+    return most if n >= most else 1 << (n.bit_length() - 1)
+
+
+def _is_over_rows(tensor: Tensor, dims: Any) -> bool:
+    kept = {d % tensor.dim() for d in dims or ()}
+    return tensor.is_contiguous() and kept == set(range(tensor.dim() - 1)) and tensor.dim() > 1

@@ -1,6 +1,6 @@
-"""Giving memory back, and the proof: what was in use before a run, what is after, and by name who
-holds the difference. Nothing here returns or keeps a tensor; a baseline remembers storages by weak
-references.
+"""Handle a device that an error has broken for this process, such as an index out of range in a
+CUDA kernel: it answers every later call with that error, and its memory is returned when the
+process ends.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import gc
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +18,45 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tasks.engine.base.facts import Kept, Owner, ReleaseFacts
-from tasks.engine.memory.allocator_stats import allocator, give_back, pinned_bytes, pools_bytes
-from tasks.engine.memory.broken_device import is_broken
-from tasks.engine.memory.live_tensors import GRADIENT, SAVED, Live, live_tensors
-from tasks.engine.memory.reference_holders import Holders
+from tasks.engine.base.facts import Owner, ReleaseFacts, UnreturnedMemory
+from tasks.engine.base.timing import wait_for_device
+from tasks.engine.memory.allocator_stats import (
+    count_pinned_bytes,
+    count_pool_bytes,
+    make_allocator,
+    release_cached_memory,
+)
+from tasks.engine.memory.holders import GRADIENT, SAVED, Holders, LiveTensor, find_live_tensors
+
+# Until the process ends.
+_kept_tensors: list[Tensor] = []
+
+
+def is_broken(device: torch.device) -> bool:
+    """Return whether the device answers every call with an error; waits for it."""
+    try:
+        wait_for_device(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+@contextmanager
+def survive_broken_device(device: torch.device) -> Iterator[None]:
+    """Keep the process alive after an error inside the block that breaks the device, so that it
+    can be reported.
+
+    PyTorch frees pinned memory with an event of the device; where the device gives none, that
+    fails in a destructor and ends the process at once. So the host's tensors are kept.
+    """
+    try:
+        yield
+    except Exception:
+        if is_broken(device):
+            # All of them: which are pinned, the device would have to tell.
+            _kept_tensors.extend(live.tensor for live in find_live_tensors(torch.device("cpu")))
+        raise
+
 
 MIB = 1024**2
 MOST_OWNERS = 10
@@ -34,8 +70,8 @@ _baselines: dict[str, Baseline] = {}
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What is taken beside tensors, in bytes; None where it is not told."""
+class TakenMemory:
+    """Memory that is taken beside tensors, in bytes; None where it is unknown."""
 
     reserved: int | None  # by the allocator, tensors included
     pools: int  # of that, by private pools
@@ -48,71 +84,74 @@ class Baseline:
     """What was in use before a run. `before`: bytes by storage address."""
 
     bytes: int
-    taken: Taken
+    taken: TakenMemory
     before: dict[int, int] = field(repr=False)
     # Weak references keep no memory, but keep its address from being given to another storage.
     refs: tuple[StorageWeakRef, ...] = field(repr=False)
 
 
-def baseline(device: torch.device | str) -> Baseline:
-    """Gives caches back, and remembers what is in use on the device now.
+def take_baseline(device: torch.device | str) -> Baseline:
+    """Release caches, then record and return what is in use on the device now.
 
-    Through the same door as release(), so that a workspace kept from an earlier run cannot hide a
-    leak of its size in the next. Garbage not yet collected counts as in use.
+    Caches are released as in release_device_memory(), so that a workspace kept from an earlier
+    run cannot hide a leak of its size in the next. Garbage not yet collected counts as in use.
     """
     device = torch.device(device)
-    give_back(device)
-    lives = live_tensors(device)
+    release_cached_memory(device)
+    lives = find_live_tensors(device)
     before = {live.key: live.bytes for live in lives}
     refs = {live.key: StorageWeakRef(live.storage) for live in lives}
-    found = Baseline(_in_use(device, lives), _taken(device), before, tuple(refs.values()))
+    found = Baseline(
+        _count_bytes_in_use(device, lives), _measure_taken(device), before, tuple(refs.values())
+    )
     _baselines[str(device)] = found
     return found
 
 
-def keeps(tensor: Tensor) -> None:
-    """A library keeps this for as long as the process lives: it is no leak of a run's."""
+def ignore_tensor(tensor: Tensor) -> None:
+    """Exempt a tensor that a library keeps for as long as the process lives: it is no leak of a
+    run."""
     for known in _baselines.values():
         known.before[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
 
 
-def release(
+def release_device_memory(
     device: torch.device | str, *, baseline_bytes: int, held_bytes: int = 0
 ) -> ReleaseFacts:
-    """Give back all that nobody holds any more, and name what somebody still does.
+    """Release all memory that nobody holds any more, and name the holders of the rest.
 
     held_bytes: what the run had in use at its end, most of which its own end has freed already.
-    leaked: bytes of storages that were not there at the baseline and that Python can still reach;
-    on a CPU and a GPU alike one byte is a leak. residual: what the allocator counts above that,
-    which no Python object holds: workspaces of libraries, and rounding. Where the baseline was
-    not taken by baseline() in this process, only its size is known, and leaked is at most what is
-    in use above it. reserved: what the allocator has not returned to the driver; kept: by name what
-    is taken above the baseline that no tensor holds. ok: nothing leaked, no private pool is left,
-    and nothing is reserved for which there is no residual. Of a device that an error has broken
-    nothing is given back; `broken` says so.
+    leaked: bytes of storages that were not there at the baseline and that Python can still
+    reach; on a CPU and a GPU alike one byte is a leak. residual: what the allocator counts
+    above that, which no Python object holds: workspaces of libraries, and rounding. Where the
+    baseline was not taken by take_baseline() in this process, only its size is known, and
+    leaked is at most what is in use above it. reserved: what the allocator has not returned to
+    the driver; kept: by name what is taken above the baseline that no tensor holds. ok: nothing
+    leaked, no private pool is left, and nothing is reserved for which there is no residual. Of
+    a device that an error has broken nothing is released; `broken` says so.
     """
     device = torch.device(device)
     if is_broken(device):
-        return _kept_by_driver(device, baseline_bytes)
+        return _report_broken_device(device, baseline_bytes)
     known = _baselines.get(str(device))
     if known is not None and known.bytes != baseline_bytes:
         known = None
     before = known.before if known else {}
-    found_bytes, is_clean = _first_look(device, before)
+    found_bytes, is_clean = _check_in_use(device, before)
     before_bytes = max(found_bytes, held_bytes)
     if _has_compiled():
         sys.modules["torch._dynamo"].reset()
     if not is_clean:  # garbage is seen by a look too; without any there is nothing to collect
-        _collect(device, before)
-    give_back(device)
+        _collect_garbage(device, before)
+    release_cached_memory(device)
     seen = is_clean and device.type == "cpu"  # which has no caches: the first look was the proof
-    lives = [] if seen else live_tensors(device)
-    after_bytes = found_bytes if seen else _in_use(device, lives)
+    lives = [] if seen else find_live_tensors(device)
+    after_bytes = found_bytes if seen else _count_bytes_in_use(device, lives)
     above = max(0, after_bytes - baseline_bytes)
-    taken = _taken(device)
-    reserved_bytes = _above(taken.reserved, known.taken.reserved) if known else None
+    taken = _measure_taken(device)
+    reserved_bytes = _compute_growth(taken.reserved, known.taken.reserved) if known else None
     pooled_bytes = max(0, taken.pools - (known.taken.pools if known else 0))
-    leaks = _new(lives, before)
+    leaks = _find_leaks(lives, before)
     leaked_bytes = sum(leak.bytes for leak in leaks)
     if known is None:
         leaked_bytes = min(leaked_bytes, above)
@@ -125,45 +164,47 @@ def release(
         residual_bytes=residual_bytes,
         leaked_bytes=leaked_bytes,
         ok=not leaked_bytes and not pooled_bytes and bool(residual_bytes or not reserved_bytes),
-        owners=_owners(leaks) if leaked_bytes else (),
+        owners=_describe_owners(leaks) if leaked_bytes else (),
         reserved_bytes=reserved_bytes,
-        kept=_kept(taken, known.taken, residual_bytes, pooled_bytes) if known else (),
+        kept=_list_unreturned(taken, known.taken, residual_bytes, pooled_bytes) if known else (),
     )
 
 
-def _taken(device: torch.device) -> Taken:
-    source = allocator(device)
+def _measure_taken(device: torch.device) -> TakenMemory:
+    source = make_allocator(device)
     space = source.space()
-    return Taken(
+    return TakenMemory(
         reserved=source.read().get("reserved"),
-        pools=pools_bytes(device),
-        pinned=pinned_bytes(device),
+        pools=count_pool_bytes(device),
+        pinned=count_pinned_bytes(device),
         driver=None
         if space is None or space.free_bytes is None
         else space.total_bytes - space.free_bytes,
     )
 
 
-def _above(now: int | None, before: int | None) -> int | None:
+def _compute_growth(now: int | None, before: int | None) -> int | None:
     return None if now is None else max(0, now - (before or 0))
 
 
-def _kept(now: Taken, before: Taken, residual_bytes: int, pools_bytes: int) -> tuple[Kept, ...]:
-    """By name what is above the baseline, beside tensors that somebody holds."""
-    reserved_bytes = _above(now.reserved, before.reserved) or 0
-    driver_bytes = _above(now.driver, before.driver) if before.driver is not None else None
+def _list_unreturned(
+    now: TakenMemory, before: TakenMemory, residual_bytes: int, pools_bytes: int
+) -> tuple[UnreturnedMemory, ...]:
+    """Return by name what is above the baseline, beside tensors that somebody holds."""
+    reserved_bytes = _compute_growth(now.reserved, before.reserved) or 0
+    driver_bytes = _compute_growth(now.driver, before.driver) if before.driver is not None else None
     found = {
         "workspaces of libraries": residual_bytes,
         "private pools of graphs": pools_bytes,
-        "pinned host memory": _above(now.pinned, before.pinned) or 0,
+        "pinned host memory": _compute_growth(now.pinned, before.pinned) or 0,
         # Kernels are loaded when they are first used; of another process nobody can tell it apart.
         "the driver's context, or other processes": (driver_bytes or 0) - reserved_bytes,
     }
-    return tuple(Kept(name, size) for name, size in found.items() if size > 0)
+    return tuple(UnreturnedMemory(name, size) for name, size in found.items() if size > 0)
 
 
-def _kept_by_driver(device: torch.device, baseline_bytes: int) -> ReleaseFacts:
-    in_use = allocator(device).read().get("allocated", 0)  # by PyTorch's own books
+def _report_broken_device(device: torch.device, baseline_bytes: int) -> ReleaseFacts:
+    in_use = make_allocator(device).read().get("allocated", 0)  # by PyTorch's own books
     return ReleaseFacts(
         baseline_bytes=baseline_bytes,
         before_bytes=in_use,
@@ -184,20 +225,21 @@ def _has_compiled() -> bool:
     return utils is not None and bool(utils.counters["frames"])
 
 
-def _collect(device: torch.device, before: dict[int, int]) -> None:
+def _collect_garbage(device: torch.device, before: dict[int, int]) -> None:
     """Collect garbage; again where something is left, since a collection does nothing while one of
     another thread is under way (CPython, `gcstate->collecting`)."""
     for _ in range(COLLECTIONS):
         gc.collect()
-        if _first_look(device, before)[1]:
+        if _check_in_use(device, before)[1]:
             return
         time.sleep(PAUSE_S)
 
 
-def _first_look(device: torch.device, before: dict[int, int]) -> tuple[int, bool]:
-    """Bytes in use, and whether nothing new is; in a function, so that what it saw can go."""
-    lives = live_tensors(device)
-    return _in_use(device, lives), not _new(lives, before)
+def _check_in_use(device: torch.device, before: dict[int, int]) -> tuple[int, bool]:
+    """Return the bytes in use, and whether nothing new is; in a function, so that what it saw
+    can be freed."""
+    lives = find_live_tensors(device)
+    return _count_bytes_in_use(device, lives), not _find_leaks(lives, before)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -205,67 +247,67 @@ class _Leak:
     """One storage too many, and all ways to reach it; those with a Python holder first."""
 
     bytes: int
-    ways: tuple[Live, ...]
+    ways: tuple[LiveTensor, ...]
 
 
-def _in_use(device: torch.device, lives: list[Live]) -> int:
+def _count_bytes_in_use(device: torch.device, lives: list[LiveTensor]) -> int:
     if device.type == "cpu":
         return sum({live.key: live.bytes for live in lives}.values())
-    return allocator(device).read().get("allocated", 0)
+    return make_allocator(device).read().get("allocated", 0)
 
 
-def _new(lives: list[Live], before: dict[int, int]) -> list[_Leak]:
-    ways: dict[int, list[Live]] = defaultdict(list)
+def _find_leaks(lives: list[LiveTensor], before: dict[int, int]) -> list[_Leak]:
+    ways: dict[int, list[LiveTensor]] = defaultdict(list)
     for live in lives:
         if live.bytes > before.get(live.key, 0):
             ways[live.key].append(live)
     leaks = [
-        _Leak(group[0].bytes - before.get(key, 0), tuple(sorted(group, key=_directness)))
+        _Leak(group[0].bytes - before.get(key, 0), tuple(sorted(group, key=_rank_directness)))
         for key, group in ways.items()
     ]
     return sorted(leaks, key=lambda leak: -leak.bytes)
 
 
-def _directness(live: Live) -> int:
+def _rank_directness(live: LiveTensor) -> int:
     return ("", GRADIENT, SAVED).index(live.relation)
 
 
-def _owners(leaks: list[_Leak]) -> tuple[Owner, ...]:
-    holders = Holders(ours=(Live, _Leak))
+def _describe_owners(leaks: list[_Leak]) -> tuple[Owner, ...]:
+    holders = Holders(ours=(LiveTensor, _Leak))
     with torch._C.DisableTorchFunction():
-        return tuple(_owner(leak, holders) for leak in leaks[:MOST_OWNERS])
+        return tuple(_describe_owner(leak, holders) for leak in leaks[:MOST_OWNERS])
 
 
-def _owner(leak: _Leak, holders: Holders) -> Owner:
+def _describe_owner(leak: _Leak, holders: Holders) -> Owner:
     for live in leak.ways:
-        if (held_by := _held_by(live, holders)) is not None:
-            return _described(live.tensor, leak.bytes, held_by)
-    return _described(leak.ways[0].tensor, leak.bytes, NO_HOLDER)
+        if (held_by := _describe_holder(live, holders)) is not None:
+            return _make_owner(live.tensor, leak.bytes, held_by)
+    return _make_owner(leak.ways[0].tensor, leak.bytes, NO_HOLDER)
 
 
-def _held_by(live: Live, holders: Holders) -> str | None:
+def _describe_holder(live: LiveTensor, holders: Holders) -> str | None:
     if not live.relation:
         return holders.of(live.tensor)
     above = holders.of(live.of)
     if above is None:
         return None
     name = type(live.of).__name__
-    what = f"{name} {_shape(live.of)}" if isinstance(live.of, Tensor) else name
+    what = f"{name} {_read_shape(live.of)}" if isinstance(live.of, Tensor) else name
     role = "as its gradient" if live.relation == GRADIENT else "for its backward pass"
     return f"{what} {role}, held by {above}"
 
 
-def _described(tensor: Tensor, size_bytes: int, held_by: str) -> Owner:
+def _make_owner(tensor: Tensor, size_bytes: int, held_by: str) -> Owner:
     return Owner(
         kind=type(tensor).__name__,
-        shape=_shape(tensor),
+        shape=_read_shape(tensor),
         dtype=str(tensor.dtype).removeprefix("torch."),
         bytes=size_bytes,
         held_by=held_by,
     )
 
 
-def _shape(tensor: Any) -> tuple[int, ...]:
+def _read_shape(tensor: Any) -> tuple[int, ...]:
     try:
         return tuple(int(n) for n in Tensor.size(tensor))
     except RuntimeError:  # a nested tensor has none

@@ -1,6 +1,6 @@
-"""Whose the bytes of a training step are: parameters, buffers, gradients, optimizer state, data,
-batch, activations, what libraries and a recorded graph keep, and the rest, where the step holds
-most. It counts the steps that are watched, and says nothing of a device whose steps were never
+"""Measure who owns the bytes of a training step at its peak: parameters, buffers, gradients,
+optimizer state, data, batch, activations, what libraries and a recorded graph keep, and the
+rest. It counts the steps that are watched, and says nothing of a device whose steps were never
 watched.
 """
 
@@ -15,13 +15,13 @@ from torch import Tensor
 from tasks.engine.base import nested
 from tasks.engine.memory.allocation_log import LIBRARIES, MIB, REST, AllocationLog
 from tasks.engine.memory.allocator_stats import NoAllocator, Space
-from tasks.engine.memory.live_tensors import live_tensors
+from tasks.engine.memory.holders import find_live_tensors
 
-BEST = "best_weights"
+BEST_WEIGHTS = "best_weights"
 OWNERS = (
     "parameters",
     "buffers",
-    BEST,
+    BEST_WEIGHTS,
     "gradients",
     "optimizer_state",
     "data",
@@ -31,16 +31,17 @@ OWNERS = (
     "graph",
     REST,
 )
-Owned = Mapping[str, Iterable[Tensor]]
+OwnedTensors = Mapping[str, Iterable[Tensor]]
 
 
 class MemoryByOwner:
-    """Keeps the ledger of a training. `owned` tells what belongs to whom at the time of asking."""
+    """Keeps the allocation log of a training. `owned` returns which tensors belong to whom at
+    the time of the call."""
 
     def __init__(
         self,
         ledger: AllocationLog,
-        owned: Callable[[], Owned],
+        owned: Callable[[], OwnedTensors],
         in_use: Callable[[], int | None] = lambda: None,
     ) -> None:
         """in_use: bytes that the allocator counts now, those of libraries included; None where
@@ -53,12 +54,13 @@ class MemoryByOwner:
 
     @contextmanager
     def counting(self, batch: Any) -> Iterator[None]:
-        """What happens inside is one step on this batch: tensors, or structures of them."""
+        """Count what happens inside the block as one step on this batch: tensors, or structures
+        of them."""
         if self._is_first and self._in_use() is not None:
             # Whatever else is there is no library's: what it held before the run, too.
             self._is_first = False
-            self.ledger.know(live.tensor for live in live_tensors(self.ledger.device))
-        self._settle({**self._owned(), "batch": nested.tensors(batch)})
+            self.ledger.track_tensors(live.tensor for live in find_live_tensors(self.ledger.device))
+        self._settle({**self._owned(), "batch": nested.find_tensors(batch)})
         self.ledger.begin_step()
         try:
             with self.ledger.active():
@@ -73,18 +75,18 @@ class MemoryByOwner:
                 self._owners[LIBRARIES] = self._owners.get(LIBRARIES, 0) + libraries_bytes
 
     def forget(self) -> None:
-        """What was counted so far is no longer what a step holds."""
+        """Discard what was counted so far; steps do not hold it any longer."""
         self._most = 0
 
     def metrics(self, *, peak_mib: float | None = None) -> dict[str, float]:
-        """MiB by owner at the highest peak of a watched step, under the names of the record; they
-        sum to peak_mib, the run's, where that is known: what steps held beyond it that nobody
-        watched is the rest."""
+        """Return the MiB by owner at the highest peak of a watched step, under the names of the
+        record. They sum to peak_mib, the run's, where that is known: what steps held beyond it
+        that nobody watched is the rest."""
         if not self._owners:
             return {}
         found = {owner: self._owners.get(owner, 0) / MIB for owner in OWNERS}
         found[REST] += max(0.0, (peak_mib or 0.0) - sum(found.values()))
-        seldom = {BEST, LIBRARIES, "graph"}
+        seldom = {BEST_WEIGHTS, LIBRARIES, "graph"}
         is_told = seldom & self._owners.keys()
         return {
             f"memory/{owner}_mib": mib
@@ -92,14 +94,14 @@ class MemoryByOwner:
             if owner not in seldom or owner in is_told
         }
 
-    def _settle(self, owned: Owned) -> None:
+    def _settle(self, owned: OwnedTensors) -> None:
         for owner, tensors in owned.items():
             self.ledger.own(owner, tensors)
 
 
 class CountedAllocator(NoAllocator):
-    """The CPU's allocator as far as the ledger has counted it: what it tells is absent between
-    watched steps, unless a limit keeps it counting."""
+    """The CPU's allocator as far as the log has counted it: its statistics are absent between
+    watched steps, unless a limit keeps the log counting."""
 
     def __init__(self, ledger: AllocationLog, limit_bytes: int | None) -> None:
         self._ledger, self._limit = ledger, limit_bytes

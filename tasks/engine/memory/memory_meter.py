@@ -1,6 +1,7 @@
-"""How much memory a run uses: peaks per window, phase and run, the host's share, and who owns the
-bytes; and what an error says and keeps about memory. The meter is the one owner of the allocator's
-peaks, which are process-wide: whoever else resets them spoils a run's numbers.
+"""Measure how much memory a run uses: peaks per window, phase and run, and the host's share;
+recognize out-of-memory errors, and release what an error keeps in its frames. The meter alone
+resets the allocator's peaks, which are process-wide: any other reset would falsify a run's
+numbers.
 """
 
 from __future__ import annotations
@@ -9,16 +10,25 @@ import logging
 import re
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
 from tasks.engine.base import host_memory
-from tasks.engine.base.import_paths import said
-from tasks.engine.base.units import mebibytes
-from tasks.engine.memory.allocator_stats import Allocator, Space, allocator
-from tasks.engine.memory.live_tensors import live_tensors, unique_bytes
+from tasks.engine.base.import_paths import get_error_message
+from tasks.engine.base.units import format_mebibytes
+from tasks.engine.memory.allocator_stats import (
+    Allocator,
+    History,
+    Space,
+    make_allocator,
+    make_history,
+)
+from tasks.engine.memory.holders import count_unique_bytes, find_live_tensors
 
 if sys.platform != "win32":
     import resource
@@ -44,23 +54,25 @@ _OOM = re.compile(
 )
 
 
-def allocated_bytes(device: torch.device) -> int:
-    """Bytes in use by tensors: the allocator's count, which includes what libraries allocated
-    through it; on a CPU those of the live tensors that Python can reach (see live_tensors.py)."""
+def count_allocated_bytes(device: torch.device) -> int:
+    """Return the bytes in use by tensors: the allocator's count, which includes what libraries
+    allocated through it; on a CPU those of the live tensors that Python can reach (see
+    find_live_tensors)."""
     if device.type == "cpu":
-        return unique_bytes(live.tensor for live in live_tensors(device))
-    return allocator(device).read().get("allocated", 0)
+        return count_unique_bytes(live.tensor for live in find_live_tensors(device))
+    return make_allocator(device).read().get("allocated", 0)
 
 
-class Meter:
-    """A run's memory in the names of the run record. Opening one resets the device's peaks.
+class MemoryMeter:
+    """Measures a run's memory in the names of the run record. Creating one resets the device's
+    peaks.
 
     The allocator keeps one peak; the meter reads and resets it at the end of each phase and
     window, and keeps the highest of the window, the phase and the run.
     """
 
     def __init__(self, device: torch.device, source: Allocator | None = None) -> None:
-        self._allocator = source or allocator(device)
+        self._allocator = source or make_allocator(device)
         self._host = HostMemory()
         self._run: dict[str, int] = {}
         self._window: dict[str, int] = {}
@@ -72,13 +84,14 @@ class Meter:
         self._growing = 0  # windows running in which the allocator had to retry
 
     def phase(self, name: str) -> None:
-        """`name` ends here: keep the highest use since the last phase or window ended."""
+        """End the phase `name`: keep the highest use since the last phase or window ended."""
         reading = self._fold()
         if "peak_allocated" in reading:
             self._phases[name] = max(self._phases.get(name, 0), reading["peak_allocated"])
 
     def window(self) -> dict[str, float]:
-        """The series of a log point; peaks are those since the last call. Ends the phase too."""
+        """Return the series of a log point; peaks are those since the last call. Ends the phase
+        too."""
         reading = {**self._fold(), **self._window}
         self._window = {}
         retries = reading.get("retries", 0)
@@ -94,7 +107,8 @@ class Meter:
         return {**series, "memory/host_rss_mib": self._host.rss_bytes() / MIB}
 
     def is_thrashing(self) -> bool:
-        """Whether the allocator had to free its cache in two windows running; tells it once.
+        """Return whether the allocator had to free its cache in two windows in succession; True
+        once only.
 
         Such a training goes on, slowly, and is about to run out of memory.
         """
@@ -104,12 +118,12 @@ class Meter:
         return is_so
 
     def summary(self) -> dict[str, float]:
-        """The run's memory so far; call it before the model is freed. Ends the window.
+        """Return the run's memory so far; call it before the model is freed. Ends the window.
 
-        headroom: the total less the most that all processes had in use, as far as log points tell
-        (on MPS this process alone, at log points). fragmentation: of what was reserved in the
-        phase in which most was in use, the share that was idle all the same: cut to sizes that
-        nothing asked for, or the rest of a segment.
+        headroom: the total less the most that all processes had in use, as far as log points
+        tell (on MPS this process alone, at log points). fragmentation: of what was reserved in
+        the phase in which most was in use, the share that was idle all the same: cut to sizes
+        that nothing asked for, or the rest of a segment.
         """
         self.window()
         found: dict[str, float] = {
@@ -128,12 +142,12 @@ class Meter:
         return {**found, "memory/host_rss_peak_mib": self._host.peak_bytes() / MIB}
 
     def reading(self) -> dict[str, int]:
-        """What the allocator tells now; see allocator_stats.py for the keys."""
+        """Return the allocator's statistics of now; see Allocator for the keys."""
         return self._allocator.read()
 
     def stats(self) -> dict[str, Any]:
-        """The allocator's raw statistics; empty where it has none. Of peaks those that are known of
-        the whole run; the allocator's own are of the last phase. Ends the phase."""
+        """Return the allocator's raw statistics; empty where it has none. Of peaks those that
+        are known of the whole run; the allocator's own are of the last phase. Ends the phase."""
         self._fold()
         found = {k: v for k, v in self._allocator.stats().items() if not k.endswith(".peak")}
         kept = {f"{name.removeprefix('peak_')}_bytes.all.peak": v for name, v in self._run.items()}
@@ -163,11 +177,11 @@ class Meter:
 
 
 class HostMemory:
-    """This process's resident memory."""
+    """Measures this process's resident memory."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._record_before = _record_rss_bytes()
+        self._record_before = _read_peak_rss_bytes()
         self._highest = 0
         self._limit = host_memory.limit_bytes()
         self._looked_at = 0  # bytes in use when its cgroup was asked
@@ -184,24 +198,25 @@ class HostMemory:
                 log.warning(
                     "memory: %s are free of the %s of this memory cgroup; a process that takes "
                     "more is killed. Take smaller batches or fewer workers, or raise the limit",
-                    mebibytes(free / MIB),
-                    mebibytes(host_memory.total_bytes() / MIB),
+                    format_mebibytes(free / MIB),
+                    format_mebibytes(host_memory.total_bytes() / MIB),
                 )
         self._highest = max(now, self._highest)
         return now
 
     def peak_bytes(self) -> int:
-        """The most since this object was made. Exact where that is the process's record; where
-        the process was larger before, the largest value seen at log points, a lower bound.
+        """Return the most since this object was made. Exact where that is the process's record;
+        where the process was larger before, the largest value seen at log points, a lower
+        bound.
 
-        Linux could reset its record (/proc/self/clear_refs), but it belongs to everybody.
+        Linux could reset its record (/proc/self/clear_refs), but the whole process shares it.
         """
-        record = _record_rss_bytes()
+        record = _read_peak_rss_bytes()
         return max(self._highest, record if record > self._record_before else 0)
 
 
-def _record_rss_bytes() -> int:
-    """The most the process ever had in memory; 0 where the system does not tell."""
+def _read_peak_rss_bytes() -> int:
+    """Return the most that the process ever had in memory; 0 where the system does not tell."""
     if sys.platform == "win32":
         return 0
     record = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -209,18 +224,18 @@ def _record_rss_bytes() -> int:
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether memory ran out: the error itself, or one that it came of."""
-    return any(_says_oom(one) for one in chain(error))
+    """Return whether memory ran out: in the error itself, or in one that caused it."""
+    return any(_is_oom_itself(one) for one in list_error_chain(error))
 
 
-def _says_oom(error: BaseException) -> bool:
+def _is_oom_itself(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and _OOM.search(said(error)) is not None
+    return isinstance(error, RuntimeError) and _OOM.search(get_error_message(error)) is not None
 
 
-def chain(error: BaseException) -> list[BaseException]:
-    """The error, its causes and contexts, and the members of groups; each once."""
+def list_error_chain(error: BaseException) -> list[BaseException]:
+    """Return the error, its causes and contexts, and the members of groups; each once."""
     found: dict[int, BaseException] = {}
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -235,12 +250,12 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Let go of every local variable that the error and its whole chain keep.
+    """Clear every local variable that the error and its whole chain keep.
 
-    Functions that still run keep theirs. Whoever keeps the error afterwards (Prefect does) keeps
-    no tensor by it; the traceback still prints.
+    Functions that still run keep theirs. Code that keeps the error afterwards (Prefect does)
+    keeps no tensor by it; the traceback still prints.
     """
-    for one in chain(error):
+    for one in list_error_chain(error):
         if isinstance(one, AttributeError):
             one.obj = None  # the very object that lacks the attribute: perhaps the model
         for frame, _ in traceback.walk_tb(one.__traceback__):
@@ -255,10 +270,87 @@ def clear_frames(error: BaseException) -> None:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Let go of the frames themselves, of an error that ends a run from outside.
+    """Remove the frames themselves from an error that ends a run from outside.
 
     In Python 3.11 a cleared frame keeps its function, and so what this encloses. Where in the
-    libraries an interrupt arrived is of no use to anybody, and the compiler's closures hold models.
+    libraries an interrupt arrived is of no use to anybody, and the compiler's closures hold
+    models.
     """
-    for one in chain(error):
+    for one in list_error_chain(error):
         one.__traceback__ = None
+
+
+SNAPSHOT_FILE = Path("memory", "snapshot.pickle")
+
+
+class Recorder:
+    """Records from start() on, and writes what the memory looks like at write()."""
+
+    def __init__(self, source: History, file: Path) -> None:
+        self._source, self._file = source, file
+        self.is_recording = False
+        self.is_written = False
+
+    def start(self) -> None:
+        """Record from here on; nothing changes where it records already."""
+        if not self.is_recording and self._source.can_record:
+            self.is_recording = True
+            self._source.start()
+
+    def write(self) -> None:
+        """Write the file, in place of one that was written before."""
+        if not self._source.can_record:
+            return
+        partial = self._file.with_suffix(".partial")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._source.write(partial)
+            partial.replace(self._file)
+            self.is_written = True
+        except (OSError, RuntimeError) as error:  # no room; or the device answers nothing any more
+            log.warning("memory.snapshot: %s could not be written: %s", self._file, error)
+            _remove(partial)
+
+    def stop(self) -> None:
+        if self.is_recording:
+            self.is_recording = False
+            self._source.stop()
+
+
+@contextmanager
+def record_history(
+    device: torch.device, *, folder: Path, on: bool, source: History | None = None
+) -> Iterator[Recorder]:
+    """Record the memory history of a training inside the block.
+
+    on: record from the start, and write the file at the end, however the block ends. Otherwise
+    the file is written where an out-of-memory error leaves the block, unless write() was called
+    before; it contains more if start() was called. source: the history; that of the device if
+    None.
+    """
+    found = source or make_history(device)
+    recorder = Recorder(found, folder / SNAPSHOT_FILE)
+    if on:
+        if not found.can_record:
+            log.info(
+                "memory.snapshot: %s keeps no history of its memory: no %s", device, SNAPSHOT_FILE
+            )
+        recorder.start()
+    try:
+        yield recorder
+    except BaseException as error:
+        if not recorder.is_written and (on or is_oom(error)):
+            recorder.write()
+        raise
+    else:
+        if on:
+            recorder.write()
+    finally:
+        recorder.stop()
+
+
+def _remove(file: Path) -> None:
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("memory.snapshot: %s could not be removed: %s", file, error)

@@ -1,21 +1,85 @@
-"""Why memory ran out, in words: what was asked for and what was free, which sizes of a micro-batch
-were tried, who held the memory, and what to change. It says what the error, the allocator and the
-ledger tell, and leaves out what none of them does.
+"""Explain why memory ran out: what was asked for and what was free, by the text of the error,
+which sizes of a micro-batch were tried, who held the memory, and what to change. Each library
+words its error in its own way, old and new; what the error, the allocator and the allocation
+log do not tell is left out.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from tasks.engine.base.field_types import is_import
-from tasks.engine.base.units import mebibytes, number, printable
+from tasks.engine.base.field_types import is_import_path
+from tasks.engine.base.units import format_mebibytes, format_number, make_printable
 from tasks.engine.memory.allocation_log import ACTIVATIONS, MIB, REST, AllocationLog, Entry
-from tasks.engine.memory.oom_message import Told, told_by
-from tasks.engine.settings.data_config import TOKEN_SOURCES
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.run_config import TOKEN_SOURCES, RunConfig
+
+# All count in steps of 1024, also those that write "GB", as older ones on Metal do.
+_UNITS = {"bytes": 0, "B": 0, "KB": 1, "MB": 2, "GB": 3, "TB": 4}
+_SIZE = r"([\d.,]+) ?(bytes|B|[KMGT]i?B)"
+_ASKED = re.compile(rf"(?:[Tt]ried to allocate|Unable to allocate|Invalid buffer size:) {_SIZE}")
+_FREE = re.compile(rf"of which ?{_SIZE} is free|; {_SIZE} free;|; {_SIZE} of the limit")
+_ALLOWED = re.compile(rf"{_SIZE} allowed;|max allowed: {_SIZE}|of the limit of {_SIZE}")
+_ALLOCATED = re.compile(
+    rf"{_SIZE} is allocated by PyTorch|{_SIZE} already allocated|MPS allocated: {_SIZE}"
+)
+_IDLE = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
+_RESERVED = re.compile(rf"{_SIZE} reserved in total by PyTorch")
+_OTHER = re.compile(rf"other allocations: {_SIZE}")
+_TOTAL = re.compile(rf"total capacity of {_SIZE}")
+# Of a process on a GPU beside its tensors: the context, and what libraries keep. That texts tell it
+# is no help: in a container they take this process for another one, or the others for this one.
+CONTEXT_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class OomMessage:
+    """The numbers in the text of an out-of-memory error, in bytes; None for those it does not
+    give."""
+
+    asked_bytes: int | None
+    free_bytes: int | None
+    idle_bytes: int | None  # reserved by the allocator, and in no tensor
+    others_bytes: int | None = None  # at least so many are other processes'
+
+    @property
+    def is_held_by_others(self) -> bool:
+        """Return whether there would have been room without the other processes."""
+        if self.asked_bytes is None or not self.others_bytes:
+            return False
+        return self.asked_bytes <= self.others_bytes + (self.free_bytes or 0)
+
+
+def parse_oom_message(text: str) -> OomMessage:
+    """Read the numbers in the text of an out-of-memory error of CUDA, HIP, XPU, MPS, a CPU's
+    allocator, numpy or an allocation log."""
+    free, idle = _parse_size(_FREE, text), _parse_size(_IDLE, text)
+    allocated, reserved = _parse_size(_ALLOCATED, text), _parse_size(_RESERVED, text)
+    if idle is None and allocated is not None and reserved is not None:
+        idle = max(0, reserved - allocated)
+    allowed, other = _parse_size(_ALLOWED, text), _parse_size(_OTHER, text)
+    if allowed is not None and allocated is not None:
+        # Under a limit the driver's free memory is not the run's.
+        left = allowed - allocated - (idle or 0) - (other or 0)
+        if left >= 0 or other is None:  # Metal's count of the others is known to overflow
+            free = max(0, left) if free is None else min(free, max(0, left))
+    total, others = _parse_size(_TOTAL, text), None
+    if None not in (total, free, allocated) and allowed is None:
+        taken = total - free - allocated - (idle or 0)  # type: ignore[operator]
+        others = max(0, taken - CONTEXT_BYTES)
+    return OomMessage(_parse_size(_ASKED, text), free, idle, others)
+
+
+def _parse_size(pattern: re.Pattern[str], text: str) -> int | None:
+    match = pattern.search(text)
+    if match is None:
+        return None
+    value, unit = [group for group in match.groups() if group is not None]
+    return round(float(value.replace(",", "").rstrip(".")) * 1024 ** _UNITS[unit.replace("i", "")])
+
 
 SHOWN = 5  # of the largest holdings
 PHASES = {
@@ -39,14 +103,14 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """One end for lack of memory, in plain values."""
+class OomExplanation:
+    """The explanation of one out-of-memory failure, in plain values."""
 
     device: str
     phase: str
     step: int
     batch_shape: tuple[int, ...]
-    told: Told
+    told: OomMessage
     owners: Mapping[str, int]  # bytes of tensors when it ran out; empty where nobody counted
     holdings: tuple[Holding, ...]  # the largest first, a few
     fragmentation_pct: float | None  # split blocks that lie idle, of what is reserved
@@ -57,27 +121,27 @@ class Explanation:
 
     @property
     def sentence(self) -> str:
-        """All of it on one line."""
+        """Return all of it on one line."""
         told = self.told
         parts = [
             f"{self.setting}: memory ran out on {self.device} in {self._where()}{self._with()}"
         ]
         if told.asked_bytes is not None:
-            free = "" if told.free_bytes is None else f" and {_words(told.free_bytes)} free"
-            parts.append(f"{_words(told.asked_bytes)} asked for{free}")
+            free = "" if told.free_bytes is None else f" and {_format_size(told.free_bytes)} free"
+            parts.append(f"{_format_size(told.asked_bytes)} asked for{free}")
         if self.owners:
             owner, most = max(self.owners.items(), key=lambda item: item[1])
-            share = f"{_words(most)} of {_words(sum(self.owners.values()))}"
+            share = f"{_format_size(most)} of {_format_size(sum(self.owners.values()))}"
             parts.append(f"most is held by {owner.replace('_', ' ')}: {share}")
         return "; ".join([*parts, self.remedy])
 
     def markdown(self) -> str:
-        """The sentence, and a table of who held most."""
-        lines = [f"**Out of memory.** {_cell(self.sentence)}"]
+        """Return the sentence, and a table of the largest holders."""
+        lines = [f"**Out of memory.** {_escape_cell(self.sentence)}"]
         if self.told.idle_bytes is not None:
-            lines += ["", f"Reserved, and in no tensor: {_words(self.told.idle_bytes)}."]
+            lines += ["", f"Reserved, and in no tensor: {_format_size(self.told.idle_bytes)}."]
         if self.fragmentation_pct is not None:
-            lines += ["", f"Fragmentation: {number(self.fragmentation_pct)} %."]
+            lines += ["", f"Fragmentation: {format_number(self.fragmentation_pct)} %."]
         if self.holdings:
             lines += [
                 "",
@@ -85,8 +149,14 @@ class Explanation:
                 "|:--|--:|--:|:--|:--|",
             ]
         for held in self.holdings:
-            cells = held.owner, _words(held.bytes), number(held.count), held.what, held.line
-            lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
+            cells = (
+                held.owner,
+                _format_size(held.bytes),
+                format_number(held.count),
+                held.what,
+                held.line,
+            )
+            lines.append(f"| {' | '.join(_escape_cell(cell) for cell in cells)} |")
         return "\n".join(lines) + "\n"
 
     def to_json(self) -> str:
@@ -102,10 +172,10 @@ class Explanation:
         if not self.tried:
             return ""
         fitted = "none fits" if self.fitted is None else f"{self.fitted:,} fitted before"
-        return f", with micro-batches of {_listed(self.tried)} rows ({fitted})"
+        return f", with micro-batches of {_join_sizes(self.tried)} rows ({fitted})"
 
 
-def explain(
+def explain_oom(
     text: str,
     ledger: AllocationLog,
     *,
@@ -118,33 +188,33 @@ def explain(
     allocator: Mapping[str, int],
     tried: Sequence[int],
     fitted: int | None,
-) -> Explanation:
-    """Why the last attempt of a run failed, with `text`, under `ledger`.
+) -> OomExplanation:
+    """Explain why the last attempt of a run failed with `text`, by its allocation log.
 
-    phase: "training" where it is the ledger that knows whether it was the forward or the backward
-    pass. The ledger is told which phase failed. allocator: what Allocator.read() told. precision:
+    phase: "training" where only the log knows whether it was the forward or the backward pass.
+    The failed phase is ended in the log. allocator: what Allocator.read() returned. precision:
     as resolved for the device.
     """
-    held = ledger.at_failure()
+    held = ledger.list_at_failure()
     if held:
         done = [name for _, name in ledger.phases()]
         if phase == "training":
             phase = "backward" if done[-1:] == ["forward"] else "forward"
-        ledger.failed_in(phase)
-    owners = _owners(held)
-    told = told_by(text)
+        ledger.end_failed_phase(phase)
+    owners = _sum_by_owner(held)
+    told = parse_oom_message(text)
     if told.idle_bytes is None and {"reserved", "allocated"} <= set(allocator):
         told = replace(told, idle_bytes=allocator["reserved"] - allocator["allocated"])
     split, reserved = allocator.get("inactive_split"), allocator.get("reserved")
-    setting, remedy = _remedy(config, precision, phase, told, owners, tried)
-    return Explanation(
+    setting, remedy = _find_remedy(config, precision, phase, told, owners, tried)
+    return OomExplanation(
         device=device,
         phase=phase,
         step=step,
         batch_shape=tuple(batch_shape),
         told=told,
         owners=owners,
-        holdings=_holdings(held),
+        holdings=_group_holdings(held),
         fragmentation_pct=100 * split / reserved if split is not None and reserved else None,
         tried=tuple(tried),
         fitted=fitted,
@@ -153,15 +223,15 @@ def explain(
     )
 
 
-def _remedy(
+def _find_remedy(
     config: RunConfig,
     precision: str,
     phase: str,
-    told: Told,
+    told: OomMessage,
     owners: Mapping[str, int],
     tried: Sequence[int],
 ) -> tuple[str, str]:
-    """The setting to change first, and what may be done."""
+    """Return the setting to change first, and what may be done."""
     if tried and min(tried) > 1 and phase != "optimizer":
         parts = -(-config.train.batch_size // (min(tried) // 2))
         return (
@@ -169,9 +239,11 @@ def _remedy(
             f"set train.accumulate to {parts:,} (got {config.train.accumulate})",
         )
     rows = config.train.batch_size
-    if phase == "sending" and rows > 1 and not is_import(config.data.source):
+    if phase == "sending" and rows > 1 and not is_import_path(config.data.source):
         return "train.batch_size", f"set train.batch_size to {rows // 2:,} (got {rows:,})"
-    setting, ways = _shrink(max(owners, key=lambda o: owners[o], default=REST), config, precision)
+    setting, ways = _suggest_shrinking(
+        max(owners, key=lambda o: owners[o], default=REST), config, precision
+    )
     if config.memory.limit_mib is not None:
         ways.append(f"raise memory.limit_mib (got {config.memory.limit_mib:g})")
     if told.idle_bytes is not None and told.asked_bytes and told.idle_bytes >= told.asked_bytes:
@@ -180,7 +252,7 @@ def _remedy(
     return setting, ", or ".join(ways)
 
 
-def _shrink(owner: str, config: RunConfig, precision: str) -> tuple[str, list[str]]:
+def _suggest_shrinking(owner: str, config: RunConfig, precision: str) -> tuple[str, list[str]]:
     smaller = "make the model smaller by model.args"
     if owner == "data":
         where = "data.rows" if config.data.source == "synthetic" else "data.path"
@@ -208,15 +280,15 @@ def _shrink(owner: str, config: RunConfig, precision: str) -> tuple[str, list[st
     return "data.context" if is_text else "model.args", ways
 
 
-def _owners(held: Iterable[Entry]) -> dict[str, int]:
+def _sum_by_owner(held: Iterable[Entry]) -> dict[str, int]:
     found: dict[str, int] = defaultdict(int)
     for entry in held:
         found[entry.owner] += entry.bytes
     return dict(found)
 
 
-def _holdings(held: Iterable[Entry]) -> tuple[Holding, ...]:
-    """Grouped by owner and line; `held` has the largest first."""
+def _group_holdings(held: Iterable[Entry]) -> tuple[Holding, ...]:
+    """Group the entries by owner and line; `held` has the largest first."""
     groups: dict[tuple[str, str], list[Entry]] = defaultdict(list)
     for entry in held:
         groups[entry.owner, entry.line].append(entry)
@@ -227,14 +299,14 @@ def _holdings(held: Iterable[Entry]) -> tuple[Holding, ...]:
     return tuple(sorted(found, key=lambda holding: -holding.bytes)[:SHOWN])
 
 
-def _listed(sizes: Sequence[int]) -> str:
+def _join_sizes(sizes: Sequence[int]) -> str:
     words = [f"{size:,}" for size in dict.fromkeys(sizes)]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _words(size_bytes: int) -> str:
-    return mebibytes(size_bytes / MIB)
+def _format_size(size_bytes: int) -> str:
+    return format_mebibytes(size_bytes / MIB)
 
 
-def _cell(text: str) -> str:
-    return printable(text, limit=1000).replace("|", "\\|")
+def _escape_cell(text: str) -> str:
+    return make_printable(text, limit=1000).replace("|", "\\|")

@@ -1,7 +1,8 @@
-"""The built-in models, each a plain nn.Module made from the data's shape and the arguments under
-`model.args`; a wrong argument or a shape that does not fit is refused here, before a device is
-touched. Models take raw inputs of shape (batch, *input_shape) and return (batch, outputs), for
-tokens (batch, tokens, outputs).
+"""Build the built-in models, each a plain nn.Module made from the data's shape and the
+arguments under `model.args`; a wrong argument or a shape that does not fit is refused here,
+before a device is touched. Models take raw inputs of shape (batch, *input_shape) and return
+(batch, outputs); the decoder-only transformer takes tokens and returns at every position the
+logits of the next token, (batch, tokens, outputs).
 """
 
 from __future__ import annotations
@@ -13,15 +14,153 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from tasks.engine.models.transformer import Transformer
-from tasks.engine.settings.model_args import ModelError, problems
+from tasks.engine.settings.model_args import ModelError, find_argument_problems
+
+INIT_STD = 0.02  # of GPT-2 (Radford et al. 2019), for every weight but those into the residual sum
+ROPE_BASE = 10_000.0  # the slowest pair turns once in 2 pi * 10,000 positions
+
+
+class Rotary(nn.Module):
+    """Turns each pair of a head's channels by an angle that grows with the position, so that a
+    product of query and key depends on how far apart they are, not on where (RoFormer, Su et al.
+    2021, arXiv:2104.09864). Channel i is paired with channel i + size / 2.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_size: int, *, context: int) -> None:
+        super().__init__()
+        rates = ROPE_BASE ** (-torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
+        angles = torch.outer(torch.arange(context, dtype=torch.float32), rates)
+        # Not persistent: they follow from the arguments, and weights are what was learnt.
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (batch, heads, tokens, head size), turned; in the type that it came in."""
+        cos, sin = self.cos[: x.shape[2]], self.sin[: x.shape[2]]
+        # In float32, also under autocast: so it is rounded to bf16 once, and not at each product.
+        first, second = x.float().chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return turned.type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention of several heads (Vaswani et al. 2017, arXiv:1706.03762)."""
+
+    def __init__(self, width: int, *, heads: int, dropout: float, rotary: Rotary | None) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.inputs = nn.Linear(width, 3 * width, bias=False)
+        self.output = nn.Linear(width, width, bias=False)
+        self.rotary = rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        split = self.inputs(x).view(batch, tokens, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
+        if self.rotary is not None:
+            query, key = self.rotary(query), self.rotary(key)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=self.dropout if self.training else 0.0, is_causal=True
+        )
+        return self.output(mixed.transpose(1, 2).reshape(batch, tokens, width))
+
+
+class Block(nn.Module):
+    """Attention, then an MLP of four times the width; each reads a normalized copy of the residual
+    sum and adds to it (pre-norm, Xiong et al. 2020, arXiv:2002.04745)."""
+
+    def __init__(self, width: int, *, heads: int, dropout: float, rotary: Rotary | None) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads=heads, dropout=dropout, rotary=rotary)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width, bias=False)
+        self.narrow = nn.Linear(4 * width, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        hidden = functional.gelu(self.widen(self.mlp_norm(x)))
+        return x + self.dropout(self.narrow(hidden))
+
+
+class Transformer(nn.Module):
+    """tokens (batch, up to context) int64 -> logits (batch, tokens, vocabulary).
+
+    Position t sees tokens 0..t only. The matrix that embeds the tokens also reads the logits out
+    (Press & Wolf 2017, arXiv:1608.05859). Unlike GPT-2 its linear layers have no biases.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        *,
+        context: int,
+        layers: int,
+        heads: int,
+        width: int,
+        dropout: float,
+        rope: bool,
+    ) -> None:
+        super().__init__()
+        self.context = context
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.positions = None if rope else nn.Embedding(context, width)
+        rotary = Rotary(width // heads, context=context) if rope else None
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            Block(width, heads=heads, dropout=dropout, rotary=rotary) for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self._draw_weights()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.logits(self.features(tokens))
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """Return what the logits are computed from: (batch, tokens, width), normalized."""
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions.weight[: tokens.shape[1]]
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Compute (..., width) -> (..., vocabulary), by the transposed embedding."""
+        return functional.linear(features, self.embedding.weight)
+
+    def products(self, tokens: int) -> int:
+        """Return the multiply-adds of a row of `tokens` that are not those of a linear layer:
+        the logits by the tied matrix, and for each token and layer width * tokens for the
+        scores and as many for the values. What a causal kernel leaves out is counted too, as in
+        PaLM's account of a model's work (Chowdhery et al. 2022, arXiv:2204.02311, appendix B),
+        so that shares of a device's peak compare."""
+        width = self.embedding.embedding_dim
+        head = width * self.embedding.num_embeddings
+        return tokens * (head + len(self.blocks) * 2 * tokens * width)
+
+    def _draw_weights(self) -> None:
+        # A block adds to the residual sum twice; without the smaller start its spread would grow
+        # with the root of the number of layers (GPT-2, Radford et al. 2019, section 2.3).
+        into_sum = INIT_STD / math.sqrt(2 * len(self.blocks))
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                ends = name.endswith((".output", ".narrow"))
+                nn.init.normal_(module.weight, std=into_sum if ends else INIT_STD)
+
 
 CHECKED_TOKENS = 8  # of a row: a context of 1,024 would cost GPT-2's size 3 s on two cores
 
 
 class Standardize(nn.Module):
-    """(x - offset) / scale, so that a saved model takes the rows that its user has.
+    """Computes (x - offset) / scale, so that a saved model takes the rows that its user has.
 
     offset and scale hold one value, or one for each feature of the last axis.
     """
@@ -38,11 +177,11 @@ class Standardize(nn.Module):
         return (x - self.offset) / self.scale
 
 
-def linear(input_shape: Sequence[int], outputs: int) -> nn.Module:
+def make_linear(input_shape: Sequence[int], outputs: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), outputs))
 
 
-def mlp(
+def make_mlp(
     input_shape: Sequence[int],
     outputs: int,
     *,
@@ -52,15 +191,15 @@ def mlp(
     widths = list(hidden)
     layers: list[nn.Module] = [nn.Flatten()]
     for fan_in, fan_out in zip([math.prod(input_shape), *widths], widths, strict=False):
-        layers += [nn.Linear(fan_in, fan_out), nn.ReLU(), *_dropout(dropout)]
+        layers += [nn.Linear(fan_in, fan_out), nn.ReLU(), *_make_dropout(dropout)]
     last = widths[-1] if widths else math.prod(input_shape)
     return nn.Sequential(*layers, nn.Linear(last, outputs))
 
 
-def cnn(
+def make_cnn(
     input_shape: Sequence[int], outputs: int, *, width: int = 32, dropout: float = 0.0
 ) -> nn.Module:
-    """Two stages of 3x3 convolutions, each halving the image, and one linear layer."""
+    """Make two stages of 3x3 convolutions, each halving the image, and one linear layer."""
     if len(input_shape) != 3 or min(input_shape[1:]) < 4:
         raise ModelError(
             "model.name: cnn needs images of shape (channels, height, width) of at least 4 x 4 "
@@ -77,12 +216,12 @@ def cnn(
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        *_dropout(dropout),
+        *_make_dropout(dropout),
         nn.Linear(2 * width * (height // 4) * (width_px // 4), outputs),
     )
 
 
-def transformer(
+def make_transformer(
     input_shape: Sequence[int],
     outputs: int,
     *,
@@ -92,7 +231,7 @@ def transformer(
     dropout: float = 0.0,
     positions: str = "rope",
 ) -> nn.Module:
-    """A GPT. The smallest GPT-2 has layers 12, heads 12, width 768, positions learned."""
+    """Make a GPT. The smallest GPT-2 has layers 12, heads 12, width 768, positions learned."""
     (context,) = input_shape
     return Transformer(
         outputs,
@@ -106,26 +245,26 @@ def transformer(
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
-    "linear": linear,
-    "mlp": mlp,
-    "cnn": cnn,
-    "transformer": transformer,
+    "linear": make_linear,
+    "mlp": make_mlp,
+    "cnn": make_cnn,
+    "transformer": make_transformer,
 }
 
 
-def build(
+def build_model(
     name: str, *, input_shape: Sequence[int], outputs: int, args: Mapping[str, Any]
 ) -> nn.Module:
-    """The model on the current default device, with freshly drawn weights.
+    """Build the model on the current default device, with freshly drawn weights.
 
     Raises ModelError for an unknown argument or one out of range.
     """
-    if wrong := problems(name, args):
+    if wrong := find_argument_problems(name, args):
         raise ModelError(f"model.args: {wrong[0]}")
     return MODELS[name](tuple(input_shape), outputs, **args)
 
 
-def check(
+def check_model(
     name: str,
     *,
     input_shape: Sequence[int],
@@ -148,8 +287,8 @@ def check(
     sent = (min(*input_shape, CHECKED_TOKENS),) if task == "tokens" else tuple(input_shape)
     rows = torch.zeros(2, *sent, dtype=torch.int64 if task == "tokens" else torch.float32)
     try:
-        model = build(name, input_shape=input_shape, outputs=outputs, args=args)
-        with torch.inference_mode(), multiply_adds(model) as work:
+        model = build_model(name, input_shape=input_shape, outputs=outputs, args=args)
+        with torch.inference_mode(), count_multiply_adds(model) as work:
             got = tuple(model(rows).shape)
     except (RuntimeError, MemoryError) as error:
         if not is_oom(error):
@@ -161,15 +300,15 @@ def check(
     expected = (2, *sent, outputs) if task == "tokens" else (2, outputs)
     if got != expected:
         raise ModelError(f"model.name: {name} must return {expected} for two rows (got {got})")
-    weights_bytes = bytes_of(model)
+    weights_bytes = count_bytes(model)
     if isinstance(model, Transformer):
         products = model.products(input_shape[0])
         return sum(work) * input_shape[0] // rows.numel() + products, weights_bytes
     return sum(work) // 2, weights_bytes
 
 
-def bytes_of(model: nn.Module) -> int:
-    """Bytes of the weights and buffers, as they are kept."""
+def count_bytes(model: nn.Module) -> int:
+    """Return the bytes of the weights and buffers."""
     return sum(value.nbytes for value in model.state_dict().values())
 
 
@@ -187,8 +326,9 @@ def _refuse_other_task(name: str, task: str) -> None:
 
 
 @contextmanager
-def multiply_adds(model: nn.Module) -> Iterator[list[int]]:
-    """Counts the work of the linear and convolution layers, as they are called."""
+def count_multiply_adds(model: nn.Module) -> Iterator[list[int]]:
+    """Count the multiply-adds of the linear and convolution layers that are called inside the
+    block."""
     work: list[int] = []
 
     def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -211,5 +351,5 @@ def _is_counted(module: nn.Module) -> bool:
     return isinstance(module, kinds) or theirs == ("transformers.pytorch_utils", "Conv1D")
 
 
-def _dropout(share: float) -> list[nn.Module]:
+def _make_dropout(share: float) -> list[nn.Module]:
     return [nn.Dropout(share)] if share else []

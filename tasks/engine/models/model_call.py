@@ -1,6 +1,8 @@
-"""How a model of the user's own is called, and which part of what it returns are its outputs:
-inputs may be a tensor, several or a dict, outputs a tensor, a tuple or an object with `.logits`,
-as those of Hugging Face. It refuses an answer without a tensor. It travels with logged models.
+"""Call a user's own model: turn rows (an array, or a dict of arrays by the names of the inputs
+that the training's loader gave) into its inputs, and find its outputs in what it returns.
+Inputs may be a tensor, several or a dict, outputs a tensor, a tuple or an object with
+`.logits`, as those of Hugging Face. Missing or misshapen inputs and a result without a tensor
+are refused. It travels with logged models.
 """
 
 from __future__ import annotations
@@ -10,34 +12,86 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tasks.engine.models.structured_inputs import LABELS, Inputs
+LABELS = ("labels", "label")
+Inputs = dict[str, np.ndarray]
 
 
-class NoOutputs(TypeError):
-    """What a model returned holds no outputs; the text says what it was."""
+def is_structured(spec: Mapping[str, Any]) -> bool:
+    """Return whether the inputs are other than one array of floating-point numbers."""
+    inputs = spec.get("inputs")
+    return inputs is not None and not (inputs["kind"] == "rows" and "float" in inputs["dtype"])
+
+
+def describe_inputs(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what each input is: {"name": {"shape": ..., "dtype": ...}}; the only one is called
+    x."""
+    inputs = spec["inputs"]
+    if inputs["kind"] == "rows":
+        return {"x": inputs}
+    of = inputs["of"]
+    named = of.items() if isinstance(of, dict) else ((str(i), part) for i, part in enumerate(of))
+    return {n: p for n, p in named if p["kind"] == "rows" and n not in LABELS}
+
+
+def check_inputs(rows: Any, spec: Mapping[str, Any]) -> Inputs:
+    """Return the rows as arrays of the right types. Raises ValueError.
+
+    rows: a dict or a DataFrame with the names of the inputs, or the array itself where it is
+    one.
+    """
+    needs = describe_inputs(spec)
+    if not isinstance(rows, Mapping) and not hasattr(rows, "columns"):
+        if len(needs) > 1:
+            raise ValueError(f"rows: must be a dict of arrays with {', '.join(needs)}")
+        rows = {next(iter(needs)): rows}
+    found: Inputs = {}
+    for name, need in needs.items():
+        if name not in rows:
+            raise ValueError(f"rows: the input {name!r} is missing; needs {', '.join(needs)}")
+        # The cells of a column may be lists.
+        given = rows[name].tolist() if hasattr(rows, "columns") else rows[name]
+        array = np.asarray(given)
+        kinds = "fiub" if "float" in need["dtype"] else "iub"
+        axes = len(need["shape"]) + 1
+        if array.dtype.kind not in kinds or array.ndim != axes:
+            sizes = ", ".join(["rows", *map(str, need["shape"])])
+            raise ValueError(
+                f"rows: the input {name!r} must be {need['dtype']} of about the shape ({sizes}) "
+                f"(got {array.dtype} {array.shape})"
+            )
+        found[name] = array.astype("float32" if "float" in need["dtype"] else need["dtype"])
+    rows_of = {name: len(array) for name, array in found.items()}
+    if len(set(rows_of.values())) > 1:
+        raise ValueError(f"rows: all inputs must have as many rows (got {rows_of})")
+    return found
+
+
+class NoOutputsError(TypeError):
+    """A model returned no outputs; the text says what it returned."""
 
 
 @dataclass(frozen=True)
-class Plain:
+class BuiltinForward:
     """The forward pass of a built-in model: a tensor in, a tensor out."""
 
     model: Callable[..., Any]
 
     def __call__(self, x: Any) -> tuple[Tensor, Tensor | None]:
-        """The outputs, and the loss where the model gives one itself: never."""
+        """Return the outputs, and None for the loss, which a built-in model never returns."""
         return self.model(x), None
 
 
 @dataclass(frozen=True)
-class Free:
-    """The same of a model of the user's own: several inputs by position, a dict by name.
+class OwnForward:
+    """The forward pass of a user's own model: several inputs by position, a dict by name.
 
-    untaken: labels in a dict that the model has no parameter for. only: the name of the model's one
-    parameter, which is given a dict whole where that has no entry of this name. takes_loss: where
-    inputs have an entry `labels` and the model returns a loss, that one counts.
+    untaken: labels in a dict that the model has no parameter for. only: the name of the model's
+    one parameter, which is given a dict whole where that has no entry of this name. takes_loss:
+    where inputs have an entry `labels` and the model returns a loss, that one counts.
     """
 
     model: Callable[..., Any]
@@ -47,31 +101,31 @@ class Free:
 
     def __call__(self, x: Any) -> tuple[Tensor, Tensor | None]:
         if isinstance(x, Tensor):
-            return told(self.model(x))[0], None
+            return read_outputs(self.model(x))[0], None
         if not isinstance(x, Mapping):
-            return told(self.model(*x))[0], None
+            return read_outputs(self.model(*x))[0], None
         if self.only is not None and self.only not in x:
-            outputs, loss = told(self.model(x))
+            outputs, loss = read_outputs(self.model(x))
             return outputs, loss if self.takes_loss and "labels" in x else None
         taken = {name: value for name, value in x.items() if name not in self.untaken}
-        outputs, loss = told(self.model(**taken))
+        outputs, loss = read_outputs(self.model(**taken))
         return outputs, loss if self.takes_loss and "labels" in taken else None
 
 
-Forward = Plain | Free
+Forward = BuiltinForward | OwnForward
 
 
-def free(model: nn.Module, *, takes_loss: bool) -> Free:
-    """How this model is called, by its signature."""
+def make_own_forward(model: nn.Module, *, takes_loss: bool) -> OwnForward:
+    """Return the forward pass of this model, by its signature."""
     takes = inspect.signature(model.forward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
-        return Free(model, frozenset(), takes_loss)
+        return OwnForward(model, frozenset(), takes_loss)
     only = next(iter(takes)) if len(takes) == 1 else None
-    return Free(model, frozenset(LABELS) - frozenset(takes), takes_loss, only)
+    return OwnForward(model, frozenset(LABELS) - frozenset(takes), takes_loss, only)
 
 
-def told(result: Any) -> tuple[Tensor, Tensor | None]:
-    """Outputs and loss of what a model returned. Raises NoOutputs."""
+def read_outputs(result: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the outputs and the loss of what a model returned. Raises NoOutputsError."""
     if isinstance(result, Tensor):
         return result, None
     if isinstance(result, Mapping):
@@ -84,32 +138,32 @@ def told(result: Any) -> tuple[Tensor, Tensor | None]:
         logits = next((part for part in parts if part.dim()), None)
     if not isinstance(logits, Tensor):
         got = type(result).__name__ if result is not None else "None"
-        raise NoOutputs(
+        raise NoOutputsError(
             f"must return a tensor, a tuple with one, or an object with .logits (got {got})"
         )
     return logits, loss if isinstance(loss, Tensor) else None
 
 
-class Outputs(nn.Module):
-    """The model seen as one that returns its outputs alone."""
+class OutputsOnly(nn.Module):
+    """A module that returns only the outputs of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, x: Any) -> Tensor:
-        return free(self.model, takes_loss=False)(x)[0]
+        return make_own_forward(self.model, takes_loss=False)(x)[0]
 
 
-def batches(found: Inputs, spec: Mapping[str, Any], rows: int) -> Iterator[Any]:
-    """The inputs as the model takes them, on the CPU, so many rows at a time."""
+def split_inputs(found: Inputs, spec: Mapping[str, Any], rows: int) -> Iterator[Any]:
+    """Yield the inputs as the model takes them, on the CPU, so many rows at a time."""
     whole = len(next(iter(found.values())))
     for start in range(0, whole, rows):
         parts = {n: torch.from_numpy(a[start : start + rows].copy()) for n, a in found.items()}
-        yield _structured(spec["inputs"], parts)
+        yield _restore_structure(spec["inputs"], parts)
 
 
-def _structured(inputs: Mapping[str, Any], parts: dict[str, Tensor]) -> Any:
+def _restore_structure(inputs: Mapping[str, Any], parts: dict[str, Tensor]) -> Any:
     if inputs["kind"] == "rows":
         return parts["x"]
     if inputs["kind"] == "dict":

@@ -15,22 +15,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from tasks.engine.models.builtin import Standardize, build
-from tasks.engine.models.checksums import check_seal
-from tasks.engine.models.model_call import batches
-from tasks.engine.models.own_factory import again as build_again
-from tasks.engine.models.raw_inputs import array_of, inputs_of, refuse_no_number
-from tasks.engine.models.structured_inputs import checked, is_structured
-from tasks.engine.models.transformer import Transformer
+from tasks.engine.models.builtin import Standardize, Transformer, build_model
+from tasks.engine.models.checksums import check_checksums
+from tasks.engine.models.model_call import check_inputs, is_structured, split_inputs
+from tasks.engine.models.own_factory import rebuild_model as build_again
+from tasks.engine.models.raw_inputs import make_array, make_inputs, refuse_no_number
 
 ROWS = 4096  # rows predicted at once
 TOKENS = 1 << 14  # the same for a model of tokens
 LARGEST_LOG = 690.0  # exp() of it is 1e299
 
 
-def in_units(found: np.ndarray, *, offset: Any, scale: Any, log: Sequence[float]) -> np.ndarray:
-    """What a regression gives, (rows, targets), in the units of its targets, as float64: float32
-    knows a date in seconds to two minutes.
+def restore_units(
+    found: np.ndarray, *, offset: Any, scale: Any, log: Sequence[float]
+) -> np.ndarray:
+    """Return a regression's outputs, (rows, targets), in the units of its targets, as float64:
+    float32 knows a date in seconds to two minutes.
 
     log: units, where log(1 + amount / unit) was learnt; amounts end at 1e300 of them.
     """
@@ -47,23 +47,23 @@ class Predictor:
         self.device = torch.device("cpu")
 
     def to(self, device: torch.device) -> Self:
-        """The same, predicting on `device` from here on; rows and results stay on the CPU."""
+        """Predict on `device` from here on; rows and results stay on the CPU."""
         self.model, self.device = self.model.to(device), device
         return self
 
     @torch.inference_mode()
     def outputs(self, rows: Any) -> np.ndarray:
-        """What the network returns, (rows, outputs): logits, or regressed values in the units of
-        their target; NaN for a row that misses what nothing stands for."""
+        """Return what the network returns, (rows, outputs): logits, or regressed values in the
+        units of their target; NaN for a row with a missing value that nothing replaces."""
         if self.spec.get("columns"):
             missing = self.spec.get("missing", "fail")
             na = self.spec.get("na")
-            given = inputs_of(rows, self.spec["columns"], missing=missing, na=na)
+            given = make_inputs(rows, self.spec["columns"], missing=missing, na=na)
             found = self._outputs(given.x)
             refuse_no_number(found[given.whole], self.spec["task"])
             found[~given.whole] = np.nan
             return found
-        x = array_of(rows, self.spec["feature_names"], tuple(self.spec["input_shape"]))
+        x = make_array(rows, self.spec["feature_names"], tuple(self.spec["input_shape"]))
         found = self._outputs(x)
         whole = ~np.isnan(x).any(tuple(range(1, x.ndim)))
         refuse_no_number(found[whole], self.spec["task"])
@@ -79,7 +79,7 @@ class Predictor:
         found = torch.cat(parts).float().numpy()
         if self.spec["task"] != "regression":
             return found
-        return in_units(
+        return restore_units(
             found,
             offset=self.spec.get("target_offset", 0.0),
             scale=self.spec.get("target_scale", 1.0),
@@ -95,10 +95,10 @@ class Predictor:
         rows: a DataFrame with the raw feature columns among others, or an array of shape
         (rows, *input_shape). Raises ValueError where columns are missing or shapes do not fit.
         """
-        return _table(self.spec, torch.from_numpy(self.outputs(rows)))
+        return _make_table(self.spec, torch.from_numpy(self.outputs(rows)))
 
 
-def _table(spec: dict[str, Any], outputs: torch.Tensor) -> Any:
+def _make_table(spec: dict[str, Any], outputs: torch.Tensor) -> Any:
     import pandas as pd  # only MLflow's users need it
 
     names = spec["class_names"]
@@ -124,24 +124,25 @@ def _table(spec: dict[str, Any], outputs: torch.Tensor) -> Any:
 
 
 class OwnPredictor(Predictor):
-    """The same with a model whose inputs are not one array of floating-point numbers.
+    """Predicts with a model whose inputs are not one array of floating-point numbers.
 
-    Rows are a dict of arrays by the names of the inputs, or the array where there is only one. Of
-    a model of tokens the outputs are those at the last position.
+    Rows are a dict of arrays by the names of the inputs, or the array where there is only one.
+    Of a model of tokens the outputs are those at the last position.
     """
 
     @torch.inference_mode()
     def outputs(self, rows: Any) -> np.ndarray:
-        found = checked(rows, self.spec)
+        found = check_inputs(rows, self.spec)
         parts = [
-            self.model(_on(x, self.device)).float().cpu() for x in batches(found, self.spec, ROWS)
+            self.model(_move_to_device(x, self.device)).float().cpu()
+            for x in split_inputs(found, self.spec, ROWS)
         ]
         if self.spec["task"] == "tokens":
             parts = [part[:, -1] for part in parts]
         return torch.cat(parts).numpy() if parts else np.empty((0, self.spec["outputs"]))
 
 
-def _on(x: Any, device: torch.device) -> Any:
+def _move_to_device(x: Any, device: torch.device) -> Any:
     if isinstance(x, torch.Tensor):
         return x.to(device)
     if isinstance(x, dict):
@@ -158,13 +159,13 @@ class TokenPredictor:
         self.device = torch.device("cpu")
 
     def to(self, device: torch.device) -> Self:
-        """The same, predicting on `device` from here on; rows and results stay on the CPU."""
+        """Predict on `device` from here on; rows and results stay on the CPU."""
         self.model, self.device = self.model.to(device), device
         return self
 
     @torch.inference_mode()
     def outputs(self, rows: Any) -> np.ndarray:
-        """The logits of the token after each row, float32 (rows, outputs)."""
+        """Return the logits of the token after each row, float32 (rows, outputs)."""
         sequences = self._texts(rows) if self.spec["source"] == "text" else self._tokens(rows)
         step = max(1, TOKENS // self.model.context)
         parts = [self._after(sequences[i : i + step]) for i in range(0, len(sequences), step)]
@@ -229,8 +230,8 @@ class TokenPredictor:
         return list(tokens.astype(np.int64))
 
 
-class Causal(nn.Module):
-    """A model of the user's own, with what a Transformer is asked for."""
+class CausalModel(nn.Module):
+    """A user's own model, with the methods of a Transformer."""
 
     def __init__(self, model: nn.Module, context: int) -> None:
         super().__init__()
@@ -242,8 +243,8 @@ class Causal(nn.Module):
 
 
 class OwnTokenPredictor(TokenPredictor):
-    """The same with a model of the user's own, which may look at later positions too: rows of one
-    length go through it together, and nothing is filled up."""
+    """Predicts tokens with a user's own model, which may look at later positions too: rows of
+    one length go through it together, and nothing is padded."""
 
     def _after(self, sequences: Sequence[np.ndarray]) -> torch.Tensor:
         found: dict[int, torch.Tensor] = {}
@@ -264,31 +265,32 @@ def save(model: nn.Module, spec: dict[str, Any], folder: Path) -> None:
 
 
 def load(folder: str | Path) -> Predictor | TokenPredictor:
-    """The model of `folder` on the CPU. Raises ModelError, also where a file was changed."""
+    """Load the model of `folder` on the CPU. Raises ModelError, also where a file was
+    changed."""
     folder = Path(folder)
-    check_seal(folder)
+    check_checksums(folder)
     spec = json.loads((folder / "spec.json").read_text())
-    model = rebuilt(spec, folder)
+    model = rebuild_network(spec, folder)
     if isinstance(model, Transformer):
         return TokenPredictor(spec, model)
     inputs = spec.get("inputs")
     if spec["task"] == "tokens" and (inputs is None or inputs["kind"] == "rows"):
-        causal = Causal(model, spec["input_shape"][0])
+        causal = CausalModel(model, spec["input_shape"][0])
         return OwnTokenPredictor(spec, causal)  # type: ignore[arg-type]
     if is_structured(spec):
         return OwnPredictor(spec, model)
     return Predictor(spec, nn.Sequential(Standardize(spec["offset"], spec["scale"]), model))
 
 
-def rebuilt(spec: dict[str, Any], folder: Path) -> nn.Module:
-    """The network on the CPU with its weights, as it takes scaled inputs; of a user's own model
-    the outputs alone."""
+def rebuild_network(spec: dict[str, Any], folder: Path) -> nn.Module:
+    """Rebuild the network on the CPU with its weights, as it takes scaled inputs; of a user's
+    own model the outputs alone."""
     weights = torch.load(folder / "weights.pt", weights_only=True, map_location="cpu")
     if ":" in spec["model"]:
         again = build_again(spec, folder)
         again.model.load_state_dict(weights)
         return again
-    model = build(
+    model = build_model(
         spec["model"], input_shape=spec["input_shape"], outputs=spec["outputs"], args=spec["args"]
     )
     model.load_state_dict(weights)

@@ -1,7 +1,7 @@
-"""Raw rows of a table, as a user has them, made into the inputs that a model was trained on: text
-becomes its category, a date its parts, a missing value what the training put in its place. It
-refuses text where numbers belong; a row that misses what nothing stands for is told apart and never
-guessed. It travels with logged models.
+"""Turn raw rows of a table, as a user has them, into the inputs that a model was trained on:
+text becomes its category, a date its parts, a missing value what the training put in its place.
+Text where numbers belong is refused; a row with a missing value that nothing replaces is marked
+and never guessed. It travels with logged models.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ NOTHING |= {"-NaN", "-nan", "1.#IND", "1.#QNAN", "-1.#IND", "-1.#QNAN"}
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the model takes: x (rows, inputs) float32; whole (rows,) booleans: nothing is missing
-    for which nothing stands. Other rows are 0 there."""
+    """The inputs of a model: x (rows, inputs) float32; whole (rows,) booleans: no value is
+    missing that nothing replaces. Other rows are 0 there."""
 
     x: np.ndarray
     whole: np.ndarray
 
 
-def width_of(columns: Sequence[Mapping[str, Any]]) -> int:
-    """How many inputs these columns become."""
+def count_inputs(columns: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many inputs these columns become."""
     return sum(len(c["values"]) or 1 for c in columns)
 
 
-def inputs_of(
+def make_inputs(
     rows: Any,
     columns: Sequence[Mapping[str, Any]],
     *,
     missing: str,
     na: Sequence[str] | None = None,
 ) -> Inputs:
-    """The inputs of raw rows: of a DataFrame with these columns among others in any order, or of
-    an array that has them in their order, or already holds the inputs.
+    """Return the inputs of raw rows: of a DataFrame with these columns among others in any
+    order, or of an array that has them in their order, or already holds the inputs.
 
     columns: of the model's description; missing: what the training did about missing values;
     na: the words that meant missing in it, None: those that spreadsheets and pandas write.
@@ -58,25 +58,25 @@ def inputs_of(
     frame = hasattr(rows, "columns")
     if not frame:
         rows = np.asarray(rows)
-        if rows.ndim != 2 or rows.shape[1] not in (len(columns), width_of(columns)):
+        if rows.ndim != 2 or rows.shape[1] not in (len(columns), count_inputs(columns)):
             raise ValueError(f"rows: must have the shape (rows, {len(columns)}) (got {rows.shape})")
         if rows.shape[1] != len(columns):
             return Inputs(np.ascontiguousarray(rows, np.float32), np.ones(len(rows), dtype=bool))
-    x = np.zeros((len(rows), width_of(columns)), dtype=np.float32)
+    x = np.zeros((len(rows), count_inputs(columns)), dtype=np.float32)
     whole, at = np.ones(len(rows), dtype=bool), 0
     for place, column in enumerate(columns):
-        given = _given(rows, column, columns, missing) if frame else rows[:, place]
+        given = _get_column(rows, column, columns, missing) if frame else rows[:, place]
         if column["kind"] == CATEGORY:
-            chosen, empty = _categories(given, column, nothing)
+            chosen, empty = _parse_categories(given, column, nothing)
             there = np.flatnonzero(chosen >= 0)
             x[there, at + chosen[there]] = 1
             at += len(column["values"])
         elif column["kind"] == DATE:
-            parts, empty = _dates(given, column, nothing)
+            parts, empty = _parse_dates(given, column, nothing)
             x[:, at : at + len(parts)] = parts.T
             at += len(parts)
         else:
-            x[:, at], empty = _numbers(given, column, nothing)
+            x[:, at], empty = _parse_numbers(given, column, nothing)
             at += 1
         if empty.any() and missing == "fail":
             raise ValueError(
@@ -88,9 +88,9 @@ def inputs_of(
     return Inputs(x, whole)
 
 
-def array_of(rows: Any, names: Sequence[str] | None, shape: tuple[int, ...]) -> np.ndarray:
-    """Rows of numbers as float32 (rows, *shape): of an array, or of a DataFrame with the columns
-    `names` among others.
+def make_array(rows: Any, names: Sequence[str] | None, shape: tuple[int, ...]) -> np.ndarray:
+    """Return rows of numbers as float32 (rows, *shape): of an array, or of a DataFrame with the
+    columns `names` among others.
 
     Raises ValueError for another shape, a column that is not there and a number out of bounds.
     """
@@ -110,12 +110,13 @@ def array_of(rows: Any, names: Sequence[str] | None, shape: tuple[int, ...]) -> 
     if len(far):
         _, *at = far[0].tolist()
         column = repr(names[at[0]]) if names else ", ".join(str(i + 1) for i in at)
-        raise ValueError(f"rows: {_too_large(column, x[tuple(far[0])].item())}")
+        raise ValueError(f"rows: {_describe_too_large(column, x[tuple(far[0])].item())}")
     return x
 
 
 def refuse_no_number(outputs: np.ndarray, task: str) -> None:
-    """Raises ValueError where one of these outputs is none, though its row misses nothing."""
+    """Raise ValueError where one of these outputs is not a number, though its row misses
+    nothing."""
     if np.isnan(outputs).any() or (task == "regression" and np.isinf(outputs).any()):
         raise ValueError(
             "rows: the model gives no number for a row that misses none; the row may lie too far "
@@ -123,7 +124,7 @@ def refuse_no_number(outputs: np.ndarray, task: str) -> None:
         )
 
 
-def _given(
+def _get_column(
     rows: Any, column: Mapping[str, Any], columns: Sequence[Mapping[str, Any]], missing: str
 ) -> Any:
     name = column["name"]
@@ -138,29 +139,32 @@ def _given(
     return np.full(len(rows), None, dtype=object)
 
 
-def _numbers(
+def _parse_numbers(
     given: Any, column: Mapping[str, Any], nothing: set[str]
 ) -> tuple[np.ndarray, np.ndarray]:
     """float32 values, and where nothing stands for a missing one."""
     values = np.asarray(given)
     if values.dtype.kind not in "fiub":
         values = np.array(
-            [_number(v, column["name"], nothing) for v in values.tolist()], dtype=np.float64
+            [_parse_number(v, column["name"], nothing) for v in values.tolist()], dtype=np.float64
         )
     values = values.astype(np.float64)
-    for missing in numbers_of(nothing):
+    for missing in find_numbers(nothing):
         values[values == missing] = np.nan
     empty = np.isnan(values)
     if column["fill"] is not None:
         values[empty], empty = column["fill"], np.zeros_like(empty)
     far = np.flatnonzero(np.abs(values) > LARGEST)
     if len(far):
-        raise ValueError(f"rows: {_too_large(repr(column['name']), values[far[0]].item())}")
+        raise ValueError(
+            f"rows: {_describe_too_large(repr(column['name']), values[far[0]].item())}"
+        )
     return values.astype(np.float32), empty
 
 
-def date_parts(seconds: np.ndarray, parts: Sequence[str]) -> np.ndarray:
-    """(parts, rows) float64 of times in seconds since 1970; NaN for one that is NaN."""
+def compute_date_parts(seconds: np.ndarray, parts: Sequence[str]) -> np.ndarray:
+    """Return the parts, (parts, rows) float64, of times in seconds since 1970; NaN for one that
+    is NaN."""
     known = np.nan_to_num(seconds)
     day = np.floor(known / DAY_S)
     date = day.astype(np.int64).astype("datetime64[D]")
@@ -174,7 +178,7 @@ def date_parts(seconds: np.ndarray, parts: Sequence[str]) -> np.ndarray:
     return np.where(np.isnan(seconds), np.nan, np.array([found[part] for part in parts]))
 
 
-def _dates(
+def _parse_dates(
     given: Any, column: Mapping[str, Any], nothing: set[str]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(parts, rows) float64, and where nothing stands for a missing one."""
@@ -184,16 +188,16 @@ def _dates(
             np.isnat(values), np.nan, values.astype("datetime64[us]").astype(np.int64) / 1e6
         )
     else:
-        values = np.array([_seconds(v, column["name"], nothing) for v in values.tolist()])
+        values = np.array([_parse_seconds(v, column["name"], nothing) for v in values.tolist()])
     empty = np.isnan(values)
-    parts = date_parts(values.astype(np.float64), column["values"])
+    parts = compute_date_parts(values.astype(np.float64), column["values"])
     if column["fill"] is not None:
         parts = np.where(empty, np.array(column["fill"])[:, None], parts)
         empty = np.zeros_like(empty)
     return parts, empty
 
 
-def _seconds(value: Any, name: str, nothing: set[str]) -> float:
+def _parse_seconds(value: Any, name: str, nothing: set[str]) -> float:
     """Since 1970; a time that does not tell its zone is one of UTC."""
     if _is_nothing(value, nothing):
         return float("nan")
@@ -210,16 +214,16 @@ def _seconds(value: Any, name: str, nothing: set[str]) -> float:
     return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
 
 
-def _too_large(column: str, value: float) -> str:
-    """What is said of a number beyond the bound."""
+def _describe_too_large(column: str, value: float) -> str:
+    """Describe a number beyond the bound."""
     return (
         f"the column {column} must hold numbers of at most {LARGEST:g} in size (got {value:.6g}); "
         "mend or drop such rows"
     )
 
 
-def numbers_of(words: Iterable[str]) -> list[float]:
-    """Those among words for nothing that are numbers, such as -999."""
+def find_numbers(words: Iterable[str]) -> list[float]:
+    """Return the numbers, such as -999, among the words for a missing value."""
     found = []
     for word in words:
         with suppress(ValueError):
@@ -227,7 +231,7 @@ def numbers_of(words: Iterable[str]) -> list[float]:
     return [number for number in found if number == number]
 
 
-def _number(value: Any, name: str, nothing: set[str]) -> float:
+def _parse_number(value: Any, name: str, nothing: set[str]) -> float:
     if _is_nothing(value, nothing):
         return float("nan")
     if isinstance(value, str):
@@ -248,7 +252,7 @@ def _is_nothing(value: Any, nothing: set[str]) -> bool:
     return value is None or type(value).__name__ == "NAType" or bool(value != value)
 
 
-def _categories(
+def _parse_categories(
     given: Any, column: Mapping[str, Any], nothing: set[str]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Each row's place among the values, -1 for one that training never saw; and where nothing
@@ -266,7 +270,7 @@ def _categories(
                 f"rows: the column {column['name']!r} must hold text (got {kind})"
             ) from None
         if answer is None:
-            answer = _category(value, column, places, nothing)
+            answer = _parse_category(value, column, places, nothing)
             if len(known) < 1 << 16 and isinstance(value, str | int):
                 known[key] = answer
         found.append(answer)
@@ -274,7 +278,7 @@ def _categories(
     return both[:, 0], both[:, 1].astype(bool)
 
 
-def _category(
+def _parse_category(
     value: Any, column: Mapping[str, Any], places: dict[str, int], nothing: set[str]
 ) -> tuple[int, bool]:
     filled = places.get(column["fill"], -1), column["fill"] is None
@@ -288,11 +292,11 @@ def _category(
     )
 
 
-def _best(part: np.ndarray) -> list[tuple[int, list[float]]]:
+def _find_best(part: np.ndarray) -> list[tuple[int, list[float]]]:
     return list(zip(part.argmax(axis=1).tolist(), part.tolist(), strict=True))
 
 
-def _iso(parts: np.ndarray, names: Sequence[str]) -> list[str]:
+def _format_iso(parts: np.ndarray, names: Sequence[str]) -> list[str]:
     """(rows, parts) as ISO 8601 writes them, to the minute: float32 holds days to some of them."""
     days = parts[:, list(names).index("days")]
     if "hour" not in names:
@@ -303,20 +307,20 @@ def _iso(parts: np.ndarray, names: Sequence[str]) -> list[str]:
     return [str(minute) for minute in whole.astype(np.int64).astype("datetime64[m]")]
 
 
-def raw_of(x: np.ndarray, columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The raw values of inputs (rows, inputs) that are not scaled, by column."""
+def restore_raw_values(x: np.ndarray, columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the raw values of inputs (rows, inputs) that are not scaled, by column."""
     found: dict[str, list[Any]] = {}
     at = 0
     for column in columns:
         if column["kind"] == CATEGORY:
             values = column["values"]
             part = x[:, at : at + len(values)]
-            words = [values[i] if any(row) else None for i, row in _best(part)]
+            words = [values[i] if any(row) else None for i, row in _find_best(part)]
             found[column["name"]] = [None if word == column["fill"] else word for word in words]
             at += len(values)
         elif column["kind"] == DATE:
             parts = x[:, at : at + len(column["values"])].astype(np.float64)
-            found[column["name"]] = _iso(parts, column["values"])
+            found[column["name"]] = _format_iso(parts, column["values"])
             at += len(column["values"])
         else:
             numbers = x[:, at].astype(np.float64)

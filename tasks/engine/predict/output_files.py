@@ -30,8 +30,8 @@ class OutputError(RuntimeError):
     """The output could not be written to its end."""
 
 
-class Writer(Protocol):
-    """Takes tables of one schema; the first may be empty, but there must be one."""
+class TableWriter(Protocol):
+    """Writes tables of one schema; the first may be empty, but there must be one."""
 
     def write(self, table: pa.Table) -> None: ...
 
@@ -39,23 +39,23 @@ class Writer(Protocol):
 
 
 @contextmanager
-def opened(order: Order, *, text_width: int) -> Iterator[Writer]:
-    """A writer of the output, which is in its place when the block has ended well.
+def open_output(order: Order, *, text_width: int) -> Iterator[TableWriter]:
+    """Open the output for writing; the file is in its place when the block has ended well.
 
     text_width: characters of the longest text that can be predicted. Raises OutputError.
     """
     path = Path(order.output)
     part = path.with_name(f".{path.name}.part")
-    with _told(path):
-        file = _locked(part)
+    with _explain_errors(path):
+        file = _open_locked(part)
     try:
-        writer = _Guarded(_writer(order, file, text_width), path)
+        writer = _GuardedWriter(_make_writer(order, file, text_width), path)
         yield writer
         writer.finish()
-        with _told(path):
+        with _explain_errors(path):
             file.flush()
             os.fsync(file.fileno())
-            _put(part, path, order)
+            _move_into_place(part, path, order)
     except BaseException:
         part.unlink(missing_ok=True)  # before the lock is let go
         raise
@@ -64,29 +64,29 @@ def opened(order: Order, *, text_width: int) -> Iterator[Writer]:
             file.close()
 
 
-def _put(part: Path, path: Path, order: Order) -> None:
+def _move_into_place(part: Path, path: Path, order: Order) -> None:
     if not order.overwrite and os.path.lexists(path):
         raise OutputError(f"output: {path} has come to exist meanwhile; name another file")
     os.replace(part, path)
 
 
-class _Guarded:
+class _GuardedWriter:
     """A writer whose troubles with the file are told in one sentence."""
 
-    def __init__(self, writer: Writer, path: Path) -> None:
+    def __init__(self, writer: TableWriter, path: Path) -> None:
         self._writer, self._path = writer, path
 
     def write(self, table: pa.Table) -> None:
-        with _told(self._path):
+        with _explain_errors(self._path):
             self._writer.write(table)
 
     def finish(self) -> None:
-        with _told(self._path):
+        with _explain_errors(self._path):
             self._writer.finish()
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _explain_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -96,7 +96,7 @@ def _told(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _locked(part: Path) -> IO[bytes]:
+def _open_locked(part: Path) -> IO[bytes]:
     """The hidden file, empty, and ours until it is closed."""
     while True:
         opened = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -118,17 +118,17 @@ def _locked(part: Path) -> IO[bytes]:
         file.close()
 
 
-def _writer(order: Order, file: IO[bytes], text_width: int) -> Writer:
+def _make_writer(order: Order, file: IO[bytes], text_width: int) -> TableWriter:
     if order.writes == "parquet":
-        return _Parquet(file)
+        return _ParquetWriter(file)
     if order.writes == "npy":
-        return _Npy(file, text_width)
+        return _NpyWriter(file, text_width)
     if order.writes == "jsonl":
-        return _Jsonl(file)
-    return _Csv(file, DELIMITERS[order.writes])
+        return _JsonlWriter(file)
+    return _CsvWriter(file, DELIMITERS[order.writes])
 
 
-class _Csv:
+class _CsvWriter:
     """Text with a header; a missing value is an empty cell."""
 
     def __init__(self, file: IO[bytes], delimiter: str) -> None:
@@ -163,7 +163,7 @@ class _Csv:
         pass
 
 
-class _Parquet:
+class _ParquetWriter:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._writer: Any = None
@@ -179,7 +179,7 @@ class _Parquet:
         self._writer.close()
 
 
-class _Npy:
+class _NpyWriter:
     """An array of records, a field for each column; its header is written again at the end, when
     the number of rows is known: numpy leaves room in it for 20 digits."""
 
@@ -221,7 +221,7 @@ class _Npy:
         return column.to_numpy()
 
 
-class _Jsonl:
+class _JsonlWriter:
     """An object a line; what is missing or not finite is null."""
 
     def __init__(self, file: IO[bytes]) -> None:

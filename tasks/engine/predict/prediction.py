@@ -1,7 +1,8 @@
-"""One prediction from an order to a file: the model on its device, the rows of the input through it
-a few at a time, their predictions into the output in the same order. Memory that runs out halves
-the rows that go through together, and the same rows are done again; it gives up at one row.
-Everything that holds device memory lives and dies inside `predict`, also when it raises.
+"""Makes one prediction from an order to a file: the model on its device, the rows of the input
+through it a few at a time, their predictions into the output in the same order. Where memory
+runs out, fewer rows go through together, by halves, and the same rows are done again; it gives
+up at one row. Everything that holds device memory lives and dies inside `predict`, also when
+it raises.
 """
 
 from __future__ import annotations
@@ -18,16 +19,25 @@ import pyarrow as pa
 import torch
 
 from tasks.engine.base.facts import DeviceFacts, ModelFacts, PredictFacts
-from tasks.engine.base.import_paths import ends_told
-from tasks.engine.device.memory_limit import limited
+from tasks.engine.base.import_paths import forbid_exit
+from tasks.engine.device.memory_limit import limit_memory
 from tasks.engine.files.source_data import DataError, shorten
 from tasks.engine.memory import memory_meter
 from tasks.engine.memory.allocator_stats import drop_cache
 from tasks.engine.models import predictor
-from tasks.engine.models.checksums import check_seal
-from tasks.engine.predict.input_batches import Batch, Needs, count, cut, first_hole, needs_of
-from tasks.engine.predict.input_files import amount, batches, check_rows
-from tasks.engine.predict.output_files import opened
+from tasks.engine.models.checksums import check_checksums
+from tasks.engine.predict.input_batches import (
+    Batch,
+    Needs,
+    check_rows,
+    count_rows,
+    cut_rows,
+    find_first_hole,
+    measure_amount,
+    read_batches,
+    read_needs,
+)
+from tasks.engine.predict.output_files import open_output
 from tasks.engine.predict.request import Order
 from tasks.engine.settings.model_args import ModelError
 
@@ -49,7 +59,7 @@ BROKEN_MODEL = (  # what reading files that were cut or changed raises
 
 
 class NoRoom(RuntimeError):
-    """Not even one row fits, or not the model."""
+    """Memory does not suffice for one row, or for the model."""
 
 
 class Model(Protocol):
@@ -58,18 +68,19 @@ class Model(Protocol):
     def predict(self, rows: Any) -> Any: ...
 
 
-class Told(Protocol):
-    """Hears how far a prediction is: rows, and how much of the input's amount is done."""
+class ProgressCallback(Protocol):
+    """Is called with how far a prediction is: rows, and how much of the input's amount is
+    done."""
 
     def __call__(self, rows: int, done: int) -> None: ...
 
 
-def spec_of(model: ModelFacts) -> dict[str, Any]:
-    """What the model says of itself. Raises ModelError where that can't be read."""
-    check_seal(Path(model.folder), "spec.json")
+def read_spec(model: ModelFacts) -> dict[str, Any]:
+    """Read the model's description of itself. Raises ModelError where that can't be read."""
+    check_checksums(Path(model.folder), "spec.json")
     try:
         spec: dict[str, Any] = json.loads((Path(model.folder) / "spec.json").read_text())
-        needs_of(spec)
+        read_needs(spec)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
             f"run: the model of {model.run_id} has no description that can be read "
@@ -78,26 +89,28 @@ def spec_of(model: ModelFacts) -> dict[str, Any]:
     return spec
 
 
-def check(order: Order, model: ModelFacts) -> None:
+def check_order(order: Order, model: ModelFacts) -> None:
     """Refuse rows that the model can't take, by the head of the file.
 
     Raises DataError or ModelError.
     """
-    check_rows(order, needs_of(spec_of(model)))
+    check_rows(order, read_needs(read_spec(model)))
 
 
-def total(order: Order, model: ModelFacts) -> int:
-    """How much there is to do, in the units that `told` hears of."""
-    return amount(order, needs_of(spec_of(model)))
+def measure_total(order: Order, model: ModelFacts) -> int:
+    """Return how much there is to do, in the units that `told` is called with."""
+    return measure_amount(order, read_needs(read_spec(model)))
 
 
-def predict(order: Order, device: DeviceFacts, model: ModelFacts, *, told: Told) -> PredictFacts:
+def predict(
+    order: Order, device: DeviceFacts, model: ModelFacts, *, told: ProgressCallback
+) -> PredictFacts:
     """Predict every row of the input into the output. The frames of an exception hold no tensor.
 
     Raises DataError for rows that do not fit, NoRoom where memory does not do, OutputError.
     """
     try:
-        return _predict(order, device, model, told=told)
+        return _predict_all(order, device, model, told=told)
     except BaseException as error:
         # Prefect keeps the exception of a failed task, and with it every tensor of its frames.
         memory_meter.clear_frames(error)
@@ -107,26 +120,28 @@ def predict(order: Order, device: DeviceFacts, model: ModelFacts, *, told: Told)
             failure = f"the model ({error or type(error).__name__})"
         else:
             raise
-    raise NoRoom(_no_room(order, device, failure))
+    raise NoRoom(_describe_no_room(order, device, failure))
 
 
-@ends_told
-def _predict(order: Order, facts: DeviceFacts, model: ModelFacts, *, told: Told) -> PredictFacts:
+@forbid_exit
+def _predict_all(
+    order: Order, facts: DeviceFacts, model: ModelFacts, *, told: ProgressCallback
+) -> PredictFacts:
     device = torch.device(facts.name)
-    spec = spec_of(model)
-    needs = needs_of(spec)
+    spec = read_spec(model)
+    needs = read_needs(spec)
     rows = 0
-    with limited(facts, order.limit_mib):
-        through = Through(_loaded(model).to(device), device, needs)
+    with limit_memory(facts, order.limit_mib):
+        through = RowPredictor(_load_model(model).to(device), device, needs)
         width = max(map(len, spec.get("class_names") or [""]))
         began = time.perf_counter()
-        with opened(order, text_width=width) as output:
-            for batch in batches(order, needs):
-                for begin, predictions in through.predicted(batch):
-                    output.write(_joined(batch, begin, predictions))
+        with open_output(order, text_width=width) as output:
+            for batch in read_batches(order, needs):
+                for begin, predictions in through.predict_batch(batch):
+                    output.write(_join_kept(batch, begin, predictions))
                     rows += len(predictions)
                     told(rows, batch.done)
-        held_bytes = memory_meter.allocated_bytes(device)
+        held_bytes = memory_meter.count_allocated_bytes(device)
     return PredictFacts(
         output=order.output,
         rows=rows,
@@ -137,14 +152,15 @@ def _predict(order: Order, facts: DeviceFacts, model: ModelFacts, *, told: Told)
     )
 
 
-def rows_at_once(needs: Needs) -> int:
-    """Rows to begin with: enough to keep a device busy, and few enough for small ones."""
+def choose_rows_at_once(needs: Needs) -> int:
+    """Return the rows to begin with: enough to keep a device busy, and few enough for small
+    ones."""
     if needs.task == "tokens" or needs.is_own:
         return max(1, MOST_TOKENS // needs.width)
     return max(1, min(MOST_ROWS, MOST_BYTES // (4 * needs.width)))
 
 
-def _loaded(model: ModelFacts) -> predictor.Predictor | predictor.TokenPredictor:
+def _load_model(model: ModelFacts) -> predictor.Predictor | predictor.TokenPredictor:
     try:
         return predictor.load(model.folder)
     except (ModelError, MemoryError):
@@ -156,33 +172,34 @@ def _loaded(model: ModelFacts) -> predictor.Predictor | predictor.TokenPredictor
     raise ModelError(f"run: the model of {model.run_id} cannot be loaded ({said}); train it anew")
 
 
-class Through:
-    """Rows through a model, as many together as memory allows."""
+class RowPredictor:
+    """Runs rows through a model, as many together as memory allows."""
 
     def __init__(self, model: Model, device: torch.device, needs: Needs) -> None:
         self._model, self._device = model, device
         self._has_columns = needs.columns is not None  # and knows what to do about holes in them
-        self.rows = rows_at_once(needs)
+        self.rows = choose_rows_at_once(needs)
         self.recovered = 0
 
-    def predicted(self, batch: Batch) -> Iterator[tuple[int, Any]]:
-        """Where each part of the batch begins, and its predictions; one even of no rows."""
-        begin, total = 0, count(batch.rows)
-        hole = None if self._has_columns else first_hole(batch.rows)
+    def predict_batch(self, batch: Batch) -> Iterator[tuple[int, Any]]:
+        """Yield where each part of the batch begins, and its predictions; one even of no
+        rows."""
+        begin, total = 0, count_rows(batch.rows)
+        hole = None if self._has_columns else find_first_hole(batch.rows)
         if hole is not None:
             raise DataError(
                 f"input: {batch.at(hole)}: holds a missing or infinite number, of which the model "
                 "knows nothing; fill it in, or drop the row"
             )
         while begin < total or begin == 0:
-            predictions = self._fitted(batch, begin)
+            predictions = self._predict_fitting(batch, begin)
             yield begin, predictions
             begin += max(1, len(predictions))
 
-    def _fitted(self, batch: Batch, begin: int) -> Any:
+    def _predict_fitting(self, batch: Batch, begin: int) -> Any:
         while True:
             failure = None
-            rows = min(self.rows, max(1, count(batch.rows) - begin))
+            rows = min(self.rows, max(1, count_rows(batch.rows) - begin))
             try:
                 return self._attempt(batch, begin, begin + rows)
             except (RuntimeError, MemoryError) as error:
@@ -205,24 +222,26 @@ class Through:
 
     def _attempt(self, batch: Batch, begin: int, end: int) -> Any:
         try:
-            return self._model.predict(cut(batch.rows, begin, end))
+            return self._model.predict(cut_rows(batch.rows, begin, end))
         except ValueError as error:
             said = str(error)
-        raise DataError(self._blamed(batch, begin, min(end, count(batch.rows)), said))
+        raise DataError(
+            self._find_refused_row(batch, begin, min(end, count_rows(batch.rows)), said)
+        )
 
-    def _blamed(self, batch: Batch, begin: int, end: int, said: str) -> str:
+    def _find_refused_row(self, batch: Batch, begin: int, end: int, said: str) -> str:
         """The sentence about the first row that the model refuses, found by halving."""
         while end - begin > 1:
             middle = (begin + end) // 2
             try:
-                self._model.predict(cut(batch.rows, begin, middle))
+                self._model.predict(cut_rows(batch.rows, begin, middle))
                 begin = middle
             except ValueError as error:
                 end, said = middle, str(error)
         return f"input: {batch.at(begin)}: {said.removeprefix('rows: ')}"
 
 
-def _joined(batch: Batch, begin: int, predictions: Any) -> pa.Table:
+def _join_kept(batch: Batch, begin: int, predictions: Any) -> pa.Table:
     """The kept columns and the predictions of some rows as one table, text as text."""
     table = pa.Table.from_pandas(predictions, preserve_index=False).replace_schema_metadata()
     for i, field in enumerate(table.schema):
@@ -241,7 +260,7 @@ def _joined(batch: Batch, begin: int, predictions: Any) -> pa.Table:
     return table
 
 
-def _no_room(order: Order, facts: DeviceFacts, failure: str) -> str:
+def _describe_no_room(order: Order, facts: DeviceFacts, failure: str) -> str:
     limit = "" if order.limit_mib is None else f" within the limit of {order.limit_mib:g} MiB"
     remedy = "free memory there" if order.limit_mib is None else "raise limit_mib"
     return (

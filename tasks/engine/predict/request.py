@@ -1,6 +1,6 @@
-"""What a prediction is asked for: which model, which rows, where to, on what. Everything that the
-words alone and a look at the two files show is refused here, all of it at once, before anything
-slow is imported.
+"""Checks what a prediction is asked for: which model, which rows, where to, on what.
+Everything that the words alone and a look at the two files show is refused here, all of it at
+once, before anything slow is imported.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tasks.engine.files.source_data import MAGIC, DataError, first_bytes, kind_inside, shorten
-from tasks.engine.settings.data_config import ENDINGS, TABLE_FILES
+from tasks.engine.files.source_data import (
+    MAGIC,
+    DataError,
+    detect_file_kind,
+    read_first_bytes,
+    shorten,
+)
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import DeviceConfig
+from tasks.engine.settings.run_config import ENDINGS, TABLE_FILES, DeviceConfig
 
 TABLES = {ending: kind for ending, kind in ENDINGS.items() if kind in TABLE_FILES}
 INPUTS = {**TABLES, ".npy": "npy", ".npz": "npz", ".txt": "txt"}
@@ -44,7 +49,7 @@ class Order:
     limit_mib: float | None = None
 
 
-def order(
+def make_order(
     *,
     input: str | None,
     output: str | None,
@@ -55,24 +60,24 @@ def order(
     experiment: str | None = None,
     limit_mib: float | None = None,
 ) -> Order:
-    """The order with its files looked at. Raises ConfigError with every problem."""
-    problems = _run_problems(run) + _device_problems(device)
-    reads, input_problems = _input(input)
-    writes, output_problems = _output(output, overwrite=overwrite)
+    """Check the files and return the order. Raises ConfigError with every problem."""
+    problems = _list_run_problems(run) + _list_device_problems(device)
+    reads, input_problems = _check_input(input)
+    writes, output_problems = _check_output(output, overwrite=overwrite)
     problems += input_problems + output_problems
-    problems += _keep_problems(keep, reads, writes)
+    problems += _list_keep_problems(keep, reads, writes)
     if limit_mib is not None and not (math.isfinite(limit_mib) and limit_mib > 0):
         problems.append(f"limit_mib: must be a number above 0 (got {limit_mib}); mend or drop it")
-    if input and output and _absolute(input) == _absolute(output):
+    if input and output and _make_absolute(input) == _make_absolute(output):
         problems.append("output: is the input itself; name another file")
     if problems:
         raise ConfigError(*problems)
     assert input is not None and output is not None
     return Order(
         run=run,
-        input=str(_absolute(input)),
+        input=str(_make_absolute(input)),
         reads=reads,
-        output=str(_absolute(output)),
+        output=str(_make_absolute(output)),
         writes=writes,
         keep=tuple(keep),
         device=device,
@@ -82,16 +87,17 @@ def order(
     )
 
 
-def parts(path: Path) -> list[Path]:
-    """The Parquet files of a folder in the order of their names, or the file itself."""
+def list_parts(path: Path) -> list[Path]:
+    """Return the Parquet files of a folder in the order of their names, or the file itself."""
     if not path.is_dir():
         return [path]
     return sorted(f for f in path.glob("*.parquet") if not f.name.startswith((".", "_")))
 
 
 @contextmanager
-def told_as_input(path: Path) -> Iterator[None]:
-    """What a reader says of data.path is said of the input; so are the system's own errors."""
+def report_as_input(path: Path) -> Iterator[None]:
+    """Report what a reader says of data.path, and the system's own errors, as errors of the
+    input."""
     try:
         yield
     except DataError as error:
@@ -103,11 +109,11 @@ def told_as_input(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _absolute(path: str) -> Path:
+def _make_absolute(path: str) -> Path:
     return Path(os.path.abspath(os.path.expanduser(path)))
 
 
-def _run_problems(run: str) -> list[str]:
+def _list_run_problems(run: str) -> list[str]:
     if RUN.fullmatch(run):
         return []
     return [
@@ -116,7 +122,7 @@ def _run_problems(run: str) -> list[str]:
     ]
 
 
-def _device_problems(device: str) -> list[str]:
+def _list_device_problems(device: str) -> list[str]:
     try:
         DeviceConfig(name=device)
     except ValidationError as error:
@@ -125,7 +131,7 @@ def _device_problems(device: str) -> list[str]:
     return []
 
 
-def _keep_problems(keep: Sequence[str], reads: str, writes: str) -> list[str]:
+def _list_keep_problems(keep: Sequence[str], reads: str, writes: str) -> list[str]:
     if not keep:
         return []
     problems = []
@@ -141,23 +147,23 @@ def _keep_problems(keep: Sequence[str], reads: str, writes: str) -> list[str]:
     return problems
 
 
-def _input(given: str | None) -> tuple[str, list[str]]:
+def _check_input(given: str | None) -> tuple[str, list[str]]:
     """The kind of the input by its ending, empty where unknown, and what is wrong with it."""
     if not given:
         return "", ["input: is needed; name the file of rows to predict"]
     if "\0" in given:
         return "", ["input: must not hold a NUL character; mend the name"]
-    path = _absolute(given)
+    path = _make_absolute(given)
     shown = shorten(str(path), 300)
     kind = INPUTS.get(path.suffix.lower(), "")
     if os.path.isdir(path):  # unlike pathlib's, False for any error
-        return "parquet", _folder_problems(path, shown)
+        return "parquet", _list_folder_problems(path, shown)
     try:
-        with told_as_input(path):
-            head = first_bytes(path, kind)
+        with report_as_input(path):
+            head = read_first_bytes(path, kind)
             if not kind:
-                return "", [_unknown_ending("input", shown, INPUTS)]
-            inside = kind_inside(head, shown)
+                return "", [_describe_unknown_ending("input", shown, INPUTS)]
+            inside = detect_file_kind(head, shown)
     except DataError as error:
         return kind, [str(error)]
     is_text = kind not in MAGIC.values()
@@ -167,24 +173,24 @@ def _input(given: str | None) -> tuple[str, list[str]]:
     return kind, []
 
 
-def _folder_problems(path: Path, shown: str) -> list[str]:
+def _list_folder_problems(path: Path, shown: str) -> list[str]:
     try:
-        if parts(path):
+        if list_parts(path):
             return []
     except OSError as error:
         return [f"input: {shown} cannot be read ({error.strerror}); mend that or name another"]
     return [f"input: the folder {shown} holds no *.parquet files; name a file, or such a folder"]
 
 
-def _output(given: str | None, *, overwrite: bool) -> tuple[str, list[str]]:
+def _check_output(given: str | None, *, overwrite: bool) -> tuple[str, list[str]]:
     if not given:
         return "", ["output: is needed; name the file to write predictions to"]
     if "\0" in given:
         return "", ["output: must not hold a NUL character; mend the name"]
-    path = _absolute(given)
+    path = _make_absolute(given)
     shown = shorten(str(path), 300)
     kind = OUTPUTS.get(path.suffix.lower(), "")
-    problems = [] if kind else [_unknown_ending("output", shown, OUTPUTS)]
+    problems = [] if kind else [_describe_unknown_ending("output", shown, OUTPUTS)]
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -208,7 +214,7 @@ def _output(given: str | None, *, overwrite: bool) -> tuple[str, list[str]]:
     return kind, problems
 
 
-def _unknown_ending(setting: str, shown: str, endings: Mapping[str, str]) -> str:
+def _describe_unknown_ending(setting: str, shown: str, endings: Mapping[str, str]) -> str:
     return (
         f"{setting}: the ending of {shown} does not tell what it is; name a file that ends in one "
         f"of {', '.join(endings)}"

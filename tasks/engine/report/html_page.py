@@ -1,6 +1,6 @@
-"""The report as one HTML page that stands alone: no script, no network, the plots inside it, for
-light and dark screens. It refuses to let anything it is given act as markup: all is escaped, and
-the page's own policy forbids scripts and requests.
+"""Write the report as one HTML page that stands alone: no script, no network, the plots inside
+it, for light and dark screens. Nothing it is given can act as markup: all is escaped, and the
+page's own policy forbids scripts and requests.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from tasks.engine.base.units import number, percent, printable
-from tasks.engine.report.report_parts import Block, Grid, Report, Section
+from tasks.engine.base.units import format_number, format_percent, make_printable
+from tasks.engine.report.report_sections import Block, Grid, Report, Section
 
 # The plots on the page. That of the times shows the same bars once more.
 ALT = {
@@ -57,28 +57,28 @@ summary { cursor: pointer; margin-top: .8rem; color: var(--soft); }
 """
 
 
-def html(
+def render_html(
     report: Report, *, command: str, run: Mapping[str, Any], plot_files: Iterable[Path]
 ) -> str:
-    """The page: headline, sections, pictures, and everything that was asked, found, measured."""
+    """Return the page: headline, sections, pictures, and all params, tags and metrics."""
     name = escape(report.name)
     kind = report.status if report.status in ("FINISHED", "FAILED", "KILLED") else ""
     error = f'<p class="error">{escape(report.error)}</p>' if report.error else ""
-    return document(
+    return make_document(
         name,
         STYLE,
         f'<p class="status {kind}">{escape(report.status)}</p><h1>{name}</h1>',
         f'<p class="facts">{escape(", ".join(report.headline))}</p>{error}',
-        *(_section(section) for section in report.sections),
-        *(image(ALT[f.stem], f.read_bytes()) for f in plot_files if f.stem in ALT),
+        *(_render_section(section) for section in report.sections),
+        *(embed_image(ALT[f.stem], f.read_bytes()) for f in plot_files if f.stem in ALT),
         f"<h2>Open it in MLflow</h2><pre>{escape(command)}</pre>",
         "<h2>All of it</h2>",
-        *(_details(title, run.get(key)) for title, key in _DETAILS),
+        *(_render_details(title, run.get(key)) for title, key in _DETAILS),
     )
 
 
-def document(title: str, style: str, *parts: str) -> str:
-    """The whole page of these parts, all of them escaped already."""
+def make_document(title: str, style: str, *parts: str) -> str:
+    """Return the whole page of these parts, all of them escaped already."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
@@ -89,8 +89,8 @@ def document(title: str, style: str, *parts: str) -> str:
     )
 
 
-def image(alt: str, png: bytes) -> str:
-    """A picture that lies inside the page."""
+def embed_image(alt: str, png: bytes) -> str:
+    """Return a picture that is embedded in the page."""
     data = base64.b64encode(png).decode("ascii")
     return f'<img alt="{alt}" src="data:image/png;base64,{data}">'
 
@@ -102,19 +102,19 @@ _DETAILS = (
 )
 
 
-def _section(section: Section) -> str:
+def _render_section(section: Section) -> str:
     kinds = {True: ' class="good"', False: ' class="bad"', None: ""}
     lines = "".join(
         f"<p{kinds[section.ok] if i == 0 else ''}>{escape(line)}</p>"
         for i, line in enumerate(section.lines)
     )
-    blocks = "".join(_table(block) for block in section.blocks)
+    blocks = "".join(_render_block(block) for block in section.blocks)
     grid = f'<div class="blocks">{blocks}</div>' if blocks else ""
-    tables = "".join(_grid(grid) for grid in section.grids)
+    tables = "".join(_render_grid(grid) for grid in section.grids)
     return f"<h2>{escape(section.title)}</h2>{lines}{grid}{tables}"
 
 
-def _grid(grid: Grid) -> str:
+def _render_grid(grid: Grid) -> str:
     head = "".join(f"<th>{escape(word)}</th>" for word in grid.head)
     rows = "".join(
         f"<tr><td>{escape(name)}</td>"
@@ -125,26 +125,27 @@ def _grid(grid: Grid) -> str:
     return f"<table><caption>{escape(grid.title)}</caption><tr>{head}</tr>{rows}</table>"
 
 
-def _table(block: Block) -> str:
+def _render_block(block: Block) -> str:
     rows = "".join(
         f'<tr><td>{escape(bar.label)}</td><td class="n">{escape(bar.value)}</td>'
-        f'<td class="n">{"" if bar.share is None else escape(percent(bar.share))}</td>'
+        f'<td class="n">{"" if bar.share is None else escape(format_percent(bar.share))}</td>'
         f'<td class="b"><div class="bar" style="width:{100 * bar.length:.1f}%"></div></td></tr>'
         for bar in block.bars
     )
     return f'<table class="bars"><caption>{escape(block.title)}</caption>{rows}</table>'
 
 
-def _details(title: str, values: Mapping[str, Any] | None) -> str:
+def _render_details(title: str, values: Mapping[str, Any] | None) -> str:
     known = {k: v for k, v in sorted((values or {}).items()) if v is not None}
     known.pop("mlflow.note.content", None)  # this report again
     rows = "".join(
-        f"<tr><td>{escape(printable(k, limit=250))}</td><td>{escape(_value(v))}</td></tr>"
+        f"<tr><td>{escape(make_printable(k, limit=250))}</td>"
+        f"<td>{escape(_format_value(v))}</td></tr>"
         for k, v in known.items()
     )
     opened = f"<details><summary>{escape(title)}</summary><table>{rows}</table></details>"
     return opened if rows else ""
 
 
-def _value(value: Any) -> str:
-    return number(value) if isinstance(value, float) else printable(value, limit=1000)
+def _format_value(value: Any) -> str:
+    return format_number(value) if isinstance(value, float) else make_printable(value, limit=1000)

@@ -1,6 +1,6 @@
-"""A run in three pictures: what it learned, where its time went, where its memory went. It draws
-what was measured and nothing else: no data, no picture. It never touches pyplot, whose state is
-the process's, and loads matplotlib only when it draws.
+"""Draw a run in pictures: its losses and scores, its time, its memory, its confusion matrix,
+and how it compares with the last runs. Only what was measured is drawn: no data, no picture. It
+never uses pyplot, whose state is the process's, and imports matplotlib only when it draws.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.engine.base.units import percent
-from tasks.engine.report.class_section import PARTS, confusion
-from tasks.engine.report.report_parts import Block
-from tasks.engine.report.report_sections import sections
+from tasks.engine.base.units import format_number, format_percent
+from tasks.engine.report.report_sections import PARTS, Block, draw_confusion_matrix, make_report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,20 +42,20 @@ Points = list[tuple[float, float]]
 Line = tuple[str, str, Points]  # label, colour, points
 
 
-def load() -> None:
+def load_matplotlib() -> None:
     """Import what drawing needs; the first time on a machine this lists its fonts."""
     import matplotlib.backends.backend_agg
     import matplotlib.figure
     import matplotlib.font_manager  # noqa: F401
 
 
-def plots(run: Mapping[str, Any], folder: Path) -> list[Path]:
+def draw_run_plots(run: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write loss.png, time.png, memory.png and val_confusion.png, those whose data exist; return
     their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = (
-        *(("loss", _loss(run)), ("time", _time(run)), ("memory", _memory(run))),
-        *((f"{part}_confusion", confusion(run, part)) for part in PARTS),
+        *(("loss", _draw_loss(run)), ("time", _draw_time(run)), ("memory", _draw_memory(run))),
+        *((f"{part}_confusion", draw_confusion_matrix(run, part)) for part in PARTS),
     )
     files = []
     for name, figure in drawn:
@@ -67,61 +65,61 @@ def plots(run: Mapping[str, Any], folder: Path) -> list[Path]:
     return files
 
 
-def _loss(run: Mapping[str, Any]) -> Figure | None:
-    losses = _lines(run, LOSSES)
-    score = next((s for s in SCORES if _points(run, s[0])), None)
+def _draw_loss(run: Mapping[str, Any]) -> Figure | None:
+    losses = _read_lines(run, LOSSES)
+    score = next((s for s in SCORES if _read_points(run, s[0])), None)
     if not losses and score is None:
         return None
-    axes = panels(bool(losses) + (score is not None))
+    axes = make_panels(bool(losses) + (score is not None))
     if losses:
-        _draw(axes[0], losses, "loss")
+        _draw_lines(axes[0], losses, "loss")
         values = [y for _, _, points in losses for _, y in points]
         if min(values) > 0 and max(values) > 50 * min(values):
             axes[0].set_yscale("log")
             axes[0].yaxis.set_major_formatter("{x:g}")
     if score is not None:
         name, title = score
-        points = _points(run, name)
-        _draw(axes[-1], [("", GREEN, points)], title)
+        points = _read_points(run, name)
+        _draw_lines(axes[-1], [("", GREEN, points)], title)
         value = (run.get("metrics") or {}).get(name)
         told = next((p for p in points if p[1] == value), points[-1])  # of the weights kept
-        _mark(axes[-1], told, f"{told[1]:.4g}")
+        _mark_point(axes[-1], told, f"{told[1]:.4g}")
     return axes[0].figure  # type: ignore[return-value]
 
 
-def _time(run: Mapping[str, Any]) -> Figure | None:
-    return _bar_charts(_blocks(run, "Time"), BLUE)
+def _draw_time(run: Mapping[str, Any]) -> Figure | None:
+    return _draw_bar_charts(_find_blocks(run, "Time"), BLUE)
 
 
-def _memory(run: Mapping[str, Any]) -> Figure | None:
+def _draw_memory(run: Mapping[str, Any]) -> Figure | None:
     series = [
         (title, lines)
         for title, lines in (
-            ("device", _once(_lines(run, POOL))),
-            ("host process", _lines(run, HOST)),
+            ("device", _drop_repeated_colours(_read_lines(run, POOL))),
+            ("host process", _read_lines(run, HOST)),
         )
         if lines
     ]
-    blocks = _blocks(run, "Memory")[:1]
+    blocks = _find_blocks(run, "Memory")[:1]
     if not series and not blocks:
         return None
-    axes = panels(min(2, len(series) + len(blocks)))
+    axes = make_panels(min(2, len(series) + len(blocks)))
     for ax, (title, lines) in zip(axes, series, strict=False):
-        unit, scale = _unit(max(y for _, _, points in lines for _, y in points))
+        unit, scale = _choose_unit(max(y for _, _, points in lines for _, y in points))
         scaled = [(n, c, [(x, y / scale) for x, y in points]) for n, c, points in lines]
-        _draw(ax, scaled, f"{title} memory, {unit}")
+        _draw_lines(ax, scaled, f"{title} memory, {unit}")
         ax.set_ylim(0, 1.08 * max(ax.get_ylim()[1], 1e-9))
     if len(series) < len(axes):
-        _bars(axes[-1], blocks[0], GREEN)
+        _draw_bars(axes[-1], blocks[0], GREEN)
     return axes[0].figure  # type: ignore[return-value]
 
 
-def _unit(largest_mib: float) -> tuple[str, float]:
+def _choose_unit(largest_mib: float) -> tuple[str, float]:
     return ("GiB", 1024.0) if largest_mib >= 1000 else ("MiB", 1.0)
 
 
-def _points(run: Mapping[str, Any], name: str) -> Points:
-    """The finite values of a series by step, thinned to what a picture can show."""
+def _read_points(run: Mapping[str, Any], name: str) -> Points:
+    """Return the finite values of a series by step, thinned to what a picture can show."""
     given = (run.get("series") or {}).get(name) or ()
     first: dict[float, float] = {}  # of a step: what is said again at the end is of a kept epoch
     for p in given:
@@ -132,25 +130,25 @@ def _points(run: Mapping[str, Any], name: str) -> Points:
     return points[::stride]
 
 
-def _lines(run: Mapping[str, Any], wanted: Sequence[tuple[str, str, str]]) -> list[Line]:
-    found = [(label, colour, _points(run, name)) for name, label, colour in wanted]
+def _read_lines(run: Mapping[str, Any], wanted: Sequence[tuple[str, str, str]]) -> list[Line]:
+    found = [(label, colour, _read_points(run, name)) for name, label, colour in wanted]
     return [line for line in found if line[2]]
 
 
-def _once(lines: list[Line]) -> list[Line]:
-    """At most one line a colour: the peak stands for its current value too."""
+def _drop_repeated_colours(lines: list[Line]) -> list[Line]:
+    """Return at most one line a colour: the peak stands for its current value too."""
     kept: dict[str, Line] = {}
     for line in lines:
         kept.setdefault(line[1], line)
     return list(kept.values())
 
 
-def _blocks(run: Mapping[str, Any], title: str) -> tuple[Block, ...]:
-    found = [s.blocks for s in sections(run).sections if s.title == title]
+def _find_blocks(run: Mapping[str, Any], title: str) -> tuple[Block, ...]:
+    found = [s.blocks for s in make_report(run).sections if s.title == title]
     return found[0] if found else ()
 
 
-def panels(count: int) -> list[Axes]:
+def make_panels(count: int) -> list[Axes]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -165,7 +163,7 @@ def panels(count: int) -> list[Axes]:
     return list(axes)
 
 
-def _draw(ax: Axes, lines: list[Line], title: str) -> None:
+def _draw_lines(ax: Axes, lines: list[Line], title: str) -> None:
     ax.set_title(title, loc="left", fontsize=11, fontweight="bold", color="#202020")
     ax.set_xlabel("optimizer step", fontsize=9, color=GREY)
     ax.locator_params(axis="x", integer=True, nbins=7)
@@ -180,7 +178,7 @@ def _draw(ax: Axes, lines: list[Line], title: str) -> None:
         ax.legend(frameon=False, fontsize=9, labelcolor=colours, handlelength=1.2)
 
 
-def _mark(ax: Axes, point: tuple[float, float], text: str) -> None:
+def _mark_point(ax: Axes, point: tuple[float, float], text: str) -> None:
     ax.plot(*point, marker="o", markersize=5, color=GREEN)
     ax.annotate(
         text,
@@ -194,17 +192,17 @@ def _mark(ax: Axes, point: tuple[float, float], text: str) -> None:
     )
 
 
-def _bar_charts(blocks: Sequence[Block], colour: str) -> Figure | None:
+def _draw_bar_charts(blocks: Sequence[Block], colour: str) -> Figure | None:
     if not blocks:
         return None
-    axes = panels(len(blocks))
+    axes = make_panels(len(blocks))
     for ax, block in zip(axes, blocks, strict=True):
-        _bars(ax, block, colour)
+        _draw_bars(ax, block, colour)
     return axes[0].figure  # type: ignore[return-value]
 
 
-def _bars(ax: Axes, block: Block, colour: str) -> None:
-    """Horizontal bars, the first on top, each with its size written at its end."""
+def _draw_bars(ax: Axes, block: Block, colour: str) -> None:
+    """Draw horizontal bars, the first on top, each with its size written at its end."""
     ax.set_title(block.title, loc="left", fontsize=11, fontweight="bold", color="#202020")
     places = range(len(block.bars))
     ax.barh(places, [bar.length for bar in block.bars], color=colour, height=0.55)
@@ -215,5 +213,63 @@ def _bars(ax: Axes, block: Block, colour: str) -> None:
     ax.spines["bottom"].set_visible(False)
     ax.tick_params(axis="y", length=0, colors="#202020")
     for place, bar in zip(places, block.bars, strict=True):
-        share = "" if bar.share is None else f"   {percent(bar.share)}"
+        share = "" if bar.share is None else f"   {format_percent(bar.share)}"
         ax.text(bar.length + 0.02, place, bar.value + share, va="center", fontsize=10)
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TITLES = {
+    "speed/samples_per_s": "samples a second",
+    "time/fast_step_ms": "fast step, ms",
+    "memory/run_peak_allocated_mib": "peak memory, MiB",
+    "memory/leaked_mib": "leaked, MiB",
+}
+COLUMNS = 3
+CAPTION = "runs, this one at 0; grey: within the limit for three in a row; dashed: that for one"
+
+
+def draw_trend(run: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write trend.png, where there is a trend, and return its path."""
+    found = [one for one in run.get("trend") or () if math.isfinite(one["values"][-1])]
+    if not found:
+        return []
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=INCHES, dpi=DPI, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    columns = min(COLUMNS, len(found))
+    axes = [*figure.subplots(-(-len(found) // columns), columns, squeeze=False).flat]
+    for ax, one in zip(axes, found, strict=False):
+        _draw_trend_panel(ax, one)
+    for ax in axes[len(found) :]:
+        ax.set_axis_off()
+    figure.supxlabel(CAPTION, fontsize=9, color=GREY)
+    figure.savefig(folder / "trend.png", metadata={"Software": None})
+    return [folder / "trend.png"]
+
+
+def _draw_trend_panel(ax: Axes, one: Mapping[str, Any]) -> None:
+    """Draw the runs from left to right, this one last; grey: as far as the limit for three in a
+    row."""
+    values, middle, near, far = one["values"], one["median"], one["near"], one["far"]
+    places = range(1 - len(values), 1)
+    colour = VERMILION if one["beyond"] else GREEN
+    ax.axhspan(min(near, 2 * middle - near), max(near, 2 * middle - near), color="#ECECEC")
+    ax.axhline(middle, color=GREY, linewidth=0.9, linestyle=":")
+    low, high = min([*values, near, middle]), max([*values, near, middle])
+    room = 0.15 * (high - low) or 1.0
+    ax.set_ylim(low - room, high + room)
+    ax.axhline(far, color=VERMILION, linewidth=0.9, linestyle="--")  # where it is not far outside
+    ax.plot(places, values, color=BLUE, linewidth=1.2, marker="o", markersize=2.5)
+    ax.plot(0, values[-1], color=colour, marker="o", markersize=7)
+    title = f"{TITLES.get(one['metric'], one['metric'])}: {format_number(values[-1])}"
+    ax.set_title(title, loc="left", fontsize=9, fontweight="bold", color=colour)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_color("#B0B0B0")
+    ax.tick_params(colors=GREY, labelsize=8, length=3)
+    ax.locator_params(axis="x", integer=True, nbins=5)
+    ax.locator_params(axis="y", nbins=5)
+    ax.ticklabel_format(axis="y", useOffset=False, style="plain")

@@ -1,20 +1,319 @@
-"""What a report says, before it is said in Markdown, on a terminal or in HTML: a finished run, as
-a plain dict of run-record names, becomes a headline and a few sections of lines and bars. All
-three faces are made from these, so they cannot disagree. It refuses to guess: what was not
-measured has no line, and is never a zero.
+"""The parts a report is made of, and how measured numbers become its phrases and bars. It refuses
+to invent: a metric that is not there makes no phrase, and a part without a whole has no share.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tasks.engine.base.units import mebibytes, milliseconds, number, percent, printable, seconds
-from tasks.engine.report.class_section import classes
-from tasks.engine.report.memory_section import memory, ran_out, released
-from tasks.engine.report.report_parts import Block, Numbers, Report, Section, bars, joined, said
+from tasks.engine.base.units import (
+    format_mebibytes,
+    format_milliseconds,
+    format_number,
+    format_percent,
+    format_seconds,
+    make_printable,
+)
+
+Numbers = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One measured part: its name, its size in words, its share of the whole if known, and how
+    long to draw it: 1 for the largest of its block."""
+
+    label: str
+    value: str
+    share: float | None
+    length: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """Parts of one whole, drawn as bars under a title."""
+
+    title: str
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of words, the first column of them names."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One subject of the report: `ok` is its verdict, None where there is none to give."""
+
+    title: str
+    lines: tuple[str, ...]
+    blocks: tuple[Block, ...] = ()
+    ok: bool | None = None
+    grids: tuple[Grid, ...] = ()  # on pages: a terminal has no room for them
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that a report shows. `headline` holds the key metric, the total time, the
+    device."""
+
+    name: str
+    status: str
+    headline: tuple[str, ...]
+    error: str | None
+    sections: tuple[Section, ...]
+
+
+def join_parts(parts: Iterable[str]) -> tuple[str, ...]:
+    """Return the parts that are not empty as one line; no line where there are none."""
+    line = ", ".join(part for part in parts if part)
+    return (line,) if line else ()
+
+
+def make_phrases(metrics: Numbers, *wanted: tuple[str, str]) -> list[str]:
+    """Return the phrases `(key, template)` whose metric was measured, with its value
+    filled in."""
+    return [
+        template.format(_format_metric(key, metrics[key]))
+        for key, template in wanted
+        if key in metrics
+    ]
+
+
+def _format_metric(key: str, value: float) -> str:
+    units = {"mib": format_mebibytes, "ms": format_milliseconds, "s": format_seconds}
+    rate = key.endswith("_per_s")
+    return format_number(value) if rate else units.get(key.rpartition("_")[2], format_number)(value)
+
+
+def make_bars(
+    parts: list[tuple[str, float]], *, whole: float | None, words: Callable[[float], str]
+) -> tuple[Bar, ...]:
+    """Return the parts as bars, each with its share of the whole, where the whole is known."""
+    largest = max((size for _, size in parts), default=0.0)
+    return tuple(
+        Bar(label, words(size), _compute_share(size, whole), _compute_share(size, largest) or 0.0)
+        for label, size in parts
+    )
+
+
+def _compute_share(size: float, whole: float | None) -> float | None:
+    return min(1.0, max(0.0, size / whole)) if whole and whole > 0 else None
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PARTS = {"val": "validation", "test": "test"}
+HEAD = ("class", "rows", "precision", "recall", "F1")
+WORST = 3  # classes that the line names
+NAMES_SHOWN = 24  # letters of a class on the picture
+FEW = 12  # classes: names lie straight, numbers are large
+
+
+def make_classes_section(run: Mapping[str, Any], *, limit: int) -> Section:
+    """Return the section of the rows by class, for each part that was evaluated."""
+    lines, grids = [], []
+    for part, found in (run.get("classes") or {}).items():
+        listed = [(_shorten_name(row[0], limit), *row[1:]) for row in found["listed"]]
+        worst = sorted(listed, key=lambda row: row[-1])[:WORST]
+        told = ", ".join(
+            f"{name}: {format_number(f1)} ({rows:,} rows)" for name, rows, *_, f1 in worst
+        )
+        lines.append(f"lowest F1 of the {PARTS[part]} rows: {told}")
+        title = f"{PARTS[part]} rows by class"
+        if len(listed) < found["count"]:
+            title += f", the {len(listed)} of {found['count']} with the lowest F1"
+        rows = tuple(
+            (name, f"{count:,}", *(f"{value:.3f}" for value in values))
+            for name, count, *values in listed
+        )
+        grids.append(Grid(title, HEAD, rows))
+    return Section("Classes", tuple(lines), grids=tuple(grids))
+
+
+def draw_confusion_matrix(run: Mapping[str, Any], part: str) -> Figure | None:
+    """Draw the confusion matrix of this part: a line a class, coloured by the share of its
+    rows."""
+    found = (run.get("classes") or {}).get(part)
+    if not found:
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names, matrix = [_shorten_name(name, NAMES_SHOWN) for name in found["drawn"]], found["matrix"]
+    count = len(names)
+    side = min(12.0, max(4.6, 1.8 + 0.34 * count))
+    figure = Figure(figsize=(side + 0.6, side), dpi=150, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    ax = figure.subplots()
+    shares = [[cell / (sum(line) or 1) for cell in line] for line in matrix]
+    ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    size = 10 if count <= FEW else 6.5
+    for i, line in enumerate(matrix):
+        for j, cell in enumerate(line):
+            if cell:
+                colour = "white" if shares[i][j] > 0.5 else "#202020"
+                text = f"{cell}" if cell < 10_000 else f"{cell / 1000:.0f}k"
+                ax.text(j, i, text, ha="center", va="center", fontsize=size, color=colour)
+    ax.set_xticks(range(count), names, rotation=0 if _may_show_names(names) else 90, fontsize=9)
+    ax.set_yticks(range(count), names, fontsize=9)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    ax.set_xlabel("predicted class", fontsize=9, color="#595959")
+    ax.set_ylabel("true class", fontsize=9, color="#595959")
+    some = "" if count == found["count"] else f", the {count} most confused of {found['count']}"
+    ax.set_title(
+        f"{PARTS[part].capitalize()} rows by class{some}",
+        loc="left",
+        fontsize=11,
+        fontweight="bold",
+        color="#202020",
+    )
+    return figure
+
+
+def _shorten_name(name: Any, limit: int) -> str:
+    return make_printable(name, limit=min(limit, 40)) or "(empty)"
+
+
+def _may_show_names(names: list[str]) -> bool:
+    return len(names) <= FEW and max(map(len, names)) * len(names) <= 48
+
+
+OWNERS = tuple(
+    (label, f"memory/{owner}_mib")
+    for label, owner in (
+        ("parameters", "parameters"),
+        ("buffers", "buffers"),
+        ("best weights", "best_weights"),
+        ("gradients", "gradients"),
+        ("optimizer", "optimizer_state"),
+        ("data", "data"),
+        ("batch", "batch"),
+        ("activations", "activations"),
+        ("libraries", "libraries"),
+        ("recorded graph", "graph"),
+        ("the rest", "rest"),
+    )
+)
+PHASE_PEAKS = tuple(
+    (phase, f"memory/peak_{phase}_mib") for phase in ("forward", "backward", "optimizer", "eval")
+)
+LEAKS_SHOWN = 6
+
+
+def make_memory_section(metrics: Numbers) -> Section:
+    """Return the section of the peak, by owner and by phase, and of the host process's
+    memory."""
+    peak_mib = metrics.get("memory/run_peak_allocated_mib")
+    owners = [(label, metrics[k]) for label, k in OWNERS if metrics.get(k)]
+    peaks = [(label, metrics[k]) for label, k in PHASE_PEAKS if k in metrics]
+    pool = make_phrases(
+        metrics,
+        ("memory/run_peak_allocated_mib", "peak {} allocated"),
+        ("memory/run_peak_reserved_mib", "{} reserved"),
+        ("memory/predicted_peak_mib", "{} predicted"),
+        ("memory/headroom_mib", "headroom {}"),
+        ("memory/fragmentation_pct", "{} % idle at the peak"),
+    )
+    trouble = [
+        template.format(format_number(metrics[key]))
+        for key, template in (
+            ("memory/alloc_retries", "{} allocation retries"),
+            ("memory/ooms_recovered", "{} out-of-memory errors recovered"),
+        )
+        if metrics.get(key)
+    ]
+    host = make_phrases(
+        metrics,
+        ("memory/host_rss_mib", "host process {}"),
+        ("memory/host_rss_peak_mib", "its peak {}"),
+    )
+    whole = peak_mib or sum(mib for _, mib in owners)
+    title = "by owner, of the peak" if peak_mib else "by owner"
+    top = peak_mib or max((mib for _, mib in peaks), default=0.0)
+    blocks = (
+        Block(title, make_bars(owners, whole=whole, words=format_mebibytes)),
+        Block("highest in each phase", make_bars(peaks, whole=top, words=format_mebibytes)),
+    )
+    lines = (*join_parts(pool), *join_parts(trouble), *join_parts(host))
+    return Section("Memory", lines, tuple(b for b in blocks if b.bars))
+
+
+def make_oom_section(run: Mapping[str, Any], *, limit: int) -> Section:
+    """Return the section of who held the memory when a run ended for lack of it, the largest
+    first."""
+    holdings = (run.get("oom") or {}).get("holdings") or ()
+    lines = [
+        make_printable(
+            f"{format_mebibytes(_read_bytes(held) / 1024**2)} of {held.get('owner')} in "
+            f"{format_number(held.get('count') or 0)} tensors, the largest {held.get('what')}"
+            + (f", at {held['line']}" if held.get("line") else ""),
+            limit=limit,
+        )
+        for held in holdings
+        if isinstance(held, Mapping)
+    ]
+    return Section("Ran out", tuple(lines))
+
+
+def make_release_section(run: Mapping[str, Any], metrics: Numbers, *, limit: int) -> Section:
+    """Return the section of what was released, and of what was not, by name and largest first,
+    each cut to `limit`."""
+    proof = make_phrases(
+        metrics,
+        ("memory/released_mib", "{} given back"),
+        ("memory/baseline_mib", "{} in use before the run"),
+        ("memory/residual_mib", "{} kept by libraries"),
+        ("memory/leaked_mib", "{} leaked"),
+        ("memory/reserved_residual_mib", "{} still reserved"),
+    )
+    ok = bool(metrics["memory/release_ok"]) if "memory/release_ok" in metrics else None
+    verdict = {True: ["OK"], False: ["NOT ALL GIVEN BACK"], None: []}[ok]
+    owners = [o for o in run.get("owners") or () if isinstance(o, Mapping)]
+    owners.sort(key=lambda o: -_read_bytes(o))
+    held = [_describe_leak(o, limit) for o in owners[:LEAKS_SHOWN]]
+    why = (run.get("tags") or {}).get("memory.release")
+    if why:
+        held.append(make_printable(why, limit=limit))
+    if owners[LEAKS_SHOWN:]:
+        rest = sum(_read_bytes(o) for o in owners[LEAKS_SHOWN:])
+        held.append(f"and {len(owners) - LEAKS_SHOWN:,} more, {format_mebibytes(rest / 1024**2)}")
+    kept = [
+        make_printable(
+            f"{o.get('name')}: {format_mebibytes(_read_bytes(o) / 1024**2)} more than before",
+            limit=limit,
+        )
+        for o in run.get("kept") or ()
+        if isinstance(o, Mapping)
+    ]
+    return Section("Release", (*join_parts([*verdict, *proof]), *held, *kept), ok=ok)
+
+
+def _read_bytes(owner: Mapping[str, Any]) -> float:
+    size = owner.get("bytes")
+    return float(size) if isinstance(size, Real) and math.isfinite(size) else 0.0
+
+
+def _describe_leak(owner: Mapping[str, Any], limit: int) -> str:
+    shape = "x".join(str(n) for n in owner.get("shape") or ())
+    what = [str(owner.get("kind") or "object"), shape, str(owner.get("dtype") or "")]
+    size = (
+        [format_mebibytes(_read_bytes(owner) / 1024**2)] if owner.get("bytes") is not None else []
+    )
+    held = [f"held by {owner['held_by']}"] if owner.get("held_by") else []
+    return make_printable(", ".join([" ".join(w for w in what if w), *size, *held]), limit=limit)
+
 
 STAGES = (
     ("start", "time/start_s"),
@@ -30,10 +329,10 @@ PHASES = tuple(
     for phase in ("data_wait", "h2d", "forward", "backward", "communication", "optimizer")
 )
 RANKS = {
-    "run_peak_allocated_mib": ("peak memory", mebibytes),
-    "leaked_mib": ("leaked", mebibytes),
-    "data_wait_ms": ("wait for data", milliseconds),
-    "communication_ms": ("communication", milliseconds),
+    "run_peak_allocated_mib": ("peak memory", format_mebibytes),
+    "leaked_mib": ("leaked", format_mebibytes),
+    "data_wait_ms": ("wait for data", format_milliseconds),
+    "communication_ms": ("communication", format_milliseconds),
 }
 DATA_PHASES = ("data wait", "h2d")
 HEADLINE_METRICS = (
@@ -52,57 +351,58 @@ FIGURES = (
 )
 
 
-def sections(run: Mapping[str, Any], *, limit: int = 400) -> Report:
-    """The report of a run, each free text cut to `limit` characters; keys may be absent."""
-    learned = _numbers(run, finite=False)
-    metrics = _numbers(run, finite=True)
-    tags = _texts(run, limit)
-    warnings = tuple(printable(words, limit=limit) for words in run.get("warnings") or ())
+def make_report(run: Mapping[str, Any], *, limit: int = 400) -> Report:
+    """Return the report of a run, each free text cut to `limit` characters; keys may be
+    absent."""
+    learned = _read_numbers(run, finite=False)
+    metrics = _read_numbers(run, finite=True)
+    tags = _read_texts(run, limit)
+    warnings = tuple(make_printable(words, limit=limit) for words in run.get("warnings") or ())
     found = (
         Section("Warnings", warnings, ok=False),
-        _gate(tags),
-        _trained(run, learned, limit),
-        classes(run, limit=limit),
-        _device(
+        _make_gate_section(tags),
+        _make_training_section(run, learned, limit),
+        make_classes_section(run, limit=limit),
+        _make_device_section(
             tags, metrics, is_shared=(run.get("params") or {}).get("device.share") in ("True", True)
         ),
-        _time(metrics),
-        memory(metrics),
-        ran_out(run, limit=limit),
-        released(run, metrics, limit=limit),
+        _make_time_section(metrics),
+        make_memory_section(metrics),
+        make_oom_section(run, limit=limit),
+        make_release_section(run, metrics, limit=limit),
     )
     return Report(
-        name=printable(run.get("name") or run.get("run_id") or "run", limit=min(limit, 120)),
-        status=printable(run.get("status") or "", limit=20),
-        headline=_headline(learned, metrics, tags),
-        error=printable(run["error"], limit=limit) if run.get("error") else None,
+        name=make_printable(run.get("name") or run.get("run_id") or "run", limit=min(limit, 120)),
+        status=make_printable(run.get("status") or "", limit=20),
+        headline=_make_headline(learned, metrics, tags),
+        error=make_printable(run["error"], limit=limit) if run.get("error") else None,
         sections=tuple(s for s in found if s.lines or s.blocks),
     )
 
 
-def _numbers(run: Mapping[str, Any], *, finite: bool) -> dict[str, float]:
+def _read_numbers(run: Mapping[str, Any], *, finite: bool) -> dict[str, float]:
     given = (run.get("metrics") or {}).items()
     known = {k: float(v) for k, v in given if isinstance(v, Real)}
     return {k: v for k, v in known.items() if not finite or math.isfinite(v)}
 
 
-def _texts(run: Mapping[str, Any], limit: int) -> dict[str, str]:
+def _read_texts(run: Mapping[str, Any], limit: int) -> dict[str, str]:
     given = (run.get("tags") or {}).items()
-    texts = {k: printable(v, limit=limit) for k, v in given if v is not None}
+    texts = {k: make_printable(v, limit=limit) for k, v in given if v is not None}
     return {k: text for k, text in texts.items() if text}
 
 
-def _headline(learned: Numbers, metrics: Numbers, tags: Mapping[str, str]) -> tuple[str, ...]:
+def _make_headline(learned: Numbers, metrics: Numbers, tags: Mapping[str, str]) -> tuple[str, ...]:
     uneven = ("val/balanced_accuracy",) if "val/largest_class_share" in learned else ()
     metric = next((k for k in (*uneven, *HEADLINE_METRICS) if k in learned), None)
     return (
-        *([f"{metric} {number(learned[metric])}"] if metric else []),
-        *said(metrics, ("time/total_s", "{} in all")),
+        *([f"{metric} {format_number(learned[metric])}"] if metric else []),
+        *make_phrases(metrics, ("time/total_s", "{} in all")),
         *([f"on {tags['device']}"] if "device" in tags else []),
     )
 
 
-def _trained(run: Mapping[str, Any], learned: Numbers, limit: int) -> Section:
+def _make_training_section(run: Mapping[str, Any], learned: Numbers, limit: int) -> Section:
     params = {k: v for k, v in (run.get("params") or {}).items() if v is not None}
     asked = (
         (("model.name",), "{} on {}"),
@@ -114,37 +414,38 @@ def _trained(run: Mapping[str, Any], learned: Numbers, limit: int) -> Section:
     )
     source = params.get("data.path") or params.get("data.source") or "unknown data"
     recipe = [
-        template.format(*(printable(params[k], limit=min(limit, 60)) for k in keys), source)
+        template.format(*(make_printable(params[k], limit=min(limit, 60)) for k in keys), source)
         for keys, template in asked
         if all(k in params for k in keys)
     ]
     recipe = ["1 epoch" if part == "1 epochs" else part for part in recipe]
     shown = [k for k in ("train/loss", *FIGURES) if k in learned]
-    results = [f"{k} {number(learned[k])}" for k in dict.fromkeys(shown)]
+    results = [f"{k} {format_number(learned[k])}" for k in dict.fromkeys(shown)]
     tests = (k.replace("val/", "test/") for k in FIGURES)
-    tested = [f"{k} {number(learned[k])}" for k in tests if k in learned]
+    tested = [f"{k} {format_number(learned[k])}" for k in tests if k in learned]
     kept = []
     if {"train/best_epoch", "train/epoch"} <= learned.keys():
-        best, last = (number(learned[k]) for k in ("train/best_epoch", "train/epoch"))
+        best, last = (format_number(learned[k]) for k in ("train/best_epoch", "train/epoch"))
         kept.append(f"the weights are those of epoch {best} of {last}: its val/loss is the lowest")
-    pace = said(
+    pace = make_phrases(
         learned,
         ("speed/samples_per_s", "{} samples/s"),
         ("speed/tokens_per_s", "{} tokens/s"),
         ("speed/steps_per_s", "{} steps/s"),
     )
     if "speed/mfu" in learned:
-        pace.append(f"{percent(learned['speed/mfu'])} of the device's peak (MFU)")
-    recipe = [printable(part, limit=min(limit, 160)) for part in recipe]
+        pace.append(f"{format_percent(learned['speed/mfu'])} of the device's peak (MFU)")
+    recipe = [make_printable(part, limit=min(limit, 160)) for part in recipe]
     return Section(
-        "Trained", (*joined(recipe), *joined(results), *joined(tested), *kept, *joined(pace))
+        "Trained",
+        (*join_parts(recipe), *join_parts(results), *join_parts(tested), *kept, *join_parts(pace)),
     )
 
 
-def _device(tags: Mapping[str, str], metrics: Numbers, *, is_shared: bool) -> Section:
+def _make_device_section(tags: Mapping[str, str], metrics: Numbers, *, is_shared: bool) -> Section:
     total = tags.get("device.total_mib", "")
     try:
-        total = mebibytes(float(total))
+        total = format_mebibytes(float(total))
     except ValueError:
         total = ""
     names = [tags.get(k, "") for k in ("device", "device.model")]
@@ -159,7 +460,7 @@ def _device(tags: Mapping[str, str], metrics: Numbers, *, is_shared: bool) -> Se
     how.append(where.get(tags.get("data.residency", ""), ""))
     how += [f"micro-batch {tags['micro_batch']}"] if "micro_batch" in tags else []
     how += [f"resumed from step {tags['resumed_from_step']}"] if "resumed_from_step" in tags else []
-    watched = said(
+    watched = make_phrases(
         metrics,
         ("gpu/utilization_pct", "{} % busy"),
         ("gpu/power_w", "{} W"),
@@ -168,12 +469,12 @@ def _device(tags: Mapping[str, str], metrics: Numbers, *, is_shared: bool) -> Se
     )
     watched += ["throttled"] if metrics.get("gpu/throttled") else []
     reason = (tags["device.reason"],) if "device.reason" in tags else ()
-    facts = (*joined([*names, total, *versions]), *reason, *joined([*how, *watched]))
-    return Section("Device", (*facts, *_ranks(tags, metrics)))
+    facts = (*join_parts([*names, total, *versions]), *reason, *join_parts([*how, *watched]))
+    return Section("Device", (*facts, *_describe_ranks(tags, metrics)))
 
 
-def _ranks(tags: Mapping[str, str], metrics: Numbers) -> tuple[str, ...]:
-    """What several processes have measured, from the least to the most."""
+def _describe_ranks(tags: Mapping[str, str], metrics: Numbers) -> tuple[str, ...]:
+    """Return lines of what several processes have measured, from the least to the most."""
     if "ranks" not in tags:
         return ()
     told = []
@@ -188,24 +489,25 @@ def _ranks(tags: Mapping[str, str], metrics: Numbers) -> tuple[str, ...]:
         )
     again = tags.get("ranks.restarts")
     again_words = [f"began again {again} times after a lost one"] if again else []
-    return tuple(joined([f"{tags['ranks']} processes", *again_words, *told]))
+    return tuple(join_parts([f"{tags['ranks']} processes", *again_words, *told]))
 
 
-def _gate(tags: Mapping[str, str]) -> Section:
+def _make_gate_section(tags: Mapping[str, str]) -> Section:
     if tags.get("gate", "ok") in ("ok", "new"):
         return Section("Gate", ())
     why = tags.get("gate.why", "").split("; ")
     return Section("Gate", (f"{tags['gate']} than the runs before: {why[0]}", *why[1:]), ok=False)
 
 
-def _step(name: str, phases: list[tuple[str, float]]) -> Block:
+def _make_step_block(name: str, phases: list[tuple[str, float]]) -> Block:
     whole_ms = sum(ms for _, ms in phases)
     return Block(
-        f"{name}, {milliseconds(whole_ms)}", bars(phases, whole=whole_ms, words=milliseconds)
+        f"{name}, {format_milliseconds(whole_ms)}",
+        make_bars(phases, whole=whole_ms, words=format_milliseconds),
     )
 
 
-def _time(metrics: Numbers) -> Section:
+def _make_time_section(metrics: Numbers) -> Section:
     total_s = metrics.get("time/total_s")
     stages = [(label, metrics[k]) for label, k in STAGES if k in metrics]
     if total_s is not None and stages and total_s > sum(s for _, s in stages):
@@ -220,7 +522,7 @@ def _time(metrics: Numbers) -> Section:
             "one step taken plainly": [one for one in phases if one not in waits],
         }
     is_below = metrics.get("time/unaccounted_pct", 0) >= 0  # else phases, times steps, are more
-    besides = said(
+    besides = make_phrases(
         metrics,
         ("time/first_step_s", "first step {}"),
         ("time/eval_s", "eval {}"),
@@ -232,11 +534,11 @@ def _time(metrics: Numbers) -> Section:
         ("time/core_wait_own_pct", "its own helpers {} %"),
     )
     blocks = (
-        Block("stages of the run", bars(stages, whole=total_s, words=seconds)),
-        *(_step(name, parts) for name, parts in steps.items()),
+        Block("stages of the run", make_bars(stages, whole=total_s, words=format_seconds)),
+        *(_make_step_block(name, parts) for name, parts in steps.items()),
     )
     return Section(
         "Time",
-        joined(besides),
+        join_parts(besides),
         tuple(b for b in blocks if b.bars),
     )

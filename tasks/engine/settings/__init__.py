@@ -1,6 +1,5 @@
 """What a run is asked to do: its sections, its file, its flags, and a sentence for whatever is
 wrong there. It refuses unknown names and bad values all at once.
 
-Front doors: data_config, import_path_checks, launch_config, model_args, read_settings,
-run_config, table, unused_settings, yaml_file.
+Front doors: model_args, read_settings, run_config, table.
 """

@@ -1,6 +1,6 @@
-"""What the built-in models take under `model.args`, and what is wrong with what was given, told
-from the names and values alone: before any data is read, and without PyTorch. It travels with every
-logged model, as builtin.py does, which calls it.
+"""Check the arguments that the built-in models take under `model.args`, from their names and
+values alone: before any data is read, and without PyTorch. It travels with every logged model,
+as builtin.py does, which calls it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-TAKES: dict[str, tuple[str, ...]] = {
+BUILTIN_ARGS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "mlp": ("hidden", "dropout"),
     "cnn": ("width", "dropout"),
@@ -21,27 +21,27 @@ DEEPEST = 1000
 
 
 class ModelError(ValueError):
-    """A model that can't be built as asked; the text starts with the setting at fault."""
+    """A model cannot be built as configured; the text starts with the setting at fault."""
 
 
-def problems(model: str, args: Mapping[str, Any]) -> list[str]:
-    """What is wrong with each argument of a built-in model; empty where all can be."""
-    known = TAKES[model]
+def find_argument_problems(model: str, args: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with each argument of a built-in model; empty where nothing is."""
+    known = BUILTIN_ARGS[model]
     takes = f"takes {', '.join(known)}" if known else "takes no arguments"
     told = []
     for name, value in args.items():
         near = get_close_matches(str(name)[:80], known, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         text = (
-            _wrong(name, value)
+            _find_problem(name, value)
             if name in known
             else f"{name!r} is unknown; the model {model} {takes}{hint}"
         )
         told += [text] if text else []
-    return told or (_wrong_together(args) if model == "transformer" else [])
+    return told or (_find_joint_problem(args) if model == "transformer" else [])
 
 
-def _wrong(name: str, value: Any) -> str | None:
+def _find_problem(name: str, value: Any) -> str | None:
     most = DEEPEST if name == "layers" else WIDEST
     rule, fits = f"a whole number from 1 to {most:,}", _is_count(value, most)
     if name == "dropout":
@@ -59,7 +59,7 @@ def _is_count(value: Any, most: int) -> bool:
     return type(value) is int and 1 <= value <= most
 
 
-def _wrong_together(args: Mapping[str, Any]) -> list[str]:
+def _find_joint_problem(args: Mapping[str, Any]) -> list[str]:
     heads, width = args.get("heads", 4), args.get("width", 128)  # as models.transformer has them
     if width % heads:
         return [f"width must be a multiple of heads (got width {width} for {heads} heads)"]

@@ -1,20 +1,284 @@
-"""What a run is asked to do: one frozen, typed object in sections, each name of which is a flag,
-a YAML key, a field of Prefect's form and an MLflow param. It holds no defaults for the machine
-(that is `device/`) and no place where results go (that is `mlflow.yaml`); it refuses what it
-does not know, and a value of the wrong type is never bent into the right one.
+"""The settings of a run: one frozen, typed object in sections, each name of which is a flag, a
+YAML key, a field of Prefect's form and an MLflow param. It holds no defaults for the machine
+(that is `device/`) and no place where results go (that is `mlflow.yaml`). Unknown names and
+values of a wrong type are refused, never converted.
 """
 
 from __future__ import annotations
 
 import re
 from datetime import datetime
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tasks.engine.base.field_types import IMPORT, Bool, Float, Int, Section, Text, known_or_imported
-from tasks.engine.settings.data_config import DataConfig
-from tasks.engine.settings.launch_config import LaunchConfig
+from tasks.engine.base.field_types import (
+    IMPORT_PATH,
+    Bool,
+    Float,
+    Int,
+    Section,
+    Text,
+    check_known_name,
+    is_import_path,
+)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+_COUNT = re.compile(r"[1-9][0-9]{0,2}|10[01][0-9]|102[0-4]")
+
+
+class LaunchConfig(Section):
+    processes: Text = "1"
+    """Processes that train one model together, each on a device of its own and on its share of each
+    batch: a number, or auto: one for each GPU here. On a CPU they share its cores."""
+    nodes: Text = ""
+    """Machines that train one model together, by their names or addresses: host1,host2. The same
+    command is given on each of them; launch.processes is then of each. Empty: this one alone."""
+    port: Annotated[Int, Field(ge=1, le=65535)] = 29400
+    """Where they meet, on the first of them by name."""
+    wait_s: Annotated[Float, Field(ge=1, le=10**6)] = 600.0
+    """Seconds to wait for all machines, and then for all processes, to come."""
+    timeout_s: Annotated[Float, Field(ge=10, le=10**6)] = 600.0
+    """Seconds that processes wait for one that does not come to a step, an evaluation or the end.
+    Then all begin again from the last checkpoint. It is the time-out of PyTorch's process group:
+    nobody but you knows how long one may be busy alone, with a data set or a file."""
+
+    @field_validator("processes", mode="before")
+    @classmethod
+    def _count(cls, value: Any) -> Any:
+        text = str(value) if type(value) is int else value
+        if text != "auto" and not (isinstance(text, str) and _COUNT.fullmatch(text)):
+            raise ValueError("must be auto, or a whole number from 1 to 1,024")
+        return text
+
+    @field_validator("nodes")
+    @classmethod
+    def _names(cls, text: str) -> str:
+        names = [name.strip() for name in text.split(",")] if text else []
+        if not all(map(_NAME.fullmatch, names)) or len(names) == 1 or len({*names}) < len(names):
+            raise ValueError("must be names of two or more machines, such as host1,host2")
+        return ",".join(sorted(names))
+
+    @property
+    def machines(self) -> list[str]:
+        """Return the machines' names, in the order in which PyTorch's launcher numbers them."""
+        return self.nodes.split(",") if self.nodes else []
+
+    @property
+    def count(self) -> int | None:
+        """Return the number of processes; None: one for each GPU."""
+        return None if self.processes == "auto" else int(self.processes)
+
+
+TABLE_FILES = ("csv", "tsv", "parquet")
+FILE_SOURCES = (*TABLE_FILES, "npz", "npy", "safetensors", "images")
+TOKEN_SOURCES = ("text", "tokens")
+UNORDERED_SOURCES = ("digits", "images", "synthetic")  # rows as they lie say nothing of time
+SOURCES = ("digits", *FILE_SOURCES, "synthetic", *TOKEN_SOURCES)
+SPLIT_SETTINGS = ("test_fraction", "split", "split_column")
+# The sources that look at a setting.
+SOURCES_BY_SETTING: dict[str, tuple[str, ...]] = {
+    "drop": TABLE_FILES,
+    "missing": TABLE_FILES,
+    "na": TABLE_FILES,
+    "decimal": ("csv", "tsv"),
+    "split_column": TABLE_FILES,
+    "image_size": ("images",),
+    "rows": ("synthetic",),
+    "features": ("synthetic",),
+    "classes": ("synthetic",),
+    "context": TOKEN_SOURCES,
+    "vocab": ("tokens",),
+}
+ENDINGS = {
+    **{f".{name}": name for name in ("csv", "tsv", "parquet", "npz", "npy", "safetensors")},
+    ".tab": "tsv",
+    ".pq": "parquet",
+    ".txt": "text",
+    ".bin": "tokens",
+}
+
+
+class DataConfig(Section):
+    source: Text = "digits"
+    """digits: 1,797 real handwritten digits that ship with scikit-learn, unless data.path is given,
+    whose ending then decides; csv, tsv, parquet, npz, npy, safetensors: the file at data.path, of
+    parquet also a folder of them; images: a folder with a folder of images for each class;
+    synthetic: made-up rows, for benchmarks; text: the bytes of any file; tokens: numbers in an npy
+    file, or 16-bit ones in a bin file; package.module:factory: your own, see data.args."""
+    path: Text | None = None
+    """The file or folder to read. Default of text: the licence and the documentation that come with
+    Python."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of your own source: the factory is called with them."""
+    target: Text | None = None
+    """The column (csv, tsv, parquet) or array (npz, safetensors) to predict. Default: the one named
+    target, label, class or y. An npy file holds it in its last column."""
+    drop: list[Text] = Field(default_factory=list)
+    """Columns of csv, tsv and parquet to leave out."""
+    missing: Literal["fail", "drop", "mean"] = "fail"
+    """Rows with missing features, of csv, tsv and parquet. fail: refuse them; drop: leave them out;
+    mean: take the mean of the training rows, and for text the category `missing`."""
+    na: list[Text] | None = None
+    """Words that mean missing in csv, tsv and parquet, beside the empty cell; also numbers, in
+    quotes: ["-999"]. Default: NA, N/A, NULL, NaN and the like in csv and tsv, none in parquet."""
+    decimal: Literal[".", ","] = "."
+    """The decimal mark of numbers in csv and tsv."""
+    task: Literal["auto", "classification", "multilabel", "regression", "tokens"] = "auto"
+    """What to learn. auto: the next token of the sources text and tokens; else classification
+    where the target is text, boolean or whole numbers with at most 100 different values, multilabel
+    where it has several columns of 0 and 1, else regression."""
+    image_size: Annotated[Int, Field(ge=4, le=4096)] = 64
+    """Pixels of a side to which the source images resizes the square in the middle of each."""
+    memory_mib: Annotated[Float, Field(ge=64, le=2**30)] | None = None
+    """Host memory that the data may take, in MiB, while it is prepared and on a CPU while it is
+    trained on, where rows beyond half of it are read from disk. Default: what is free."""
+    validation_fraction: Annotated[Float, Field(gt=0, lt=1)] = 0.2
+    """Share of the rows kept for validation; stratified by class. Of tokens: the last ones."""
+    test_fraction: Annotated[Float, Field(ge=0, lt=1)] = 0.0
+    """Share of the rows that are put aside and judged once, at the end, by the weights that are
+    logged: test/ metrics. Nothing else ever looks at them. Not of data sets and loaders."""
+    split: Literal["random", "time", "group"] = "random"
+    """How rows come into the parts. random: drawn, of each class the same share; time: the latest
+    are for validation, and of these the very latest for the test, by data.split_column or else in
+    the order of the rows; group: rows that are alike in data.split_column are in one part. Tokens
+    are always split by their order. Not of data sets and loaders."""
+    split_column: Text | None = None
+    """The column of csv, tsv and parquet to split by time or by group. It is no feature."""
+    split_seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
+    """Seed of the split. Apart from train.seed, so that runs with other seeds stay comparable."""
+    scale: Bool = True
+    """Standardize each feature with mean and deviation of the training rows (images: of all their
+    pixels together). Tokens stay as they are."""
+    scale_target: Bool = True
+    """Standardize the target of a regression, each of its columns, with mean and deviation of the
+    training rows. Predictions, val/mae, val/rmse, and what a loss and metrics of your own are given
+    are in its units all the same; a model of your own learns the standardized one, so false where
+    its outputs are bounded (a softplus at the end). Data sets and loaders stay as they are."""
+    target_transform: Literal["auto", "none", "log"] = "auto"
+    """What is learnt of a regression's target. log: log(1 + target / unit), where the unit is the
+    median of the training rows above 0; for targets from 0 on. auto: log for one target that is
+    skewed to the right, where boosted trees on a sample of the rows make smaller errors on the
+    validation rows with it (mean absolute times root mean squared error, in the target's units);
+    else, and where data.scale_target is false, none. All figures and predictions stay in the
+    target's units; val/loss is that of what is learnt."""
+    rows: Annotated[Int, Field(ge=10, le=10**9)] = 10_000
+    """Rows of the synthetic source."""
+    features: Annotated[Int, Field(ge=1, le=10**6)] = 64
+    """Features of the synthetic source."""
+    classes: Annotated[Int, Field(ge=1, le=10**5)] = 10
+    """Classes of the synthetic source; 1 makes a regression."""
+    context: Annotated[Int, Field(ge=1, le=2**20)] = 128
+    """Tokens that one row of the sources text and tokens holds: as far as the model looks back."""
+    vocab: Annotated[Int, Field(ge=2, le=2**16)] | None = None
+    """Different tokens of the source tokens. Default: the largest in the file plus 1; give it where
+    the file may lack some, such as 50257 for GPT-2's."""
+    cache: Annotated[Text, Field(min_length=1)] = ".headroom/data"
+    """Folder for prepared arrays, reused by runs with the same data and settings."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _source_by_ending(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("source", "digits") != "digits":
+            return values
+        path = values.get("path")
+        if not isinstance(path, str) or not path:
+            return values
+        return {**values, "source": ENDINGS.get(PurePath(path).suffix.lower(), "digits")}
+
+    @field_validator("source")
+    @classmethod
+    def _known_source(cls, name: str) -> str:
+        return check_known_name(name, SOURCES)
+
+    @property
+    def own_split(self) -> dict[str, Any]:
+        """Return the split settings (SPLIT_SETTINGS) that are not at their defaults."""
+        given = {name: getattr(self, name) for name in SPLIT_SETTINGS}
+        return {n: v for n, v in given.items() if v != type(self).model_fields[n].default}
+
+    @model_validator(mode="after")
+    def _path_fits_source(self) -> DataConfig:
+        takes = (*FILE_SOURCES, *TOKEN_SOURCES)
+        has_default = self.source == "text" and self.path is None
+        if self.source in takes and not self.path and not has_default:
+            raise ValueError(f"path: is needed for source {self.source}; name the file to read")
+        if self.source == "digits" and self.path:
+            raise ValueError(
+                f"source: the ending of {self.path[:200]!r} does not tell; set data.source to one "
+                f"of {', '.join(takes)}"
+            )
+        if self.source not in takes and self.path is not None:
+            raise ValueError(
+                f"path: has no meaning for source {self.source} (got {self.path!r}); "
+                f"set data.source to one of {', '.join(takes)}"
+            )
+        for name, text in (("path", self.path or ""), ("cache", self.cache)):
+            if "\0" in text:
+                raise ValueError(f"{name}: must not hold a NUL character")
+        return self
+
+    @model_validator(mode="after")
+    def _settings_fit_source(self) -> DataConfig:
+        if self.args and not is_import_path(self.source):
+            raise ValueError(
+                f"args: are for a source of your own, package.module:factory (got {self.source}); "
+                "drop them"
+            )
+        # The others have no effect, and are told.
+        for name in ("drop", "missing", "na", "decimal", "split_column"):
+            takes, default = (
+                SOURCES_BY_SETTING[name],
+                type(self).model_fields[name].get_default(call_default_factory=True),
+            )
+            if getattr(self, name) != default and self.source not in takes:
+                raise ValueError(
+                    f"{name}: has no meaning for source {self.source}; drop it, or set data.source "
+                    f"to one of {', '.join(takes)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _split_fits_source(self) -> DataConfig:
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise ValueError(
+                f"test_fraction: {self.test_fraction:g} and data.validation_fraction "
+                f"{self.validation_fraction:g} leave no row to train on; lower one"
+            )
+        if self.split == "group" and self.source not in TABLE_FILES:
+            raise ValueError(
+                f"split: group needs a column of {', '.join(TABLE_FILES)} (the source is "
+                f"{self.source}); set it to random or time"
+            )
+        if self.split == "group" and self.split_column is None:
+            raise ValueError("split_column: is needed by data.split group; name a column")
+        if self.split == "random" and self.split_column is not None:
+            raise ValueError(
+                f"split_column: is for data.split time and group (got {self.split_column!r} and "
+                "random); set data.split to one of them, or drop it"
+            )
+        if self.split == "time" and self.source in UNORDERED_SOURCES:
+            raise ValueError(
+                f"split: time needs rows that have an order (the source is {self.source}); set it "
+                "to random"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _task_fits_source(self) -> DataConfig:
+        if self.source in TOKEN_SOURCES and self.task not in ("auto", "tokens"):
+            raise ValueError(
+                f"task: must be auto or tokens for source {self.source} (got {self.task}); drop it"
+            )
+        own = is_import_path(self.source)
+        if self.source not in TOKEN_SOURCES and self.task == "tokens" and not own:
+            raise ValueError(
+                f"task: tokens needs source {' or '.join(TOKEN_SOURCES)} (got {self.source}); "
+                "change one of them"
+            )
+        return self
+
 
 MODELS = ("linear", "mlp", "cnn", "transformer")
 FUSED = ("adamw", "sgd")
@@ -65,7 +329,7 @@ class ModelConfig(Section):
     @field_validator("name")
     @classmethod
     def _known_model(cls, name: str) -> str:
-        return known_or_imported(name, MODELS)
+        return check_known_name(name, MODELS)
 
 
 class OptimConfig(Section):
@@ -101,12 +365,12 @@ class OptimConfig(Section):
                 f"the steps of {name} need a closure that computes the loss anew, and batches here "
                 "are seen once; choose another"
             )
-        return known_or_imported(name, (*FUSED, *TORCH_OPTIMIZERS))
+        return check_known_name(name, (*FUSED, *TORCH_OPTIMIZERS))
 
     @field_validator("schedule")
     @classmethod
     def _known_schedule(cls, name: str) -> str:
-        return known_or_imported(name, SCHEDULES)
+        return check_known_name(name, SCHEDULES)
 
 
 class TrainConfig(Section):
@@ -172,7 +436,7 @@ class TrainConfig(Section):
     @field_validator("loss")
     @classmethod
     def _known_loss(cls, name: str) -> str:
-        return known_or_imported(name, LOSSES)
+        return check_known_name(name, LOSSES)
 
     @field_validator("metrics")
     @classmethod
@@ -180,7 +444,7 @@ class TrainConfig(Section):
         for name, path in metrics.items():
             if not re.fullmatch(r"[A-Za-z0-9_ -]{1,50}", name):
                 raise ValueError(f"names must be letters, digits, _ and - (got {name[:80]!r})")
-            if not IMPORT.fullmatch(path):
+            if not IMPORT_PATH.fullmatch(path):
                 raise ValueError(f"{name} must be package.module:function (got {path[:80]!r})")
         return metrics
 
@@ -275,7 +539,7 @@ class RunSettings(Section):
 
 
 class RunConfig(Section):
-    """Everything that one training run is asked to do."""
+    """All settings of one training run."""
 
     device: DeviceConfig = DeviceConfig()
     data: DataConfig = DataConfig()
@@ -289,6 +553,7 @@ class RunConfig(Section):
     run: RunSettings = RunSettings()
 
     def flat(self) -> dict[str, Any]:
-        """The settings under their dotted names, in order; model.args stays one value."""
+        """Return the settings under their dotted names, in order; model.args stays one
+        value."""
         sections = self.model_dump()
         return {f"{s}.{k}": v for s, fields in sections.items() for k, v in fields.items()}

@@ -1,4 +1,5 @@
-"""Every setting as a row of text, and which one was probably meant by a name that is none. The rows
+"""List every setting as a row of text, suggest the setting that a wrong name probably meant,
+and find the settings that have no meaning for the source, model or optimizer of a run. The rows
 come from the config's own fields, docstrings and limits, so --help and the README cannot differ
 from what is enforced; only the words of other tools are written here.
 """
@@ -49,46 +50,49 @@ class Setting(NamedTuple):
 
 
 @cache
-def table() -> list[Setting]:
-    """Every setting in order, as the config's own fields tell it. Not to be changed in place."""
+def list_settings() -> list[Setting]:
+    """Return every setting in order, read from the config's own fields. Do not change the list
+    in place."""
     rows = []
     for section, field in RunConfig.model_fields.items():
         schema = field.annotation.model_json_schema()  # type: ignore[union-attr]
-        rows += [_row(f"{section}.{name}", about) for name, about in schema["properties"].items()]
+        rows += [
+            _make_row(f"{section}.{name}", about) for name, about in schema["properties"].items()
+        ]
     return rows
 
 
-def markdown_table() -> str:
-    """The table of settings for the README."""
+def make_markdown_table() -> str:
+    """Return the table of settings for the README."""
     lines = ["| setting | type | default | limits | what it does |", "|---|---|---|---|---|"]
-    for row in table():
+    for row in list_settings():
         name, kind, default, limits, text = (cell.replace("|", "\\|") for cell in row)
         lines.append(f"| `{name}` | {kind} | `{default}` | {limits} | {text} |")
     return "\n".join(lines) + "\n"
 
 
-def described(row: Setting) -> str:
-    """What a setting does, its limits and its default, in sentences."""
+def describe_setting(row: Setting) -> str:
+    """Describe what a setting does, its limits and its default, in sentences."""
     limits = f"One of {row.limits}" if row.kind.startswith("one of") else row.limits.capitalize()
     default = "" if "Default:" in row.text else f"Default: {row.default}."
     return " ".join(filter(None, [row.text, f"{limits}." if limits else "", default]))
 
 
-def unknown(name: str) -> str:
-    """Why the name is refused, and which setting was probably meant."""
+def describe_unknown_setting(name: str) -> str:
+    """Describe why the name is refused, and which setting was probably meant."""
     section = name.partition(".")[0]
-    own = [row.name for row in table() if row.name.startswith(f"{section}.")]
+    own = [row.name for row in list_settings() if row.name.startswith(f"{section}.")]
     if name == section and own:
         return f"is a section; give its settings by name, such as {own[0]}"
-    if meant := _meant_name(name.lower().replace("-", "_")[:100]):
+    if meant := _guess_name(name.lower().replace("-", "_")[:100]):
         return f"unknown setting; did you mean {meant}?"
     if own:
         return f"unknown setting; {section} has {', '.join(n.partition('.')[2] for n in own)}"
     return f"unknown setting; the sections are {', '.join(RunConfig.model_fields)}"
 
 
-def shown(value: Any) -> str:
-    """The value as it would stand in the file, short enough for a line."""
+def format_value(value: Any) -> str:
+    """Format a value as it would stand in the file, short enough for a line."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     try:
@@ -98,10 +102,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 
 
-def _meant_name(name: str) -> str | None:
-    """The setting that a wrong name stands for: another tool's word for it, else the same last part
-    elsewhere, else a similar name or last part, else a last part with more words or fewer."""
-    names = [row.name for row in table()]
+def _guess_name(name: str) -> str | None:
+    """Return the setting that a wrong name stands for: another tool's word for it, else the
+    same last part elsewhere, else a similar name or last part, else a last part with more words
+    or fewer."""
+    names = [row.name for row in list_settings()]
     leaves = [n.partition(".")[2] for n in names]
     own = {leaf: n for leaf, n in zip(leaves, names, strict=True) if leaves.count(leaf) == 1}
     others = {word: n for n, words in _OTHER_WORDS.items() for word in words.split()}
@@ -114,7 +119,7 @@ def _meant_name(name: str) -> str | None:
     return meant[0] if meant else None
 
 
-def _row(name: str, about: Mapping[str, Any]) -> Setting:
+def _make_row(name: str, about: Mapping[str, Any]) -> Setting:
     core = {**about, **about.get("anyOf", [{}])[0]}
     kind = "one of" if "enum" in core else _AS_PYDANTIC_SAYS.get(core["type"], core["type"])
     limits = [f"{words} {core[key]:,}" for key, words in _LIMITS.items() if key in core]
@@ -122,7 +127,7 @@ def _row(name: str, about: Mapping[str, Any]) -> Setting:
     return Setting(
         name=name,
         kind=kind + (" or null" if "anyOf" in about else ""),
-        default=default if isinstance(default, str) else shown(default),
+        default=default if isinstance(default, str) else format_value(default),
         limits=", ".join(core.get("enum", limits)),
         text=" ".join(about["description"].split()),
     )

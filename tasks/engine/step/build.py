@@ -13,16 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.field_types import is_import
-from tasks.engine.device.precision import autocast
-from tasks.engine.distributed.parallel import Parallel
-from tasks.engine.models.model_call import Forward, Plain, free
-from tasks.engine.settings.read_settings import hidden
+from tasks.engine.base.field_types import is_import_path
+from tasks.engine.device.detection import make_autocast
+from tasks.engine.distributed.sharding import ParallelModel
+from tasks.engine.models.model_call import BuiltinForward, Forward, make_own_forward
+from tasks.engine.settings.read_settings import hide_config_secrets
 from tasks.engine.settings.run_config import FUSED, ModelConfig, OptimConfig, TrainConfig
-from tasks.engine.step import optim, own_model, own_optim
-from tasks.engine.step.losses import count_of, gives_own_loss, loss_of
-from tasks.engine.step.micro_batches import Fitting
-from tasks.engine.step.nan_origin import Seen
+from tasks.engine.step import optim, own_model
+from tasks.engine.step.losses import WatchedLoss, choose_count, has_own_loss, make_loss
+from tasks.engine.step.micro_batches import MicroBatching
 from tasks.engine.step.optimizer_step import Count, Loss, Step
 from tasks.engine.step.plan import Plan
 
@@ -30,7 +29,7 @@ from tasks.engine.step.plan import Plan
 def make_model(settings: ModelConfig, data: DataFacts, device: torch.device) -> nn.Module:
     """Return the model on its device, with the weights that the seed of now draws."""
     # Drawn on the CPU: the same seed then gives the same weights on every device.
-    model = own_model.build(settings, data).to(device)
+    model = own_model.build_model_on_host(settings, data).to(device)
     if takes_channels_last(settings.name, model):
         # 1.4 to 1.5 times as fast on a CPU (cnn, 3x32x32), and what tensor cores work on.
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -40,7 +39,7 @@ def make_model(settings: ModelConfig, data: DataFacts, device: torch.device) -> 
 def takes_channels_last(name: str, model: nn.Module) -> bool:
     """Return whether images are kept channels last for the model of this name. Not for one of the
     user's own, where view() may follow a convolution and would then fail."""
-    return not is_import(name) and is_convolutional(model)
+    return not is_import_path(name) and is_convolutional(model)
 
 
 def is_convolutional(model: nn.Module) -> bool:
@@ -49,9 +48,9 @@ def is_convolutional(model: nn.Module) -> bool:
 
 def choose_forward(name: str, train: TrainConfig) -> Callable[[nn.Module], Forward]:
     """Return how a model of this name is called."""
-    if is_import(name):
-        return partial(free, takes_loss=gives_own_loss(train))
-    return Plain
+    if is_import_path(name):
+        return partial(make_own_forward, takes_loss=has_own_loss(train))
+    return BuiltinForward
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Shared:
     """How several processes take one step: as the model is then called, and how much their mean
     counts the rows of this one. Empty where one process trains."""
 
-    parallel: Parallel | None = None
+    parallel: ParallelModel | None = None
     weight: Callable[[], float] | None = None
 
 
@@ -91,7 +90,7 @@ def make_step(
     model: nn.Module,
     optimizer: optim.Optimizer,
     *,
-    micro: Fitting,
+    micro: MicroBatching,
     mark: Callable[[str], None],
     device: torch.device | None = None,
     outputs: list[tuple[str, Tensor]] | None = None,
@@ -105,23 +104,23 @@ def make_step(
     losses.count_of.
     """
     train, data, device = plan.settings.train, plan.data, device or plan.torch_device
-    loss = loss_of(train, data, device)
-    if outputs is not None and is_import(train.loss):
-        loss = Seen(train.loss, loss, outputs)
+    loss = make_loss(train, data, device)
+    if outputs is not None and is_import_path(train.loss):
+        loss = WatchedLoss(train.loss, loss, outputs)
     forward = choose_forward(plan.settings.model.name, train)(model)
     if shared.parallel is not None:
         forward = replace(forward, model=shared.parallel)
     step = Step(
         compute=_Compute(shared.parallel or model, loss)
-        if isinstance(forward, Plain)
+        if isinstance(forward, BuiltinForward)
         else _OwnCompute(forward, loss),
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(device.type, enabled=plan.precision == "fp16"),
-        autocast=autocast(plan.precision, device),
+        autocast=make_autocast(plan.precision, device),
         clip_norm=plan.settings.optim.clip_norm,
         micro=micro,
         mark=mark,
-        count=count or count_of(train, data),
+        count=count or choose_count(train, data),
         parallel=shared.parallel,
     )
     return step if shared.weight is None else replace(step, weight=shared.weight)
@@ -130,23 +129,25 @@ def make_step(
 def make_optimizer(o: OptimConfig, model: nn.Module) -> optim.Optimizer:
     """Return the optimizer over the model's parameters."""
     if o.name not in FUSED:
-        return own_optim.make(o, model.parameters(), undecayed=optim.undecayed(model))
-    return optim.make(
+        return optim.make_torch_optimizer(
+            o, model.parameters(), undecayed=optim.list_undecayed(model)
+        )
+    return optim.make_fused_optimizer(
         o.name,
         model.parameters(),
         lr=o.lr,
         weight_decay=o.weight_decay,
         momentum=o.momentum,
         beta2=o.beta2,
-        undecayed=optim.undecayed(model),
+        undecayed=optim.list_undecayed(model),
     )
 
 
 def make_schedule(o: OptimConfig, *, steps: int) -> Callable[[int], float]:
     """Return the learning rate of each step of a run of `steps`."""
-    if is_import(o.schedule):
-        return own_optim.schedule(o, steps=steps)
-    return optim.schedule(
+    if is_import_path(o.schedule):
+        return optim.make_own_schedule(o, steps=steps)
+    return optim.make_schedule(
         o.schedule,
         lr=o.lr,
         total_steps=steps,
@@ -163,7 +164,7 @@ def describe_model(plan: Plan, *, outputs: int) -> dict[str, Any]:
         names = tuple(map(str, range(outputs)))
     return {
         "model": settings.model.name,
-        "args": hidden(settings).model.args,
+        "args": hide_config_secrets(settings).model.args,
         "source": data.source,
         "task": data.task,
         "input_shape": data.input_shape,

@@ -1,14 +1,19 @@
-"""Which way of taking a step is the fastest, found out by measuring: how many threads on a CPU, a
-recorded graph on CUDA, and whether compiling pays, which a long run tries and a short run never
-begins. It refuses to guess a gain.
+"""Chooses the fastest way of taking a step by measuring: how many threads on a CPU, a recorded
+graph on CUDA, and whether compiling pays, which a long run tries and a short run never begins.
+A small step is slower on several threads than on one, since each of its operations waits for
+all of them, by a factor of ten where others use the machine; a large one is faster; in between
+it is measured, unless the same bits are asked for. What earlier runs have measured is used;
+what was not measured is absent. It refuses to guess a gain.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Generator
-from dataclasses import asdict, replace
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -16,14 +21,129 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.engine.base.nested import rows_of, shape_of
-from tasks.engine.base.units import seconds
-from tasks.engine.step.compiled_step import compiled_step, first_line, untakeable
-from tasks.engine.step.cpu_threads import ThreadedStep
+from tasks.engine.accounts.phases import Watched
+from tasks.engine.base.nested import count_rows, find_shapes
+from tasks.engine.base.units import format_seconds
 from tasks.engine.step.cuda_graph import REPLAY_TRIED_ABOVE, WARM_UP, GraphedStep, GraphError
-from tasks.engine.step.optimizer_step import Outcome, Step, Steps
-from tasks.engine.step.phases import Watched
-from tasks.engine.step.verdict import Known, Verdict
+from tasks.engine.step.optimizer_step import Loss, Step, StepOutcome, StepTaker
+
+# Multiply-adds of a batch's forward pass, on 2 shared cores: at 1 million (mlp 64-128-64-10, batch
+# 64) one thread and two take 0.75 ms; at 30 million (784-256-128-10, batch 128) 2.3 and 1.7 ms, but
+# 2.8 and up to 26 ms while others work; at 240 million (batch 1024) 13 and 8 ms.
+ONE_THREAD_BELOW = 5_000_000
+ALL_THREADS_ABOVE = 500_000_000
+
+
+@contextmanager
+def set_cpu_threads(work: int, device: torch.device, *, fixed: bool) -> Iterator[int]:
+    """Set the number of CPU threads to begin with, and restore PyTorch's own at the end.
+    Yields the number to try.
+
+    One for small work on a CPU, else as many as PyTorch was given. work: multiply-adds of the
+    forward pass of one batch. fixed: decide by the work alone, for the same bits every day;
+    the number to try is then the one that is set.
+    """
+    most = torch.get_num_threads()
+    is_small = device.type == "cpu" and work < ALL_THREADS_ABOVE
+    torch.set_num_threads(1 if is_small else most)
+    try:
+        yield torch.get_num_threads() if fixed or work < ONE_THREAD_BELOW else most
+    finally:
+        torch.set_num_threads(most)
+
+
+class ThreadedStep:
+    """Takes a step on so many CPU threads."""
+
+    def __init__(self, step: StepTaker, threads: int) -> None:
+        self._step, self.threads = step, threads
+
+    def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> StepOutcome:
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        return self._step(x, y, norm=norm, watched=watched)
+
+
+MODES = {"default": "default", "max": "max-autotune-no-cudagraphs"}
+
+
+class _CompilerRefusal(RuntimeError):
+    """torch.compile itself said no: on a Python or a system that it is not made for."""
+
+
+class _CompiledCompute:
+    """A step's compute, compiled when it is first called, so that a refusal is a step's."""
+
+    def __init__(self, compute: Loss, mode: str) -> None:
+        self._compute, self._mode = compute, mode
+        self._fast: Loss | None = None
+
+    def __call__(self, x: Any, y: Any) -> Tensor:
+        if self._fast is None:
+            try:
+                # Not dynamic: the last, shorter batch is taken plainly and leaves these kernels.
+                self._fast = torch.compile(
+                    self._compute.__call__,  # type: ignore[operator]
+                    mode=self._mode,
+                    dynamic=False,
+                )
+            except RuntimeError as error:
+                raise _CompilerRefusal(extract_first_line(error)) from None
+        return self._fast(x, y)
+
+
+def compile_step(step: Step, mode: str) -> Step:
+    return replace(step, compute=_CompiledCompute(step.compute, MODES[mode]))
+
+
+def list_step_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions raised for a model or a machine that can't be compiled, or a step
+    that can't be recorded."""
+    if "torch._inductor" not in sys.modules:  # nothing was compiled: do not import it to ask
+        return GraphError, _CompilerRefusal
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    return GraphError, _CompilerRefusal, TorchDynamoException, CppCompileError, InvalidCxxCompiler
+
+
+def extract_first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+@dataclass(frozen=True)
+class StepChoice:
+    """The way of taking a step that was chosen, and why. Seconds are None where not
+    measured."""
+
+    compiled: str  # no, graph, default, max, default+graph, max+graph
+    reason: str
+    plain_step_s: float | None = None
+    compiled_step_s: float | None = None
+    cost_s: float | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics, under the names of the run record."""
+        found = {
+            "time/plain_step_ms": _convert_to_ms(self.plain_step_s),
+            "time/compiled_step_ms": _convert_to_ms(self.compiled_step_s),
+            "time/compile_s": self.cost_s,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class EarlierTimings:
+    """The step times that an earlier run of the same model, batch and device measured."""
+
+    plain_step_s: float
+    compiled_step_s: float
+    cost_s: float
+
+
+def _convert_to_ms(value_s: float | None) -> float | None:
+    return None if value_s is None else 1000 * value_s
+
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +160,7 @@ GRAPH_BELOW_S = 0.01
 
 
 # Gives the step to take next and is sent the seconds it took, or None where it could not be taken.
-Script = Generator[Steps, float | None, None]
+TrialSteps = Generator[StepTaker, float | None, None]
 
 
 class CompileError(RuntimeError):
@@ -60,7 +180,7 @@ class TunedStep:
         graphs: bool,
         threads: int,
         rows: int = 0,
-        known: Known | None = None,
+        known: EarlierTimings | None = None,
         recorded: Callable[[list[Tensor]], None] = lambda tensors: None,
     ) -> None:
         """mode: auto, off, default or max. steps: of the whole run. graphs: whether the device can
@@ -73,20 +193,20 @@ class TunedStep:
         self._threads = threads
         self._rows = rows  # of whole batches: only these are tried and compiled
         self._shape: Any = None  # of such a batch
-        self._best: Steps = step
+        self._best: StepTaker = step
         self._graphed: list[GraphedStep] = []
         self._gave_up = False
         self.verdict = {
-            "off": Verdict("no", "train.compile is off, or train.deterministic is true"),
-            "auto": Verdict("no", "the run is too short to measure its steps"),
-        }.get(mode, Verdict(mode, f"train.compile is {mode}"))
-        self._script: Script | None = self._trials()
+            "off": StepChoice("no", "train.compile is off, or train.deterministic is true"),
+            "auto": StepChoice("no", "the run is too short to measure its steps"),
+        }.get(mode, StepChoice(mode, f"train.compile is {mode}"))
+        self._script: TrialSteps | None = self._trials()
         self._next(None)
 
-    def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> Outcome:
+    def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> StepOutcome:
         self._left -= 1
-        shape = shape_of(x)
-        if self._shape is None and rows_of(y) >= self._rows:
+        shape = find_shapes(x)
+        if self._shape is None and count_rows(y) >= self._rows:
             self._shape = shape
         if shape != self._shape or watched is Watched.COUNTED:
             return self._plain(x, y, norm=norm, watched=watched)
@@ -95,7 +215,7 @@ class TunedStep:
         return self._try(x, y, norm=norm, watched=watched)
 
     def state(self) -> dict[str, Any]:
-        """Which way was chosen, once it was; see checkpoint/."""
+        """Return which way was chosen, once it was; see checkpoint/."""
         if self._script is not None:
             return {}
         return {"threads": torch.get_num_threads(), "verdict": asdict(self.verdict)}
@@ -106,17 +226,17 @@ class TunedStep:
         if not state:
             return
         torch.set_num_threads(state["threads"])
-        self._threads, before = state["threads"], Verdict(**state["verdict"])
+        self._threads, before = state["threads"], StepChoice(**state["verdict"])
         mode = before.compiled.partition("+")[0]
         if mode == "no":
             self._best, self._script, self.verdict = self._plain, None, before
         elif mode != "graph":
-            self.verdict, self._script = before, self._as_asked(mode)
+            self.verdict, self._script = before, self._compile_as_asked(mode)
             self._next(None)
 
     def forget_graphs(self) -> bool:
-        """Take steps without a graph from here on, whose memory others need; whether there was
-        one."""
+        """Take steps without a graph from here on, since others need its memory; return
+        whether there was one."""
         if not any(graphed.is_recorded for graphed in self._graphed):
             return False
         self._gave_up = True
@@ -136,12 +256,13 @@ class TunedStep:
 
     @property
     def has_recorded(self) -> bool:
-        """Whether a step was recorded as a graph, also where it was no faster or was given up."""
+        """Return whether a step was recorded as a graph, also where it was no faster or was
+        given up."""
         return self._gave_up or any(graphed.is_recorded for graphed in self._graphed)
 
     @property
     def replays(self) -> int:
-        """Steps that were replayed from a graph."""
+        """Return how many steps were replayed from a graph."""
         return sum(graphed.replays for graphed in self._graphed)
 
     def _next(self, took_s: float | None) -> None:
@@ -155,15 +276,15 @@ class TunedStep:
             if self.verdict.compiled != "no":
                 log.info("compiled: %s; %s", self.verdict.compiled, self.verdict.reason)
 
-    def _try(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> Outcome:
+    def _try(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> StepOutcome:
         """One step of the trial; only these make the host wait."""
         self._wait()
         began = perf_counter()
         took_s, failure, is_final = None, "", False
         try:
             outcome = self._best(x, y, norm=norm, watched=watched)
-        except untakeable() as error:
-            failure = first_line(error)
+        except list_step_errors() as error:
+            failure = extract_first_line(error)
             is_final = self._mode != "auto" and not isinstance(error, GraphError)
         # Only here is the error gone: the compiler's keep frames, and these the model.
         if is_final:
@@ -180,75 +301,75 @@ class TunedStep:
         self._next(took_s)
         return outcome
 
-    def _trials(self) -> Script:
+    def _trials(self) -> TrialSteps:
         if self._threads != torch.get_num_threads():
             yield from self._choose_threads()
         if self._mode == "auto":
-            yield from self._by_measure()
+            yield from self._choose_by_measure()
         elif self._mode != "off":
-            yield from self._as_asked(self._mode)
+            yield from self._compile_as_asked(self._mode)
 
-    def _choose_threads(self) -> Script:
+    def _choose_threads(self) -> TrialSteps:
         """Few threads, unless more are clearly faster: they suffer less from others."""
         few, many = (
             ThreadedStep(self._plain, threads)
             for threads in sorted((torch.get_num_threads(), self._threads))
         )
-        few_s, many_s = [(yield from _warmed(few))], [(yield from _warmed(many))]
+        few_s, many_s = [(yield from _time_warm_step(few))], [(yield from _time_warm_step(many))]
         for _ in range(TURNS - 1):
-            few_s.append((yield from _timed(few)))
-            many_s.append((yield from _timed(many)))
-        best = many if _median(many_s) < FASTER * _median(few_s) else few
+            few_s.append((yield from _time_step(few)))
+            many_s.append((yield from _time_step(many)))
+        best = many if _compute_median(many_s) < FASTER * _compute_median(few_s) else few
         torch.set_num_threads(best.threads)
         self._best = self._plain
 
-    def _by_measure(self) -> Script:
+    def _choose_by_measure(self) -> TrialSteps:
         """auto."""
         for _ in range(WARM_UP):
             yield self._plain
-        plain_s = (yield from _timed(self._plain)) or 0.0
-        best: Steps = self._plain
+        plain_s = (yield from _time_step(self._plain)) or 0.0
+        best: StepTaker = self._plain
         best_s, name = plain_s, "no"
         if self._graphs and plain_s < GRAPH_BELOW_S and self._left > REPLAY_TRIED_ABOVE:
             graphed = self._graph(self._plain)
-            graphed_s = yield from _warmed(graphed)
+            graphed_s = yield from _time_warm_step(graphed)
             if graphed_s is not None and graphed_s < best_s:
                 best, best_s, name = graphed, graphed_s, "graph"
-        said = f"a step takes {seconds(plain_s)}"
+        said = f"a step takes {format_seconds(plain_s)}"
         if name == "graph":
-            said += f" plainly and {seconds(best_s)} as a graph"
+            said += f" plainly and {format_seconds(best_s)} as a graph"
         left_s = self._left * best_s
         refusal = self._refusal(left_s)
         if refusal:
-            self._settle(best, Verdict(name, f"{said}; {refusal}", plain_s))
+            self._settle(best, StepChoice(name, f"{said}; {refusal}", plain_s))
             return
-        fast_step = compiled_step(self._plain, "default")
-        fast: Steps = fast_step
+        fast_step = compile_step(self._plain, "default")
+        fast: StepTaker = fast_step
         if name == "graph":
             fast = self._graph(fast_step)
         first_s = yield fast_step
-        compiled_s = yield from _warmed(fast)
+        compiled_s = yield from _time_warm_step(fast)
         if first_s is None or compiled_s is None:
-            self._settle(best, Verdict(name, f"{said}; the model cannot be compiled", plain_s))
+            self._settle(best, StepChoice(name, f"{said}; the model cannot be compiled", plain_s))
             return
         cost_s = max(0.0, first_s - compiled_s)
-        measured = Verdict(name, "", plain_s, compiled_s, cost_s)
-        said += f" and {seconds(compiled_s)} compiled, which cost {seconds(cost_s)}"
+        measured = StepChoice(name, "", plain_s, compiled_s, cost_s)
+        said += f" and {format_seconds(compiled_s)} compiled, which cost {format_seconds(cost_s)}"
         if compiled_s < best_s:
             measured = replace(measured, compiled="default" if name == "no" else "default+graph")
             best = fast
         self._settle(best, replace(measured, reason=said))
 
-    def _as_asked(self, mode: str) -> Script:
+    def _compile_as_asked(self, mode: str) -> TrialSteps:
         """default and max: compiled from the first step on; replayed where that is faster."""
-        fast_step = compiled_step(self._plain, mode)
+        fast_step = compile_step(self._plain, mode)
         first_s = yield fast_step
-        best_s = yield from _warmed(fast_step)
-        best: Steps = fast_step
+        best_s = yield from _time_warm_step(fast_step)
+        best: StepTaker = fast_step
         name = mode
         if self._graphs and best_s is not None and best_s < GRAPH_BELOW_S:
             graphed = self._graph(fast_step)
-            graphed_s = yield from _warmed(graphed)
+            graphed_s = yield from _time_warm_step(graphed)
             if graphed_s is not None and graphed_s < best_s:
                 best, best_s, name = graphed, graphed_s, f"{name}+graph"
         cost_s = None if first_s is None or best_s is None else max(0.0, first_s - best_s)
@@ -266,13 +387,14 @@ class TunedStep:
             if gain_s > cost_s:
                 return ""
             return (
-                f"compiling would save {seconds(max(0.0, gain_s))} of the {seconds(left_s)} left "
-                f"and cost {seconds(cost_s)}, as measured before"
+                f"compiling would save {format_seconds(max(0.0, gain_s))} of the "
+                f"{format_seconds(left_s)} left "
+                f"and cost {format_seconds(cost_s)}, as measured before"
             )
         if TRIAL_SHARE * left_s < ASSUMED_COST_S:
             return (
-                f"the {seconds(left_s)} left are too short to try compiling, "
-                f"which costs about {seconds(ASSUMED_COST_S)}"
+                f"the {format_seconds(left_s)} left are too short to try compiling, "
+                f"which costs about {format_seconds(ASSUMED_COST_S)}"
             )
         if shutil.which("c++") is None and shutil.which("g++") is None:
             return "there is no C++ compiler here"
@@ -282,13 +404,13 @@ class TunedStep:
         self._graphed.append(GraphedStep(step))
         return self._graphed[-1]
 
-    def _settle(self, best: Steps, verdict: Verdict) -> None:
+    def _settle(self, best: StepTaker, verdict: StepChoice) -> None:
         self._best, self.verdict = best, verdict
         if isinstance(best, GraphedStep):
             self._recorded(best.tensors())
 
 
-def _timed(step: Steps) -> Generator[Steps, float | None, float | None]:
+def _time_step(step: StepTaker) -> Generator[StepTaker, float | None, float | None]:
     """The median of some steps in seconds; None where one could not be taken."""
     taken = []
     for _ in range(TIMED):
@@ -299,13 +421,13 @@ def _timed(step: Steps) -> Generator[Steps, float | None, float | None]:
     return median(taken)
 
 
-def _median(taken: list[float | None]) -> float:
+def _compute_median(taken: list[float | None]) -> float:
     return median(s for s in taken if s is not None)  # a plain step can always be taken
 
 
-def _warmed(step: Steps) -> Generator[Steps, float | None, float | None]:
+def _time_warm_step(step: StepTaker) -> Generator[StepTaker, float | None, float | None]:
     """The same, after the steps in which a graph is recorded and kernels are loaded."""
     for _ in range(WARM_UP + 1):
         if (yield step) is None:
             return None
-    return (yield from _timed(step))
+    return (yield from _time_step(step))

@@ -11,18 +11,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from tasks.engine.accounts.phases import Watched
 from tasks.engine.base.facts import DeviceFacts
-from tasks.engine.base.field_types import is_import
+from tasks.engine.base.field_types import is_import_path
 from tasks.engine.base.timing import REPLAY
 from tasks.engine.memory.memory_meter import clear_frames
 from tasks.engine.settings.run_config import FUSED, RunConfig
-from tasks.engine.step.optimizer_step import Outcome, Step, total_norm
-from tasks.engine.step.phases import Watched
+from tasks.engine.step.optimizer_step import Step, StepOutcome, compute_total_norm
 
 WARM_UP = 3  # steps before recording, in which libraries and the optimizer make their state
 # Steps that a run has to have left for a trial of replaying, and those that are taken before.
 REPLAY_TRIED_ABOVE, MEASURED_BEFORE = 100, 13
-Record = Callable[[Callable[[], Outcome]], tuple[Callable[[], None], Outcome]]
+RecordStep = Callable[[Callable[[], StepOutcome]], tuple[Callable[[], None], StepOutcome]]
 
 
 class GraphError(RuntimeError):
@@ -35,21 +35,21 @@ class GraphedStep:
     Batches of another shape, and steps timed phase by phase or counted, are taken plainly.
     """
 
-    def __init__(self, step: Step, record: Record | None = None) -> None:
+    def __init__(self, step: Step, record: RecordStep | None = None) -> None:
         self.step, self._optimizer = step, step.optimizer
         self._record = record or record_on_cuda
         self._warm = 0
         self.replays = 0
         self._replay: Callable[[], None] | None = None
         self._x, self._y = torch.empty(0), torch.empty(0)
-        self._outcome = Outcome(torch.empty(0), None)
+        self._outcome = StepOutcome(torch.empty(0), None)
         self._grads: list[Tensor | None] = []
 
     @property
     def is_recorded(self) -> bool:
         return self._replay is not None
 
-    def __call__(self, x: Tensor, y: Tensor, *, norm: bool, watched: Watched) -> Outcome:
+    def __call__(self, x: Tensor, y: Tensor, *, norm: bool, watched: Watched) -> StepOutcome:
         if self._replay is None:
             if self._warm < WARM_UP:
                 self._warm += 1
@@ -62,23 +62,23 @@ class GraphedStep:
                 static.copy_(batch)
         self._replay()
         self.replays += 1
-        outcome = Outcome(self._outcome.loss.clone(), self._grad_norm(norm))
+        outcome = StepOutcome(self._outcome.loss.clone(), self._grad_norm(norm))
         self.step.mark(REPLAY)
         return outcome
 
     def tensors(self) -> list[Tensor]:
-        """What the recording keeps for its replays, beside the batch."""
+        """Return the tensors that the recording keeps for its replays, beside the batch."""
         kept = [*self._grads, *self._outcome]
         return [tensor for tensor in kept if tensor is not None]
 
     def forget(self) -> None:
-        """Let go of the recording and of all the memory that it keeps."""
+        """Drop the recording and all the memory that it keeps."""
         for parameter, grad in zip(self._optimizer.params, self._grads, strict=False):
             if parameter.grad is grad:
                 parameter.grad = None
         self._replay, self._grads = None, []
         self._x, self._y = torch.empty(0), torch.empty(0)
-        self._outcome = Outcome(torch.empty(0), None)
+        self._outcome = StepOutcome(torch.empty(0), None)
 
     def _recorded(self, x: Tensor, y: Tensor) -> Callable[[], None]:
         """Records the step on x and y, whose memory later batches are brought to."""
@@ -102,13 +102,14 @@ class GraphedStep:
             return None
         for parameter, grad in zip(self._optimizer.params, self._grads, strict=True):
             parameter.grad = grad  # a plain step in between has put its own there
-        return total_norm(self._optimizer)
+        return compute_total_norm(self._optimizer)
 
 
-def record_on_cuda(run: Callable[[], Outcome]) -> tuple[Callable[[], None], Outcome]:
-    """Record what `run` launches, without running it; replay() runs it and rewrites the outcome.
+def record_on_cuda(run: Callable[[], StepOutcome]) -> tuple[Callable[[], None], StepOutcome]:
+    """Record what `run` launches, without running it; replay() runs it and rewrites the
+    outcome.
 
-    On the stream of now, which must not be the default one: see own_stream().
+    On the current stream, which must not be the default one: see use_own_stream().
     """
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     stream = torch.cuda.current_stream()
@@ -120,12 +121,14 @@ def record_on_cuda(run: Callable[[], Outcome]) -> tuple[Callable[[], None], Outc
         clear_frames(error)
         failure = str(error)
     if failure is not None:
-        _end_failed(graph, pool, stream.device_index)
+        _end_failed_capture(graph, pool, stream.device_index)
         raise GraphError(f"the step cannot be recorded as a graph: {failure}")
     return graph.replay, outcome
 
 
-def _end_failed(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], device_index: int) -> None:
+def _end_failed_capture(
+    graph: torch.cuda.CUDAGraph, pool: tuple[int, int], device_index: int
+) -> None:
     """What CUDA ended keeps its pool for ever. Private names; see torch/cuda/graphs.py."""
     try:
         graph.pool()
@@ -145,8 +148,8 @@ def _end_failed(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], device_index
 
 
 @contextmanager
-def own_stream(device: torch.device) -> Iterator[None]:
-    """A stream for all of a training, which recording asks for; CUDA and ROCm only.
+def use_own_stream(device: torch.device) -> Iterator[None]:
+    """Use one stream for all of a training, which recording needs; CUDA and ROCm only.
 
     One for all: libraries keep a workspace for each stream and thread, 32 MiB on Hopper.
     """
@@ -160,7 +163,8 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def may_replay(config: RunConfig, device: DeviceFacts, precision: str, *, steps: int) -> bool:
-    """Whether this training may replay its steps from a graph; if they are short enough, it does.
+    """Return whether this training may replay its steps from a graph; if they are short
+    enough, it does.
 
     precision: as resolved for the device; steps: of the whole run.
     """
@@ -169,8 +173,8 @@ def may_replay(config: RunConfig, device: DeviceFacts, precision: str, *, steps:
     if (
         device.kind not in ("cuda", "rocm")
         or precision == "fp16"
-        or is_import(config.model.name)
-        or is_import(config.train.loss)
+        or is_import_path(config.model.name)
+        or is_import_path(config.train.loss)
         or config.optim.name not in FUSED  # what others decide on the host is not known
         or config.train.compile == "off"
         or config.train.deterministic  # whether it is faster is found out by timing

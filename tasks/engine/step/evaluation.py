@@ -1,5 +1,5 @@
-"""How good the model is on rows it was not trained on: loss over all rows, and the figures of the
-task. Batches that do not fit in memory are judged in smaller parts.
+"""Evaluates the model on rows it was not trained on: the loss over all rows, and the metrics
+of the task. Batches that do not fit in memory are evaluated in smaller parts.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tasks.engine.accounts.phases import Phases
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.batches.batches import Batches
+from tasks.engine.data import scores
 from tasks.engine.data.run_warnings import ALIKE, UNLOGGED
+from tasks.engine.data.scores import Cells, KeptRows, shrink_classes
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.memory.memory_meter import clear_frames
-from tasks.engine.models.model_call import Forward, Plain
-from tasks.engine.scores import figures
-from tasks.engine.scores.figures import Cells
-from tasks.engine.scores.kept_rows import KeptRows, small
-from tasks.engine.step.losses import Metrics
-from tasks.engine.step.micro_batches import Fitting, MemoryExhausted, told_in
-from tasks.engine.step.optimizer_step import Count, Loss, count_rows, scaled
-from tasks.engine.step.phases import Phases
+from tasks.engine.models.model_call import BuiltinForward, Forward
+from tasks.engine.step.losses import OwnMetrics
+from tasks.engine.step.micro_batches import MemoryExhausted, MicroBatching, name_oom_phase
+from tasks.engine.step.optimizer_step import Count, Loss, count_rows, scale_loss
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +41,9 @@ TOP, TOP_OF = 5, 10  # how often the class is among the first 5, of more than 10
 EVAL_SHARE = 1 / 16  # of the room, for the inputs of one batch
 
 
-def eval_rows(data: DataFacts, batch_size: int, *, room_bytes: float) -> int:
-    """Rows of a batch of the evaluation, where training has batch_size and the device this room."""
+def choose_eval_rows(data: DataFacts, batch_size: int, *, room_bytes: float) -> int:
+    """Choose the rows of an evaluation batch, where training has batch_size and the device
+    this room."""
     # A row of tokens has as many outputs as tokens: large enough. A loader has its own batches.
     if data.task == "tokens" or data.batch is not None:
         return batch_size
@@ -53,16 +53,16 @@ def eval_rows(data: DataFacts, batch_size: int, *, room_bytes: float) -> int:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """How outputs are judged. task: classification, multilabel, regression or tokens."""
+    """How outputs are evaluated. task: classification, multilabel, regression or tokens."""
 
     task: str
     loss: Loss
     autocast: Callable[[], AbstractContextManager[object]]
-    micro: Fitting  # how many rows are read, and go through the model, at once
+    micro: MicroBatching  # how many rows are read, and go through the model, at once
     phases: Phases
-    forward: Callable[[nn.Module], Forward] = Plain
+    forward: Callable[[nn.Module], Forward] = BuiltinForward
     count: Count = count_rows  # over what the loss of some rows is the mean
-    metrics: Metrics = field(default_factory=dict)  # the user's own, the mean over the rows each
+    metrics: OwnMetrics = field(default_factory=dict)  # the user's own, the mean over the rows each
     # Of a regression: its numbers, (rows, targets) float64, in the units of its target; and mean
     # and median of the training rows there, which it is held against.
     to_units: Callable[[np.ndarray], np.ndarray] = np.asarray
@@ -72,12 +72,12 @@ class Evaluator:
 
     @property
     def told(self) -> Cells | None:
-        """The cells of the evaluation that was last, of a classification."""
+        """Return the cells of the last evaluation, of a classification."""
         return self.cells[0] if self.cells else None
 
 
 @dataclass(frozen=True)
-class _Sums:
+class _BatchSums:
     """Of one batch, on its device."""
 
     values: dict[str, Tensor]
@@ -88,26 +88,26 @@ class _Sums:
 def evaluate(
     model: nn.Module, batches: Batches, evaluator: Evaluator, *, part: str = "val"
 ) -> dict[str, float]:
-    """val/loss over all rows, or over all that the loss counts, with the figures of the task:
-    val/accuracy, val/balanced_accuracy, val/macro_f1 and, of more than TOP_OF classes,
+    """Return val/loss over all rows, or over all that the loss counts, with the metrics of the
+    task: val/accuracy, val/balanced_accuracy, val/macro_f1 and, of more than TOP_OF classes,
     val/top5_accuracy for a classification; val/accuracy, val/f1, val/macro_f1 and
     val/average_precision for several labels; val/r2, val/mae and val/rmse for a regression;
     val/perplexity = exp(val/loss) for tokens. Waits for the device.
 
-    Where a regression's target was scaled, val/loss is that of the scaled target (a mean squared
-    error of 1 is as good as the mean), or of the user's own loss in the target's units, as the
-    figures and the user's metrics are. part: what stands for val. The cells of a classification are
-    left in evaluator.cells.
+    Where a regression's target was scaled, val/loss is that of the scaled target (a mean
+    squared error of 1 is as good as the mean), or of the user's own loss in the target's
+    units, as the task's and the user's metrics are. part: what stands for val. The cells of a
+    classification are left in evaluator.cells.
 
-    Raises oom.MemoryExhausted.
+    Raises MemoryExhausted.
     """
     model.eval()
-    evaluator.ranks.same_buffers(model)
+    evaluator.ranks.broadcast_buffers(model)
     while True:
-        rows = min(evaluator.ranks.all_of(min(evaluator.micro.rows, len(batches))))
+        rows = min(evaluator.ranks.all_gather(min(evaluator.micro.rows, len(batches))))
         try:
-            with told_in("eval"):
-                found = _evaluated(model, batches, evaluator, rows)
+            with name_oom_phase("eval"):
+                found = _evaluate_rows(model, batches, evaluator, rows)
             return {k if k in UNLOGGED else f"{part}/{k}": v for k, v in found.items()}
         except MemoryExhausted as error:
             # Fewer rows that come from the host take less of the device.
@@ -119,7 +119,7 @@ def evaluate(
         log.warning("short of memory in eval with %s rows read at once: going on with half", rows)
 
 
-def _evaluated(
+def _evaluate_rows(
     model: nn.Module, batches: Batches, evaluator: Evaluator, rows_at_once: int
 ) -> dict[str, float]:
     found: list[dict[str, Tensor]] = []
@@ -128,10 +128,10 @@ def _evaluated(
     forward = evaluator.forward(model)
     for x, y in batches.in_order(rows_at_once):
         with evaluator.phases.counting_once("eval", (x, y)):
-            batch = _summed_batch(forward, x, y, evaluator)
+            batch = _sum_batch(forward, x, y, evaluator)
         values = batch.values
         if batches.weight:
-            rows += nested.rows_of(y)
+            rows += nested.count_rows(y)
             for outputs, targets in batch.pairs:
                 kept.add(outputs, targets)
         else:  # another rank's row, to keep the others company
@@ -139,17 +139,22 @@ def _evaluated(
         found.append(values)
         del x, y, batch  # gone before the next ones come
         if len(found) == FOLDED:
-            found = [_added(found)]
+            found = [_add_sums(found)]
     evaluator.phases.meter.phase("eval")
-    sums = {name: total.item() for name, total in _added(found).items()}
-    sums = evaluator.ranks.sums({**sums, "rows": rows})
+    sums = {name: total.item() for name, total in _add_sums(found).items()}
+    sums = evaluator.ranks.sum_over_ranks({**sums, "rows": rows})
     rows = int(sums["rows"])
     loss = sums["loss"] / sums["counted"] if sums["counted"] else math.nan
     own = {name: sums[f"own/{name}"] / rows for name in evaluator.metrics}
-    return {"loss": loss, **_counted(evaluator.task, sums, loss), **_scored(evaluator, kept), **own}
+    return {
+        "loss": loss,
+        **_compute_counted_figures(evaluator.task, sums, loss),
+        **_compute_scores(evaluator, kept),
+        **own,
+    }
 
 
-def _counted(task: str, sums: dict[str, float], loss: float) -> dict[str, float]:
+def _compute_counted_figures(task: str, sums: dict[str, float], loss: float) -> dict[str, float]:
     """The figures that are sums over the rows."""
     if task == "tokens":
         return {"perplexity": math.exp(min(loss, MAX_LOG_PERPLEXITY))}
@@ -164,64 +169,70 @@ def _counted(task: str, sums: dict[str, float], loss: float) -> dict[str, float]
     return found
 
 
-def _scored(evaluator: Evaluator, kept: KeptRows) -> dict[str, float]:
+def _compute_scores(evaluator: Evaluator, kept: KeptRows) -> dict[str, float]:
     """The figures that need the rows; and whether all were given the same answer, of more than
     one."""
-    found = _of_all(evaluator.ranks, kept.on_host())
+    found = _gather_all_ranks(evaluator.ranks, kept.on_host())
     evaluator.cells.clear()
     if found is None:
         return {}
     outputs, targets = found
     if evaluator.task == "multilabel":
-        return figures.of_labels(outputs.float().numpy(), targets.numpy())
+        return scores.compute_label_scores(outputs.float().numpy(), targets.numpy())
     same = len(outputs) > 1 and bool((outputs == outputs[:1]).all())
     alike = {ALIKE: 1.0} if same else {}
     if evaluator.task == "classification":
-        evaluator.cells.append(figures.Cells.of(outputs.numpy(), targets.numpy()))
-        return figures.of_classes(evaluator.cells[0]) | alike
+        evaluator.cells.append(scores.Cells.of(outputs.numpy(), targets.numpy()))
+        return scores.compute_class_scores(evaluator.cells[0]) | alike
     given, so = (
         evaluator.to_units(part.double().numpy()).reshape(len(part), -1)
         for part in (outputs, targets)
     )
-    return figures.of_amounts(given, so) | figures.of_guesses(given, so, evaluator.guess) | alike
+    return (
+        scores.compute_regression_scores(given, so)
+        | scores.compute_constant_baseline(given, so, evaluator.guess)
+        | alike
+    )
 
 
-def _of_all(ranks: Ranks, ours: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+def _gather_all_ranks(
+    ranks: Ranks, ours: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor] | None:
     """What all ranks kept, in no order of the rows."""
     if ranks.is_alone:
         return ours
-    kept = [pair for pair in ranks.all_of(ours) if pair is not None]
+    kept = [pair for pair in ranks.all_gather(ours) if pair is not None]
     return (torch.cat([p[0] for p in kept]), torch.cat([p[1] for p in kept])) if kept else None
 
 
-def _summed_batch(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _Sums:
-    return evaluator.micro.fit(partial(_in_parts, forward, evaluator), (x, y))
+def _sum_batch(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _BatchSums:
+    return evaluator.micro.fit(partial(_sum_in_parts, forward, evaluator), (x, y))
 
 
-def _in_parts(forward: Forward, evaluator: Evaluator, x: Any, y: Any, rows: int) -> _Sums:
-    parts = nested.split((x, y), rows, whole=nested.rows_of(y))
+def _sum_in_parts(forward: Forward, evaluator: Evaluator, x: Any, y: Any, rows: int) -> _BatchSums:
+    parts = nested.split_batch((x, y), rows, whole=nested.count_rows(y))
     found = []
     for part_x, part_y in parts:  # no comprehension, which is a closure: see oom.Fitting.fit
-        found.append(_part(forward, part_x, part_y, evaluator))
+        found.append(_sum_part(forward, part_x, part_y, evaluator))
     pairs = [pair for part in found for pair in part.pairs]
-    return _Sums(_added([part.values for part in found]), pairs)
+    return _BatchSums(_add_sums([part.values for part in found]), pairs)
 
 
-def _part(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _Sums:
-    rows, count = nested.rows_of(y), evaluator.count(x, y)
-    copied = Tensor.clone if evaluator.micro.copies else _same
+def _sum_part(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _BatchSums:
+    rows, count = nested.count_rows(y), evaluator.count(x, y)
+    copied = Tensor.clone if evaluator.micro.copies else _return_unchanged
     with evaluator.autocast():
         outputs, loss = forward(x)
         if loss is None:
-            loss = evaluator.loss(copied(outputs), nested.mapped(y, copied))
-    values, pairs = {"loss": scaled(loss, count), "counted": torch.as_tensor(count)}, []
+            loss = evaluator.loss(copied(outputs), nested.map_tensors(y, copied))
+    values, pairs = {"loss": scale_loss(loss, count), "counted": torch.as_tensor(count)}, []
     if evaluator.task == "classification":
         told, classes = outputs.argmax(1), outputs.shape[1]
         values["hits"], values["answers"] = (told == y).sum(), torch.tensor(told.numel())
         if classes > TOP_OF:
             best = outputs.topk(TOP, 1).indices
             values["top5"] = (best == y.unsqueeze(1)).sum()
-        pairs.append((small(told, classes), small(y, classes)))
+        pairs.append((shrink_classes(told, classes), shrink_classes(y, classes)))
     elif evaluator.task == "multilabel":
         is_told, is_so = outputs > 0, y > 0.5
         values["hits"], values["answers"] = (is_told == is_so).sum(), torch.tensor(y.numel())
@@ -231,16 +242,16 @@ def _part(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _Sums:
     elif evaluator.task == "regression":
         pairs.append((outputs, y))
     for name, metric in evaluator.metrics.items():
-        given = copied(outputs), nested.mapped(y, copied)
+        given = copied(outputs), nested.map_tensors(y, copied)
         values[f"own/{name}"] = torch.as_tensor(metric(*given)).float().reshape(()) * rows
-    return _Sums(values, pairs)
+    return _BatchSums(values, pairs)
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _return_unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _added(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _add_sums(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     if len(parts) == 1:
         return parts[0]
     return {name: torch.stack([part[name] for part in parts]).sum() for name in parts[0]}

@@ -1,12 +1,13 @@
-"""What a model is trained to make small, by task or by a function of the user's own: the mean over
-the rows of a batch, or over what it says; and the user's own figures of a validation. It refuses a
-loss that does not fit what is learnt, and a function that does not give what training needs.
+"""Builds the loss of a training, by task or from a function of the user's own, and the user's
+own metrics of a validation. A loss is the mean over the rows of a batch, or over what it
+counts. It refuses a loss that does not fit what is learnt, and a function that does not return
+what training needs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,9 +23,9 @@ from torch.nn.functional import (
 
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.field_types import is_import
-from tasks.engine.base.import_paths import found, told_of
-from tasks.engine.batches.loader_targets import IGNORED
+from tasks.engine.base.field_types import is_import_path
+from tasks.engine.base.import_paths import describe_error, import_callable
+from tasks.engine.batches.dataloaders import IGNORED
 from tasks.engine.memory.memory_meter import is_oom
 from tasks.engine.models.model_call import Forward
 from tasks.engine.settings.read_settings import ConfigError
@@ -38,11 +39,11 @@ FITTING = {
     "tokens": "cross_entropy",
 }
 FIGURES = ("loss", "accuracy", "f1", "r2", "mae", "perplexity")  # val/... of the tasks themselves
-Metrics = Mapping[str, Callable[[Any, Any], Any]]
+OwnMetrics = Mapping[str, Callable[[Any, Any], Any]]
 
 
 @dataclass(frozen=True)
-class Weighted:
+class WeightedCrossEntropy:
     """Cross entropy in which a row counts as much as its class does; the mean over the rows.
 
     Not divided by the weights of the rows at hand, as PyTorch's own mean is: then the parts of a
@@ -55,16 +56,17 @@ class Weighted:
         return cross_entropy(logits, classes, weight=self.weights, reduction="sum") / len(classes)
 
 
-def loss_of(train: TrainConfig, data: DataFacts, device: torch.device) -> Loss:
-    """The loss of this training. Raises ConfigError where it does not fit what is learnt."""
-    if is_import(train.loss):
+def make_loss(train: TrainConfig, data: DataFacts, device: torch.device) -> Loss:
+    """Return the loss of this training. Raises ConfigError where it does not fit what is
+    learnt."""
+    if is_import_path(train.loss):
         if train.class_weights != "none":
             raise ConfigError(
                 f"train.class_weights: has no meaning with a loss of your own ({train.loss}); drop "
                 "it, and weigh the classes there"
             )
-        own = found(train.loss, setting="train.loss", refusal=ConfigError)
-        return in_units(own, data, device)
+        own = import_callable(train.loss, setting="train.loss", refusal=ConfigError)
+        return wrap_in_units(own, data, device)
     fits = FITTING[data.task]
     if train.loss not in ("auto", fits):
         raise ConfigError(
@@ -72,39 +74,41 @@ def loss_of(train: TrainConfig, data: DataFacts, device: torch.device) -> Loss:
             "of your own"
         )
     if train.class_weights == "balanced":
-        return Weighted(torch.tensor(_balanced(data), device=device))
+        return WeightedCrossEntropy(torch.tensor(_compute_balanced_weights(data), device=device))
     losses: dict[str, Loss] = {
-        "cross_entropy": next_token if data.task == "tokens" else cross_entropy,
+        "cross_entropy": compute_token_loss if data.task == "tokens" else cross_entropy,
         "bce": binary_cross_entropy_with_logits,
         "mse": mse_loss,
     }
     return losses[fits]
 
 
-def count_of(train: TrainConfig, data: DataFacts, *, of_labels: Count | None = None) -> Count:
-    """Over what the loss of some rows is the mean. of_labels: the same of a loss that the model
-    gives itself; see find_label_count."""
-    if is_import(train.loss):
-        own = found(train.loss, setting="train.loss", refusal=ConfigError)
-        return _count_of_own(own)
-    if gives_own_loss(train) and of_labels is not None:
+def choose_count(train: TrainConfig, data: DataFacts, *, of_labels: Count | None = None) -> Count:
+    """Return the function that counts what the loss of some rows is the mean of. of_labels:
+    the same of a loss that the model returns itself; see find_label_count."""
+    if is_import_path(train.loss):
+        own = import_callable(train.loss, setting="train.loss", refusal=ConfigError)
+        return _choose_own_count(own)
+    if has_own_loss(train) and of_labels is not None:
         return of_labels
     # Only batches of a loader hold labels to be skipped.
     return count_labels if data.task == "tokens" and data.batch is not None else count_rows
 
 
-def _count_of_own(loss: Any) -> Count:
+def _choose_own_count(loss: Any) -> Count:
     """By its attribute `count`, a function of the targets; PyTorch's own need none."""
     count = getattr(loss, "count", None)
     if callable(count):
-        return _OfTargets(count)
+        return _TargetCount(count)
     if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) and loss.reduction == "mean":
-        return _OfTargets(partial(_weigh, skipped=loss.ignore_index, weights=loss.weight))
+        return _TargetCount(
+            partial(_sum_class_weights, skipped=loss.ignore_index, weights=loss.weight)
+        )
     return count_labels if loss in (cross_entropy, nll_loss) else count_rows
 
 
 @dataclass(frozen=True)
-class _OfTargets:
+class _TargetCount:
     """Counts by the targets alone."""
 
     count: Callable[[Any], Any]
@@ -113,7 +117,7 @@ class _OfTargets:
         return self.count(y)
 
 
-def _weigh(targets: Tensor, *, skipped: int, weights: Tensor | None) -> Any:
+def _sum_class_weights(targets: Tensor, *, skipped: int, weights: Tensor | None) -> Any:
     """What PyTorch's mean divides by: the weights of the classes that are not skipped."""
     if targets.is_floating_point():
         return len(targets)  # probabilities
@@ -124,18 +128,19 @@ def _weigh(targets: Tensor, *, skipped: int, weights: Tensor | None) -> Any:
 
 
 def count_labels(x: Any, y: Any) -> Any:
-    """Labels that are not skipped."""
+    """Count the labels that are not skipped."""
     return (y != IGNORED).sum() if not y.is_floating_point() else len(y)
 
 
 def count_next_labels(x: Any, y: Any) -> Any:
-    """The same of a model that predicts each next label, so that the first of a row is not told."""
+    """Count the labels that are not skipped for a model that predicts each next label, so that
+    the first of a row does not count."""
     return (y[:, 1:] != IGNORED).sum()
 
 
 @torch.no_grad()
 def find_label_count(forward: Forward, x: Any, y: Any) -> Count | None:
-    """Over what a model's own loss is the mean, found by the losses of two rows with labels that
+    """Find what a model's own loss is the mean of, by the losses of two rows with labels that
     are skipped: together, and one by one. None where it gives none, or where no rule fits.
 
     x, y: two rows as batches hold them, labels in x, on the host. Evaluates the model.
@@ -146,7 +151,7 @@ def find_label_count(forward: Forward, x: Any, y: Any) -> Count | None:
     labels[1] = 1
     labels[1, : y.shape[1] // 2] = IGNORED
     batch = {**x, "labels": labels}
-    parts = nested.split((batch, labels), 1, whole=2)
+    parts = nested.split_batch((batch, labels), 1, whole=2)
     losses = [forward(part)[1] for part, _ in ((batch, labels), *parts)]
     if any(loss is None for loss in losses):
         return None
@@ -165,7 +170,7 @@ def _is_real(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _InUnits:
+class _UnscaledFunction:
     """A function of the user's own, given outputs and targets in the units of a regression's
     target, as the logged model predicts them."""
 
@@ -175,41 +180,44 @@ class _InUnits:
     log: Tensor | None  # units, where the logarithm is learnt; see DataFacts.target_log
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Any:
-        return self.function(self._in_units(outputs.float()), self._in_units(targets))
+        return self.function(
+            self._convert_to_units(outputs.float()), self._convert_to_units(targets)
+        )
 
-    def _in_units(self, values: Tensor) -> Tensor:
+    def _convert_to_units(self, values: Tensor) -> Tensor:
         amounts = values * self.scale + self.offset
         # A power of e above 80 is no float32; most targets end long before.
         return amounts if self.log is None else amounts.clamp(max=80.0).expm1() * self.log
 
 
-def in_units(
+def wrap_in_units(
     function: Callable[[Any, Any], Any], data: DataFacts, device: torch.device
 ) -> Callable[[Any, Any], Any]:
-    """The user's function, which sees nothing of how the target was scaled for the training."""
+    """Wrap the user's function so that it gets outputs and targets in the target's own units,
+    whatever scaling the training uses."""
     if (set(data.target_offset), set(data.target_scale)) == ({0.0}, {1.0}) and not data.target_log:
         return function
     offset, scale, log = (
         torch.tensor(of, dtype=torch.float32, device=device)
         for of in (data.target_offset, data.target_scale, data.target_log)
     )
-    return _InUnits(function, offset, scale, log if data.target_log else None)
+    return _UnscaledFunction(function, offset, scale, log if data.target_log else None)
 
 
-def gives_own_loss(train: TrainConfig) -> bool:
-    """Whether a loss that the model returns itself is the one that counts."""
+def has_own_loss(train: TrainConfig) -> bool:
+    """Return whether a loss that the model returns itself is the one that counts."""
     return train.loss == "auto" and train.class_weights == "none"
 
 
-def next_token(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Cross entropy over all tokens.
+def compute_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Compute the cross entropy over all tokens.
 
     logits: (rows, context, vocabulary); tokens: (rows, context) int64.
     """
     return cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def _balanced(data: DataFacts) -> list[float]:
+def _compute_balanced_weights(data: DataFacts) -> list[float]:
     """rows / (classes * rows of the class), which scikit-learn calls "balanced"."""
     rule = "train.class_weights: balanced"
     if data.task != "classification":
@@ -223,47 +231,47 @@ def _balanced(data: DataFacts) -> list[float]:
     return [rows / (classes * many) for many in data.class_rows]
 
 
-def metrics_of(train: TrainConfig) -> Metrics:
-    """The user's own figures by name. Raises ConfigError."""
+def load_own_metrics(train: TrainConfig) -> OwnMetrics:
+    """Return the user's own metrics by name. Raises ConfigError."""
     for name in train.metrics:
         if name in FIGURES:
             raise ConfigError(
                 f"train.metrics: {name!r} is the name of a figure of the task itself; give yours "
                 "another"
             )
-    return {name: _Own(f"train.metrics.{name}", path) for name, path in train.metrics.items()}
+    return {name: _OwnMetric(f"train.metrics.{name}", path) for name, path in train.metrics.items()}
 
 
-class _Own:
+class _OwnMetric:
     """A figure of the user's own; what it raises is told under its setting."""
 
     def __init__(self, setting: str, path: str) -> None:
         self._setting, self._path = setting, path
-        self._figure = found(path, setting=setting, refusal=ConfigError)
+        self._figure = import_callable(path, setting=setting, refusal=ConfigError)
 
     def __call__(self, outputs: Tensor, targets: Any) -> Any:
-        return _tried(self._figure, outputs, targets, self._setting, self._path)
+        return _call_own(self._figure, outputs, targets, self._setting, self._path)
 
 
 def check_loss(train: TrainConfig, loss: Loss, outputs: Tensor, targets: Any) -> bool:
-    """Try the user's loss and metrics on the outputs of two rows; whether one of them writes to
-    these. Raises ConfigError."""
+    """Try the user's loss and metrics on the outputs of two rows; return whether one of them
+    writes to these. Raises ConfigError."""
     writes = False
-    if is_import(train.loss):
+    if is_import_path(train.loss):
         given = outputs.detach().requires_grad_().clone()  # no leaf, as in a training
-        got = _tried(loss, given, targets, "train.loss", train.loss)
+        got = _call_own(loss, given, targets, "train.loss", train.loss)
         writes |= given._version > 0
         if not isinstance(got, Tensor) or got.dim() or not got.is_floating_point():
             raise ConfigError(
                 f"train.loss: {train.loss} must return one number in a tensor, the mean over the "
-                f"rows (got {_shown(got)})"
+                f"rows (got {_describe_result(got)})"
             )
         if not got.requires_grad:
             raise ConfigError(
                 f"train.loss: {train.loss} returns a tensor without a gradient; compute it from "
                 "the outputs, without detach(), item() or numpy"
             )
-    for name, metric in metrics_of(train).items():
+    for name, metric in load_own_metrics(train).items():
         setting, path = f"train.metrics.{name}", train.metrics[name]
         given = outputs.detach().clone()
         got = metric(given, targets)
@@ -272,19 +280,22 @@ def check_loss(train: TrainConfig, loss: Loss, outputs: Tensor, targets: Any) ->
         if isinstance(got, bool) or not (single or isinstance(got, (int, float))):
             raise ConfigError(
                 f"{setting}: {path} must return one number, the mean over the rows "
-                f"(got {_shown(got)})"
+                f"(got {_describe_result(got)})"
             )
     return writes
 
 
 @torch.no_grad()
-def adds_up(train: TrainConfig, loss: Loss, count: Count, outputs: Tensor, targets: Any) -> bool:
-    """Whether the user's loss of four rows is what those of their halves make, each weighed by what
-    it is the mean of; also where that can't be told, as of a loss that draws random numbers.
+def is_additive(
+    train: TrainConfig, loss: Loss, count: Count, outputs: Tensor, targets: Any
+) -> bool:
+    """Return whether the user's loss of four rows is what those of their halves make, each
+    weighed by what it is the mean of; True also where that is not known, as of a loss that
+    draws random numbers.
 
     outputs, targets: of two rows; numbers are drawn in their shapes.
     """
-    if not is_import(train.loss):
+    if not is_import_path(train.loss):
         return True
     draw = torch.Generator().manual_seed(0)
 
@@ -294,11 +305,11 @@ def adds_up(train: TrainConfig, loss: Loss, count: Count, outputs: Tensor, targe
             return torch.rand(shape, generator=draw, dtype=tensor.dtype)
         return torch.randint(min(2, outputs.shape[-1]), shape, generator=draw).to(tensor.dtype)
 
-    rows = drawn(outputs.cpu()), nested.mapped(targets, drawn)
-    halves = nested.split(rows, 2, whole=4)
+    rows = drawn(outputs.cpu()), nested.map_tensors(targets, drawn)
+    halves = nested.split_batch(rows, 2, whole=4)
     try:
         whole, again, *parts = (
-            float(loss(nested.mapped(x, Tensor.clone), nested.mapped(y, Tensor.clone)))
+            float(loss(nested.map_tensors(x, Tensor.clone), nested.map_tensors(y, Tensor.clone)))
             for x, y in (rows, rows, *halves)
         )
         counts = [float(count(None, y)) for _, y in halves]
@@ -312,8 +323,8 @@ def adds_up(train: TrainConfig, loss: Loss, count: Count, outputs: Tensor, targe
 
 
 def warn_of_parts(train: TrainConfig, *, is_sum: bool, micro_rows: int) -> tuple[str, ...]:
-    """What to doubt where batches were taken in parts. is_sum: see adds_up; micro_rows: of the
-    smallest part."""
+    """Return the warnings where batches were taken in parts. is_sum: see is_additive;
+    micro_rows: of the smallest part."""
     if is_sum or micro_rows >= train.batch_size:
         return ()
     return (
@@ -323,7 +334,7 @@ def warn_of_parts(train: TrainConfig, *, is_sum: bool, micro_rows: int) -> tuple
     )
 
 
-def _tried(
+def _call_own(
     function: Callable[[Any, Any], Any], outputs: Tensor, targets: Any, setting: str, path: str
 ) -> Any:
     try:
@@ -331,11 +342,73 @@ def _tried(
     except Exception as error:
         if is_oom(error):
             raise
-        told = f"{setting}: {path}, called with outputs and targets, raised: {told_of(error)}"
+        told = (
+            f"{setting}: {path}, called with outputs and targets, raised: {describe_error(error)}"
+        )
     raise ConfigError(told)
 
 
-def _shown(got: Any) -> str:
+def _describe_result(got: Any) -> str:
     if isinstance(got, Tensor):
         return f"a {str(got.dtype).removeprefix('torch.')} tensor of shape {tuple(got.shape)}"
     return f"a {type(got).__name__}"
+
+
+RowSums = tuple[tuple[str, Tensor], ...]  # of each row, by the name of the entry
+
+
+@dataclass
+class WatchedLoss:
+    """A loss of the user's own that keeps the sum of the outputs of each call. Nothing is kept
+    while it is compiled."""
+
+    path: str
+    loss: Loss
+    kept: list[tuple[str, Tensor]]
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        if isinstance(outputs, Tensor) and not torch.compiler.is_compiling():
+            self.kept.append((self.path, outputs.detach().sum()))
+        return self.loss(outputs, targets)
+
+
+@dataclass(frozen=True)
+class NanOrigin:
+    """The sums of one step. rows: sums of a batch's rows; outputs: what a WatchedLoss has
+    kept."""
+
+    rows: RowSums = ()
+    outputs: RowSums = ()
+
+    def find_blame(self) -> tuple[str, str] | None:
+        """Return the setting to blame and the sentence about it; None where neither is. Waits
+        for the device."""
+        for name, sums in self.rows:
+            bad = (~sums.isfinite()).nonzero()
+            if len(bad):
+                return "data.source", (
+                    f"{name} holds a number there that is not finite, in row {int(bad[0]) + 1} of "
+                    "that step's batch: mend or drop such rows"
+                )
+        if self.outputs and all(bool(total.isfinite()) for _, total in self.outputs):
+            return "train.loss", (
+                f"{self.outputs[0][0]} gave it for outputs and targets that are finite: look there "
+                "for a division by 0, a log or a root of less"
+            )
+        return None
+
+
+NO_ORIGIN = NanOrigin()
+
+
+def sum_rows(x: Any, y: Any) -> RowSums:
+    """Return the sum of each row of each entry with floating-point numbers: finite where all
+    are."""
+    return tuple(_iterate_sums(x, "inputs")) + tuple(_iterate_sums(y, "targets"))
+
+
+def _iterate_sums(part: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    for path, tensor in nested.find_named_tensors(part, name):
+        if tensor.is_floating_point() and tensor.dim() and tensor.layout is torch.strided:
+            wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+            yield path, tensor.detach().unsqueeze(-1).flatten(1).sum(1, dtype=wide)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from tasks.engine.base import nested
-from tasks.engine.base.import_paths import said
-from tasks.engine.base.seeds import random_state, set_random_state
+from tasks.engine.base.import_paths import get_error_message
+from tasks.engine.base.seeds import get_random_state, set_random_state
 from tasks.engine.memory.allocator_stats import drop_cache
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import clear_frames, is_oom
@@ -34,9 +34,9 @@ TOO_FEW_FOR_NORM = "Expected more than 1 value per channel"
 
 
 @dataclass(frozen=True)
-class Changes:
-    """What a model and its loss change beside gradients and PyTorch's random numbers: a batch that
-    is taken a second time has to find it as the first time did."""
+class StateChanges:
+    """What a model and its loss change beside gradients and PyTorch's random numbers: a batch
+    that is taken a second time has to find it as the first time did."""
 
     own: bool = False  # code of the user's runs, which may draw from Python's and numpy's numbers
     inputs: bool = False  # something in the batch is written to
@@ -45,26 +45,28 @@ class Changes:
 
 
 class ChangeFinder:
-    """Tells what has changed since it was made: of a model, and of a batch that it was given."""
+    """Finds what has changed since it was made: in a model, and in a batch that it was
+    given."""
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
         self._model, self._batch = model, batch
-        self._versions = _versions(nested.tensors(batch))
+        self._versions = _read_versions(nested.find_tensors(batch))
         self._buffers = {n: (b, b._version, b.clone()) for n, b in model.named_buffers()}
-        self._numbers = dict(_numbers_of(model))
+        self._numbers = dict(_iterate_numbers(model))
 
-    def changes(self, writes: bool = False) -> Changes:
-        """Of a model or a loss of the user's own. writes: whether outputs were written to. A buffer
-        is held against its values too, since what goes by `.data` counts no version."""
+    def changes(self, writes: bool = False) -> StateChanges:
+        """Return the changes of a model or a loss of the user's own. writes: whether outputs
+        were written to. A buffer's values are compared too, since what goes by `.data` counts
+        no version."""
         buffers = {
             name
             for name, b in self._model.named_buffers()
-            if name in self._buffers and _is_other(b, *self._buffers[name])
+            if name in self._buffers and _has_changed(b, *self._buffers[name])
         }
-        numbers = dict(_numbers_of(self._model))
-        return Changes(
+        numbers = dict(_iterate_numbers(self._model))
+        return StateChanges(
             own=True,
-            inputs=writes or _versions(nested.tensors(self._batch)) != self._versions,
+            inputs=writes or _read_versions(nested.find_tensors(self._batch)) != self._versions,
             buffers=frozenset(buffers),
             numbers=frozenset(
                 where for where, was in self._numbers.items() if numbers.get(where, was) != was
@@ -72,11 +74,11 @@ class ChangeFinder:
         )
 
 
-def _is_other(now: Tensor, was: Tensor, version: int, values: Tensor) -> bool:
+def _has_changed(now: Tensor, was: Tensor, version: int, values: Tensor) -> bool:
     return now is not was or now._version != version or not torch.equal(now, values)
 
 
-def _numbers_of(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
+def _iterate_numbers(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
     """The Python numbers that are attributes of layers. training is PyTorch's own."""
     for path, layer in model.named_modules():
         for name, value in vars(layer).items():
@@ -84,14 +86,14 @@ def _numbers_of(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
                 yield (path, name), value
 
 
-def _versions(tensors: Any) -> list[int]:
+def _read_versions(tensors: Any) -> list[int]:
     """How often each was written to; those made in inference mode do not count it."""
     return [t._version for t in tensors if not t.is_inference()]
 
 
 @dataclass(frozen=True)
-class Failure:
-    """The last attempt, in plain values."""
+class MemoryFailure:
+    """The last attempt that ran out of memory, in plain values."""
 
     text: str  # the device's own words
     phase: str  # training, optimizer, eval, sending or set-up
@@ -103,17 +105,18 @@ class Failure:
 
 
 class MemoryExhausted(RuntimeError):
-    """Not even one row fits, or not the optimizer's state, or nothing that is not tried again."""
+    """Memory ran out: not even one row fits, or not the optimizer's state, or nothing that can
+    be retried."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: MemoryFailure) -> None:
         super().__init__(f"memory ran out in {failure.phase}: {failure.text}")
         self.failure = failure
 
 
 @contextmanager
-def told_in(phase: str, *, step: Callable[[], int] = int) -> Iterator[None]:
-    """Inside, whatever runs out of memory is MemoryExhausted, in this phase and at this step, where
-    nobody further inside has told them. step: 0 for those who don't know."""
+def name_oom_phase(phase: str, *, step: Callable[[], int] = int) -> Iterator[None]:
+    """Turn whatever runs out of memory inside into MemoryExhausted, with this phase and step,
+    unless code further inside has named them. step: 0 where unknown."""
     failure = None
     try:
         yield
@@ -123,26 +126,26 @@ def told_in(phase: str, *, step: Callable[[], int] = int) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_oom(error):
             raise
-        failure = Failure(words(error), phase)
+        failure = MemoryFailure(extract_message(error), phase)
     if failure is not None:
         raise MemoryExhausted(replace(failure, step=failure.step or step()))
 
 
-class Witness(Protocol):
-    """Sees the last attempt of a training that runs out of memory."""
+class OomRecorder(Protocol):
+    """Records the last attempt of a training that runs out of memory."""
 
     def start(self) -> None:
-        """It is about to be made."""
+        """Begin to record: the attempt is about to be made."""
 
     def write(self) -> None:
-        """It has failed: keep what the device's memory looks like."""
+        """Keep what the device's memory looks like: the attempt has failed."""
 
     def reading(self) -> dict[str, int]:
-        """What the allocator tells; see allocator_stats.py."""
+        """Return the allocator's statistics; see allocator_stats.py."""
 
 
-class Fitting(Protocol):
-    """Runs what may run out of memory."""
+class MicroBatching(Protocol):
+    """Runs what may run out of memory, in smaller micro-batches where it does."""
 
     rows: int  # of a micro-batch
     least: int  # rows that one must have
@@ -150,21 +153,23 @@ class Fitting(Protocol):
     copies: bool  # whether what it is given is a copy, since the user's code writes to it
 
     def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
-        """What `attempt(*batch, rows)` returns, for the largest number of rows that fits.
+        """Return what `attempt(*batch, rows)` returns, for the largest number of rows that
+        fits.
 
-        attempt must not be a closure: the frame of one that failed keeps its cells in Python 3.11,
-        and whoever keeps the error keeps the batch and the model.
+        attempt must not be a closure: the frame of one that failed keeps its cells in Python
+        3.11, and whoever keeps the error keeps the batch and the model.
         """
 
     def again(self, attempt: Callable[[], T]) -> T:
-        """What `attempt()` returns; tried twice, since smaller micro-batches don't help it."""
+        """Return what `attempt()` returns; tried twice, since smaller micro-batches don't help
+        it."""
 
     def ease(self, why: str) -> None:
         """Take less from here on, before it runs out."""
 
 
-class Fixed:
-    """Tries once: for steps that are recorded, which cannot fail half-way."""
+class SingleAttempt:
+    """Tries once, at one size: for steps that are recorded, which cannot fail half-way."""
 
     least, recovered, copies = 1, 0, False
 
@@ -182,7 +187,7 @@ class Fixed:
 
 
 class MicroBatches:
-    """The size of a micro-batch, halved when memory runs out and grown back later."""
+    """Runs attempts in micro-batches, halved when memory runs out and grown back later."""
 
     def __init__(
         self,
@@ -193,10 +198,10 @@ class MicroBatches:
         device: torch.device,
         model: nn.Module,
         accounts: MemoryByOwner,
-        witness: Witness,
+        witness: OomRecorder,
         give_back: Callable[[], bool] = bool,
         forget_graph: Callable[[], bool] = bool,
-        changes: Changes = Changes(),  # noqa: B008 (frozen)
+        changes: StateChanges = StateChanges(),  # noqa: B008 (frozen)
     ) -> None:
         """rows: to start with; whole: those of a batch, the most there can be. what: is repeated,
         "training" or "eval". witness: sees the last attempt. give_back: does without what only
@@ -228,11 +233,12 @@ class MicroBatches:
         self._patience = GROW_AFTER
 
     def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
-        """What `attempt(*batch, rows)` returns, for the largest number of rows that fits.
+        """Return what `attempt(*batch, rows)` returns, for the largest number of rows that
+        fits.
 
-        attempt must give the same whatever it did before, and whatever number it is called with.
-        Raises MemoryExhausted, ModelError where the batch was written to and no copy was, and
-        anything else that attempt raises.
+        attempt must give the same whatever it did before, and whatever number it is called
+        with. Raises MemoryExhausted, ModelError where the batch was written to and no copy
+        was, and anything else that attempt raises.
         """
         self._grow()
         state, begun_with = self._state(), self.rows
@@ -244,14 +250,14 @@ class MicroBatches:
                 done = attempt(*self._given(batch), self.rows)
             except ValueError as error:
                 # A single row of the last micro-batch, or all that memory had room for.
-                if last is None or TOO_FEW_FOR_NORM not in said(error):
+                if last is None or TOO_FEW_FOR_NORM not in get_error_message(error):
                     raise
                 clear_frames(error)
                 failure, at_end = f"{last} (and a batch norm needs two rows)", True
             except (RuntimeError, MemoryError) as error:
                 if not is_oom(error):
                     raise
-                failure, at_end = words(error), self.rows <= self.least
+                failure, at_end = extract_message(error), self.rows <= self.least
             # Only here, outside the except block, is the error gone and what its frames held.
             if failure is None:
                 self._calm += 1
@@ -272,7 +278,7 @@ class MicroBatches:
                 continue
             if at_end:
                 self.tried.append(self.rows)
-                return self._watched(
+                return self._attempt_watched(
                     partial(attempt, *self._given(batch), self.rows),
                     failure,
                     phase=self._what,
@@ -281,7 +287,7 @@ class MicroBatches:
             self._halve(failure)
 
     def again(self, attempt: Callable[[], T]) -> T:
-        """What `attempt()` returns; tried twice, with the caches given back in between.
+        """Return what `attempt()` returns; tried twice, with the caches freed in between.
 
         Smaller micro-batches don't help here: the activations are gone already.
         """
@@ -293,25 +299,25 @@ class MicroBatches:
         except (RuntimeError, MemoryError) as error:
             if not is_oom(error):
                 raise
-            failure = words(error)
+            failure = extract_message(error)
         self._forget_graph()
         self._give_back()
         drop_cache(self._device)
         log.warning("out of memory in the optimizer step: caches given back, tried again")
-        return self._watched(attempt, failure, phase="optimizer", batch=())
+        return self._attempt_watched(attempt, failure, phase="optimizer", batch=())
 
     @property
     def smallest(self) -> int:
-        """Rows of the smallest that was taken."""
+        """Return the rows of the smallest micro-batch that was taken."""
         return min([self.rows, *(-(-rows // 2) for rows in self.tried)])
 
     def state(self) -> list[Any]:
-        """How large they are, and when they grow; see checkpoint/."""
+        """Return how large micro-batches are, and when they grow; see checkpoint/."""
         counts = [self.rows, self.recovered, self.fitted, self._calm, self._patience]
         return [*counts, list(self.tried)]
 
     def restore(self, state: list[Any]) -> None:
-        """Be as when `state` was taken."""
+        """Go back to where `state` was taken."""
         rows, self.recovered, self.fitted, self._calm, self._patience, self.tried = state
         self.rows = min(rows, self._whole)
 
@@ -321,7 +327,7 @@ class MicroBatches:
             self._halve(why)
             self.recovered -= 1  # nothing was lost
 
-    def _watched(
+    def _attempt_watched(
         self, attempt: Callable[[], T], text: str, *, phase: str, batch: Sequence[Any]
     ) -> T:
         """Once more, and counted: either it fits now, or we know who holds the memory."""
@@ -333,20 +339,20 @@ class MicroBatches:
         except MemoryExhausted:
             raise
         except (RuntimeError, MemoryError, ValueError) as error:
-            if not is_oom(error) and TOO_FEW_FOR_NORM not in said(error):
+            if not is_oom(error) and TOO_FEW_FOR_NORM not in get_error_message(error):
                 raise
             # While all that it held is still there.
             self._witness.write()
             allocator = self._witness.reading()
-            text = words(error) if is_oom(error) else text
+            text = extract_message(error) if is_oom(error) else text
             clear_frames(error)
         else:
             self.recovered += 1
             return done
         drop_cache(self._device)
-        shape = tuple(next((t.shape for t in nested.tensors(batch)), ()))
+        shape = tuple(next((t.shape for t in nested.find_tensors(batch)), ()))
         tried = tuple(self.tried)
-        failure = Failure(text, phase, 0, shape, tried, self.fitted, allocator)
+        failure = MemoryFailure(text, phase, 0, shape, tried, self.fitted, allocator)
         raise MemoryExhausted(failure)
 
     def _halve(self, why: str) -> None:
@@ -371,12 +377,12 @@ class MicroBatches:
 
     def _given(self, batch: Sequence[Any]) -> Sequence[Any]:
         """The batch as an attempt may have it: where that writes to it, a copy."""
-        return nested.mapped(tuple(batch), Tensor.clone) if self.copies else batch
+        return nested.map_tensors(tuple(batch), Tensor.clone) if self.copies else batch
 
     def _written(self, batch: Sequence[Any]) -> list[int]:
         """How often the batch was written to, where code of the user's sees it itself."""
         watches = self._own and not self.copies
-        return _versions(nested.tensors(batch)) if watches else []
+        return _read_versions(nested.find_tensors(batch)) if watches else []
 
     def _refuse_written(self, batch: Sequence[Any], before: list[int]) -> None:
         """From the first time on that a batch of the training is written to, attempts get copies.
@@ -398,14 +404,16 @@ class MicroBatches:
             others.append("the rows of the batch")
         if others:
             why = f"{failure} (the batch was not taken again: the attempt had changed {others[0]})"
-            raise MemoryExhausted(Failure(why, self._what, tried=(self.rows,), fitted=self.fitted))
+            raise MemoryExhausted(
+                MemoryFailure(why, self._what, tried=(self.rows,), fitted=self.fitted)
+            )
 
     def _state(self) -> tuple[Any, ...]:
         self._unkept = [(where, b, b._version) for where, b in self._constant]
         buffers = [(m, n, b := m._buffers[n], b.clone()) for m, n in self._buffers]  # type: ignore[union-attr]
         numbers = [(layer, name, getattr(layer, name)) for layer, name in self._numbers]
         drawn = (random.getstate(), np.random.get_state()) if self._own else None
-        return random_state(self._device), buffers, numbers, drawn
+        return get_random_state(self._device), buffers, numbers, drawn
 
     @torch.no_grad()
     def _restore(self, state: tuple[Any, ...]) -> None:
@@ -421,7 +429,7 @@ class MicroBatches:
             np.random.set_state(drawn[1])
 
 
-def words(error: BaseException) -> str:
-    """What the error says; its frames let go of what they hold."""
+def extract_message(error: BaseException) -> str:
+    """Return the error's message, and clear its frames of what they hold."""
     clear_frames(error)
-    return said(error) or type(error).__name__
+    return get_error_message(error) or type(error).__name__

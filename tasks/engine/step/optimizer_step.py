@@ -12,62 +12,62 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from tasks.engine.accounts.phases import Watched
 from tasks.engine.base import nested
-from tasks.engine.distributed.parallel import Parallel
-from tasks.engine.distributed.shards import full
-from tasks.engine.step.micro_batches import Fitting, Fixed
+from tasks.engine.distributed.sharding import ParallelModel
+from tasks.engine.distributed.shards import gather_full
+from tasks.engine.step.micro_batches import MicroBatching, SingleAttempt
 from tasks.engine.step.optim import Optimizer
-from tasks.engine.step.phases import Watched
 
 Loss = Callable[[Any, Any], Tensor]  # the mean over what its Count tells, a scalar
 # Of inputs and targets: over how much a loss of these rows is the mean. Rows, or a tensor on the
 # device where it depends on the targets, as where some labels are skipped.
 Count = Callable[[Any, Any], Any]
 
-ALONE = nullcontext()
+NO_CONTEXT = nullcontext()
 
 
-def _one() -> float:
+def _return_one() -> float:
     return 1.0
 
 
 def count_rows(x: Any, y: Any) -> int:
-    return nested.rows_of(y)
+    return nested.count_rows(y)
 
 
-class Outcome(NamedTuple):
-    """What a step leaves, on its device: scalars, detached."""
+class StepOutcome(NamedTuple):
+    """The results of a step, on its device: scalars, detached."""
 
     loss: Tensor  # mean over the rows of the batch
     grad_norm: Tensor | None  # of all gradients together, before clipping; None where not asked
 
 
-class Steps(Protocol):
-    """Something that takes optimizer steps."""
+class StepTaker(Protocol):
+    """Takes optimizer steps."""
 
-    def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> Outcome:
-        """Train on one batch: tensors, or structures of them (see nested.py). norm: also give the
-        norm of the gradients."""
+    def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> StepOutcome:
+        """Train on one batch: tensors, or structures of them (see nested.py). norm: also
+        return the norm of the gradients."""
 
 
 @dataclass
 class Step:
-    """The plain step, and the meaning of all faster ones."""
+    """The plain step; all faster ones compute the same."""
 
     compute: Loss  # of inputs and targets: the model's loss; compiled where that pays
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
     autocast: Callable[[], AbstractContextManager[object]]
     clip_norm: float | None
-    micro: Fitting  # how many rows go through the model at once
+    micro: MicroBatching  # how many rows go through the model at once
     mark: Callable[[str], None]  # a phase ends
     count: Count = count_rows
     # Of a model that several processes train: as it is called, and how much their mean counts the
     # rows of this one.
-    parallel: Parallel | None = None
-    weight: Callable[[], float] = _one
+    parallel: ParallelModel | None = None
+    weight: Callable[[], float] = _return_one
 
-    def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> Outcome:
+    def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> StepOutcome:
         loss = self.micro.fit(self.gradients, (x, y))
         grad_norm = None
         if norm or self.clip_norm is not None:
@@ -76,26 +76,29 @@ class Step:
         self.micro.again(self._update)
         self.scaler.update()
         self.mark("optimizer")
-        return Outcome(loss, grad_norm)
+        return StepOutcome(loss, grad_norm)
 
     def gradients(self, x: Any, y: Any, rows: int) -> Tensor:
-        """The loss of the batch; its gradients lie at the parameters, whatever was there before."""
+        """Return the loss of the batch; its gradients replace whatever the parameters had
+        before."""
         self.optimizer.zero_grad()
         losses = []
-        count = nested.rows_of(y)
+        count = nested.count_rows(y)
         whole = rows >= count
         parts = (
-            [(x, y)] if whole else nested.split((x, y), rows, whole=count, least=self.micro.least)
+            [(x, y)]
+            if whole
+            else nested.split_batch((x, y), rows, whole=count, least=self.micro.least)
         )
         weight = self.weight()
         shares = [1.0] if whole else self._shares(parts)
         for i, (part_x, part_y) in enumerate(parts):
             is_last = i + 1 == len(parts)
-            with ALONE if is_last else self._alone():
+            with NO_CONTEXT if is_last else self._alone():
                 with self.autocast():
                     loss = self.compute(part_x, part_y)
                 if not whole or weight != 1:
-                    loss = scaled(loss, weight * shares[i])
+                    loss = scale_loss(loss, weight * shares[i])
                 self.mark("forward")
                 self.scaler.scale(loss).backward()
             self.mark("communication" if is_last and self.parallel is not None else "backward")
@@ -109,19 +112,19 @@ class Step:
         return [count / of_all for count in counts]
 
     def forward(self, x: Any, y: Any) -> None:
-        """Only through model and loss, in micro-batches as of now: to see a mistake once more."""
-        rows, whole = self.micro.rows, nested.rows_of(y)
-        for part in nested.split((x, y), rows, whole=whole, least=self.micro.least):
+        """Run only model and loss, in micro-batches as of now: to see a mistake once more."""
+        rows, whole = self.micro.rows, nested.count_rows(y)
+        for part in nested.split_batch((x, y), rows, whole=whole, least=self.micro.least):
             with self._alone(), self.autocast():
                 self.compute(*part)
 
     def _alone(self) -> AbstractContextManager[object]:
-        return ALONE if self.parallel is None else self.parallel.alone()
+        return NO_CONTEXT if self.parallel is None else self.parallel.alone()
 
     def recordable(self) -> Step:
-        """The same step at the size of now, without what a recording can't hold: other ways out,
-        and events of a clock."""
-        return replace(self, micro=Fixed(self.micro.rows), mark=_unmarked)
+        """Return the same step at its current size, without what a recording can't hold:
+        retries, and events of a clock."""
+        return replace(self, micro=SingleAttempt(self.micro.rows), mark=_ignore_phase)
 
     def _update(self) -> None:
         try:
@@ -135,23 +138,23 @@ class Step:
 
     def _grad_norm(self) -> Tensor:
         if self.clip_norm is None:
-            return total_norm(self.optimizer)
-        return full(nn.utils.clip_grad_norm_(self.optimizer.params, self.clip_norm))
+            return compute_total_norm(self.optimizer)
+        return gather_full(nn.utils.clip_grad_norm_(self.optimizer.params, self.clip_norm))
 
 
-def scaled(loss: Tensor, share: Any) -> Tensor:
-    """The loss times its share: a number, or a tensor, where a share of 0 makes it 0, also of a
-    mean over nothing, which is no number."""
+def scale_loss(loss: Tensor, share: Any) -> Tensor:
+    """Return the loss times its share: a number, or a tensor, where a share of 0 makes it 0,
+    also of a mean over nothing, which is no number."""
     if not isinstance(share, Tensor):
         return loss * share
     return torch.where(share > 0, loss * share, 0.0)
 
 
-def _unmarked(phase: str) -> None:
+def _ignore_phase(phase: str) -> None:
     pass
 
 
-def total_norm(optimizer: Optimizer) -> Tensor:
-    """The Euclidean norm of all gradients together."""
+def compute_total_norm(optimizer: Optimizer) -> Tensor:
+    """Compute the Euclidean norm of all gradients together."""
     grads = [p.grad for p in optimizer.params if p.grad is not None]
-    return full(nn.utils.get_total_norm(grads))
+    return gather_full(nn.utils.get_total_norm(grads))

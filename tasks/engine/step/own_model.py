@@ -1,6 +1,6 @@
-"""A model of the user's own: built from its import path, and held against the data with two rows on
-the host before a device is touched. It refuses what could not be trained or logged, in one sentence
-that names the line of the user's code where one is at fault.
+"""Builds a model, built-in or of the user's own, and checks it against the data with two rows
+on the host before a device is touched. It refuses what could not be trained or logged, in one
+sentence that names the line of the user's code where one is at fault.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.field_types import is_import
-from tasks.engine.base.import_paths import found, told_of
+from tasks.engine.base.field_types import is_import_path
+from tasks.engine.base.import_paths import describe_error, import_callable
 from tasks.engine.diagnosis import explain
-from tasks.engine.diagnosis.tensor_names import unsaved
+from tasks.engine.diagnosis.tensor_names import find_unsaved_tensors
 from tasks.engine.memory.memory_meter import is_oom
 from tasks.engine.models import builtin
-from tasks.engine.models.model_call import NoOutputs, free
-from tasks.engine.models.own_factory import construct
+from tasks.engine.models.model_call import NoOutputsError, make_own_forward
+from tasks.engine.models.own_factory import construct_model
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.run_config import ModelConfig, TrainConfig
 from tasks.engine.step.losses import (
-    adds_up,
     check_loss,
-    count_of,
+    choose_count,
     find_label_count,
-    gives_own_loss,
-    loss_of,
+    has_own_loss,
+    is_additive,
+    make_loss,
 )
-from tasks.engine.step.micro_batches import ChangeFinder, Changes
+from tasks.engine.step.micro_batches import ChangeFinder, StateChanges
 from tasks.engine.step.optimizer_step import Count
 
 CPU = torch.device("cpu")
@@ -44,21 +44,21 @@ LAZY = (UninitializedParameter, UninitializedBuffer)
 
 
 @dataclass(frozen=True)
-class Checked:
-    """What two rows have shown. work: multiply-adds of a row."""
+class ModelCheck:
+    """What a check of the model with two rows has found. work: multiply-adds of a row."""
 
     work: int
     weights_bytes: int
     outputs: int  # classes, values or different tokens that the model tells apart
-    changes: Changes = Changes()  # of a training step
+    changes: StateChanges = StateChanges()  # of a training step
     of_labels: Count | None = None  # over what a loss that the model gives is the mean
     adds_up: bool = True  # whether the loss of a batch is that of its parts
 
 
-def sample(data: DataFacts, rows: int, *, device: torch.device) -> tuple[Any, Any]:
-    """Inputs and targets as batches of this data hold them, all zeros."""
+def make_sample(data: DataFacts, rows: int, *, device: torch.device) -> tuple[Any, Any]:
+    """Return inputs and targets as batches of this data hold them, all zeros."""
     if data.batch is not None:
-        return nested.made(data.batch, rows, device=device)
+        return nested.make_zeros(data.batch, rows, device=device)
     if data.task == "tokens":
         tokens = torch.zeros(rows, *data.input_shape, dtype=torch.int64, device=device)
         return tokens, torch.zeros_like(tokens)
@@ -68,39 +68,44 @@ def sample(data: DataFacts, rows: int, *, device: torch.device) -> tuple[Any, An
     return x, torch.zeros(rows, data.outputs, device=device)
 
 
-def build(settings: ModelConfig, data: DataFacts) -> nn.Module:
-    """The model on the host, built-in or the user's own, with freshly drawn weights.
+def build_model_on_host(settings: ModelConfig, data: DataFacts) -> nn.Module:
+    """Build the model on the host, built-in or the user's own, with freshly drawn weights.
 
     Raises ModelError.
     """
     name, args = settings.name, settings.args
-    if not is_import(name):
-        return builtin.build(name, input_shape=data.input_shape, outputs=data.outputs, args=args)
-    factory = found(name, setting="model.name", refusal=ModelError)
-    model = construct(factory, name, args, input_shape=data.input_shape, outputs=data.outputs)
+    if not is_import_path(name):
+        return builtin.build_model(
+            name, input_shape=data.input_shape, outputs=data.outputs, args=args
+        )
+    factory = import_callable(name, setting="model.name", refusal=ModelError)
+    model = construct_model(factory, name, args, input_shape=data.input_shape, outputs=data.outputs)
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             module.sparse = False  # all optimizers take dense gradients, which are as large
     if any(isinstance(p, LAZY) for p in (*model.parameters(), *model.buffers())):
-        _forward(model, *sample(data, 2, device=CPU), name)
+        _run_forward(model, *make_sample(data, 2, device=CPU), name)
     return model
 
 
-def check(settings: ModelConfig, train: TrainConfig, data: DataFacts) -> Checked:
-    """Build the model, send two rows through it and try the loss. Raises ModelError, ConfigError.
+def check_model(settings: ModelConfig, train: TrainConfig, data: DataFacts) -> ModelCheck:
+    """Build the model, send two rows through it and try the loss. Raises ModelError,
+    ConfigError.
 
-    Of a model of the user's own the last answer is kept, in plain values: a flow asks before a run
-    is opened and again in training.
+    Of a model of the user's own the last result is kept, in plain values: a flow checks before
+    a run is opened and again in training.
     """
     name = settings.name
-    if not is_import(name):
-        return _checked_builtin(settings, train, data)
-    factory = found(name, setting="model.name", refusal=ModelError)
+    if not is_import_path(name):
+        return _check_builtin_model(settings, train, data)
+    factory = import_callable(name, setting="model.name", refusal=ModelError)
     facts = [data.task, data.input_shape, data.outputs, data.batch, data.class_rows]
     facts.append(data.train_rows)
     said = [settings.args, train.model_dump(), facts]
     try:
-        return _checked(factory, json.dumps(said, default=str), _Unhashed(settings, train, data))
+        return _check_own_model(
+            factory, json.dumps(said, default=str), _UnhashedArguments(settings, train, data)
+        )
     except (RuntimeError, MemoryError) as error:
         if not is_oom(error):
             raise
@@ -108,29 +113,29 @@ def check(settings: ModelConfig, train: TrainConfig, data: DataFacts) -> Checked
     raise ModelError(f"{told} has; make it smaller")
 
 
-def _checked_builtin(settings: ModelConfig, train: TrainConfig, data: DataFacts) -> Checked:
+def _check_builtin_model(settings: ModelConfig, train: TrainConfig, data: DataFacts) -> ModelCheck:
     name = settings.name
     if data.batch is not None:
         _refuse_batches(data, name)
-    work, weights_bytes = builtin.check(
+    work, weights_bytes = builtin.check_model(
         name,
         input_shape=data.input_shape,
         outputs=data.outputs,
         args=settings.args,
         task=data.task,
     )
-    loss = loss_of(train, data, CPU)
-    if is_import(train.loss) or train.metrics:
-        x, y = sample(data, 2, device=CPU)
+    loss = make_loss(train, data, CPU)
+    if is_import_path(train.loss) or train.metrics:
+        x, y = make_sample(data, 2, device=CPU)
         with torch.no_grad():
-            model = build(settings, data)
+            model = build_model_on_host(settings, data)
             outputs = model(x)
         finder = ChangeFinder(model, y)
         writes = check_loss(train, loss, outputs, y)
-        is_sum = adds_up(train, loss, count_of(train, data), outputs, y)
+        is_sum = is_additive(train, loss, choose_count(train, data), outputs, y)
         changes = finder.changes(writes)
-        return Checked(work, weights_bytes, data.outputs, changes, adds_up=is_sum)
-    return Checked(work, weights_bytes, data.outputs)
+        return ModelCheck(work, weights_bytes, data.outputs, changes, adds_up=is_sum)
+    return ModelCheck(work, weights_bytes, data.outputs)
 
 
 def _refuse_batches(data: DataFacts, name: str) -> None:
@@ -152,7 +157,7 @@ def _refuse_batches(data: DataFacts, name: str) -> None:
         )
 
 
-class _Unhashed:
+class _UnhashedArguments:
     """Carries what the key beside it says already."""
 
     def __init__(self, settings: ModelConfig, train: TrainConfig, data: DataFacts) -> None:
@@ -162,21 +167,21 @@ class _Unhashed:
         return 0
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Unhashed)
+        return isinstance(other, _UnhashedArguments)
 
 
 @lru_cache(maxsize=1)
-def _checked(factory: Callable[..., Any], key: str, of: _Unhashed) -> Checked:
+def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArguments) -> ModelCheck:
     settings, train, data = of.settings, of.train, of.data
     name = settings.name
-    model = build(settings, data)
+    model = build_model_on_host(settings, data)
     _refuse_untrainable(model, name)
-    x, y = sample(data, 2, device=CPU)
-    own_loss = gives_own_loss(train)
+    x, y = make_sample(data, 2, device=CPU)
+    own_loss = has_own_loss(train)
     finder = ChangeFinder(model, (x, y))
     before = set(model.state_dict())
-    with builtin.multiply_adds(model) as work:
-        outputs = _forward(model, x, y, name, takes_loss=own_loss)
+    with builtin.count_multiply_adds(model) as work:
+        outputs = _run_forward(model, x, y, name, takes_loss=own_loss)
     if made := sorted(set(model.state_dict()) ^ before):
         raise ModelError(
             f"model.name: {name} makes or drops {', '.join(made[:3])} in its first forward pass, "
@@ -184,17 +189,19 @@ def _checked(factory: Callable[..., Any], key: str, of: _Unhashed) -> Checked:
             "register_buffer or as an nn.Parameter, of the shape that it will have"
         )
     wide = _refuse_misshapen(outputs, y, data, name)
-    loss = loss_of(train, data, CPU)
+    loss = make_loss(train, data, CPU)
     writes = check_loss(train, loss, outputs, y)
-    is_sum = adds_up(train, loss, count_of(train, data), outputs, y)
+    is_sum = is_additive(train, loss, choose_count(train, data), outputs, y)
     changes = finder.changes(writes)
     _refuse_otherwise_in_eval(model, data, name, tuple(outputs.shape[1:]), takes_loss=own_loss)
     if _has_single_row(train.batch_size, train.accumulate, data.train_rows):
-        _forward(model.train(), *sample(data, 1, device=CPU), name)  # a norm of the batch can't
+        _run_forward(
+            model.train(), *make_sample(data, 1, device=CPU), name
+        )  # a norm of the batch can't
     of_labels = None
     if own_loss and isinstance(x, Mapping) and "labels" in x:
-        of_labels = find_label_count(free(model.eval(), takes_loss=True), x, y)
-    return Checked(sum(work) // 2, builtin.bytes_of(model), wide, changes, of_labels, is_sum)
+        of_labels = find_label_count(make_own_forward(model.eval(), takes_loss=True), x, y)
+    return ModelCheck(sum(work) // 2, builtin.count_bytes(model), wide, changes, of_labels, is_sum)
 
 
 def _has_single_row(batch_size: int, accumulate: int, rows: int) -> bool:
@@ -207,14 +214,16 @@ def _has_single_row(batch_size: int, accumulate: int, rows: int) -> bool:
     )
 
 
-def _forward(model: nn.Module, x: Any, y: Any, name: str, *, takes_loss: bool = False) -> Tensor:
+def _run_forward(
+    model: nn.Module, x: Any, y: Any, name: str, *, takes_loss: bool = False
+) -> Tensor:
     """The outputs for these rows. Raises ModelError with the line that failed."""
     try:
-        outputs, loss = free(model, takes_loss=takes_loss)(x)
+        outputs, loss = make_own_forward(model, takes_loss=takes_loss)(x)
         outputs.float()
         result = outputs if loss is None else loss
-        lost, is_trained = _lost(model, result)
-        if not result.requires_grad or not (is_trained or _reaches(model, result)):
+        lost, is_trained = _find_unsaved(model, result)
+        if not result.requires_grad or not (is_trained or _has_hidden_gradients(model, result)):
             told = (
                 f"model.name: {name} gives outputs that no parameter has a share in; compute them "
                 "with gradients, without detach() or no_grad"
@@ -227,22 +236,22 @@ def _forward(model: nn.Module, x: Any, y: Any, name: str, *, takes_loss: bool = 
             )
         else:
             return outputs.detach()
-    except NoOutputs as error:
+    except NoOutputsError as error:
         told = f"model.name: forward of {name} {error}; return its outputs"
     except MemoryError:
         raise
     except Exception as error:
         if is_oom(error):
             raise
-        again = partial(free(model, takes_loss=takes_loss), x)
-        told = explain.explained(error, model, (x, y), again) or (
-            f"model.name: forward of {name}, given two rows of {_shown(x)}, raised: "
-            f"{told_of(error)}"
+        again = partial(make_own_forward(model, takes_loss=takes_loss), x)
+        told = explain.explain_failure(error, model, (x, y), again) or (
+            f"model.name: forward of {name}, given two rows of {_describe_inputs(x)}, raised: "
+            f"{describe_error(error)}"
         )
     raise ModelError(told)
 
 
-def _reaches(model: nn.Module, result: Tensor) -> bool:
+def _has_hidden_gradients(model: nn.Module, result: Tensor) -> bool:
     """Whether gradients come to a parameter on a way that the graph does not show, as those of a
     checkpoint do that goes forward again (use_reentrant=True)."""
     result.float().sum().backward(retain_graph=True)
@@ -251,12 +260,12 @@ def _reaches(model: nn.Module, result: Tensor) -> bool:
     return found
 
 
-def _lost(model: nn.Module, result: Tensor) -> tuple[str, bool]:
+def _find_unsaved(model: nn.Module, result: Tensor) -> tuple[str, bool]:
     """What has a share in the result and wants gradients, and is no parameter of the model; empty
     where all is. What the forward pass has made itself is none of it. And whether the graph shows a
     parameter."""
     known = {id(parameter) for parameter in model.parameters()}
-    held = {id(tensor): path for path, tensor in unsaved(model).items()}
+    held = {id(tensor): path for path, tensor in find_unsaved_tensors(model).items()}
     waiting: list[Any] = [result.grad_fn]
     seen, shares, is_trained = set(), {}, False
     while waiting:
@@ -319,7 +328,7 @@ def _refuse_misshapen(outputs: Tensor, y: Any, data: DataFacts, name: str) -> in
         raise ModelError(f"{rule} a row for each of two rows (got shape {got})")
     if data.task == "regression":
         expected = tuple(y.shape) if isinstance(y, Tensor) else got
-        return _equal(got, expected, rule) or data.outputs
+        return _check_shape(got, expected, rule) or data.outputs
     leading = (2, *data.input_shape) if data.task == "tokens" else (2,)
     if not data.outputs:
         if len(got) != len(leading) + 1 or got[:-1] != leading:
@@ -328,7 +337,7 @@ def _refuse_misshapen(outputs: Tensor, y: Any, data: DataFacts, name: str) -> in
         return got[-1]
     is_padded = got[:-1] == leading and data.task == "tokens" and got[-1] > data.outputs
     if not is_padded:  # vocabularies are often rounded up
-        _equal(got, (*leading, data.outputs), rule)
+        _check_shape(got, (*leading, data.outputs), rule)
     return got[-1]
 
 
@@ -338,23 +347,23 @@ def _refuse_otherwise_in_eval(
     """Raises ModelError where the outputs have another shape when it is evaluated, or it fails
     then. shape: of a row in training. Of three rows, since two may be as many as there are
     outputs."""
-    x, _ = sample(data, EVAL_ROWS, device=CPU)
+    x, _ = make_sample(data, EVAL_ROWS, device=CPU)
     expected, told = (EVAL_ROWS, *shape), ""
     try:
         with torch.inference_mode():
-            got = tuple(free(model.eval(), takes_loss=takes_loss)(x)[0].shape)
+            got = tuple(make_own_forward(model.eval(), takes_loss=takes_loss)(x)[0].shape)
         if got != expected:
             told = f"returns {got} for {EVAL_ROWS} rows, and {expected} in training"
     except Exception as error:
         if is_oom(error):
             raise
-        told = f"raised: {told_of(error)}"
+        told = f"raised: {describe_error(error)}"
     model.train()
     if told:
         raise ModelError(f"model.name: in eval mode {name} {told}; mend what it does then")
 
 
-def _equal(got: tuple[int, ...], expected: tuple[int, ...], rule: str) -> int:
+def _check_shape(got: tuple[int, ...], expected: tuple[int, ...], rule: str) -> int:
     if got != expected:
         raise ModelError(
             f"{rule} {expected} for two rows (got {got}); take the parameters input_shape and "
@@ -363,9 +372,9 @@ def _equal(got: tuple[int, ...], expected: tuple[int, ...], rule: str) -> int:
     return 0
 
 
-def _shown(x: Any) -> str:
+def _describe_inputs(x: Any) -> str:
     parts = [
         f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
-        for name, t in nested.named(x, "inputs")
+        for name, t in nested.find_named_tensors(x, "inputs")
     ]
     return ", ".join(parts)

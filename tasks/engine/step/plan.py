@@ -16,7 +16,7 @@ import torch
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.batches.dataloaders import ENDLESS
 from tasks.engine.device.detection import resolve_precision
-from tasks.engine.distributed.ranks import asked
+from tasks.engine.distributed.ranks import read_ranks_from_environment
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.cuda_graph import may_replay
 
@@ -87,7 +87,7 @@ class Plan:
         whether they may be replayed from a graph. 16 hex digits."""
         t, o, m, device = self.settings.train, self.settings.optim, self.settings.model, self.device
         # The second: of those that torchrun started.
-        processes = (self.settings.launch.processes, asked().size)
+        processes = (self.settings.launch.processes, read_ranks_from_environment().size)
         work = [
             [device.kind, device.model, device.total_bytes, device.torch_version],
             [self.data.task, self.data.input_shape, self.data.outputs, self.data.bytes],

@@ -1,24 +1,24 @@
-"""What a training is refused by before a device is touched: settings that contradict its data, and
-a model that cannot be trained on it.
+"""Refuses a training before a device is touched: settings that contradict its data, and a
+model that cannot be trained on it.
 """
 
 from __future__ import annotations
 
 import time
 
-from tasks.engine.base.import_paths import ends_told
+from tasks.engine.base.import_paths import forbid_exit
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.step import own_model, own_optim
-from tasks.engine.step.own_model import Checked
+from tasks.engine.step import optim, own_model
+from tasks.engine.step.own_model import ModelCheck
 from tasks.engine.step.plan import Plan
-from tasks.engine.training.budget import ends_at
+from tasks.engine.training.loop import compute_end_time
 
 # They work on whole parameters, and PyTorch has no way to share that out.
 NOT_SHARED = ("Adafactor", "Rprop")
 
 
-@ends_told
-def check(plan: Plan) -> Checked:
+@forbid_exit
+def check_training(plan: Plan) -> ModelCheck:
     """Refuse what can't be trained before a device is touched; return what two rows have shown.
 
     Raises models.ModelError for the model and ConfigError for a setting that contradicts the data.
@@ -30,9 +30,9 @@ def check(plan: Plan) -> Checked:
             "length; set it to the optimizer steps of the whole run, or give its data set a __len__"
         )
     if config.train.until is not None:
-        ends_at(config.train.until, time.time())
-    own_optim.check(config.optim, steps=plan.steps)
-    checked = own_model.check(config.model, config.train, data)
+        compute_end_time(config.train.until, time.time())
+    optim.check_optimizer(config.optim, steps=plan.steps)
+    checked = own_model.check_model(config.model, config.train, data)
     if config.train.batch_size > data.train_rows:
         raise ConfigError(
             f"train.batch_size: must be at most the {data.train_rows} training rows "

@@ -1,35 +1,43 @@
-"""The training paragraph: batch, step, log, and an evaluation after each epoch. It is handed
-everything ready (batches, the step, clocks) and has one seam out, `log(metrics, step)`; it waits
-for the device at readings only, and stops where the loss is no longer a number.
+"""The training loop: batch, step, log, and an evaluation after each epoch. It is handed
+everything ready (batches, the step, clocks) and reports through one function, `log(metrics,
+step)`; it waits for the device at readings only, and stops where the loss is no longer a
+number. How long it may go on for now is limited by seconds, a time of the clock, or a request;
+no step is ever cut.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from datetime import datetime, timedelta
+from itertools import count, islice
 from typing import Any
 
 from torch import Tensor, nn
 
-from tasks.engine.base.nested import rows_of
+from tasks.engine.accounts.accounts import Accounts, LoopFacts
+from tasks.engine.base.nested import count_rows
+from tasks.engine.base.units import format_seconds
 from tasks.engine.batches.batches import Batches
-from tasks.engine.checkpoint.checkpoints import Checkpoints, Position
+from tasks.engine.checkpoint.checkpoints import Checkpoints, TrainingPosition
 from tasks.engine.data.run_warnings import UNLOGGED
-from tasks.engine.scores.figures import Cells
-from tasks.engine.step.best_weights import Best
+from tasks.engine.data.scores import Cells
+from tasks.engine.distributed.ranks import Ranks
+from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import TrainConfig
+from tasks.engine.step.best_weights import BestWeights
 from tasks.engine.step.evaluation import Evaluator, evaluate
-from tasks.engine.step.micro_batches import Fitting, told_in
-from tasks.engine.step.nan_origin import NOBODY, NanOrigin, row_sums
+from tasks.engine.step.losses import NO_ORIGIN, NanOrigin, sum_rows
+from tasks.engine.step.micro_batches import MicroBatching, name_oom_phase
 from tasks.engine.step.optim import Optimizer
-from tasks.engine.step.optimizer_step import Steps
+from tasks.engine.step.optimizer_step import StepTaker
 from tasks.engine.step.plan import Schedule
-from tasks.engine.training.accounts import Accounts, LoopFacts
 
 
 @dataclass(frozen=True)
-class Stop:
-    """Somebody wants a checkpoint now."""
+class StopRequest:
+    """A request to write a checkpoint now, and where it says so to end the training."""
 
     reason: str  # of an end that is none of the training's own; see TrainingResult
     ends: bool = True  # the training, after the checkpoint
@@ -37,20 +45,20 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Tools:
-    """What the loop works with."""
+class LoopTools:
+    """Everything that the training loop works with."""
 
-    step: Steps
-    micro: Fitting
+    step: StepTaker
+    micro: MicroBatching
     evaluator: Evaluator
     optimizer: Optimizer
     rate: Callable[[int], float]
     accounts: Accounts
     speeds: Callable[[float], dict[str, float]] = lambda samples_per_s: {}  # see LoopFacts
-    best: Best = field(default_factory=Best)
+    best: BestWeights = field(default_factory=BestWeights)
     outputs: list[tuple[str, Tensor]] = field(default_factory=list)  # see nan_origin.Seen
     checkpoints: Checkpoints = field(default_factory=Checkpoints.none)
-    stop: Callable[[], Stop | None] = lambda: None  # asked after each step
+    stop: Callable[[], StopRequest | None] = lambda: None  # asked after each step
 
 
 @dataclass(frozen=True)
@@ -67,8 +75,8 @@ class TrainingResult:
     tested: dict[str, float] = field(default_factory=dict)  # of the rows that were put aside
 
 
-def fit(
-    model: nn.Module, train: Batches, val: Batches, *, schedule: Schedule, tools: Tools
+def fit_model(
+    model: nn.Module, train: Batches, val: Batches, *, schedule: Schedule, tools: LoopTools
 ) -> TrainingResult:
     """Train `model` in place and return the validation metrics reached.
 
@@ -86,19 +94,19 @@ def fit(
     at = t.checkpoints.resumed()
     step, epoch, rows = at.step, at.epoch - 1, at.rows
     t.best.keep(model)  # where the epoch before was the best
-    stop: Stop | None = None
+    stop: StopRequest | None = None
     stopped_early = 0 < schedule.patience <= t.best.waited and step < last_step
     is_done = at.batch == 0 and (stopped_early or step == last_step)
     accounts.lap("setup")
 
-    with told_in("training", step=lambda: step):
+    with name_oom_phase("training", step=lambda: step):
         for epoch in range(at.epoch, 0 if is_done else schedule.epochs):
             model.train()
             batch = 0 if train.begins_again else at.batch
             order = train.order(seed=schedule.seed, epoch=epoch)[batch * schedule.batch_size :]
             accounts.begin_epoch(epoch, step + 1)
             batches = train.shuffled(schedule.batch_size, order, accounts.mark)
-            sent = _sent(batches, step=lambda: step + 1)  # noqa: B023 (asked while it is this)
+            sent = _send_batches(batches, step=lambda: step + 1)  # noqa: B023 (asked while it is this)
             for x, y in islice(sent, last_step - step):
                 t.optimizer.set_lr(t.rate(step))
                 t.checkpoints.let_go_on()
@@ -106,20 +114,20 @@ def fit(
                 with accounts.count_step((x, y)):
                     norm = accounts.is_log_point(step)
                     outcome = t.step(x, y, norm=norm, watched=accounts.watched)
-                step_rows = train.rows_of_whole or rows_of(y)
+                step_rows = train.rows_of_whole or count_rows(y)
                 rows += step_rows
-                sums = row_sums(x, y) if train.residency == "loader" else ()
-                nan_origin = NanOrigin(sums, tuple(t.outputs)) if sums or t.outputs else NOBODY
-                accounts.end_step(step, *outcome, rows=step_rows, blame=nan_origin.blamed)
+                sums = sum_rows(x, y) if train.residency == "loader" else ()
+                nan_origin = NanOrigin(sums, tuple(t.outputs)) if sums or t.outputs else NO_ORIGIN
+                accounts.end_step(step, *outcome, rows=step_rows, blame=nan_origin.find_blame)
                 t.outputs.clear()
                 if accounts.is_short_of_memory(step):
                     t.micro.ease("the allocator had to free its cache twice running")
                 accounts.begin_step(step + 1)
                 del x, y  # gone before the next ones come
-                at = Position(step, epoch, batch, rows)
+                at = TrainingPosition(step, epoch, batch, rows)
                 if batch < of_epoch:  # else it is judged first
                     t.checkpoints.step_done(at)
-                    stop = _asked(t, at) if step < last_step else None
+                    stop = _handle_stop(t, at) if step < last_step else None
                 if stop is not None:
                     break
             sent.close()  # where max_steps ends it, batches are left
@@ -134,7 +142,7 @@ def fit(
             t.best.judged(metrics, epoch + 1, cells=t.evaluator.told)
             is_enough = 0 < schedule.patience <= t.best.waited
             stopped_early = is_enough and step < last_step
-            at = Position(step, epoch + 1, 0, rows)
+            at = TrainingPosition(step, epoch + 1, 0, rows)
             if stopped_early or step == last_step:
                 t.checkpoints.finish(at)
                 break
@@ -142,18 +150,18 @@ def fit(
             t.checkpoints.let_go_on()
             t.best.keep(model)
             accounts.lap("checkpoint")
-            stop = _asked(t, at)
+            stop = _handle_stop(t, at)
             if stop is not None:
                 break
         if not metrics and not t.best.has_weights:  # ended before an epoch was
             metrics = evaluate(model, val, t.evaluator)
     ended = stop.reason if stop is not None else ""
     cells = t.best.cells if t.best.has_weights else t.evaluator.told
-    metrics = t.best.restored(model, metrics)
+    metrics = t.best.restore_best(model, metrics)
     return TrainingResult(step, epoch + 1, rows, stopped_early, ended, metrics, cells)
 
 
-def _asked(t: Tools, at: Position) -> Stop | None:
+def _handle_stop(t: LoopTools, at: TrainingPosition) -> StopRequest | None:
     """Whether the training ends here for now; there is a checkpoint then."""
     stop = t.stop()
     if stop is not None:
@@ -163,16 +171,17 @@ def _asked(t: Tools, at: Position) -> Stop | None:
     return stop if stop is not None and stop.ends else None
 
 
-def _sent(
+def _send_batches(
     batches: Iterator[tuple[Any, Any]], *, step: Callable[[], int]
 ) -> Generator[Any, None, None]:
     """The same batches; one that finds no room has run out of memory at that step."""
-    with told_in("sending", step=step):
+    with name_oom_phase("sending", step=step):
         yield from batches
 
 
-def batch_of(error: BaseException) -> tuple[Any, Any]:
-    """The batch that was trained or judged on when it was raised; nothing where there was none."""
+def find_batch(error: BaseException) -> tuple[Any, Any]:
+    """Return the batch that was trained or evaluated on when the error was raised; (None,
+    None) where there was none."""
     trace, found = error.__traceback__, (None, None)
     while trace is not None:
         # The name of one of ours: what a user calls x and y is no batch.
@@ -181,3 +190,93 @@ def batch_of(error: BaseException) -> tuple[Any, Any]:
             found = (here["x"], here["y"]) if {"x", "y"} <= here.keys() else found
         trace = trace.tb_next
     return found
+
+
+StopCheck = Callable[[], StopRequest | None]
+
+
+class TimeBudget:
+    """Checks after each step whether it is the last one for now."""
+
+    def __init__(
+        self,
+        train: TrainConfig,
+        asked: StopCheck,
+        *,
+        passed_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        """asked: what else may want an end; it is heard first. passed_s: seconds, whatever somebody
+        does to the clock of the host, which is now_s, Unix time."""
+        self._asked = asked
+        self._ends: list[tuple[Callable[[], float], float, str]] = []
+        if train.max_s is not None:
+            why = f"train.max_s: {format_seconds(train.max_s)} are over"
+            self._ends.append((passed_s, passed_s() + train.max_s, why))
+        if train.until is not None:
+            end_s = compute_end_time(train.until, now_s())
+            self._ends.append((now_s, end_s, f"train.until: it is {train.until}"))
+
+    def __call__(self) -> StopRequest | None:
+        stop = self._asked()
+        if stop is None:
+            for clock, end_s, why in self._ends:
+                if clock() >= end_s:
+                    return StopRequest(why)
+        return stop
+
+
+def agree_on_stop(stop: StopCheck, ranks: Ranks, *, every: int) -> StopCheck:
+    """Return `stop` itself where one process trains; else a check of what the lead was asked,
+    every so many steps, since all ranks have to end at the same one."""
+    if ranks.is_alone:
+        return stop
+    calls = count(1)
+
+    def agree() -> StopRequest | None:
+        if next(calls) % every:
+            return None
+        found = stop() if ranks.is_lead else None
+        if not ranks.broadcast_flag(found is not None):
+            return None
+        reason, ends = ranks.broadcast((found.reason, found.ends) if found else ("", True))
+        return found or StopRequest(
+            reason, ends=ends, act=leave_training if ends and not reason else lambda: None
+        )
+
+    return agree
+
+
+class TrainingLeft(Exception):
+    """The training ended for now, since its lead was asked to; there is a checkpoint."""
+
+
+def leave_training() -> None:
+    """Raise TrainingLeft."""
+    raise TrainingLeft
+
+
+def compute_end_time(until: str, now_s: float) -> float:
+    """Return the Unix time of `until`: a time of day, the next there is, or a date and a time.
+
+    Raises ConfigError for one that has passed.
+    """
+    now = datetime.fromtimestamp(now_s)
+    if len(until) > len("HH:MM"):
+        clocks = [datetime.strptime(until, "%Y-%m-%d %H:%M")]
+    else:
+        time_of_day = datetime.strptime(until, "%H:%M").time()
+        clocks = [datetime.combine(now + timedelta(days=n), time_of_day) for n in range(3)]
+    ends = (end_s for clock in clocks for end_s in _unix_times(clock))
+    end_s = min((end_s for end_s in ends if end_s > now_s), default=None)
+    if end_s is None:
+        raise ConfigError(f"train.until: {until} has passed (it is {now:%Y-%m-%d %H:%M})")
+    return end_s
+
+
+def _unix_times(clock: datetime) -> list[float]:
+    """When the clock of the host shows that: twice in the hour that comes twice. One that is left
+    out in spring is there when it would have been."""
+    found = {clock.replace(fold=fold).timestamp() for fold in (0, 1)}
+    shown = [time_s for time_s in found if datetime.fromtimestamp(time_s) == clock]
+    return shown or [clock.timestamp()]

@@ -1,5 +1,5 @@
-"""The end of a run for lack of memory, as it is left to its user: one error with one sentence, and
-the files beside it. Files that cannot be written are no reason to hide the sentence.
+"""Reports the end of a run for lack of memory: one error with one sentence, and the files
+beside it. Files that cannot be written are no reason to hide the sentence.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from tasks.engine.accounts.phases import Phases
 from tasks.engine.memory.allocation_log import AllocationLog
-from tasks.engine.memory.oom_report import Explanation, explain
-from tasks.engine.report.memory_timeline import page
-from tasks.engine.step.micro_batches import Failure
-from tasks.engine.step.phases import Phases
+from tasks.engine.memory.oom_report import OomExplanation, explain_oom
+from tasks.engine.report.memory_timeline import make_timeline_page
+from tasks.engine.step.micro_batches import MemoryFailure
 from tasks.engine.step.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -21,24 +21,24 @@ log = logging.getLogger(__name__)
 class OutOfMemory(RuntimeError):
     """A run ended for lack of memory: what was tried, what was free and what to change."""
 
-    def __init__(self, explanation: Explanation) -> None:
+    def __init__(self, explanation: OomExplanation) -> None:
         super().__init__(explanation.sentence)
         self.explanation = explanation
 
 
-def describe_setup_failure(error: BaseException) -> Failure:
+def describe_setup_failure(error: BaseException) -> MemoryFailure:
     """Return a failure beside the steps, where nothing is repeated and nobody counted."""
-    return Failure(str(error), phase="set-up")
+    return MemoryFailure(str(error), phase="set-up")
 
 
 def explain_failure(
-    failure: Failure, phases: Phases | None, *, plan: Plan, folder: Path
-) -> Explanation:
+    failure: MemoryFailure, phases: Phases | None, *, plan: Plan, folder: Path
+) -> OomExplanation:
     """Return the explanation of a failure, left in `folder`/memory/oom.json as well.
 
     phases: None where the training had none yet.
     """
-    explanation = explain(
+    explanation = explain_oom(
         failure.text,
         phases.accounts.ledger if phases else AllocationLog(plan.torch_device),
         config=plan.settings,
@@ -69,6 +69,6 @@ def write_timeline(
     try:
         (folder / "memory").mkdir(parents=True, exist_ok=True)
         file = folder / "memory" / "snapshot.html"
-        file.write_text(page(ledger, title=title, lines=lines), encoding="utf-8")
+        file.write_text(make_timeline_page(ledger, title=title, lines=lines), encoding="utf-8")
     except (OSError, MemoryError) as error:  # drawing takes some 40 MiB
         log.warning("memory/snapshot.html could not be written: %s", error)

@@ -1,6 +1,7 @@
-"""A trained model held against what its files make, before anything is logged: it is built and
-loaded again as a stranger would, and both are given the same rows. It refuses a model that would
-predict something else than it was trained to, and names the attribute that was not saved.
+"""Compares a trained model with what its files make, before anything is logged: it is built
+and loaded again in a fresh way, and both are given the same rows. It refuses a model that
+would predict something else than it was trained to, and names the attribute that was not
+saved.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from torch import Tensor, nn
 
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.field_types import is_import
-from tasks.engine.base.import_paths import told_of
+from tasks.engine.base.field_types import is_import_path
+from tasks.engine.base.import_paths import describe_error
 from tasks.engine.batches.batches import Batches
-from tasks.engine.diagnosis.tensor_names import unsaved
+from tasks.engine.diagnosis.tensor_names import find_unsaved_tensors
 from tasks.engine.memory.memory_meter import clear_frames, is_oom
 from tasks.engine.models import predictor
-from tasks.engine.models.model_call import Outputs
-from tasks.engine.models.model_folder import keep
+from tasks.engine.models.model_call import OutputsOnly
+from tasks.engine.models.model_folder import save_model_folder
 from tasks.engine.settings.model_args import ModelError
-from tasks.engine.training.training_batches import example, first_rows
+from tasks.engine.training.training_parts import make_example, read_first_rows
 
 # Of the largest output. Both are computed on one device, so that only the order of sums differs.
 NEAR = 1e-3
@@ -38,7 +39,7 @@ NUMBERS = (int, float, np.ndarray, np.generic)
 log = logging.getLogger(__name__)
 
 
-def leave_model(
+def write_model(
     model: nn.Module,
     spec: dict[str, Any],
     data: DataFacts,
@@ -47,25 +48,25 @@ def leave_model(
     *,
     precision: str,
 ) -> str:
-    """Write the model to `folder`, with two rows as an example; what to doubt in it, empty where
-    nothing is. Raises as check_reloads does."""
-    x = nested.mapped(first_rows(val), Tensor.clone)  # what predicts may write to it
-    keep(model, spec, example(data, x), folder)
-    return check_reloads(model, x, folder, precision=precision)
+    """Write the model to `folder`, with two rows as an example; return the warning about it,
+    empty where there is none. Raises as check_reload does."""
+    x = nested.map_tensors(read_first_rows(val), Tensor.clone)  # what predicts may write to it
+    save_model_folder(model, spec, make_example(data, x), folder)
+    return check_reload(model, x, folder, precision=precision)
 
 
-def check_reloads(model: nn.Module, x: Any, folder: Path, *, precision: str) -> str:
-    """Raises ModelError where the model of `folder` gives other outputs than `model` for x.
+def check_reload(model: nn.Module, x: Any, folder: Path, *, precision: str) -> str:
+    """Raise ModelError where the model of `folder` gives other outputs than `model` for x.
 
-    x: a few rows as batches hold them, where the model is. A model that gives other outputs each
-    time, with the same rows and random numbers, can't be compared: returns a warning that says so,
-    else nothing. Nor is it where memory runs out.
+    x: a few rows as batches hold them, where the model is. A model that gives other outputs
+    each time, with the same rows and random numbers, can't be compared: returns a warning that
+    says so, else nothing. Nor is it compared where memory runs out.
     """
     name = json.loads((folder / "spec.json").read_text())["model"]
-    trained = Outputs(model) if is_import(name) else model
+    trained = OutputsOnly(model) if is_import_path(name) else model
     try:
-        with _path_kept():
-            moves, told = _told(trained, x, folder, name, precision)
+        with _keep_import_path():
+            moves, told = _compare_reloaded(trained, x, folder, name, precision)
     except (RuntimeError, MemoryError) as error:
         if not is_oom(error):
             raise
@@ -77,31 +78,34 @@ def check_reloads(model: nn.Module, x: Any, folder: Path, *, precision: str) -> 
     return f"model.name: {name} {moves}" if moves else ""
 
 
-def _told(trained: nn.Module, x: Any, folder: Path, name: str, precision: str) -> tuple[str, str]:
+def _compare_reloaded(
+    trained: nn.Module, x: Any, folder: Path, name: str, precision: str
+) -> tuple[str, str]:
     """What to doubt in the model of `folder`, and what is wrong with it; empty where nothing is."""
-    before = _own_numbers(trained)
-    first = _outputs(trained, x)
-    moved = [path for path, value in _own_numbers(trained).items() if value != before.get(path)]
+    before = _collect_numbers(trained)
+    first = _compute_outputs(trained, x)
+    moved = [path for path, value in _collect_numbers(trained).items() if value != before.get(path)]
     near = NEAR if precision == "fp32" else NEAR_ENOUGH
     torch.seed()  # what is drawn anew and not saved has to be other numbers than the training's
     try:
         spec = json.loads((folder / "spec.json").read_text())
-        loaded = predictor.rebuilt(spec, folder)
+        loaded = predictor.rebuild_network(spec, folder)
         if first.device.type != "cpu":
             # Its own weights have been loaded; those on the device are not held twice there.
             loaded.load_state_dict(trained.state_dict(), assign=True)
             loaded = loaded.to(first.device)
-        apart = _apart(first, _outputs(loaded, x))
+        apart = _measure_difference(first, _compute_outputs(loaded, x))
     except Exception as error:
         if is_oom(error):
             raise
         return "", (
-            f"was trained, and cannot be loaded again from its files: {told_of(error)}; let it be "
+            f"was trained, and cannot be loaded again from its files: {describe_error(error)}; "
+            "let it be "
             "built from model.args alone"
         )
-    again = _apart(first, _outputs(trained, x))
+    again = _measure_difference(first, _compute_outputs(trained, x))
     if again > near:
-        why = f", for {_few(moved)} changes with each" if moved else ""
+        why = f", for {_format_few(moved)} changes with each" if moved else ""
         return (
             f"gives other outputs for the same rows each time it is asked, in eval mode too (up to "
             f"{100 * again:,.1f} % apart){why}: val/ metrics and the logged model's answers depend "
@@ -109,7 +113,7 @@ def _told(trained: nn.Module, x: Any, folder: Path, name: str, precision: str) -
         ), ""
     if apart <= near:
         return "", ""
-    lost = _lost(trained, loaded)
+    lost = _find_lost_attributes(trained, loaded)
     what = f"{lost}, which it does not save" if lost else "something that it does not save"
     return "", (
         f"gives other outputs when it is loaded from its files than it did when it was trained "
@@ -119,13 +123,13 @@ def _told(trained: nn.Module, x: Any, folder: Path, name: str, precision: str) -
 
 
 @torch.inference_mode()
-def _outputs(model: nn.Module, x: Any) -> Tensor:
+def _compute_outputs(model: nn.Module, x: Any) -> Tensor:
     torch.manual_seed(0)  # for layers that are random when they predict, too
-    outputs: Tensor = model.eval()(nested.mapped(x, Tensor.clone))
+    outputs: Tensor = model.eval()(nested.map_tensors(x, Tensor.clone))
     return outputs.detach().clone()
 
 
-def _apart(first: Tensor, other: Tensor) -> float:
+def _measure_difference(first: Tensor, other: Tensor) -> float:
     """The largest difference as a share of the largest output; infinite for other shapes."""
     if first.shape != other.shape:
         return float("inf")
@@ -133,25 +137,27 @@ def _apart(first: Tensor, other: Tensor) -> float:
     return float((a - b).abs().max() / a.abs().max().clamp(min=1e-12)) if a.numel() else 0.0
 
 
-def _lost(trained: nn.Module, loaded: nn.Module) -> str:
+def _find_lost_attributes(trained: nn.Module, loaded: nn.Module) -> str:
     """The attributes whose values the loaded model does not have; empty where none is found."""
-    there = {path.removeprefix("model."): t for path, t in unsaved(trained).items()}
-    here = {path.removeprefix("model."): t for path, t in unsaved(loaded).items()}
-    names = [path for path, tensor in there.items() if not _same(tensor, here.get(path))]
-    here_numbers = _own_numbers(loaded)
-    names = names or [k for k, v in _own_numbers(trained).items() if v != here_numbers.get(k, v)]
-    return _few(names)
+    there = {path.removeprefix("model."): t for path, t in find_unsaved_tensors(trained).items()}
+    here = {path.removeprefix("model."): t for path, t in find_unsaved_tensors(loaded).items()}
+    names = [path for path, tensor in there.items() if not _is_equal(tensor, here.get(path))]
+    here_numbers = _collect_numbers(loaded)
+    names = names or [
+        k for k, v in _collect_numbers(trained).items() if v != here_numbers.get(k, v)
+    ]
+    return _format_few(names)
 
 
-def _few(names: Sequence[str]) -> str:
+def _format_few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _same(one: Tensor, other: Tensor | None) -> bool:
+def _is_equal(one: Tensor, other: Tensor | None) -> bool:
     return other is not None and torch.equal(one.detach().cpu(), other.detach().cpu())
 
 
-def _own_numbers(model: nn.Module) -> dict[str, Any]:
+def _collect_numbers(model: nn.Module) -> dict[str, Any]:
     """The numbers and arrays that are attributes of layers, as can be compared, by their path."""
     return {
         f"{path}.{name}".removeprefix("model.").lstrip("."): np.asarray(value).tolist()
@@ -162,7 +168,7 @@ def _own_numbers(model: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def _path_kept() -> Iterator[None]:
+def _keep_import_path() -> Iterator[None]:
     """The code that lies beside the weights is for strangers: here it would hide the user's own."""
     before = list(sys.path)
     try:

@@ -1,21 +1,154 @@
-"""The model of a training as its processes hold it: whole, or each its share (train.parallel), and
-whole again where one of them logs it. It imports what shares it out only for a run that asks.
+"""The model of a training that several processes train: whole on each, or sharded
+(train.parallel), and gathered where one of them logs it; its micro-batches, which have as many
+rows on each rank as fit on all; and what the ranks have measured: least, median and most of
+each figure. The micro-batches are found before the first step, since a rank that runs out of
+memory in the middle of it leaves the others waiting: all then begin again, with less. Sharding
+is imported only for a run that asks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from tasks.engine.distributed.parallel import Parallel
-from tasks.engine.distributed.ranks import Ranks
+from tasks.engine.distributed.ranks import Ranks, RestartableError
+from tasks.engine.distributed.sharding import ParallelModel
 from tasks.engine.memory import leaks
+from tasks.engine.memory.memory_meter import is_oom
 from tasks.engine.settings.run_config import TrainConfig
 from tasks.engine.step.build import make_model
+from tasks.engine.step.micro_batches import (
+    MemoryExhausted,
+    MemoryFailure,
+    MicroBatches,
+    extract_message,
+)
 from tasks.engine.step.plan import Plan
+
+T = TypeVar("T")
+
+
+class MicroBatchTooLarge(RestartableError):
+    """A micro-batch did not fit, where a rank cannot try again without the others."""
+
+    def __init__(self, rows: int, why: str) -> None:
+        super().__init__(
+            f"short of memory with micro-batches of {rows} rows: all begin again with "
+            f"{-(-rows // 2)}, from the last checkpoint ({'. '.join(why.split('. ')[:2])})"
+        )
+        self.smaller = -(-rows // 2)
+
+
+class FixedMicroBatches(MicroBatches):
+    """Micro-batches of one size, of a sharded model: to try again, a rank needs the others."""
+
+    def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
+        """Return what `attempt(*batch, rows)` returns. Raises MicroBatchTooLarge."""
+        before = self._written(batch)
+        try:
+            done = attempt(*self._given(batch), self.rows)
+            self._refuse_written(batch, before)
+            return done
+        except (RuntimeError, MemoryError) as error:
+            if self.rows == 1 or not is_oom(error):
+                raise
+            why = extract_message(error)
+        raise MicroBatchTooLarge(self.rows, why)
+
+    def restore(self, state: list[Any]) -> None:
+        """Go back to where `state` was taken, with no more rows than these."""
+        rows = self.rows
+        super().restore(state)
+        self.rows = min(rows, self.rows)
+
+    def ease(self, why: str) -> None:
+        """Do nothing: all ranks would have to take less together."""
+
+
+class AgreedMicroBatches(FixedMicroBatches):
+    """Micro-batches of the size that fits on every rank, kept to the end of this process."""
+
+    def __init__(
+        self,
+        rows: int,
+        *,
+        ranks: Ranks,
+        together: Callable[[], None],
+        **others: Any,
+    ) -> None:
+        """others: of MicroBatches. together: from there on the ranks wait for each other."""
+        super().__init__(rows, **others)
+        self._ranks, self._together, self._is_agreed = ranks, together, False
+
+    def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
+        """Return what `attempt(*batch, rows)` returns. Raises MemoryExhausted on all ranks,
+        where one of them has no room for a row."""
+        if not self._is_agreed:
+            self._agree(attempt, batch)
+        return super().fit(attempt, batch)
+
+    def _agree(self, attempt: Callable[..., T], batch: Sequence[Any]) -> None:
+        before, failure = self._state(), None
+        try:
+            MicroBatches.fit(self, attempt, batch)
+        except MemoryExhausted as error:
+            failure = error.failure
+        self._restore(before)
+        told: list[tuple[int, MemoryFailure | None]] = self._ranks.all_gather((self.rows, failure))
+        for rank, (_, found) in enumerate(told):
+            if found is not None:
+                raise MemoryExhausted(replace(found, text=f"on rank {rank}: {found.text}"))
+        self.rows = min(rows for rows, _ in told)
+        self._together()
+        self._is_agreed = True
+
+
+# Under their names in the run record; here after ranks/.
+RANK_FIGURES = (
+    "memory/run_peak_allocated_mib",
+    "memory/leaked_mib",
+    "memory/ooms_recovered",
+    "time/data_wait_ms",
+    "time/communication_ms",
+)
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """Metrics and tags of the ranks, under the names of the run record."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+
+
+def summarize_ranks(ranks: Ranks, device: str, measured: Mapping[str, float]) -> RankFacts:
+    """Summarize what all ranks measured of RANK_FIGURES. All must call it."""
+    if ranks.is_alone:
+        return RankFacts()
+    ours = {name: measured[name] for name in RANK_FIGURES if name in measured}
+    found = ranks.all_gather((f"{platform.node()} {device}", ours))
+    metrics: dict[str, float] = {}
+    tags = {"ranks": str(ranks.size)}
+    if device != "cpu" or len({where for where, _ in found}) > 1:
+        tags["ranks.devices"] = ", ".join(
+            f"{rank}: {where}" for rank, (where, _) in enumerate(found)
+        )
+    for name in RANK_FIGURES:
+        told = name.partition("/")[2]
+        values = [of[name] for _, of in found if name in of]
+        if len(values) == ranks.size:
+            spread = {"least": min(values), "median": median(values), "most": max(values)}
+            metrics |= {f"ranks/{told}_{which}": value for which, value in spread.items()}
+            if spread["most"] > spread["least"]:
+                tags[f"ranks.{told}_most"] = f"rank {values.index(spread['most'])}"
+    return RankFacts(metrics, tags)
+
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,16 +159,16 @@ def build_model_on_device(plan: Plan, ranks: Ranks) -> nn.Module:
     device, recompute = plan.torch_device, plan.settings.memory.recompute
     model = make_model(plan.settings.model, plan.data, device)
     if is_shared_out(plan.settings.train, ranks):
-        from tasks.engine.distributed.sharding import sharded
+        from tasks.engine.distributed.sharding import shard_model
 
-        model = sharded(model, device=device, recompute=recompute)
-        if (mesh := mesh_of(model)) is not None:
-            leaks.keeps(mesh.mesh)  # in what PyTorch remembers of each operation
+        model = shard_model(model, device=device, recompute=recompute)
+        if (mesh := find_mesh(model)) is not None:
+            leaks.ignore_tensor(mesh.mesh)  # in what PyTorch remembers of each operation
         return model
     if recompute:
-        from tasks.engine.distributed.sharding import recomputed, units
+        from tasks.engine.distributed.sharding import find_shard_units, recompute_activations
 
-        recomputed(units(model))
+        recompute_activations(find_shard_units(model))
     return model
 
 
@@ -43,30 +176,30 @@ def is_shared_out(train: TrainConfig, ranks: Ranks) -> bool:
     return train.parallel == "fsdp" and not ranks.is_alone
 
 
-def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """What it is shared out over; None where it is whole."""
+def find_mesh(model: nn.Module) -> DeviceMesh | None:
+    """Return the device mesh that the model is sharded over; None where it is whole."""
     mesh: DeviceMesh | None = getattr(next(model.parameters()), "device_mesh", None)
     return mesh
 
 
 def share_steps(
     model: nn.Module, ranks: Ranks, *, device: torch.device, mark: Callable[[str], None]
-) -> Parallel:
+) -> ParallelModel:
     """Return the model as a step of several processes calls it."""
-    if mesh_of(model) is None:
-        return Parallel(model, ranks, device=device, mark=mark)
-    from tasks.engine.distributed.sharding import Sharded
+    if find_mesh(model) is None:
+        return ParallelModel(model, ranks, device=device, mark=mark)
+    from tasks.engine.distributed.sharding import ShardedModel
 
-    return Sharded(model, ranks, device=device, mark=mark)
+    return ShardedModel(model, ranks, device=device, mark=mark)
 
 
 def gather_whole(model: nn.Module, plan: Plan, ranks: Ranks) -> nn.Module:
     """Return the model with all its weights, on the lead; all ranks call it."""
-    if mesh_of(model) is None:
+    if find_mesh(model) is None:
         return model
-    from tasks.engine.distributed.sharding import whole_state
+    from tasks.engine.distributed.sharding import gather_full_state
 
-    state = whole_state(model)
+    state = gather_full_state(model)
     if not ranks.is_lead:
         return model
     found = make_model(plan.settings.model, plan.data, plan.torch_device)

@@ -14,67 +14,83 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from tasks.engine.accounts.accounts import Accounts
+from tasks.engine.accounts.step_metrics import Log
+from tasks.engine.accounts.throughput import (
+    PeakFlops,
+    choose_peak_flops,
+    make_peak_tags,
+    make_rates,
+)
 from tasks.engine.base.facts import TrainFacts
-from tasks.engine.base.import_paths import ends_told
-from tasks.engine.base.seeds import seeded
+from tasks.engine.base.import_paths import forbid_exit
+from tasks.engine.base.seeds import seed_everything
 from tasks.engine.base.timing import Stopwatch
 from tasks.engine.batches.batches import Batches
-from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer
+from tasks.engine.checkpoint.checkpoint_files import DamagedCheckpoint, NewerCheckpoint
 from tasks.engine.checkpoint.checkpoints import Checkpoints
-from tasks.engine.checkpoint.training_state import Mismatch
-from tasks.engine.data.run_warnings import ALIKE, UNLOGGED, of_results
-from tasks.engine.device.memory_limit import limited
-from tasks.engine.device.precision import matmul_mode
+from tasks.engine.checkpoint.training_state import StateMismatch
+from tasks.engine.data import scores
+from tasks.engine.data.run_warnings import ALIKE, UNLOGGED, warn_of_results
+from tasks.engine.device.detection import set_matmul_precision
+from tasks.engine.device.memory_limit import limit_memory
 from tasks.engine.diagnosis import explain
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.files.source_data import DataError
-from tasks.engine.forecast.admission import Admission, admit
-from tasks.engine.memory import glibc_heap, memory_meter
+from tasks.engine.memory import allocator_stats, memory_meter
 from tasks.engine.memory.allocation_log import AllocationLog
-from tasks.engine.memory.allocator_history import Recorder, recording
-from tasks.engine.memory.allocator_stats import give_back
-from tasks.engine.memory.broken_device import outlived
-from tasks.engine.scores import by_class, figures
+from tasks.engine.memory.allocator_stats import release_cached_memory
+from tasks.engine.memory.leaks import survive_broken_device
+from tasks.engine.memory.memory_meter import Recorder, record_history
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.step.build import describe_model, make_schedule
-from tasks.engine.step.cpu_threads import fitting_threads
-from tasks.engine.step.cuda_graph import own_stream
+from tasks.engine.step.choose_step import set_cpu_threads
+from tasks.engine.step.cuda_graph import use_own_stream
 from tasks.engine.step.evaluation import evaluate
 from tasks.engine.step.losses import warn_of_parts
 from tasks.engine.step.micro_batches import MemoryExhausted
 from tasks.engine.step.optimizer_step import Step
-from tasks.engine.step.own_model import Checked
+from tasks.engine.step.own_model import ModelCheck
 from tasks.engine.step.plan import Plan
-from tasks.engine.training.accounts import Accounts
-from tasks.engine.training.budget import Asked, Budget, agreed
-from tasks.engine.training.check_training import check
-from tasks.engine.training.loop import Tools, TrainingResult, batch_of, fit
+from tasks.engine.training.admission import (
+    Admission,
+    PastRuns,
+    admit_training,
+    make_forecast_figures,
+)
+from tasks.engine.training.check_training import check_training
+from tasks.engine.training.loop import (
+    LoopTools,
+    StopCheck,
+    TimeBudget,
+    TrainingResult,
+    agree_on_stop,
+    find_batch,
+    fit_model,
+)
 from tasks.engine.training.oom_files import (
     OutOfMemory,
     describe_setup_failure,
     explain_failure,
     write_timeline,
 )
-from tasks.engine.training.peak_flops import Peak
-from tasks.engine.training.rank_facts import of_ranks
-from tasks.engine.training.reload_check import leave_model
+from tasks.engine.training.reload_check import write_model
 from tasks.engine.training.shared_model import (
     build_model_on_device,
+    find_mesh,
     gather_whole,
     is_shared_out,
-    mesh_of,
+    summarize_ranks,
 )
-from tasks.engine.training.similar_runs import Past, forecast_figures
-from tasks.engine.training.step_metrics import Log
-from tasks.engine.training.throughput import peak_of, peak_tags, rates
-from tasks.engine.training.training_batches import open_batches, open_test_batches
 from tasks.engine.training.training_parts import (
     Owners,
     Start,
     TrainingParts,
     build_parts,
+    open_batches,
     open_checkpoints,
+    open_test_batches,
 )
 
 
@@ -84,20 +100,20 @@ class Order:
 
     folder: Path  # of the run: gets model and checkpoints
     log: Log  # is called with metrics and their step, at every log point
-    past: Past = Past()
+    past: PastRuns = PastRuns()
     resumes: bool = False  # whether to go on from the newest checkpoint
-    asked: Asked = lambda: None  # tells whether somebody wants a checkpoint, or the end
+    asked: StopCheck = lambda: None  # tells whether somebody wants a checkpoint, or the end
     ranks: Ranks = Ranks()  # the processes that train it together, joined; the lead of them writes
 
 
 def train(
     plan: Plan,
     *,
-    past: Past = Past(),  # noqa: B008 (frozen)
+    past: PastRuns = PastRuns(),  # noqa: B008 (frozen)
     folder: Path,
     log: Log,
     resumes: bool = False,
-    asked: Asked = lambda: None,
+    asked: StopCheck = lambda: None,
     ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> TrainFacts:
     """Train as planned and write the model to `folder`/model, checkpoints to `folder`/checkpoints;
@@ -123,11 +139,11 @@ def train(
     raise OutOfMemory(explain_failure(failure, None, plan=plan, folder=folder))
 
 
-@ends_told
+@forbid_exit
 def _train(plan: Plan, order: Order) -> TrainFacts:
     """The recipe of a training: each line is a page of its own."""
     ranks, watch = order.ranks, Stopwatch()
-    checked = check(plan)
+    checked = check_training(plan)
     with ExitStack() as stack:
         place = stack.enter_context(_take_place(plan, checked, order))
         accounts = Accounts(
@@ -161,14 +177,14 @@ class _Place:
 
     device: torch.device
     threads: int  # to try beside those of now
-    peak: Peak | None
+    peak: PeakFlops | None
     admission: Admission
     ledger: AllocationLog
-    meter: memory_meter.Meter
+    meter: memory_meter.MemoryMeter
     owners: Owners
     recorder: Recorder | None = None
 
-    def start(self, plan: Plan, checked: Checked, past: Past) -> Start:
+    def start(self, plan: Plan, checked: ModelCheck, past: PastRuns) -> Start:
         assert self.recorder is not None
         return Start(
             checked=checked,
@@ -181,27 +197,29 @@ class _Place:
 
 
 @contextmanager
-def _take_place(plan: Plan, checked: Checked, order: Order) -> Iterator[_Place]:
+def _take_place(plan: Plan, checked: ModelCheck, order: Order) -> Iterator[_Place]:
     """Set this process up for the training on its device, and put all back afterwards: arithmetic,
     threads, stream, random numbers, the memory limit. Raises DeviceError where not even one row at
     a time fits."""
     train, device, ranks = plan.settings.train, plan.torch_device, order.ranks
     if plan.data.task == "multilabel":
-        figures.load()  # not in the first epoch
+        scores.load_sklearn()  # not in the first epoch
     with ExitStack() as stack:
-        stack.enter_context(glibc_heap.kept(device))
-        stack.enter_context(matmul_mode(plan.precision))
-        here = ranks.largest_share(train.batch_size)
+        stack.enter_context(allocator_stats.keep_heap(device))
+        stack.enter_context(set_matmul_precision(plan.precision))
+        here = ranks.count_most_rows(train.batch_size)
         threads = stack.enter_context(
-            fitting_threads(here * checked.work, device, fixed=train.deterministic)
+            set_cpu_threads(here * checked.work, device, fixed=train.deterministic)
         )
         if plan.device.index is not None and device.type != "cpu":
             stack.enter_context(torch.accelerator.device_index(plan.device.index))
-        stack.enter_context(own_stream(device))
-        peak = peak_of(plan.device, plan.precision, task=plan.data.task)
+        stack.enter_context(use_own_stream(device))
+        peak = choose_peak_flops(plan.device, plan.precision, task=plan.data.task)
         if device.type != "cpu":
-            give_back(device)  # what was cached by then is no part of the run, and escapes a limit
-        admission = admit(
+            release_cached_memory(
+                device
+            )  # what was cached by then is no part of the run, and escapes a limit
+        admission = admit_training(
             plan.with_batch(here),
             past_peak_bytes=order.past.peak_bytes(),
             past_reserved_bytes=order.past.reserved_bytes(),
@@ -209,16 +227,20 @@ def _take_place(plan: Plan, checked: Checked, order: Order) -> Iterator[_Place]:
             is_shared_out=is_shared_out(train, ranks),
         )
         # After the forecasts, which build a model of the user's own as often as memory is short.
-        stack.enter_context(seeded(train.seed, deterministic=train.deterministic))
-        ledger, source = stack.enter_context(limited(plan.device, plan.settings.memory.limit_mib))
-        meter = memory_meter.Meter(device, source)  # before the model and the rows: they count too
+        stack.enter_context(seed_everything(train.seed, deterministic=train.deterministic))
+        ledger, source = stack.enter_context(
+            limit_memory(plan.device, plan.settings.memory.limit_mib)
+        )
+        meter = memory_meter.MemoryMeter(
+            device, source
+        )  # before the model and the rows: they count too
         yield _Place(device, threads, peak, admission, ledger, meter, Owners())
 
 
 def _record_history(plan: Plan, order: Order) -> AbstractContextManager[Recorder]:
     """Return what records the history of the device's memory, on the lead and where asked for."""
     is_on = plan.settings.memory.snapshot and order.ranks.is_lead
-    return recording(plan.torch_device, folder=order.folder, on=is_on)
+    return record_history(plan.torch_device, folder=order.folder, on=is_on)
 
 
 @dataclass(frozen=True)
@@ -239,22 +261,24 @@ class _Trained:
         plan, parts, ranks, peak = self.plan, self.parts, self.order.ranks, self.place.peak
         schedule = plan.schedule
         steps = schedule.count_steps(self.rows.steps(schedule.batch_size))
-        tools = Tools(
+        tools = LoopTools(
             step=parts.tuned,
             micro=parts.micro,
             evaluator=parts.evaluator,
             optimizer=parts.optimizer,
             rate=make_schedule(plan.settings.optim, steps=steps),
             accounts=parts.accounts,
-            speeds=rates(plan.data, work=work, peak_flops_per_s=peak.flops_per_s if peak else None),
+            speeds=make_rates(
+                plan.data, work=work, peak_flops_per_s=peak.flops_per_s if peak else None
+            ),
             best=parts.best,
             outputs=parts.outputs,
             checkpoints=self.checkpoints,
-            stop=agreed(
-                Budget(plan.settings.train, self.order.asked), ranks, every=schedule.log_every
+            stop=agree_on_stop(
+                TimeBudget(plan.settings.train, self.order.asked), ranks, every=schedule.log_every
             ),
         )
-        return fit(self.model, self.rows, self.val, schedule=schedule, tools=tools)
+        return fit_model(self.model, self.rows, self.val, schedule=schedule, tools=tools)
 
     def judge(self, result: TrainingResult) -> TrainingResult:
         """Return the result with the metrics of the rows that were put aside, of a training that
@@ -269,7 +293,7 @@ class _Trained:
         self.parts.accounts.lap("eval")
         return replace(result, tested=tested)
 
-    def save(self, result: TrainingResult, checked: Checked) -> TrainFacts:
+    def save(self, result: TrainingResult, checked: ModelCheck) -> TrainFacts:
         """Write the model and what belongs to it; return all that is known of the training."""
         plan, order, place, parts = self.plan, self.order, self.place, self.parts
         data, ranks, accounts = plan.data, order.ranks, parts.accounts
@@ -278,10 +302,12 @@ class _Trained:
         measured = {
             **parts.measured(),
             **self.checkpoints.measured(),
-            **forecast_figures(place.admission, order.past, limit_mib, parts.tuned.has_recorded),
+            **make_forecast_figures(
+                place.admission, order.past, limit_mib, parts.tuned.has_recorded
+            ),
         }
         stats = place.meter.stats()
-        held_bytes = memory_meter.allocated_bytes(place.device)
+        held_bytes = memory_meter.count_allocated_bytes(place.device)
         if plan.settings.memory.snapshot and ranks.is_lead:
             title = f"Memory of a training step on {plan.device.name}"
             write_timeline(place.ledger, order.folder, title=title, lines=[])
@@ -289,7 +315,7 @@ class _Trained:
         logged, moves = gather_whole(self.model, plan, ranks), ""
         if ranks.is_lead:
             spec = describe_model(plan, outputs=checked.outputs)
-            moves = leave_model(
+            moves = write_model(
                 logged, spec, data, self.val, order.folder / "model", precision=plan.precision
             )
         accounts.lap("checkpoint")
@@ -297,7 +323,7 @@ class _Trained:
         found = {k: v for k, v in (result.metrics | result.tested).items() if k not in UNLOGGED}
         judged = {"val": result.cells, "test": parts.evaluator.told if result.tested else None}
         classes = {
-            part: by_class.written(cells, data.class_names, order.folder, part=part)
+            part: scores.write_class_scores(cells, data.class_names, order.folder, part=part)
             for part, cells in judged.items()
             if cells is not None and ranks.is_lead
         }
@@ -307,8 +333,10 @@ class _Trained:
             replays=parts.tuned.replays,
             copy_s=self.rows.copy_s,
         )
-        by_rank = of_ranks(ranks, plan.device.name, measured)
-        least_rows = min(parts.micro.smallest, ranks.largest_share(plan.settings.train.batch_size))
+        by_rank = summarize_ranks(ranks, plan.device.name, measured)
+        least_rows = min(
+            parts.micro.smallest, ranks.count_most_rows(plan.settings.train.batch_size)
+        )
         return TrainFacts(
             metrics={**found, **measured, **by_rank.metrics},
             tags={
@@ -319,7 +347,7 @@ class _Trained:
                 "memory.admission": place.admission.reason,
                 **parts.tags(),
                 **self.checkpoints.tags(),
-                **peak_tags(place.peak),
+                **make_peak_tags(place.peak),
                 **by_rank.tags,
             },
             steps=result.steps,
@@ -330,7 +358,7 @@ class _Trained:
             held_bytes=held_bytes,
             stats=stats,
             warnings=(
-                *of_results(data, result.metrics, loss=plan.settings.train.loss, alike=alike),
+                *warn_of_results(data, result.metrics, loss=plan.settings.train.loss, alike=alike),
                 *warn_of_parts(plan.settings.train, is_sum=checked.adds_up, micro_rows=least_rows),
                 *((moves,) if moves else ()),
                 *self.checkpoints.warnings,
@@ -345,17 +373,17 @@ def _fit_and_judge(trained: _Trained, work: int) -> TrainingResult:
     exhausted = mistake = None
     parts, plan = trained.parts, trained.plan
     try:
-        with outlived(plan.torch_device):
+        with survive_broken_device(plan.torch_device):
             return trained.judge(trained.fit(work))
     except MemoryExhausted as error:
         exhausted = error.failure
-    except (Mismatch, Damaged, Newer) as error:
+    except (StateMismatch, DamagedCheckpoint, NewerCheckpoint) as error:
         raise ConfigError(f"--resume: {error}") from None
     except (ConfigError, DataError):
         raise  # a sentence by now, though the words of PyTorch are in it
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
         # To see it once more, a rank would need the others.
-        may_look = mesh_of(trained.model) is None
+        may_look = find_mesh(trained.model) is None
         mistake = _explain_mistake(error, trained.model, parts.plain) if may_look else None
         if mistake is None:
             raise
@@ -373,5 +401,5 @@ def _log_nothing(metrics: dict[str, float], step: int) -> None:
 
 def _explain_mistake(error: Exception, model: nn.Module, step: Step) -> str | None:
     """Return the sentence for a mistake of the user's; its batch lives no longer than that."""
-    batch = batch_of(error)
-    return explain.explained(error, model, batch, partial(step.forward, *batch))
+    batch = find_batch(error)
+    return explain.explain_failure(error, model, batch, partial(step.forward, *batch))

@@ -1,45 +1,154 @@
-"""What a training works with, put together: the step in all its ways, the micro-batches, the
-evaluator; and what they have measured when it is over.
+"""Opens the rows of a training: prepared arrays, on the device or streamed to it, or the
+loaders of the user's own; and two rows of them, as an example for predictions.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
-from tasks.engine.base.timing import wait
+from tasks.engine.accounts.accounts import Accounts
+from tasks.engine.base import nested
+from tasks.engine.base.facts import DataFacts
+from tasks.engine.base.timing import wait_for_device
 from tasks.engine.batches.batches import Batches
+from tasks.engine.batches.dataloaders import LoaderBatches
+from tasks.engine.batches.dataset_batches import (
+    TRAIN_SHARE,
+    VAL_SHARE,
+    ResidentBatches,
+    StreamedBatches,
+    place_rows,
+)
+from tasks.engine.batches.rank_share import RankShare
 from tasks.engine.checkpoint.checkpoints import Checkpoints, refuse_no_room
-from tasks.engine.checkpoint.compatibility import code_of, identity
-from tasks.engine.checkpoint.host_copies import HostCopies
+from tasks.engine.checkpoint.compatibility import code_of, describe_training
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS
-from tasks.engine.checkpoint.training_state import RandomNumbers, Scaler, Stateful, Weights
-from tasks.engine.device.memory_limit import room_bytes
+from tasks.engine.checkpoint.training_state import (
+    HostCopies,
+    RandomNumbers,
+    Scaler,
+    Stateful,
+    Weights,
+)
+from tasks.engine.data import own_data
+from tasks.engine.data import preparation as prepared
+from tasks.engine.device.memory_limit import compute_room_bytes, compute_rows_room_bytes
 from tasks.engine.distributed.ranks import Ranks
-from tasks.engine.memory.allocator_history import Recorder
-from tasks.engine.memory.memory_by_owner import BEST, Owned
-from tasks.engine.memory.memory_meter import Meter
+from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS, OwnedTensors
+from tasks.engine.memory.memory_meter import MemoryMeter, Recorder
 from tasks.engine.models import predictor
-from tasks.engine.step.best_weights import Best
-from tasks.engine.step.build import Shared, choose_forward, make_optimizer, make_step
-from tasks.engine.step.choose_step import TunedStep
-from tasks.engine.step.evaluation import Evaluator, eval_rows
-from tasks.engine.step.losses import count_of, in_units, loss_of, metrics_of
+from tasks.engine.step.best_weights import BestWeights
+from tasks.engine.step.build import (
+    Shared,
+    choose_forward,
+    make_optimizer,
+    make_step,
+    takes_channels_last,
+)
+from tasks.engine.step.choose_step import EarlierTimings, TunedStep
+from tasks.engine.step.evaluation import Evaluator, choose_eval_rows
+from tasks.engine.step.losses import choose_count, load_own_metrics, make_loss, wrap_in_units
 from tasks.engine.step.micro_batches import MicroBatches
 from tasks.engine.step.optim import Optimizer
 from tasks.engine.step.optimizer_step import Step
-from tasks.engine.step.own_model import Checked
+from tasks.engine.step.own_model import ModelCheck
 from tasks.engine.step.plan import Plan
-from tasks.engine.step.verdict import Known
-from tasks.engine.training.accounts import Accounts
-from tasks.engine.training.agreed_micro_batches import AgreedMicroBatches, FixedMicroBatches
-from tasks.engine.training.shared_model import mesh_of, share_steps
+from tasks.engine.training.shared_model import (
+    AgreedMicroBatches,
+    FixedMicroBatches,
+    find_mesh,
+    share_steps,
+)
+
+
+def open_batches(
+    plan: Plan, model: nn.Module, *, rank: int = 0, size: int = 1
+) -> tuple[Batches, Batches]:
+    """Return the rows to train on and those to validate on, where they are fastest to reach; of
+    several ranks a RankShare of each. Close both."""
+    data, settings = plan.data, plan.settings
+    if data.batch is not None:
+        loaders = own_data.open_loaders(
+            settings.data, settings.train, data, plan.torch_device, rank=rank, size=size
+        )
+        return _share_batches(loaders[0], rank, size), _share_batches(loaders[1], rank, size)
+    arrays, send = prepared.load_arrays(data), _make_placer(plan, model)
+    room = compute_rows_room_bytes(
+        plan.device, limit_mib=settings.memory.limit_mib, rows_mib=settings.data.memory_mib
+    )
+    rows = send(arrays.train_x, arrays.train_y, room_bytes=TRAIN_SHARE * room)
+    val = send(arrays.val_x, arrays.val_y, room_bytes=VAL_SHARE * room)
+    return _share_batches(rows, rank, size), _share_batches(val, rank, size)
+
+
+def open_test_batches(plan: Plan, model: nn.Module, *, rank: int = 0, size: int = 1) -> Batches:
+    """Return the rows to be judged once: they stay on the host. Close them."""
+    arrays = prepared.load_arrays(plan.data)
+    assert arrays.test_x is not None and arrays.test_y is not None
+    send = _make_placer(plan, model)
+    return _share_batches(send(arrays.test_x, arrays.test_y, room_bytes=0), rank, size)
+
+
+def _make_placer(plan: Plan, model: nn.Module) -> Callable[..., ResidentBatches | StreamedBatches]:
+    return partial(
+        place_rows,
+        device=plan.torch_device,
+        channels_last=takes_channels_last(plan.settings.model.name, model),
+        is_spare=plan.settings.data.memory_mib is not None,
+    )
+
+
+def _share_batches(
+    batches: ResidentBatches | StreamedBatches | LoaderBatches, rank: int, size: int
+) -> Batches:
+    return RankShare(batches, rank=rank, size=size) if size > 1 else batches
+
+
+def read_first_rows(val: Batches) -> Any:
+    """Read the inputs of two rows to validate on, as a batch holds them; of a loader that
+    several ranks share, of one where its part of a batch has no more."""
+    whole = val.whole if isinstance(val, RankShare) else val
+    with closing(whole.in_order(2)) as batches:  # type: ignore[type-var]
+        x, _ = next(batches)
+        return nested.take_first_rows(x, 2)
+
+
+def make_example(data: DataFacts, x: Any) -> dict[str, np.ndarray]:
+    """Return two rows as their user has them, by the name of the input; the only one is called
+    x.
+
+    x: what read_first_rows gives.
+    """
+    if data.batch is None:
+        return {"x": _unscale_rows(prepared.load_arrays(data).val_x[:2], data)}
+    rows = nested.map_tensors(x, lambda tensor: tensor.detach().cpu())
+    return {name: value.numpy() for name, value in name_inputs(rows).items()}
+
+
+def name_inputs(x: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a batch's inputs: of a dict under its keys, of several under their
+    numbers."""
+    if isinstance(x, torch.Tensor):
+        return {"x": x}
+    named = x.items() if isinstance(x, dict) else enumerate(x)
+    return {str(key): value for key, value in named if isinstance(value, torch.Tensor)}
+
+
+def _unscale_rows(rows: np.ndarray, data: DataFacts) -> np.ndarray:
+    """The rows as their user has them: the scaling undone."""
+    if data.task == "tokens":
+        return np.asarray(rows)
+    return (rows * np.array(data.scale) + np.array(data.offset)).astype(np.float32)
 
 
 @dataclass
@@ -49,16 +158,16 @@ class Owners:
     model: nn.Module | None = None
     rows: tuple[Batches, ...] = ()
     optimizer: Optimizer | None = None
-    best: Best | None = None
+    best: BestWeights | None = None
     recorded: list[Tensor] = field(default_factory=list)  # what a recorded graph keeps
 
-    def __call__(self) -> Owned:
+    def __call__(self) -> OwnedTensors:
         assert self.model is not None and self.optimizer is not None and self.best is not None
         return {
             "data": [tensor for rows in self.rows for tensor in rows.tensors()],
             "parameters": self.model.parameters(),
             "buffers": self.model.buffers(),
-            BEST: self.best.tensors(),
+            BEST_WEIGHTS: self.best.tensors(),
             "graph": self.recorded,
             "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
             "optimizer_state": self.optimizer.state_tensors(),
@@ -70,7 +179,7 @@ class _Witness:
     """Keeps what the device tells of the last attempt; see oom.Witness."""
 
     recorder: Recorder
-    meter: Meter
+    meter: MemoryMeter
 
     def start(self) -> None:
         self.recorder.start()
@@ -87,9 +196,9 @@ class Start:
     """With what a training starts, as was found out before: on two rows, by a forecast, by runs
     alike."""
 
-    checked: Checked  # what two rows have shown
+    checked: ModelCheck  # what two rows have shown
     recorder: Recorder  # of the device's history
-    known: Known | None  # what runs alike measured of compiling
+    known: EarlierTimings | None  # what runs alike measured of compiling
     micro_rows: int  # of a micro-batch
     threads: int  # to try beside those of now
     graphs: bool  # whether steps may be replayed
@@ -105,7 +214,7 @@ class TrainingParts:
     plain: Step
     tuned: TunedStep
     evaluator: Evaluator
-    best: Best
+    best: BestWeights
     outputs: list[tuple[str, Tensor]]  # see suspects.Seen
 
     def stateful(self, model: nn.Module, *, is_lead: bool = True) -> dict[str, Stateful]:
@@ -158,8 +267,8 @@ def build_parts(
     """
     settings, data, device = plan.settings, plan.data, plan.torch_device
     train, batch_size = settings.train, settings.train.batch_size
-    here = ranks.largest_share(batch_size)
-    optimizer, best = make_optimizer(settings.optim, model), Best(keeps=train.keep == "best")
+    here = ranks.count_most_rows(batch_size)
+    optimizer, best = make_optimizer(settings.optim, model), BestWeights(keeps=train.keep == "best")
     owners.model, owners.rows, owners.optimizer, owners.best = model, fed, optimizer, best
     # Held weakly: in a ring of references, a model would stay until the next collection.
     recorders: weakref.WeakSet[TunedStep] = weakref.WeakSet()
@@ -171,16 +280,16 @@ def build_parts(
         "changes": start.checked.changes,
         "forget_graph": lambda: any(each.forget_graphs() for each in recorders),
     }
-    count = count_of(train, data, of_labels=start.checked.of_labels)
+    count = choose_count(train, data, of_labels=start.checked.of_labels)
     micro_rows, together = start.micro_rows, Shared(weight=lambda: fed[0].weight)
     kind: Callable[..., MicroBatches] = MicroBatches
     of_eval: Callable[..., MicroBatches] = MicroBatches
     if not ranks.is_alone:
-        micro_rows = min(ranks.all_of(micro_rows))
+        micro_rows = min(ranks.all_gather(micro_rows))
         parallel = share_steps(model, ranks, device=device, mark=accounts.mark)
         together = Shared(parallel, weight=lambda: fed[0].weight)
         kind = partial(AgreedMicroBatches, ranks=ranks, together=parallel.together)
-    if mesh_of(model) is not None:
+    if find_mesh(model) is not None:
         kind = of_eval = FixedMicroBatches
     micro = kind(micro_rows, whole=here, what="training", give_back=fed[0].give_back, **shared)
     outputs: list[tuple[str, Tensor]] = []
@@ -203,26 +312,26 @@ def build_parts(
         mode="off" if is_timed else train.compile,
         steps=plan.schedule.count_steps(fed[0].steps(batch_size)),
         rows=0 if data.batch is not None else min(here, data.train_rows),
-        wait=partial(wait, device),
+        wait=partial(wait_for_device, device),
         graphs=start.graphs and ranks.is_alone,
         threads=start.threads,
         known=start.known,
         recorded=partial(_keep_recorded, owners, accounts),
     )
     recorders.add(tuned)
-    room = room_bytes(settings.memory.limit_mib, plan.device.free_bytes or 0)
-    most = eval_rows(data, batch_size, room_bytes=room)
+    room = compute_room_bytes(settings.memory.limit_mib, plan.device.free_bytes or 0)
+    most = choose_eval_rows(data, batch_size, room_bytes=room)
     evaluator = Evaluator(
         task=data.task,
-        loss=loss_of(train, data, device),
+        loss=make_loss(train, data, device),
         autocast=step.autocast,
         micro=of_eval(most, whole=most, what="eval", give_back=fed[1].give_back, **shared),
         phases=accounts.phases,
         forward=choose_forward(settings.model.name, train),
         count=count,
-        metrics={n: in_units(m, data, device) for n, m in metrics_of(train).items()},
+        metrics={n: wrap_in_units(m, data, device) for n, m in load_own_metrics(train).items()},
         to_units=partial(
-            predictor.in_units,
+            predictor.restore_units,
             offset=data.target_offset,
             scale=data.target_scale,
             log=data.target_log,
@@ -252,10 +361,10 @@ def open_checkpoints(
         folder / CHECKPOINTS,
         settings.checkpoint,
         HostCopies(plan.torch_device),
-        about={**identity(plan), **code_of(settings)},
+        about={**describe_training(plan), **code_of(settings)},
         resumes=resumes,
         ranks=ranks,
-        mesh=mesh_of(model),
+        mesh=find_mesh(model),
     )
 
 

@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.engine.base.factory_call import arguments, called
-from tasks.engine.base.import_paths import found, is_installed, problem
-from tasks.engine.settings.import_path_checks import check
-from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.base.import_paths import (
+    bind_arguments,
+    call_factory,
+    find_import_problem,
+    import_callable,
+    is_installed,
+)
+from tasks.engine.settings.read_settings import ConfigError, check_imports
 from tasks.engine.settings.run_config import RunConfig
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -24,7 +28,7 @@ class Refused(ValueError):
 
 
 def _found(path: str) -> Callable:
-    return found(path, setting="model.name", refusal=Refused)
+    return import_callable(path, setting="model.name", refusal=Refused)
 
 
 def _refused(path: str) -> str:
@@ -59,7 +63,7 @@ def test_what_the_settings_alone_show_is_refused_and_nothing_is_run(
     own: Own, path: str, words: str
 ) -> None:
     own("mine_b", "open('ran', 'w').close()\n")
-    assert words in (problem("model.name", path) or "")
+    assert words in (find_import_problem("model.name", path) or "")
     assert words in _refused(path)
     assert not os.path.exists("ran")
 
@@ -74,7 +78,7 @@ def test_all_wrong_paths_of_the_settings_are_told_at_once(own: Own) -> None:
         }
     )
     with pytest.raises(ConfigError) as got:
-        check(config)
+        check_imports(config)
     starts = [problem.partition(":")[0] for problem in got.value.problems]
     assert starts == ["model.name", "data.source", "train.metrics.best"]
 
@@ -97,7 +101,7 @@ def test_a_word_that_neither_allows_nor_forbids_imports_is_refused_by_every_run(
     """ "False" was once read as leave to import."""
     monkeypatch.setenv("HEADROOM_ALLOW_IMPORTS", "flase")
     with pytest.raises(ConfigError, match="^HEADROOM_ALLOW_IMPORTS: must be one of 1, .*'flase'"):
-        check(RunConfig())
+        check_imports(RunConfig())
 
 
 @pytest.mark.parametrize(
@@ -126,7 +130,7 @@ def test_what_an_import_prints_does_not_mix_with_the_output(
     own: Own, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own("mine", "print('hello from the import')\ndef f(): print('hello from f'); return 1\n")
-    made = called(_found("mine:f"), {}, setting="model.name", path="mine:f", refusal=Refused)
+    made = call_factory(_found("mine:f"), {}, setting="model.name", path="mine:f", refusal=Refused)
     out, err = capsys.readouterr()
     assert made == 1 and out == "" and err == "hello from the import\nhello from f\n"
 
@@ -137,7 +141,7 @@ def test_an_exit_that_a_signal_asked_for_is_no_mistake_of_the_user(own: Own) -> 
     code = (
         "from tasks.process import signals\nsignals.catch()\nsignals.begin()\n"
         "from tasks.engine.base.import_paths import found\n"
-        "from tasks.engine.base.factory_call import called\n"
+        "from tasks.engine.base.import_paths import called\n"
         "f = found('mine:f', setting='a.b', refusal=ValueError)\n"
         "called(f, {}, setting='a.b', path='mine:f', refusal=ValueError)\n"
     )
@@ -159,7 +163,7 @@ def _by_position(size: int, /) -> None: ...
 def test_what_is_offered_goes_to_the_parameters_of_these_names_only() -> None:
     def given(factory: Callable, args: dict) -> dict:
         offered = {"outputs": 3, "seed": 4}
-        return arguments(factory, args, offered, setting="model.args", refusal=Refused)
+        return bind_arguments(factory, args, offered, setting="model.args", refusal=Refused)
 
     assert given(_takes, {"size": 1}) == {"size": 1, "outputs": 3}
     assert given(_takes, {"size": 1, "outputs": 9}) == {"size": 1, "outputs": 9}, "asked for wins"
@@ -179,7 +183,7 @@ def test_arguments_that_do_not_fit_are_told_by_name(
     factory: Callable, args: dict, words: str
 ) -> None:
     with pytest.raises(Refused, match=rf"^model.args: .*{words[:40]}"):
-        arguments(factory, args, {}, setting="model.args", refusal=Refused)
+        bind_arguments(factory, args, {}, setting="model.args", refusal=Refused)
 
 
 def test_the_desk_answers_before_anything_slow_is_imported(own: Own, tmp_path: Path) -> None:

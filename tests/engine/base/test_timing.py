@@ -8,7 +8,7 @@ from tasks.engine.memory.allocation_log import AllocationLog
 
 
 def test_on_a_cpu_phases_add_up_to_the_steps() -> None:
-    clock = timing.phase_clock(torch.device("cpu"))
+    clock = timing.make_phase_clock(torch.device("cpu"))
     for _ in range(3):
         clock.begin(sample=False)
         time.sleep(0.004)
@@ -51,7 +51,7 @@ def test_events_are_read_on_sampled_steps_only(monkeypatch: pytest.MonkeyPatch) 
     clock = timing.EventClock(torch.device("cuda"))
     times = iter([0.0, 3.0, 10.0, 100.0, 105.0, 114.0])
     assert (clock.sampled_steps(), timing.HostClock().sampled_steps()) == (0, None)
-    monkeypatch.setattr(timing, "new_event", lambda device, timed: _Event(next(times)))
+    monkeypatch.setattr(timing, "make_event", lambda device, timed: _Event(next(times)))
     for sample in (True, False, True):
         clock.begin(sample=sample)
         clock.mark("forward")
@@ -68,7 +68,7 @@ def test_one_step_that_was_held_up_does_not_count(monkeypatch: pytest.MonkeyPatc
     """Two devices that are the same were told to take 39.5 and 0.9 ms."""
     clock = timing.EventClock(torch.device("cuda"))
     times = iter([0.0, 40.0, 100.0, 101.0, 200.0, 201.2])
-    monkeypatch.setattr(timing, "new_event", lambda device, timed: _Event(next(times)))
+    monkeypatch.setattr(timing, "make_event", lambda device, timed: _Event(next(times)))
     for _ in range(3):
         clock.begin(sample=True)
         clock.mark("forward")
@@ -91,7 +91,7 @@ def test_a_fast_step_is_what_one_in_twenty_is_faster_than(monkeypatch: pytest.Mo
     monkeypatch.setattr(timing, "perf_counter", lambda: now[0])
     clock = timing.HostClock()
     for step in range(101):  # the first is forgotten
-        assert clock.fast_step_s() is None or step > timing.LEAST
+        assert clock.fast_step_s() is None or step > timing.LEAST_TIMES
         clock.begin(sample=False)
         now[0] += 0.002 if step % 5 == 0 else 0.009
         clock.mark("forward")

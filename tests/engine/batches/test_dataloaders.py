@@ -17,7 +17,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from tasks.engine.batches.dataloaders import Loaded
+from tasks.engine.batches.dataloaders import LoaderBatches
 from tasks.engine.files.source_data import DataError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -37,7 +37,7 @@ def nothing(phase: str) -> None:
 
 def test_batches_are_the_loaders_own() -> None:
     marks: list[str] = []
-    fed = Loaded(DataLoader(rows(), batch_size=8), CPU)
+    fed = LoaderBatches(DataLoader(rows(), batch_size=8), CPU)
     assert (len(fed), fed.batch_size, fed.steps(999), fed.residency) == (20, 8, 3, "loader")
     assert fed.reason == "a loader of its own: batches of 8 from this process, not pinned"
     found = list(fed.shuffled(5, NO_ORDER, marks.append))
@@ -48,7 +48,7 @@ def test_batches_are_the_loaders_own() -> None:
 
 @pytest.mark.parametrize(("drop_last", "count"), [(False, 20), (True, 16)])
 def test_rows_of_an_epoch_are_those_that_come(drop_last: bool, count: int) -> None:
-    fed = Loaded(DataLoader(rows(), batch_size=8, drop_last=drop_last), CPU)
+    fed = LoaderBatches(DataLoader(rows(), batch_size=8, drop_last=drop_last), CPU)
     assert len(fed) == count == sum(len(y) for _, y in fed.in_order(1))
 
 
@@ -64,7 +64,7 @@ class Uneven(BatchSampler):
 
 def test_rows_of_a_sampler_that_does_not_tell_are_counted() -> None:
     sampler = Uneven(SequentialSampler(range(20)), batch_size=6, drop_last=False)
-    fed = Loaded(DataLoader(rows(), batch_sampler=sampler), CPU)
+    fed = LoaderBatches(DataLoader(rows(), batch_sampler=sampler), CPU)
     assert (fed.batch_size, fed.steps(1)) == (6, 3)
     next(fed.in_order(1))
     assert len(fed) == 18, "three batches of at most 6, as far as it tells; one was not an epoch"
@@ -82,7 +82,7 @@ class Nested(Dataset):
 
 def test_inputs_of_any_structure_are_moved_with_it() -> None:
     marks: list[str] = []
-    fed = Loaded(DataLoader(Nested(), batch_size=4), META)
+    fed = LoaderBatches(DataLoader(Nested(), batch_size=4), META)
     for number, (x, y) in enumerate(fed.shuffled(1, NO_ORDER, marks.append), start=1):
         assert marks == ["data_wait", "h2d"] * number
         left = x["b"][1].left
@@ -93,7 +93,7 @@ def test_inputs_of_any_structure_are_moved_with_it() -> None:
 
 @forks
 def test_workers_give_the_same_and_end_with_the_epoch_or_its_early_end() -> None:
-    fed = Loaded(DataLoader(rows(), batch_size=8, num_workers=2), CPU)
+    fed = LoaderBatches(DataLoader(rows(), batch_size=8, num_workers=2), CPU)
     assert fed.reason == "a loader of its own: batches of 8 from 2 worker processes, not pinned"
     assert torch.equal(torch.cat([y for _, y in fed.in_order(1)]), torch.arange(20))
     assert not multiprocessing.active_children()
@@ -109,7 +109,9 @@ def test_workers_give_the_same_and_end_with_the_epoch_or_its_early_end() -> None
 
 @forks
 def test_workers_that_outlive_an_epoch_end_at_close() -> None:
-    fed = Loaded(DataLoader(rows(), batch_size=8, num_workers=2, persistent_workers=True), CPU)
+    fed = LoaderBatches(
+        DataLoader(rows(), batch_size=8, num_workers=2, persistent_workers=True), CPU
+    )
     for _ in fed.shuffled(1, NO_ORDER, nothing):
         break
     assert len(multiprocessing.active_children()) == 2
@@ -146,7 +148,7 @@ def test_what_cannot_feed_a_training_is_refused_in_one_sentence() -> None:
         ([(torch.ones(2), torch.ones(2))], r"must tell its batch size \(got None\)"),
     ):
         with pytest.raises(DataError, match=rf"^data.source: the loader {message}.*; \w+") as got:
-            Loaded(loader, CPU)
+            LoaderBatches(loader, CPU)
         assert "\n" not in str(got.value)
 
 
@@ -161,13 +163,13 @@ def test_what_cannot_feed_a_training_is_refused_in_one_sentence() -> None:
     ],
 )
 def test_a_batch_that_is_no_pair_of_tensors_is_refused(data, message: str) -> None:
-    fed = Loaded(DataLoader(data, batch_size=2), CPU)
+    fed = LoaderBatches(DataLoader(data, batch_size=2), CPU)
     with pytest.raises(DataError, match=rf"^data.source: .*{message}; return "):
         list(fed.in_order(1))
 
 
 def test_a_loader_that_gives_nothing_is_refused() -> None:
-    fed = Loaded(DataLoader(Liar(), batch_size=2), CPU)
+    fed = LoaderBatches(DataLoader(Liar(), batch_size=2), CPU)
     with pytest.raises(DataError, match="^data.source: the loader gave no rows; give it at least"):
         list(fed.in_order(1))
 
@@ -199,7 +201,7 @@ def test_a_worker_has_ended_when_its_loss_is_told() -> None:
         RuntimeError,
         match="^data.source: a worker process of the loader has died .DataLoader worker ended",
     ):
-        list(Loaded(loader, CPU).in_order(1))
+        list(LoaderBatches(loader, CPU).in_order(1))
     assert loader._workers[0].exitcode == 0
 
 
@@ -224,7 +226,7 @@ class ShortOfSharedMemory(Dataset):
 @pytest.mark.parametrize("kills", [False, True])
 def test_workers_without_shared_memory_are_told_its_cure(kills: bool) -> None:
     """In a container, whose /dev/shm has 64 MiB, the words were PyTorch's, without a remedy."""
-    fed = Loaded(DataLoader(ShortOfSharedMemory(kills), batch_size=4, num_workers=1), CPU)
+    fed = LoaderBatches(DataLoader(ShortOfSharedMemory(kills), batch_size=4, num_workers=1), CPU)
     words = "^data.source: the worker .* in /dev/shm, which .*--shm-size.* or num_workers=0$"
     with pytest.raises(DataError, match=words):
         list(fed.in_order(4))

@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from tasks.engine.batches import pinned_staging
-from tasks.engine.batches.dataset_batches import MIB, Resident, Streamed, feed
-from tasks.engine.batches.memory_format import BLOCK_BYTES, laid_out, row_order
-from tasks.engine.data.token_windows import rows_of
+from tasks.engine.batches.dataset_batches import (
+    BLOCK_BYTES,
+    MIB,
+    ResidentBatches,
+    StreamedBatches,
+    choose_layout,
+    draw_row_order,
+    place_rows,
+)
+from tasks.engine.data.preparation import view_token_rows
 
 CPU = torch.device("cpu")
 AWAY = torch.device("meta")  # not the CPU, and can't read pinned memory: what MPS is, without data
@@ -42,20 +49,20 @@ def tokens(tmp_path, *, dtype, high: int, count: int = 48, context: int = 5):
     kept = np.random.default_rng(0).integers(0, high, count).astype(dtype)
     kept[:3] = high - 1
     np.save(tmp_path / "text.npy", kept)
-    return kept, *rows_of(np.load(tmp_path / "text.npy", mmap_mode="r"), context)
+    return kept, *view_token_rows(np.load(tmp_path / "text.npy", mmap_mode="r"), context)
 
 
 def test_data_that_fits_lives_on_the_device_and_says_so(on_disk) -> None:
-    fed = feed(*on_disk, device=CPU, room_bytes=10**6)
-    assert isinstance(fed, Resident)
+    fed = place_rows(*on_disk, device=CPU, room_bytes=10**6)
+    assert isinstance(fed, ResidentBatches)
     assert fed.residency == "device"
     assert fed.reason == "400 B of rows take at most half of the 0.95 MiB of room on cpu"
 
 
 @pytest.mark.parametrize("free_bytes", [0, 700])
 def test_data_that_does_not_fit_is_streamed(on_disk, free_bytes) -> None:
-    fed = feed(*on_disk, device=CPU, room_bytes=free_bytes)
-    assert isinstance(fed, Streamed)
+    fed = place_rows(*on_disk, device=CPU, room_bytes=free_bytes)
+    assert isinstance(fed, StreamedBatches)
     assert fed.residency == "host"
     assert "400 B of rows are over half of the " in fed.reason
     assert fed.reason.endswith("of room on cpu: streamed from disk")
@@ -67,8 +74,8 @@ def test_data_that_does_not_fit_is_streamed(on_disk, free_bytes) -> None:
 def test_batches_are_those_of_plain_indexing(room_bytes, rows, size, seed, used) -> None:
     x = np.random.default_rng(seed).normal(size=(rows, 2, 3)).astype(np.float32)
     y = np.arange(rows)
-    fed = feed(x, y, device=CPU, room_bytes=room_bytes)
-    order = row_order(rows, seed=seed, epoch=0)[: rows if used else max(1, rows // 2)]
+    fed = place_rows(x, y, device=CPU, room_bytes=room_bytes)
+    order = draw_row_order(rows, seed=seed, epoch=0)[: rows if used else max(1, rows // 2)]
     found = list(fed.shuffled(size, order, nothing))
     assert len(found) == len(order.split(size))
     assert len(fed) == rows and fed.steps(size) == -(-rows // size)
@@ -84,9 +91,9 @@ def test_batches_are_those_of_plain_indexing(room_bytes, rows, size, seed, used)
 
 def test_many_blocks_arrive_whole_and_detached_from_the_file(monkeypatch) -> None:
     assert BLOCK_BYTES >= MIB
-    monkeypatch.setattr("tasks.engine.batches.memory_format.BLOCK_BYTES", 40)
+    monkeypatch.setattr("tasks.engine.batches.dataset_batches.BLOCK_BYTES", 40)
     x = np.arange(70, dtype=np.float32).reshape(35, 2)
-    fed = feed(x, np.arange(35), device=CPU, room_bytes=PLENTY)
+    fed = place_rows(x, np.arange(35), device=CPU, room_bytes=PLENTY)
     assert torch.equal(fed.x, torch.from_numpy(x))
     x[:] = -1
     assert fed.x.min() == 0 and fed.y[-1] == 34
@@ -96,9 +103,9 @@ def test_many_blocks_arrive_whole_and_detached_from_the_file(monkeypatch) -> Non
 @pytest.mark.parametrize(("dtype", "high"), [(np.uint8, 256), (np.uint16, 65536)])
 def test_tokens_stay_narrow_and_arrive_as_they_were(tmp_path, room_bytes, dtype, high) -> None:
     kept, x, y = tokens(tmp_path, dtype=dtype, high=high)
-    arrays, layout = laid_out(x, y, channels_last=False)
+    arrays, layout = choose_layout(x, y, channels_last=False)
     assert len(arrays) == 1 and arrays[0].nbytes == kept.nbytes, "moved once, not twice"
-    fed = feed(x, y, device=CPU, room_bytes=room_bytes)
+    fed = place_rows(x, y, device=CPU, room_bytes=room_bytes)
     wide = torch.from_numpy(kept.astype(np.int64))
     order = fed.order(seed=0, epoch=0)
     straight = torch.arange(len(fed)) * 5
@@ -120,7 +127,7 @@ def test_rows_of_tokens_begin_elsewhere_in_each_epoch_and_are_judged_where_they_
 ) -> None:
     """Always cut at the same tokens, a text was learnt from less well than by nanoGPT."""
     _, x, y = tokens(tmp_path, dtype=np.uint8, high=256, count=1003, context=50)
-    fed = feed(x, y, device=CPU, room_bytes=room_bytes)
+    fed = place_rows(x, y, device=CPU, room_bytes=room_bytes)
     shifts = set()
     for epoch in range(20):
         begins = fed.order(seed=3, epoch=epoch)
@@ -142,53 +149,53 @@ def test_arrays_that_only_look_shared_are_kept_apart() -> None:
         (base[:, 1:].copy(), base[:, :-1].copy()),
         (base.copy(), base[:, 0].copy()),
     ):
-        arrays, layout = laid_out(np.ascontiguousarray(x), y, channels_last=False)
+        arrays, layout = choose_layout(np.ascontiguousarray(x), y, channels_last=False)
         assert len(arrays) == 2 and layout.context is None
     with pytest.raises(AssertionError, match="side by side"):
-        laid_out(base[:, 1:], base[:, :-1], channels_last=False)
+        choose_layout(base[:, 1:], base[:, :-1], channels_last=False)
 
 
 @pytest.mark.parametrize("room_bytes", [0, PLENTY])
 @pytest.mark.parametrize("shape", [(3, 4, 5), (1, 4, 4), (2, 1, 1)])
 def test_images_come_channels_last_when_asked(room_bytes, shape) -> None:
     x = np.random.default_rng(0).normal(size=(11, *shape)).astype(np.float32)
-    fed = feed(x, np.arange(11), device=CPU, room_bytes=room_bytes, channels_last=True)
-    found = [*fed.shuffled(4, row_order(11, seed=0, epoch=0), nothing), *fed.in_order(4)]
+    fed = place_rows(x, np.arange(11), device=CPU, room_bytes=room_bytes, channels_last=True)
+    found = [*fed.shuffled(4, draw_row_order(11, seed=0, epoch=0), nothing), *fed.in_order(4)]
     for images, rows in found:
         assert images.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(images, torch.from_numpy(x)[rows])
 
 
 def test_rows_without_pixels_have_no_channels_to_put_last(on_disk) -> None:
-    fed = feed(*on_disk, device=CPU, room_bytes=PLENTY, channels_last=True)
+    fed = place_rows(*on_disk, device=CPU, room_bytes=PLENTY, channels_last=True)
     assert torch.equal(next(fed.in_order(20))[0], torch.from_numpy(np.array(on_disk[0])))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_in_place_all_batches_of_all_epochs_come_in_one_memory(channels_last) -> None:
     x = np.random.default_rng(0).normal(size=(11, 2, 3, 3)).astype(np.float32)
-    arrays, layout = laid_out(x, np.arange(11), channels_last=channels_last)
+    arrays, layout = choose_layout(x, np.arange(11), channels_last=channels_last)
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     parts = (
         torch.from_numpy(arrays[0]).contiguous(memory_format=memory_format),
         torch.from_numpy(arrays[1]),
     )
-    fed = Resident(parts, layout, reason="", in_place=True)
+    fed = ResidentBatches(parts, layout, reason="", in_place=True)
     places = set()
     for epoch in range(2):
-        for images, rows in fed.shuffled(4, row_order(11, seed=0, epoch=epoch), nothing):
+        for images, rows in fed.shuffled(4, draw_row_order(11, seed=0, epoch=epoch), nothing):
             places.add((images.data_ptr(), rows.data_ptr()))
             assert torch.equal(images, torch.from_numpy(x)[rows])
             assert images.is_contiguous(memory_format=memory_format)
     assert len(places) == 1
     fed.close()
-    assert len([*fed.shuffled(5, row_order(11, seed=0, epoch=0), nothing)][-1][0]) == 1
+    assert len([*fed.shuffled(5, draw_row_order(11, seed=0, epoch=0), nothing)][-1][0]) == 1
 
 
 @pytest.mark.parametrize("room_bytes", [0, PLENTY])
 def test_the_wait_for_data_is_marked_and_a_cpu_copies_nothing(on_disk, room_bytes) -> None:
     marks: list[str] = []
-    fed = feed(*on_disk, device=CPU, room_bytes=room_bytes)
+    fed = place_rows(*on_disk, device=CPU, room_bytes=room_bytes)
     for number, _ in enumerate(fed.shuffled(6, torch.arange(20), marks.append), start=1):
         assert marks == ["data_wait"] * number
     assert fed.copy_s is None
@@ -196,11 +203,15 @@ def test_the_wait_for_data_is_marked_and_a_cpu_copies_nothing(on_disk, room_byte
 
 def test_a_row_that_is_not_there_is_never_read(on_disk) -> None:
     with pytest.raises(IndexError, match="index 20 is out of bounds"):
-        list(feed(*on_disk, device=CPU, room_bytes=0).shuffled(6, torch.arange(15, 21), nothing))
+        list(
+            place_rows(*on_disk, device=CPU, room_bytes=0).shuffled(
+                6, torch.arange(15, 21), nothing
+            )
+        )
     whole = [torch.empty(6, 3), torch.empty(6, dtype=torch.int64)]
     for rows in (np.arange(15, 21), np.arange(-1, 5)):
         with pytest.raises(AssertionError, match="a row that is not there"):
-            pinned_staging.gather(on_disk, rows, whole)
+            pinned_staging.gather_rows(on_disk, rows, whole)
 
 
 def test_the_thread_is_one_batch_ahead_and_no_further(on_disk) -> None:
@@ -211,7 +222,7 @@ def test_the_thread_is_one_batch_ahead_and_no_further(on_disk) -> None:
             asked.append(number)
             yield lambda n=number: n
 
-    results = pinned_staging.ahead(work())
+    results = pinned_staging.run_ahead(work())
     for number in range(4):
         assert next(results) == number
         assert asked[-1] == number + 1
@@ -221,13 +232,13 @@ def test_the_thread_is_one_batch_ahead_and_no_further(on_disk) -> None:
 
 
 def test_a_cpu_reads_without_a_thread(on_disk) -> None:
-    for _ in feed(*on_disk, device=CPU, room_bytes=0).in_order(6):
+    for _ in place_rows(*on_disk, device=CPU, room_bytes=0).in_order(6):
         assert not threads()
 
 
 def test_what_was_read_ahead_is_sent_and_marked(on_disk) -> None:
     marks: list[str] = []
-    fed = feed(*on_disk, device=AWAY, room_bytes=0)
+    fed = place_rows(*on_disk, device=AWAY, room_bytes=0)
     found = list(fed.shuffled(6, torch.arange(20), marks.append))
     assert {part.device.type for batch in found for part in batch} == {"meta"}
     assert [len(y) for _, y in found] == [6, 6, 6, 2]
@@ -235,7 +246,7 @@ def test_what_was_read_ahead_is_sent_and_marked(on_disk) -> None:
 
 
 def test_no_thread_outlives_an_iteration_that_breaks_raises_or_is_dropped(on_disk) -> None:
-    fed = feed(*on_disk, device=AWAY, room_bytes=0)
+    fed = place_rows(*on_disk, device=AWAY, room_bytes=0)
     for _ in fed.shuffled(2, torch.arange(20), nothing):
         assert len(threads()) == 1
         break
@@ -264,7 +275,7 @@ class Broken(np.ndarray):
 @pytest.mark.parametrize("device", [CPU, AWAY], ids=str)
 def test_an_error_of_the_disk_is_raised_by_the_loop_and_keeps_nothing(device) -> None:
     x = np.zeros((20, 3), np.float32)
-    fed = feed(x, np.arange(20), device=device, room_bytes=0)
+    fed = place_rows(x, np.arange(20), device=device, room_bytes=0)
     fed._arrays = (fed._arrays[0].view(Broken), fed._arrays[1])
     seen, kept = [], []
     gc.disable()  # what is kept must go without the collector's help
@@ -374,17 +385,19 @@ class FakeBackend:
 @pytest.fixture
 def backend(monkeypatch):
     def room(arrays, rows):
-        return [torch.empty(rows, *a.shape[1:], dtype=pinned_staging.dtype_of(a)) for a in arrays]
+        return [torch.empty(rows, *a.shape[1:], dtype=pinned_staging.find_dtype(a)) for a in arrays]
 
     made = FakeBackend()
     monkeypatch.setattr(pinned_staging.torch, "get_device_module", lambda device: made)
-    monkeypatch.setattr(pinned_staging, "pinned_room", room)
+    monkeypatch.setattr(pinned_staging, "allocate_pinned_rows", room)
     return made
 
 
-def pinned(x: np.ndarray, y: np.ndarray) -> Streamed:
-    arrays, layout = laid_out(x, y, channels_last=False)
-    return Streamed(arrays, layout, device=CPU, residency="pinned", reason="", is_spare=False)
+def pinned(x: np.ndarray, y: np.ndarray) -> StreamedBatches:
+    arrays, layout = choose_layout(x, y, channels_last=False)
+    return StreamedBatches(
+        arrays, layout, device=CPU, residency="pinned", reason="", is_spare=False
+    )
 
 
 def compute_on(backend: FakeBackend, batch, seen: list) -> None:
@@ -405,7 +418,7 @@ def test_buffers_used_again_never_corrupt_a_batch_on_its_way(backend, rows, in_o
     fed = pinned(x, y)
     for epoch in range(2):  # the second epoch finds the first one's copies still under way
         seen: list = []
-        order = row_order(rows, seed=0, epoch=epoch)
+        order = draw_row_order(rows, seed=0, epoch=epoch)
         batches = fed.in_order(4) if in_order else fed.shuffled(4, order, nothing)
         for batch in batches:
             compute_on(backend, batch, seen)
@@ -480,12 +493,12 @@ def test_an_error_of_the_disk_reaches_the_loop_from_pinned_buffers_too(backend) 
 
 def test_the_order_follows_the_seed_and_the_epoch_alone() -> None:
     torch.manual_seed(5)
-    first = row_order(50, seed=1, epoch=1)
+    first = draw_row_order(50, seed=1, epoch=1)
     torch.manual_seed(6)
-    assert torch.equal(first, row_order(50, seed=1, epoch=1))
-    assert not torch.equal(first, row_order(50, seed=1, epoch=2))
-    assert not torch.equal(first, row_order(50, seed=2, epoch=1))
-    row_order(5, seed=2**63 - 1, epoch=10**6)
+    assert torch.equal(first, draw_row_order(50, seed=1, epoch=1))
+    assert not torch.equal(first, draw_row_order(50, seed=1, epoch=2))
+    assert not torch.equal(first, draw_row_order(50, seed=2, epoch=1))
+    draw_row_order(5, seed=2**63 - 1, epoch=10**6)
 
 
 @pytest.mark.parametrize("in_order", [False, True])
@@ -494,7 +507,7 @@ def test_where_there_is_room_for_one_batch_they_are_sent_one_by_one(
 ) -> None:
     """Sending was tried once, with the batch before still there: the run ended."""
     x = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
-    fed, real, there, refused = pinned(x, np.arange(23)), pinned_staging.Lane._send, [], []
+    fed, real, there, refused = pinned(x, np.arange(23)), pinned_staging.PinnedStaging._send, [], []
 
     def send(lane, filled):
         if any(part() is not None for part in there):
@@ -504,10 +517,10 @@ def test_where_there_is_room_for_one_batch_they_are_sent_one_by_one(
         there.extend(weakref.ref(part) for part in sent.parts)
         return sent
 
-    monkeypatch.setattr(pinned_staging.Lane, "_send", send)
+    monkeypatch.setattr(pinned_staging.PinnedStaging, "_send", send)
     for epoch in range(2):
         seen: list = []
-        order = row_order(23, seed=0, epoch=epoch)
+        order = draw_row_order(23, seed=0, epoch=epoch)
         for batch in fed.in_order(4) if in_order else fed.shuffled(4, order, nothing):
             compute_on(backend, batch, seen)
             backend.compute.drain()
@@ -523,7 +536,7 @@ def test_a_batch_that_never_finds_room_ends_the_reading(backend, monkeypatch) ->
     def send(lane, filled):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
 
-    monkeypatch.setattr(pinned_staging.Lane, "_send", send)
+    monkeypatch.setattr(pinned_staging.PinnedStaging, "_send", send)
     fed = pinned(np.zeros((12, 2), np.float32), np.arange(12))
     with pytest.raises(torch.OutOfMemoryError, match="2.00 MiB"):
         list(fed.in_order(4))
@@ -537,8 +550,10 @@ def test_a_batch_sent_ahead_can_be_given_back_and_comes_all_the_same(
     """A step with room for its own batch only ran out of memory beside the next one."""
     x = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
     fed, seen, given_back, sent = pinned(x, np.arange(23)), [], [], []
-    real = pinned_staging.Lane._send
-    monkeypatch.setattr(pinned_staging.Lane, "_send", lambda *a: sent.append(1) or real(*a))
+    real = pinned_staging.PinnedStaging._send
+    monkeypatch.setattr(
+        pinned_staging.PinnedStaging, "_send", lambda *a: sent.append(1) or real(*a)
+    )
     assert not fed.give_back(), "nothing is read yet"
     fed._is_ahead = True
     for number, batch in enumerate(fed.shuffled(4, torch.arange(23), nothing), start=1):

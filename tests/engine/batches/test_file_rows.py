@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.engine.batches.file_rows import Unmapped
+from tasks.engine.batches.pinned_staging import FileRows
 
 
 def _mapped(tmp_path: Path, values: np.ndarray) -> np.ndarray:
@@ -17,7 +17,7 @@ def _mapped(tmp_path: Path, values: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["f4", "i8", "u1"])
 def test_rows_are_those_of_the_array(tmp_path: Path, shape: tuple[int, ...], dtype: str) -> None:
     values = np.random.default_rng(0).integers(0, 200, shape).astype(dtype)
-    rows = Unmapped(np.asarray(_mapped(tmp_path, values)))
+    rows = FileRows(np.asarray(_mapped(tmp_path, values)))
     assert (len(rows), rows.shape, rows.dtype) == (50, shape, values.dtype)
     chosen = np.array([0, 7, 7, 49])
     np.testing.assert_array_equal(rows.take(chosen), values[chosen])
@@ -29,13 +29,13 @@ def test_rows_are_those_of_the_array(tmp_path: Path, shape: tuple[int, ...], dty
 
 def test_a_part_of_a_map_begins_where_it_lies(tmp_path: Path) -> None:
     values = np.arange(60, dtype="f4").reshape(20, 3)
-    rows = Unmapped(np.asarray(_mapped(tmp_path, values))[5:])
+    rows = FileRows(np.asarray(_mapped(tmp_path, values))[5:])
     np.testing.assert_array_equal(rows.take(np.array([0, 14])), values[[5, 19]])
 
 
 def test_a_file_cut_short_is_told(tmp_path: Path) -> None:
     mapped = _mapped(tmp_path, np.ones((1000, 8)))
-    rows = Unmapped(np.asarray(mapped))
+    rows = FileRows(np.asarray(mapped))
     with open(tmp_path / "rows.npy", "r+b") as file:
         file.truncate(200)
     with pytest.raises(EOFError, match="^data.cache: prepared rows ended early; start again"):

@@ -6,11 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.engine.batches.dataset_batches import Resident, Streamed, feed
-from tasks.engine.batches.memory_format import row_order
+from tasks.engine.batches.dataloaders import BatchShare
+from tasks.engine.batches.dataset_batches import (
+    ResidentBatches,
+    StreamedBatches,
+    draw_row_order,
+    place_rows,
+)
 from tasks.engine.batches.rank_share import RankShare
-from tasks.engine.batches.shared_loader import Share
-from tasks.engine.data.token_windows import rows_of
+from tasks.engine.data.preparation import view_token_rows
 
 CPU = torch.device("cpu")
 PLENTY = 10**9
@@ -38,7 +42,7 @@ def images(folder, rows: int) -> list[np.ndarray]:
 
 def text(folder, rows: int) -> tuple[np.ndarray, np.ndarray]:
     (kept,) = on_disk(folder, text=np.arange(5 * rows + 1, dtype=np.uint16))
-    return rows_of(kept, 5)
+    return view_token_rows(kept, 5)
 
 
 def taken(share: RankShare, found) -> list[tuple[torch.Tensor, torch.Tensor, float, int]]:
@@ -80,10 +84,10 @@ def test_the_batches_are_those_of_one_process(
 ) -> None:
     x, y = rows_of_kind(tmp_path, rows)
 
-    def make() -> Resident | Streamed:
-        return feed(x, y, device=CPU, room_bytes=room_bytes, channels_last=x.ndim == 4)
+    def make() -> ResidentBatches | StreamedBatches:
+        return place_rows(x, y, device=CPU, room_bytes=room_bytes, channels_last=x.ndim == 4)
 
-    assert isinstance(make(), Resident if room_bytes else Streamed)
+    assert isinstance(make(), ResidentBatches if room_bytes else StreamedBatches)
     order = make().order(seed=3, epoch=1)
     same_batches(make, size=size, batches=lambda of: of.in_order(batch_size))
     same_batches(make, size=size, batches=lambda of: of.shuffled(batch_size, order, nothing))
@@ -94,13 +98,13 @@ def test_an_epoch_that_begins_in_its_middle_goes_on_with_the_same_batches(
     tmp_path, room_bytes
 ) -> None:
     x, y = table(tmp_path, 31)
-    order = row_order(31, seed=0, epoch=0)
+    order = draw_row_order(31, seed=0, epoch=0)
 
     def batches(share: RankShare):
         return taken(share, share.shuffled(7, left, nothing))
 
     shares = [
-        RankShare(feed(x, y, device=CPU, room_bytes=room_bytes), rank=rank, size=3)
+        RankShare(place_rows(x, y, device=CPU, room_bytes=room_bytes), rank=rank, size=3)
         for rank in range(3)
     ]
     for share in shares:
@@ -115,7 +119,7 @@ def test_an_epoch_that_begins_in_its_middle_goes_on_with_the_same_batches(
 @given(rows=st.integers(1, 50), size=st.integers(2, 9))
 @settings(max_examples=60, deadline=None)
 def test_parts_lie_side_by_side_as_tensor_split_has_them(rows: int, size: int) -> None:
-    shares = [Share(rank, size) for rank in range(size)]
+    shares = [BatchShare(rank, size) for rank in range(size)]
     for share, part in zip(shares, torch.arange(rows).tensor_split(size), strict=True):
         assert torch.arange(rows)[share.part(rows)].tolist() == (part.tolist() or [0])
         assert share.weight(rows) == len(part) * size / rows
@@ -125,10 +129,10 @@ def test_parts_lie_side_by_side_as_tensor_split_has_them(rows: int, size: int) -
 def test_batches_are_gathered_in_place_where_a_graph_reads_them(tmp_path) -> None:
     """A recorded graph reads the memory of the first batch: all but the last are of its size."""
     x, y = table(tmp_path, 30)
-    kept = feed(x, y, device=CPU, room_bytes=PLENTY)
-    assert isinstance(kept, Resident)
+    kept = place_rows(x, y, device=CPU, room_bytes=PLENTY)
+    assert isinstance(kept, ResidentBatches)
     kept._in_place = True
-    share, order = RankShare(kept, rank=1, size=2), row_order(30, seed=0, epoch=0)
+    share, order = RankShare(kept, rank=1, size=2), draw_row_order(30, seed=0, epoch=0)
     places = [(len(x), x.data_ptr()) for x, _ in share.shuffled(7, order, nothing)]
     assert [rows for rows, _ in places] == [3, 3, 3, 3, 1]
     assert len({place for _, place in places}) == 1
@@ -147,10 +151,10 @@ class Watched(np.ndarray):
 
 
 def test_a_rank_reads_its_rows_and_no_others(tmp_path) -> None:
-    arrays, order = table(tmp_path, 20), row_order(20, seed=0, epoch=0)
+    arrays, order = table(tmp_path, 20), draw_row_order(20, seed=0, epoch=0)
     for rank in range(3):
-        kept = feed(*arrays, device=CPU, room_bytes=0)
-        assert isinstance(kept, Streamed)
+        kept = place_rows(*arrays, device=CPU, room_bytes=0)
+        assert isinstance(kept, StreamedBatches)
         kept._arrays = tuple(array.view(Watched) for array in kept._arrays)
         reads: list[list[int]] = [[], []]
         for array, read in zip(kept._arrays, reads, strict=True):
@@ -167,7 +171,7 @@ def test_a_rank_reads_its_rows_and_no_others(tmp_path) -> None:
 
 
 def test_all_but_its_rows_is_told_as_of_the_whole(tmp_path) -> None:
-    whole = feed(*table(tmp_path, 20), device=CPU, room_bytes=0)
+    whole = place_rows(*table(tmp_path, 20), device=CPU, room_bytes=0)
     share = RankShare(whole, rank=1, size=2)
     assert share.whole is whole and len(share) == 20 and share.steps(8) == 3
     assert share.residency == "host" and share.copy_s is None and not share.begins_again

@@ -17,9 +17,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tasks.engine.batches.dataloaders import Loaded
+from tasks.engine.batches.dataloaders import LoaderBatches, share_loader
 from tasks.engine.batches.rank_share import RankShare
-from tasks.engine.batches.shared_loader import shared_loader
 from tasks.engine.files.source_data import DataError
 
 CPU = torch.device("cpu")
@@ -94,7 +93,9 @@ KINDS = {
 }
 
 
-def epoch(fed: Loaded | RankShare, *, judges: bool = False) -> list[tuple[list[int], float, int]]:
+def epoch(
+    fed: LoaderBatches | RankShare, *, judges: bool = False
+) -> list[tuple[list[int], float, int]]:
     """The rows of each batch of an epoch, its weight and how many rows the whole batch has."""
     told = fed if isinstance(fed, RankShare) else None
     return [
@@ -103,8 +104,8 @@ def epoch(fed: Loaded | RankShare, *, judges: bool = False) -> list[tuple[list[i
     ]
 
 
-def one_of(kind: str, rank: int, size: int, **how) -> Loaded | RankShare:
-    fed = Loaded(shared_loader(KINDS[kind](**how), rank=rank, size=size, seed=7), CPU)
+def one_of(kind: str, rank: int, size: int, **how) -> LoaderBatches | RankShare:
+    fed = LoaderBatches(share_loader(KINDS[kind](**how), rank=rank, size=size, seed=7), CPU)
     return RankShare(fed, rank=rank, size=size) if size > 1 else fed
 
 
@@ -152,7 +153,7 @@ def test_so_they_do_with_workers(kind: str, stays: bool) -> None:
 
 
 def test_an_order_of_its_own_has_no_effect_on_the_random_numbers_of_others() -> None:
-    loader = shared_loader(KINDS["its own batch sampler"](), rank=0, size=1, seed=0)
+    loader = share_loader(KINDS["its own batch sampler"](), rank=0, size=1, seed=0)
     apart(3)
     expected = torch.rand(3), random.random(), np.random.random(3)
     apart(3)
@@ -176,14 +177,14 @@ class Drawing:
 
 
 def test_no_number_of_an_order_is_drawn_twice() -> None:
-    loader = shared_loader(DataLoader(Rows(), batch_sampler=Drawing()), rank=0, size=1, seed=0)
+    loader = share_loader(DataLoader(Rows(), batch_sampler=Drawing()), rank=0, size=1, seed=0)
     drawn = [tuple(batch) for _ in range(2) for batch in loader.batch_sampler]
     assert all(len(set(numbers)) == 10 for numbers in zip(*drawn, strict=True))
 
 
 def test_the_order_is_of_the_seed() -> None:
     orders = [
-        list(shared_loader(KINDS["shuffled"](), rank=0, size=1, seed=seed).batch_sampler)
+        list(share_loader(KINDS["shuffled"](), rank=0, size=1, seed=seed).batch_sampler)
         for seed in (1, 1, 2)
     ]
     assert orders[0] == orders[1] != orders[2]
@@ -219,9 +220,11 @@ def test_an_epoch_that_was_left_says_nothing_of_the_next() -> None:
 def test_workers_that_were_there_before_do_not_go_on_with_the_whole_batches() -> None:
     """A factory may keep its loader, which the look at the first batch has started."""
     loader = DataLoader(Rows(), 4, num_workers=1, persistent_workers=True)
-    before = Loaded(loader, CPU)
+    before = LoaderBatches(loader, CPU)
     assert next(before.in_order(4))[1].tolist() == [0, 1, 2, 3]
-    share = RankShare(Loaded(shared_loader(loader, rank=1, size=2, seed=0), CPU), rank=1, size=2)
+    share = RankShare(
+        LoaderBatches(share_loader(loader, rank=1, size=2, seed=0), CPU), rank=1, size=2
+    )
     assert epoch(share)[0] == ([2, 3], 1.0, 4)
     share.close()
     before.close()
@@ -236,13 +239,13 @@ def test_a_shared_loader_is_the_users_in_all_else() -> None:
 
     how = {"timeout": 3, "num_workers": 1, "prefetch_factor": 5, "in_order": False}
     loader = Mine(Rows(), 4, collate_fn=together, **how)
-    shared = shared_loader(loader, rank=1, size=2, seed=0)
+    shared = share_loader(loader, rank=1, size=2, seed=0)
     assert type(shared) is Mine and shared is not loader and shared.dataset is loader.dataset
     for name in ("batch_size", "collate_fn", "timeout", "num_workers", "prefetch_factor"):
         assert getattr(shared, name) == getattr(loader, name), name
     assert type(loader.batch_sampler) is BatchSampler, "theirs is as it was"
     assert shared.in_order, "or nobody could tell which batch came"
-    assert not shared_loader(loader, rank=0, size=1, seed=0).in_order
+    assert not share_loader(loader, rank=0, size=1, seed=0).in_order
 
 
 class Stream(IterableDataset):
@@ -288,7 +291,7 @@ TRAINED_APART = DistributedSampler(ROWS, num_replicas=2, rank=0)
 )
 def test_what_cannot_be_split_is_refused_and_left_alone_in_one_process(loader, message) -> None:
     with pytest.raises(DataError) as got:
-        shared_loader(loader, rank=0, size=2, seed=0)
+        share_loader(loader, rank=0, size=2, seed=0)
     assert str(got.value).startswith(f"data.source: {message}") and "\n" not in str(got.value)
     assert "; " in str(got.value)
-    assert shared_loader(loader, rank=0, size=1, seed=0) is loader
+    assert share_loader(loader, rank=0, size=1, seed=0) is loader

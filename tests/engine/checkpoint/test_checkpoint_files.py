@@ -14,11 +14,23 @@ import pytest
 import torch
 
 from tasks.engine.checkpoint import checkpoint_files
-from tasks.engine.checkpoint.checkpoint_files import Damaged, Newer, read, write
-from tasks.engine.checkpoint.checkpoints import Checkpoints, Position, newest, refuse_no_room
-from tasks.engine.checkpoint.host_copies import HostCopies
-from tasks.engine.checkpoint.kept_steps import steps
-from tasks.engine.checkpoint.nested_state import Unkeepable, put_together, taken_apart
+from tasks.engine.checkpoint.checkpoint_files import (
+    DamagedCheckpoint,
+    NewerCheckpoint,
+    UnsavableState,
+    flatten_state,
+    read_checkpoint,
+    unflatten_state,
+    write_checkpoint,
+)
+from tasks.engine.checkpoint.checkpoints import (
+    Checkpoints,
+    TrainingPosition,
+    read_newest,
+    refuse_no_room,
+)
+from tasks.engine.checkpoint.kept_steps import list_steps
+from tasks.engine.checkpoint.training_state import HostCopies
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import CheckpointConfig
 
@@ -40,8 +52,8 @@ STATE: dict[str, Any] = {
 
 def _write(folder: Path, step: int, state: Any = STATE) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    plain = taken_apart(state, tensors)
-    write(folder, step=step, about={"step": step}, plain=plain, tensors=tensors)
+    plain = flatten_state(state, tensors)
+    write_checkpoint(folder, step=step, about={"step": step}, plain=plain, tensors=tensors)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -58,16 +70,18 @@ def _same(one: Any, other: Any) -> bool:
 
 def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
     _write(tmp_path, 12)
-    found = read(tmp_path, 12)
+    found = read_checkpoint(tmp_path, 12)
     assert _same(found.state, STATE) and found.about == {"step": 12}
     assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.iterdir())
 
 
 def test_what_only_pickling_could_keep_is_refused_by_its_name() -> None:
-    with pytest.raises(Unkeepable, match="^/optimizer/0 is a Path|^/optimizer/0 is a PosixPath"):
-        taken_apart({"optimizer": [Path("x")]}, {})
-    with pytest.raises(Unkeepable, match="^/odd is a dict"):
-        taken_apart({"odd": {(1, 2): 3}}, {})
+    with pytest.raises(
+        UnsavableState, match="^/optimizer/0 is a Path|^/optimizer/0 is a PosixPath"
+    ):
+        flatten_state({"optimizer": [Path("x")]}, {})
+    with pytest.raises(UnsavableState, match="^/odd is a dict"):
+        flatten_state({"odd": {(1, 2): 3}}, {})
 
 
 def written_pair(folder: Path) -> None:
@@ -106,16 +120,16 @@ def damage(folder: Path, drawn: random.Random) -> str:
 def test_where_all_are_damaged_nothing_is_made_up(written: Path) -> None:
     for file in written.glob("*.safetensors"):
         file.write_bytes(b"nonsense")
-    with pytest.raises(Damaged, match="step-0+2-.*was changed since it was written"):
-        newest(written)
+    with pytest.raises(DamagedCheckpoint, match="step-0+2-.*was changed since it was written"):
+        read_newest(written)
 
 
 def test_one_of_a_newer_version_is_told_as_such(written: Path, monkeypatch) -> None:
     monkeypatch.setattr(checkpoint_files, "FORMAT", 99)
     _write(written, 3)
     monkeypatch.undo()
-    with pytest.raises(Newer, match=r"was written by a newer version \(format 99\)"):
-        newest(written)
+    with pytest.raises(NewerCheckpoint, match=r"was written by a newer version \(format 99\)"):
+        read_newest(written)
 
 
 @pytest.mark.parametrize("name", ["fsync", "rename", "fchmod", "open"])
@@ -137,12 +151,12 @@ def test_whatever_fails_while_it_is_written_the_one_before_stays(
     except OSError:
         failed = True
     monkeypatch.undo()
-    found = newest(written)
+    found = read_newest(written)
     assert found is not None and found.state["step"] == found.step
     assert found.step in ((2, 3) if failed else (3,))
     assert not list(written.glob("*.new"))
     _write(written, 3, {"step": 3})
-    assert read(written, 3).state == {"step": 3} and len(list(written.iterdir())) == 6
+    assert read_checkpoint(written, 3).state == {"step": 3} and len(list(written.iterdir())) == 6
 
 
 class _Part:
@@ -172,11 +186,11 @@ def test_the_newest_stay_and_the_best(tmp_path: Path) -> None:
         clock[0] += 1
         part.value = step
         if step == 3:
-            made.epoch_done(Position(step), is_best=True)
+            made.epoch_done(TrainingPosition(step), is_best=True)
         else:
-            made.step_done(Position(step))
+            made.step_done(TrainingPosition(step))
         made.close()
-    assert steps(tmp_path) == [6, 5, 3]
+    assert list_steps(tmp_path) == [6, 5, 3]
 
 
 def test_by_time_one_is_due_when_so_many_seconds_have_passed(tmp_path: Path) -> None:
@@ -184,9 +198,9 @@ def test_by_time_one_is_due_when_so_many_seconds_have_passed(tmp_path: Path) -> 
     made = _checkpoints(tmp_path, part, clock, every_s=30, keep=9)
     for step in range(1, 101):
         clock[0] = float(step)
-        made.step_done(Position(step))
+        made.step_done(TrainingPosition(step))
         made.close()
-    assert steps(tmp_path) == [90, 60, 30]
+    assert list_steps(tmp_path) == [90, 60, 30]
 
 
 def test_what_the_writer_tells_belongs_to_the_run_that_it_writes_for(
@@ -195,8 +209,10 @@ def test_what_the_writer_tells_belongs_to_the_run_that_it_writes_for(
     """Prefect's log took it for nobody's, and printed a warning of its own between the lines."""
     run, seen = ContextVar("run", default=""), []
     run.set("mine")
-    monkeypatch.setattr(checkpoint_files, "write", lambda *_, **__: seen.append(run.get()))
-    _checkpoints(tmp_path, _Part(), [0.0], every_steps=1).save(Position(1), last=True)
+    monkeypatch.setattr(
+        checkpoint_files, "write_checkpoint", lambda *_, **__: seen.append(run.get())
+    )
+    _checkpoints(tmp_path, _Part(), [0.0], every_steps=1).save(TrainingPosition(1), last=True)
     assert seen == ["mine"]
 
 
@@ -205,7 +221,7 @@ def test_a_disk_that_is_full_costs_the_training_nothing_and_is_told_once(
 ) -> None:
     clock, part = [0.0], _Part()
     made = _checkpoints(tmp_path, part, clock, every_steps=1, every_s=None)
-    made.save(Position(1), last=True)
+    made.save(TrainingPosition(1), last=True)
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -213,14 +229,14 @@ def test_a_disk_that_is_full_costs_the_training_nothing_and_is_told_once(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_files, "save_file", full)
         for step in (2, 3, 4):
-            made.save(Position(step), last=True)
+            made.save(TrainingPosition(step), last=True)
     assert [r.message for r in caplog.records] == [
         "checkpoint: a checkpoint could not be written (No space left on device); "
         "the training goes on"
     ]
-    assert steps(tmp_path) == [1]
-    made.save(Position(4), last=True)  # there is room again
-    assert steps(tmp_path) == [4, 1]
+    assert list_steps(tmp_path) == [1]
+    made.save(TrainingPosition(4), last=True)  # there is room again
+    assert list_steps(tmp_path) == [4, 1]
 
 
 def test_no_room_for_the_first_one_is_said_before_the_first_step(tmp_path: Path) -> None:
@@ -232,5 +248,5 @@ def test_no_room_for_the_first_one_is_said_before_the_first_step(tmp_path: Path)
 def test_nested_states_keep_their_names_apart() -> None:
     tensors: dict[str, torch.Tensor] = {}
     state = {"a": {"b/c": torch.zeros(1)}, "a/b": {"c": torch.ones(1)}}
-    plain = json.loads(json.dumps(taken_apart(state, tensors)))
-    assert _same(put_together(plain, tensors), state)
+    plain = json.loads(json.dumps(flatten_state(state, tensors)))
+    assert _same(unflatten_state(plain, tensors), state)

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from tasks.engine.base.facts import TrainFacts
-from tasks.engine.checkpoint.compatibility import refuse_another
-from tasks.engine.checkpoint.kept_steps import steps
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.checkpoint.compatibility import refuse_other_training
+from tasks.engine.checkpoint.kept_steps import list_steps
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
-from tasks.engine.training.loop import Stop
+from tasks.engine.training.loop import StopRequest
 
 Series = dict[tuple[str, int], float]
 SAME = ("train/loss", "train/lr", "train/grad_norm", "train/epoch", "val/")
@@ -56,10 +56,10 @@ def train(folder: Path, sections: dict[str, Any], **kwargs: Any) -> TrainFacts:
     given["train"] = {"epochs": 3, "log_every": 4, **given["train"]}
     given = {"device": {"name": "cpu"}, "checkpoint": {"every_steps": 5}, **given}
     config = RunConfig.model_validate(given)
-    data = prepare(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
+    data = prepare_dataset(config.data, batch_size=config.train.batch_size, seed=config.train.seed)
     kwargs = {"log": lambda metrics, step: None, **kwargs}
     return trainer.train(
-        make_plan(config, detect(config.device.name), data), folder=folder, **kwargs
+        make_plan(config, detect_best_device(config.device.name), data), folder=folder, **kwargs
     )
 
 
@@ -221,8 +221,10 @@ def test_code_that_has_changed_since_is_told_and_goes_on(tmp_path: Path, own: An
 def test_another_commit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     was = {"settings": {}, "data": "", "device": "cpu", "torch": "", "commit": "a" * 40}
     now = {**was, "commit": "b" * 40}
-    assert refuse_another(was, now) == [f"git.commit was {'a' * 12} and is {'b' * 12}"]
-    assert not refuse_another(was, {**now, "commit": ""}) and not refuse_another({**was}, was)
+    assert refuse_other_training(was, now) == [f"git.commit was {'a' * 12} and is {'b' * 12}"]
+    assert not refuse_other_training(was, {**now, "commit": ""}) and not refuse_other_training(
+        {**was}, was
+    )
 
 
 @pytest.mark.parametrize(
@@ -249,7 +251,7 @@ def test_what_may_differ_is_told_and_more_epochs_are_trained(tmp_path: Path) -> 
     play(tmp_path / "run", {})
     facts = train(tmp_path / "run", {"train": {"epochs": 5, "log_every": 7}}, resumes=True)
     assert (facts.steps, facts.epochs) == (115, 5)
-    assert steps(tmp_path / "run" / "checkpoints") == [115], "the end is enough"
+    assert list_steps(tmp_path / "run" / "checkpoints") == [115], "the end is enough"
     assert facts.tags["resumed_from_step"] == "69"
     assert "train.epochs was 3 and is 5" in facts.tags["resumed.changed"]
 
@@ -259,11 +261,11 @@ def test_a_stop_leaves_a_checkpoint_of_that_very_step(tmp_path: Path) -> None:
     facts = train(
         tmp_path / "run",
         {"checkpoint": {"every_s": 1e6}},
-        asked=lambda: Stop("somebody asked") if next(done) == 31 else None,
+        asked=lambda: StopRequest("somebody asked") if next(done) == 31 else None,
     )
     assert (facts.steps, facts.stopped, facts.epochs) == (31, "somebody asked", 2)
     assert facts.metrics["val/accuracy"] > 0.3  # of the one epoch that was judged
-    assert steps(tmp_path / "run" / "checkpoints")[0] == 31
+    assert list_steps(tmp_path / "run" / "checkpoints")[0] == 31
 
 
 def test_where_all_checkpoints_are_damaged_it_does_not_begin_anew(tmp_path: Path) -> None:

@@ -11,14 +11,11 @@ import pytest
 import torch
 
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.batches.dataloaders import Loaded
-from tasks.engine.batches.loader_targets import Targets
-from tasks.engine.data.own_data import Feeding, Feeds, made
-from tasks.engine.data.own_facts import loaded
-from tasks.engine.data.preparation import load, prepare
+from tasks.engine.batches.dataloaders import LoaderBatches, TargetConverter
+from tasks.engine.data.own_data import LoaderOptions, Loaders, call_data_factory, open_loaders
+from tasks.engine.data.preparation import load_arrays, prepare_dataset
 from tasks.engine.files.source_data import DataError
-from tasks.engine.settings.data_config import DataConfig
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.run_config import DataConfig, RunConfig
 
 Own = Callable[[str, str], None]
 CPU = torch.device("cpu")
@@ -41,7 +38,7 @@ class Rows(list):
 
 def _facts(own: Own, returns: str, *, more: str = "", **data: Any) -> DataFacts:
     own("mine", f"{HEAD}{more}\ndef f(**given):\n    return {returns}\n")
-    return prepare(_config(**data).data, batch_size=8, seed=3)
+    return prepare_dataset(_config(**data).data, batch_size=8, seed=3)
 
 
 def _config(**data: Any) -> RunConfig:
@@ -49,8 +46,10 @@ def _config(**data: Any) -> RunConfig:
     return RunConfig.model_validate({"data": data, "train": {"batch_size": 8, "seed": 3}})
 
 
-def _loaded(config: RunConfig, facts: DataFacts, device: torch.device) -> tuple[Loaded, Loaded]:
-    return loaded(config.data, config.train, facts, device)
+def _loaded(
+    config: RunConfig, facts: DataFacts, device: torch.device
+) -> tuple[LoaderBatches, LoaderBatches]:
+    return open_loaders(config.data, config.train, facts, device)
 
 
 @pytest.mark.parametrize("returns", ["(x, y)", "(X, Y)", "[x, Y]", "(x, y[:, None])"])
@@ -58,16 +57,16 @@ def test_arrays_are_prepared_like_those_of_a_file(own: Own, returns: str) -> Non
     facts = _facts(own, returns)
     assert (facts.task, facts.train_rows, facts.val_rows) == ("classification", 16, 4)
     assert facts.class_rows == (8, 8) and facts.batch is None and facts.fingerprint
-    assert load(facts).train_x.mean() == pytest.approx(0, abs=1e-6), "scaled"
+    assert load_arrays(facts).train_x.mean() == pytest.approx(0, abs=1e-6), "scaled"
     assert Path(facts.folder).name.startswith("own-")
 
 
 def test_arrays_are_kept_by_their_content(own: Own) -> None:
     more = "def g(scale=1.0): return x * scale, y\n"
     own("mine", HEAD + more)
-    first = prepare(_config(source="mine:g").data)
-    again = prepare(_config(source="mine:g").data)
-    other = prepare(_config(source="mine:g", args={"scale": 2.0}).data)
+    first = prepare_dataset(_config(source="mine:g").data)
+    again = prepare_dataset(_config(source="mine:g").data)
+    other = prepare_dataset(_config(source="mine:g", args={"scale": 2.0}).data)
     assert again.reused and again.folder == first.folder
     assert not other.reused and other.fingerprint != first.fingerprint
 
@@ -75,7 +74,7 @@ def test_arrays_are_kept_by_their_content(own: Own) -> None:
 def test_a_given_split_is_kept(own: Own) -> None:
     facts = _facts(own, "((x[:13], y[:13]), (x[13:], y[13:]))", scale=False)
     assert (facts.train_rows, facts.val_rows) == (13, 7)
-    assert np.array_equal(load(facts).val_x, np.arange(39.0, 60).reshape(7, 3))
+    assert np.array_equal(load_arrays(facts).val_x, np.arange(39.0, 60).reshape(7, 3))
 
 
 def test_text_labels_and_named_columns_come_along(own: Own) -> None:
@@ -159,7 +158,7 @@ def test_a_factory_is_given_batch_size_and_seed_where_it_takes_them(own: Own) ->
         "    assert (batch_size, seed, rows) == (8, 3, 10)\n"
         "    return DataLoader(Named(X[:rows], Y[:rows]), batch_size)\n",
     )
-    assert prepare(_config(args={"rows": 10}).data, batch_size=8, seed=3).train_rows == 8
+    assert prepare_dataset(_config(args={"rows": 10}).data, batch_size=8, seed=3).train_rows == 8
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -237,20 +236,20 @@ def test_labels_of_every_batch_are_looked_at_on_the_host(own: Own) -> None:
 def test_wrong_arguments_are_told_by_name(own: Own) -> None:
     own("mine", HEAD + "def f(path, rows=3): return x, y\n")
     with pytest.raises(DataError, match=r"^data.args: 'path' is missing; f takes path, rows"):
-        prepare(_config().data)
+        prepare_dataset(_config().data)
     with pytest.raises(DataError, match=r"^data.args: 'row' is unknown; did you mean rows\?"):
-        prepare(_config(args={"path": "a", "row": 1}).data)
+        prepare_dataset(_config(args={"path": "a", "row": 1}).data)
 
 
 def test_rows_that_lie_on_a_device_are_not_pinned_and_their_targets_not_read(own: Own) -> None:
     """PyTorch refuses to pin them; and a row of targets stayed flat, which broadcasts in a loss."""
     own("mine", f"{HEAD}def f(where): return TensorDataset(X.to(where), Y.to(where))\n")
     for where, pinned in (("cpu", True), ("meta", False)):
-        feeds = made(_config(args={"where": where}).data, Feeding(), pins=True)
-        assert isinstance(feeds, Feeds) and feeds.train.pin_memory is pinned
+        feeds = call_data_factory(_config(args={"where": where}).data, LoaderOptions(), pins=True)
+        assert isinstance(feeds, Loaders) and feeds.train.pin_memory is pinned
     far = torch.zeros(5, 1, device="meta")
-    assert Targets("regression", 1, "training")(far[:, 0], 1).shape == (5, 1)
-    labels = Targets("classification", 2, "training")(far.bool(), 1)
+    assert TargetConverter("regression", 1, "training")(far[:, 0], 1).shape == (5, 1)
+    labels = TargetConverter("classification", 2, "training")(far.bool(), 1)
     assert labels.shape == (5,) and labels.dtype == torch.int64
 
 
@@ -261,7 +260,7 @@ def test_a_first_row_that_raises_is_told_in_one_sentence(own: Own) -> None:
         f"{HEAD}{more}    def __getitem__(self, i): raise KeyError(i)\ndef f(): return Bad()",
     )
     with pytest.raises(DataError, match=r"^data.source: the data set raised: mine.py:\d+: KeyErr"):
-        made(_config().data, Feeding(), pins=True)
+        call_data_factory(_config().data, LoaderOptions(), pins=True)
 
 
 @pytest.mark.parametrize("body", ["return 'many'", "raise KeyError('rows')"])
@@ -270,4 +269,4 @@ def test_a_length_that_is_none_is_told_as_that_of_the_data_set(own: Own, body: s
     code += f"    def __len__(self):\n        {body}\ndef make():\n    return Rows(), Rows()\n"
     own("rows", code)
     with pytest.raises(DataError, match=r"^data.source: len\(\) of the data set raised: "):
-        made(DataConfig(source="rows:make"), Feeding())
+        call_data_factory(DataConfig(source="rows:make"), LoaderOptions())

@@ -14,10 +14,10 @@ from pyarrow import parquet
 from pydantic import ValidationError
 
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.data.preparation import load, prepare
+from tasks.engine.data.preparation import load_arrays, prepare_dataset
 from tasks.engine.files.source_data import DataError
-from tasks.engine.settings.data_config import DataConfig
-from tasks.logged_data import data_inputs
+from tasks.engine.settings.run_config import DataConfig
+from tasks.run.record import make_data_inputs
 
 ROWS = 240
 RANDOM = np.random.default_rng(5)
@@ -38,12 +38,12 @@ def _facts(folder: Path, table: pd.DataFrame, kind: str = "csv", **data: Any) ->
     else:
         table.to_parquet(path, index=False)
     config = DataConfig(path=str(path), cache=str(folder / "cache"), scale=False, **data)
-    return prepare(config)
+    return prepare_dataset(config)
 
 
 def _ids(facts: DataFacts) -> list[np.ndarray]:
     """The rows of each part: train, val and, where it is there, test."""
-    arrays = load(facts)
+    arrays = load_arrays(facts)
     parts = [arrays.train_x, arrays.val_x, *([arrays.test_x] if facts.test_rows else [])]
     found = [np.sort(part[:, 0].round().astype(int)) for part in parts if part is not None]
     assert np.concatenate(found).size == np.unique(np.concatenate(found)).size
@@ -115,7 +115,7 @@ def test_times_of_parquet_are_taken_as_they_are(tmp_path: Path, kind: pa.DataTyp
         split="time",
         split_column="when",
     )
-    train, val = _ids(prepare(config))
+    train, val = _ids(prepare_dataset(config))
     assert TIMES[train].max() < TIMES[val].min() and len(val) == 48
 
 
@@ -134,7 +134,7 @@ def test_rows_without_a_column_are_split_in_their_order(tmp_path: Path, test: fl
     x = np.column_stack([np.arange(100.0), np.ones(100)])
     np.savez(tmp_path / "rows.npz", x=x, y=np.arange(100) / 8)
     made = {"path": str(tmp_path / "rows.npz"), "cache": str(tmp_path / "c"), "scale": False}
-    parts = _ids(prepare(DataConfig(**made, split="time", test_fraction=test)))
+    parts = _ids(prepare_dataset(DataConfig(**made, split="time", test_fraction=test)))
     assert [part.tolist() for part in parts] == [
         list(range(70 if test else 80)),
         list(range(70 if test else 80, 90 if test else 100)),
@@ -155,7 +155,7 @@ def test_rows_that_are_put_aside_by_chance_are_of_each_class(tmp_path: Path, tas
             counts = table.target[part].value_counts()
             rows = {"a": 180, "b": 50, "c": 10}
             assert all(abs(counts[c] - share * n) <= 1 for c, n in rows.items())
-    told = data_inputs(DataConfig(path="rows.csv"), facts)
+    told = make_data_inputs(DataConfig(path="rows.csv"), facts)
     assert [one["context"] for one in told] == ["training", "validation", "test"]
     assert told[2]["name"] == "rows.csv (test)"
 
@@ -169,7 +169,7 @@ def test_scaling_knows_the_training_rows_only(tmp_path: Path) -> None:
     config = DataConfig(
         path=str(tmp_path / "rows.csv"), cache=str(tmp_path / "c"), validation_fraction=0.3, **asked
     )
-    facts = prepare(config)
+    facts = prepare_dataset(config)
     assert facts.train_rows == 120
     known = table.iloc[:120]
     assert facts.offset[0] == pytest.approx(known.id.mean())
@@ -188,13 +188,13 @@ def test_rows_that_miss_a_feature_take_their_group_with_them(tmp_path: Path) -> 
 def test_a_text_is_judged_by_its_end(tmp_path: Path) -> None:
     (tmp_path / "given.txt").write_bytes(bytes(range(200)))
     made = {"path": str(tmp_path / "given.txt"), "cache": str(tmp_path / "c"), "context": 4}
-    facts = prepare(DataConfig(**made, validation_fraction=0.2, test_fraction=0.1))
-    arrays = load(facts)
+    facts = prepare_dataset(DataConfig(**made, validation_fraction=0.2, test_fraction=0.1))
+    arrays = load_arrays(facts)
     assert arrays.test_x is not None and arrays.test_y is not None
     assert (arrays.train_x.max(), arrays.val_x.min(), arrays.test_x.min()) == (135, 140, 180)
     assert facts.test_rows == len(arrays.test_x) == 4
     with pytest.raises(DataError, match="^data.context: 200 tokens are too few for a row of 81"):
-        prepare(DataConfig(**made | {"context": 80}, test_fraction=0.1))
+        prepare_dataset(DataConfig(**made | {"context": 80}, test_fraction=0.1))
 
 
 # Of before there were these settings: caches that are there stay good.
@@ -212,7 +212,7 @@ def test_the_defaults_prepare_what_they_prepared_before(tmp_path: Path, name: st
     (tmp_path / "t.txt").write_bytes(bytes(range(256)) * 8)
     np.savez(tmp_path / "t.npz", x=np.arange(80.0).reshape(40, 2) % 13, y=np.arange(40) * 0.5)
     made = {"path": str(tmp_path / name), "cache": str(tmp_path / "c"), "context": 16}
-    facts = prepare(DataConfig(**made))
+    facts = prepare_dataset(DataConfig(**made))
     folder, fingerprint = Path(facts.folder).name, facts.fingerprint
     assert (folder.partition("-")[0], fingerprint) == (
         KEPT[name][0].partition("-")[0],
@@ -220,7 +220,7 @@ def test_the_defaults_prepare_what_they_prepared_before(tmp_path: Path, name: st
     )
     if name != "t.npz":  # whose bytes hold the time of day
         assert folder == KEPT[name][0]
-    other = prepare(DataConfig(**made, test_fraction=0.25))
+    other = prepare_dataset(DataConfig(**made, test_fraction=0.25))
     assert other.folder != facts.folder and other.fingerprint != fingerprint
 
 
@@ -287,9 +287,9 @@ def test_data_of_ones_own_is_split_where_it_is_arrays(
 ) -> None:
     own("mine", OWN)
     made = {"cache": str(tmp_path / "c"), "test_fraction": 0.2}
-    facts = prepare(DataConfig(source="mine:arrays", split="time", scale=False, **made))
+    facts = prepare_dataset(DataConfig(source="mine:arrays", split="time", scale=False, **made))
     assert [part[-1] for part in _ids(facts)] == [33, 45, 57]
     with pytest.raises(DataError, match="test_fraction: has no meaning where mine:both gives"):
-        prepare(DataConfig(source="mine:both", **made))
+        prepare_dataset(DataConfig(source="mine:both", **made))
     with pytest.raises(DataError, match="test_fraction: has no meaning for the data sets and load"):
-        prepare(DataConfig(source="mine:sets", **made))
+        prepare_dataset(DataConfig(source="mine:sets", **made))

@@ -11,10 +11,9 @@ from torch import nn
 
 from tasks.engine.base.facts import DataFacts, TrainFacts
 from tasks.engine.data import run_warnings
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
-from tasks.engine.settings.data_config import DataConfig
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
+from tasks.engine.settings.run_config import DataConfig, RunConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training.trainer import train
 
@@ -42,15 +41,15 @@ def _csv(tmp_path: Path, *rows: str) -> DataConfig:
 
 
 def _said(config: DataConfig, words: str) -> DataFacts:
-    facts = prepare(config)
+    facts = prepare_dataset(config)
     assert len(facts.warnings) == 1 and words in facts.warnings[0], facts.warnings
     return facts
 
 
 def test_data_without_anything_to_doubt_is_not_doubted(tmp_path: Path) -> None:
-    facts = prepare(_npz(tmp_path, X, CLASSES))
+    facts = prepare_dataset(_npz(tmp_path, X, CLASSES))
     assert facts.warnings == () and facts.guess == pytest.approx(0.4)
-    assert prepare(DataConfig(cache=str(tmp_path / "cache"))).warnings == ()  # digits
+    assert prepare_dataset(DataConfig(cache=str(tmp_path / "cache"))).warnings == ()  # digits
 
 
 def test_a_feature_that_equals_the_target_is_named(tmp_path: Path) -> None:
@@ -67,7 +66,7 @@ def test_a_column_that_equals_the_target_is_named_whether_text_or_numbers(tmp_pa
 
 def test_a_warning_is_said_again_by_data_that_was_prepared_earlier(tmp_path: Path) -> None:
     config = _npz(tmp_path, X, X[:, 2])
-    first, again = prepare(config), prepare(config)
+    first, again = prepare_dataset(config), prepare_dataset(config)
     assert again.reused and again.warnings == first.warnings != ()
 
 
@@ -75,7 +74,7 @@ def test_a_warning_is_said_again_by_data_that_was_prepared_earlier(tmp_path: Pat
 def test_a_target_that_never_changes_is_told_by_its_value(tmp_path: Path, part: str) -> None:
     target = X[:, 0].copy()
     held = np.zeros(200, dtype=bool)
-    whole = prepare(_npz(tmp_path, np.arange(200.0)[:, None], X[:, 0], scale=False))
+    whole = prepare_dataset(_npz(tmp_path, np.arange(200.0)[:, None], X[:, 0], scale=False))
     held[np.load(Path(whole.folder) / "val_x.npy")[:, 0].astype(int)] = True
     target[held if part == "validation" else ~held] = 3.5
     _said(_npz(tmp_path, X, target), f"'y' is 3.5 in every {part} row of given.npz")
@@ -91,14 +90,14 @@ def test_training_rows_among_those_to_validate_on_are_counted(tmp_path: Path) ->
 
 
 def test_rows_with_the_same_inputs_and_another_target_are_not_the_same(tmp_path: Path) -> None:
-    assert prepare(_npz(tmp_path, np.r_[X, X], np.r_[X[:, 0], X[:, 1]] * 2)).warnings == ()
+    assert prepare_dataset(_npz(tmp_path, np.r_[X, X], np.r_[X[:, 0], X[:, 1]] * 2)).warnings == ()
 
 
 def test_rows_that_differ_in_one_small_whole_number_are_not_the_same() -> None:
     """Sums of 64-bit words took them for the same: the product keeps few bits of such a change."""
     x = np.zeros((4096, 6), dtype=np.float32)
     x[np.arange(4096), np.arange(4096) % 6] = np.arange(4096) + 1
-    keys = run_warnings.Keys(4096, 7)
+    keys = run_warnings.RowKeys(4096, 7)
     keys.add(slice(0, 4096), x, np.zeros(4096))
     held = np.arange(4096) % 2 == 0
     assert keys.shared(held, ~held) == 0
@@ -123,7 +122,7 @@ def test_a_source_that_gives_the_same_rows_for_both_is_told(
     cache = str(tmp_path / "cache")
     for name in ("arrays", "sequences", "loaders"):
         _said(DataConfig(source=f"twins:{name}", cache=cache), "gives the same rows to train and")
-    assert prepare(DataConfig(source="twins:apart", cache=cache)).warnings == ()
+    assert prepare_dataset(DataConfig(source="twins:apart", cache=cache)).warnings == ()
 
 
 class Same(nn.Module):
@@ -142,7 +141,11 @@ def _trained(tmp_path: Path, data: DataConfig, named: str, **sections) -> TrainF
     config = RunConfig.model_validate({"data": data.model_dump(), **made})
     logged: list[dict[str, float]] = []
     log = lambda metrics, step: logged.append(metrics)  # noqa: E731
-    facts = train(make_plan(config, detect("cpu"), prepare(data)), folder=tmp_path, log=log)
+    facts = train(
+        make_plan(config, detect_best_device("cpu"), prepare_dataset(data)),
+        folder=tmp_path,
+        log=log,
+    )
     assert not any(run_warnings.ALIKE in metrics for metrics in (*logged, facts.metrics))
     return facts
 
@@ -178,8 +181,10 @@ def test_a_score_that_rests_on_four_rows_is_told(tmp_path: Path) -> None:
 
 
 def test_a_validation_loss_that_is_no_number_is_told(tmp_path: Path) -> None:
-    facts = prepare(DataConfig(cache=str(tmp_path / "cache")))
-    (said,) = run_warnings.of_results(facts, {"val/loss": float("nan")}, loss="auto", alike=False)
+    facts = prepare_dataset(DataConfig(cache=str(tmp_path / "cache")))
+    (said,) = run_warnings.warn_of_results(
+        facts, {"val/loss": float("nan")}, loss="auto", alike=False
+    )
     assert "val/loss is nan" in said and "last one's weights" in said
 
 

@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from tasks.engine.data.preparation import check, load, prepare
+from tasks.engine.data.preparation import check_data, load_arrays, prepare_dataset
 from tasks.engine.data.sources import SOURCES
 from tasks.engine.files.source_data import DataError
-from tasks.engine.settings.data_config import DataConfig
+from tasks.engine.settings.run_config import DataConfig
 
 ROWS = "".join(f"{i}.5,{i * i},{'ab'[i % 2]}\n" for i in range(20))
 CSV = "width,height,label\n" + ROWS
@@ -60,7 +60,7 @@ def _parquet(columns, **more) -> bytes:
 
 
 def _read(config: DataConfig):
-    check(config)
+    check_data(config)
     return SOURCES[config.source].read(config)
 
 
@@ -80,9 +80,9 @@ def test_a_file_that_is_not_there_a_folder_a_pipe_or_empty_is_refused_by_the_che
         "n" * 300: "cannot be read \\(File name too long\\)",
     }.items():
         with pytest.raises(DataError, match=f"^data.path: .*{words}"):
-            check(DataConfig(source="csv", path=str(tmp_path / name)))
+            check_data(DataConfig(source="csv", path=str(tmp_path / name)))
     with pytest.raises(DataError, match="^data.path: '/dev/zero' is not a regular file"):
-        check(DataConfig(source="csv", path="/dev/zero"))
+        check_data(DataConfig(source="csv", path="/dev/zero"))
 
 
 def test_a_file_of_another_kind_is_told_apart_by_its_first_bytes(tmp_path):
@@ -97,13 +97,13 @@ def test_a_file_of_another_kind_is_told_apart_by_its_first_bytes(tmp_path):
     ]
     for source, content, words in cases:
         with pytest.raises(DataError, match=f"^data.path: .*{words}"):
-            check(_config(tmp_path, source, content))
+            check_data(_config(tmp_path, source, content))
 
 
 def test_digits_are_read_without_scikit_learn_and_without_pandas():
     code = (
         "import sys; from tasks.engine.data.sources import SOURCES; "
-        "from tasks.engine.settings.data_config import DataConfig; "
+        "from tasks.engine.settings.run_config import DataConfig; "
         "raw = SOURCES['digits'].read(DataConfig()); print(raw.features.shape, raw.features.max(), "
         "[m for m in ('sklearn', 'pandas', 'pyarrow', 'torch', 'prefect') if m in sys.modules])"
     )
@@ -115,7 +115,7 @@ def test_tables_are_read_without_pandas(tmp_path):
     config = _config(tmp_path, "csv", CSV)
     code = (
         "import sys; from tasks.engine.data.sources import SOURCES; "
-        "from tasks.engine.settings.data_config import DataConfig; "
+        "from tasks.engine.settings.run_config import DataConfig; "
         f"SOURCES['csv'].read(DataConfig(source='csv', path={config.path!r})); "
         "print('pandas' in sys.modules)"
     )
@@ -152,12 +152,12 @@ def test_a_csv_gives_numbers_booleans_and_stripped_labels(tmp_path):
 )
 def test_a_csv_header_that_cannot_serve_is_refused_by_the_check(tmp_path, text, words):
     with pytest.raises(DataError, match=words):
-        check(_config(tmp_path, "csv", text))
+        check_data(_config(tmp_path, "csv", text))
 
 
 def test_all_that_is_wrong_with_a_header_is_told_at_once(tmp_path):
     with pytest.raises(DataError) as told:
-        check(_config(tmp_path, "csv", "a,a,\n1,2,3\n"))
+        check_data(_config(tmp_path, "csv", "a,a,\n1,2,3\n"))
     starts = [line.split(":")[0] for line in str(told.value).splitlines()]
     assert starts == ["data.path", "data.path", "data.target"]
 
@@ -189,7 +189,7 @@ def test_a_csv_with_several_columns_at_fault_names_them_all(tmp_path):
 
 def test_latin_1_is_refused_with_the_command_that_mends_it(tmp_path):
     with pytest.raises(DataError, match="line 1 is not UTF-8 .*iconv -f LATIN1 -t UTF-8"):
-        check(_config(tmp_path, "csv", "h\xf6he,y\n1,2\n".encode("latin-1")))
+        check_data(_config(tmp_path, "csv", "h\xf6he,y\n1,2\n".encode("latin-1")))
     with pytest.raises(
         DataError, match="^data.path: given.csv line 2 is not UTF-8 .at b'1,gr.xfcn.n'.; save"
     ):
@@ -198,7 +198,7 @@ def test_latin_1_is_refused_with_the_command_that_mends_it(tmp_path):
 
 def test_a_target_that_is_not_there_is_answered_with_the_nearest_name(tmp_path):
     with pytest.raises(DataError, match="^data.target: .* no 'heigth'; did you mean 'height'"):
-        check(_config(tmp_path, "csv", CSV, target="heigth"))
+        check_data(_config(tmp_path, "csv", CSV, target="heigth"))
 
 
 # Parquet
@@ -242,10 +242,10 @@ def test_parquet_columns_that_cannot_serve_are_refused_by_name(tmp_path, column,
 def test_a_parquet_without_rows_or_with_doubled_names_is_refused_by_the_check(tmp_path):
     empty = pa.table({"a": pa.array([], pa.int64()), "y": pa.array([], pa.int64())})
     with pytest.raises(DataError, match="^data.path: given.parquet has no rows"):
-        check(_config(tmp_path, "parquet", _parquet(empty)))
+        check_data(_config(tmp_path, "parquet", _parquet(empty)))
     double = pa.Table.from_arrays([pa.array([1])] * 3, names=["a", "a", "y"])
     with pytest.raises(DataError, match="has columns of one name: 'a'"):
-        check(_config(tmp_path, "parquet", _parquet(double)))
+        check_data(_config(tmp_path, "parquet", _parquet(double)))
 
 
 def test_a_flipped_bit_in_a_parquet_page_is_seen_where_the_file_has_checksums(tmp_path):
@@ -270,12 +270,12 @@ def test_a_header_that_claims_more_than_is_there_takes_no_memory(tmp_path):
     head = b"{'descr': '<f8', 'fortran_order': False, 'shape': (9000000000000, 1), }".ljust(117)
     content = b"\x93NUMPY\x01\x00" + len(head + b"\n").to_bytes(2, "little") + head + b"\n1234"
     with pytest.raises(DataError, match="claims .*GiB. but holds 4 bytes: it is cut off"):
-        check(_config(tmp_path, "npy", content))
+        check_data(_config(tmp_path, "npy", content))
     inside = io.BytesIO()
     with zipfile.ZipFile(inside, "w") as archive:
         archive.writestr("x.npy", content)
     with pytest.raises(DataError, match="array 'x' claims .* but holds 4 bytes"):
-        check(_config(tmp_path, "npz", inside.getvalue()))
+        check_data(_config(tmp_path, "npz", inside.getvalue()))
 
 
 @pytest.mark.parametrize(
@@ -292,12 +292,12 @@ def test_a_header_that_claims_more_than_is_there_takes_no_memory(tmp_path):
 )
 def test_an_npy_that_is_no_matrix_of_numbers_is_refused_by_the_check(tmp_path, array, words):
     with pytest.raises(DataError, match=f"^data.path: given.npy {words}"):
-        check(_config(tmp_path, "npy", _npy(array)))
+        check_data(_config(tmp_path, "npy", _npy(array)))
 
 
 def test_a_target_named_for_an_npy_is_refused(tmp_path):
     with pytest.raises(DataError, match="^data.target: has no meaning for source npy"):
-        check(_config(tmp_path, "npy", _npy(X), target="y"))
+        check_data(_config(tmp_path, "npy", _npy(X), target="y"))
 
 
 def test_images_of_any_order_become_channels_first(tmp_path):
@@ -332,7 +332,7 @@ def test_images_of_any_order_become_channels_first(tmp_path):
 )
 def test_an_npz_whose_arrays_do_not_fit_is_refused_by_the_check(tmp_path, arrays, words):
     with pytest.raises(DataError, match=words):
-        check(_config(tmp_path, "npz", _npz(**arrays)))
+        check_data(_config(tmp_path, "npz", _npz(**arrays)))
 
 
 class Payload:
@@ -344,12 +344,12 @@ def test_a_pickle_in_an_npz_is_refused_by_name_and_never_runs(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     content = _npz(x=np.array([Payload()] * 20, dtype=object), y=Y)
     with pytest.raises(DataError, match="^data.path: given.npz array 'x' is an array of Python"):
-        prepare(_config(tmp_path, "npz", content))
+        prepare_dataset(_config(tmp_path, "npz", content))
     inside = io.BytesIO()
     with zipfile.ZipFile(inside, "w") as archive:
         archive.writestr("x.npy", pickle.dumps(Payload()))
     with pytest.raises(DataError, match="array 'x' is no array .*a pickle is never loaded"):
-        prepare(_config(tmp_path, "npz", inside.getvalue()))
+        prepare_dataset(_config(tmp_path, "npz", inside.getvalue()))
     assert not Path("payload-ran").exists()
 
 
@@ -358,7 +358,7 @@ def test_an_npz_bomb_is_refused_before_it_is_unpacked(tmp_path):
     with zipfile.ZipFile(inside, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x.npy", _npy(np.zeros((1 << 16, 256), np.float64)))
     with pytest.raises(DataError, match="'x' unpacks .* to 128 MiB, more than 200 times"):
-        check(_config(tmp_path, "npz", inside.getvalue()))
+        check_data(_config(tmp_path, "npz", inside.getvalue()))
 
 
 def test_a_flipped_bit_in_an_npz_is_seen(tmp_path):
@@ -401,13 +401,13 @@ def test_synthetic_rows_are_the_same_each_time_and_can_be_told_apart(tmp_path):
 
 def test_synthetic_rows_that_cannot_be_made_are_refused_by_the_check():
     with pytest.raises(DataError, match="^data.rows: must be at least 2 for each of 10 classes"):
-        check(DataConfig(source="synthetic", rows=19))
+        check_data(DataConfig(source="synthetic", rows=19))
     with pytest.raises(DataError, match="^data.rows: synthetic .* needs about .* of memory"):
-        check(DataConfig(source="synthetic", rows=10**9, features=10**6))
+        check_data(DataConfig(source="synthetic", rows=10**9, features=10**6))
     with pytest.raises(DataError, match="^data.classes: 1 makes a regression"):
-        check(DataConfig(source="synthetic", classes=1, task="classification"))
+        check_data(DataConfig(source="synthetic", classes=1, task="classification"))
     with pytest.raises(DataError, match="^data.target: has no meaning for source synthetic"):
-        check(DataConfig(source="synthetic", target="y"))
+        check_data(DataConfig(source="synthetic", target="y"))
 
 
 # Whatever the bytes
@@ -452,7 +452,7 @@ def test_no_bytes_end_in_anything_but_arrays_or_a_data_error(source, tmp_path_fa
                 del content[at : at + len(new)]
         config = _config(folder, source, bytes(content))
         try:
-            arrays = load(prepare(config))
+            arrays = load_arrays(prepare_dataset(config))
         except DataError as error:
             assert str(error).startswith("data.") and all(
                 c.isprintable() or c == "\n" for c in str(error)

@@ -7,11 +7,11 @@ import pytest
 from sklearn.metrics import mean_absolute_error, r2_score
 
 from tasks.engine.base.facts import DataFacts, TrainFacts
-from tasks.engine.data.preparation import load, prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.data.preparation import load_arrays, prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.files.source_data import DataError
 from tasks.engine.models import predictor
-from tasks.engine.models.predictor import in_units
+from tasks.engine.models.predictor import restore_units
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training.trainer import train
@@ -33,12 +33,14 @@ def _config(folder: Path, y: np.ndarray, *, train: dict | None = None, **data: s
 
 
 def _prepared(folder: Path, y: np.ndarray, **data: str) -> DataFacts:
-    return prepare(_config(folder, y, **data).data)
+    return prepare_dataset(_config(folder, y, **data).data)
 
 
 def _trained(folder: Path, config: RunConfig) -> TrainFacts:
     return train(
-        make_plan(config, detect("cpu"), prepare(config.data)), folder=folder, log=lambda *_: None
+        make_plan(config, detect_best_device("cpu"), prepare_dataset(config.data)),
+        folder=folder,
+        log=lambda *_: None,
     )
 
 
@@ -66,14 +68,14 @@ def test_prepared_amounts_are_their_logarithm_and_come_back(tmp_path: Path) -> N
     assert auto.target_log == log.target_log and not none.target_log
     assert len({facts.folder for facts in (auto, log, none)}) == 3
     assert auto.fingerprint != none.fingerprint
-    kept, plain = load(auto), load(none)
+    kept, plain = load_arrays(auto), load_arrays(none)
     assert abs(float(kept.train_y.mean())) < 1e-5 and abs(float(kept.train_y.std()) - 1) < 1e-5
     for found, so in ((kept.train_y, plain.train_y), (kept.val_y, plain.val_y)):
         units = {"offset": auto.target_offset, "scale": auto.target_scale, "log": auto.target_log}
         so = so * np.array(none.target_scale) + np.array(none.target_offset)
-        back = in_units(np.asarray(found, dtype=np.float64), **units)
+        back = restore_units(np.asarray(found, dtype=np.float64), **units)
         np.testing.assert_allclose(back, so, rtol=1e-5, atol=1e-5)
-    assert np.isfinite(in_units(np.array([[1e6]]), offset=0.0, scale=1.0, log=(1.0,))).all()
+    assert np.isfinite(restore_units(np.array([[1e6]]), offset=0.0, scale=1.0, log=(1.0,))).all()
 
 
 @pytest.mark.parametrize(
@@ -107,8 +109,8 @@ def test_metrics_and_predictions_are_in_the_targets_units_and_better_than_withou
         metrics = {"metrics": {"mine": f"{__name__}:absolute"}}
         config = _config(folder, HEAVY, train=metrics, target_transform=choice)
         found[choice] = _trained(folder, config)
-        data = prepare(config.data)
-        held = np.asarray(load(data).val_x) * np.array(data.scale) + np.array(data.offset)
+        data = prepare_dataset(config.data)
+        held = np.asarray(load_arrays(data).val_x) * np.array(data.scale) + np.array(data.offset)
         rows = np.array([np.abs(X - row).sum(1).argmin() for row in held])
         told = predictor.load(folder / "model").predict(held)["prediction"]
         for name, figure in (("val/mae", mean_absolute_error), ("val/r2", r2_score)):

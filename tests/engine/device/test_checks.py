@@ -5,16 +5,23 @@ import re
 import pytest
 
 from tasks.engine.device.checks import (
-    all_checks,
+    FULL,
+    Adapter,
+    Driver,
+    Gpu,
+    Holder,
+    Machine,
+    check_architecture,
     check_build,
+    check_compute,
     check_cuda_version,
     check_driver,
     check_gpu,
+    check_memory,
     check_pytorch,
     check_visible,
+    run_checks,
 )
-from tasks.engine.device.gpu_checks import FULL, check_architecture, check_compute, check_memory
-from tasks.engine.device.machine_facts import Adapter, Driver, Gpu, Holder, Machine
 
 GIB = 1024**3
 UUIDS = ("GPU-aaaa1111", "GPU-aaaa2222", "MIG-bbbb")
@@ -177,12 +184,12 @@ def test_check_gives_finding_and_remedy(check, ok, said):
 
 def test_questions_are_about_the_vendor_that_pytorch_is_built_for():
     laptop = Machine("2.13.0", adapters=(NVIDIA, AMD), built={"rocm": "7.1"})
-    build = next(c for c in all_checks(laptop) if c.name == "build")
+    build = next(c for c in run_checks(laptop) if c.name == "build")
     assert build.ok and "ROCm 7.1" in build.finding
 
 
 def test_absent_gpu_has_no_driver_to_miss_but_a_build_when_asked_for():
-    checks = {c.name: c.ok for c in all_checks(Machine("2.13.0+cpu"), "cuda")}
+    checks = {c.name: c.ok for c in run_checks(Machine("2.13.0+cpu"), "cuda")}
     assert checks == {
         "gpu": False,
         "driver": None,
@@ -195,7 +202,7 @@ def test_absent_gpu_has_no_driver_to_miss_but_a_build_when_asked_for():
 
 def test_every_gpu_is_asked_about_architecture_memory_and_compute():
     gpus = tuple(Gpu(f"cuda:{i}", "cuda", i) for i in range(2))
-    names = [c.name for c in all_checks(Machine("2.13.0", gpus=gpus, built={"cuda": "13.0"}))]
+    names = [c.name for c in run_checks(Machine("2.13.0", gpus=gpus, built={"cuda": "13.0"}))]
     assert names[-6:] == [
         f"{what} cuda:{i}" for i in range(2) for what in ("architecture", "memory", "compute")
     ]

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tasks.engine.device.choice import Refusal, decide, name_problem, try_gpus
-from tasks.engine.device.machine_facts import Adapter, Driver, Gpu, Holder, Machine
+from tasks.engine.device.checks import Adapter, Driver, Gpu, Holder, Machine
+from tasks.engine.device.detection import Refusal, choose_device, find_name_problem, try_gpus
 
 GIB = 1024**3
 NVIDIA = Adapter("NVIDIA", "NVIDIA H200")
@@ -44,7 +44,7 @@ def tried(gpus, *, name="auto", broken=None, **seen):
 
 def test_auto_takes_the_gpu_with_the_most_free_memory_and_names_who_holds_the_other():
     seen = tried([gpu(0, 2, Holder(123, "python")), gpu(1, 70.1)])
-    facts = decide(seen, "auto")
+    facts = choose_device(seen, "auto")
     assert (facts.name, facts.kind, facts.index) == ("cuda:1", "cuda", 1)
     assert facts.reason == (
         "cuda:1, the GPU with the most free memory (70.1 of 80.0 GiB; "
@@ -60,7 +60,7 @@ def test_only_as_many_gpus_are_tried_as_needed():
 
 def test_auto_takes_the_next_best_where_the_best_does_not_compute():
     seen = tried([gpu(0, 20), gpu(1, 70)], broken={"cuda:1": "no kernel image"})
-    facts = decide(seen, "auto")
+    facts = choose_device(seen, "auto")
     assert facts.reason == (
         "cuda:0, the GPU with the most free memory of those that compute (20.0 of 80.0 GiB; "
         "cuda:1 failed to compute: no kernel image)"
@@ -69,21 +69,23 @@ def test_auto_takes_the_next_best_where_the_best_does_not_compute():
 
 
 def test_auto_falls_back_to_the_cpu_where_no_gpu_computes_and_says_what_each_raised():
-    facts = decide(tried([gpu(0, 70)], broken={"cuda:0": "unspecified launch failure"}), "auto")
+    facts = choose_device(
+        tried([gpu(0, 70)], broken={"cuda:0": "unspecified launch failure"}), "auto"
+    )
     assert (facts.name, facts.fell_back, facts.runtime) == ("cpu", True, None)
     assert "cpu, because cuda:0 failed a small product: unspecified launch" in facts.reason
 
 
 def test_full_gpu_is_the_reason_rather_than_the_error_it_causes():
     full = gpu(0, 0.1, Holder(123, "python"))
-    facts = decide(tried([full], broken={"cuda:0": "CUDA out of memory"}), "auto")
+    facts = choose_device(tried([full], broken={"cuda:0": "CUDA out of memory"}), "auto")
     assert facts.reason.startswith(
         "cpu, because cuda:0 has 0.1 of 80.0 GiB free, held by pid 123 python; end the"
     )
 
 
 def test_single_gpu_is_the_only_one():
-    facts = decide(tried([gpu(0, 79)], drivers={"NVIDIA": Driver(version="580.1")}), "auto")
+    facts = choose_device(tried([gpu(0, 79)], drivers={"NVIDIA": Driver(version="580.1")}), "auto")
     assert facts.reason == "cuda:0, the only GPU here (79.0 of 80.0 GiB free)"
     assert (facts.runtime, facts.driver_version) == ("CUDA 13.0", "580.1")
 
@@ -115,26 +117,28 @@ def test_single_gpu_is_the_only_one():
     ],
 )
 def test_gpu_that_cannot_be_used_is_named_in_the_reason_with_its_remedy(seen, reason):
-    facts = decide(machine(adapters=(NVIDIA,), **seen), "auto")
+    facts = choose_device(machine(adapters=(NVIDIA,), **seen), "auto")
     assert facts.fell_back
     assert re.match(reason, facts.reason)
 
 
 def test_no_gpu_at_all_is_no_fall_back():
-    facts = decide(machine(built={}), "auto")
+    facts = choose_device(machine(built={}), "auto")
     assert facts.reason == "cpu, since no NVIDIA, AMD, Intel or Apple GPU was found"
     assert (facts.fell_back, facts.model, facts.bf16) == (False, "Test CPU", False)
 
 
 def test_named_gpu_is_taken_though_another_has_more_free_memory():
     seen = tried([gpu(0, 20), gpu(1, 70)], name="cuda:0")
-    assert decide(seen, "cuda:0").reason == ("cuda:0, as device.name asks (20.0 of 80.0 GiB free)")
+    assert choose_device(seen, "cuda:0").reason == (
+        "cuda:0, as device.name asks (20.0 of 80.0 GiB free)"
+    )
     assert seen.gpus[1].computes is None
 
 
 def test_rocm_is_cuda_to_torch_and_found_under_both_names():
     for name in ("auto", "rocm", "rocm:0", "cuda:0"):
-        facts = decide(
+        facts = choose_device(
             tried([gpu(0, 70, kind="rocm")], name=name, kind="rocm", built={"rocm": "7.1.5"}), name
         )
         assert (facts.name, facts.kind, facts.runtime) == ("cuda:0", "rocm", "ROCm 7.1")
@@ -143,13 +147,13 @@ def test_rocm_is_cuda_to_torch_and_found_under_both_names():
 
 def test_mps_has_no_index_and_runs_on_metal():
     seen = tried([gpu(0, 70, kind="mps")], name="mps", built={"mps": ""})
-    facts = decide(seen, "mps")
+    facts = choose_device(seen, "mps")
     assert (facts.name, facts.index, facts.runtime) == ("mps", None, "Metal")
 
 
 def test_xpu_tells_its_own_driver_version():
     card = replace(gpu(1, 70, kind="xpu"), driver_version="1.6.31")
-    facts = decide(tried([card], name="xpu", built={"xpu": "20250302"}), "xpu")
+    facts = choose_device(tried([card], name="xpu", built={"xpu": "20250302"}), "xpu")
     assert (facts.name, facts.runtime, facts.driver_version) == (
         "xpu:1", "oneAPI 20250302", "1.6.31",
     )  # fmt: skip
@@ -180,7 +184,7 @@ def test_xpu_tells_its_own_driver_version():
     ],
 )
 def test_named_device_that_cannot_be_had_says_what_can(name, seen, said):
-    refusal = decide(seen, name)
+    refusal = choose_device(seen, name)
     assert isinstance(refusal, Refusal) and refusal.checks
     assert re.match(f"device.name: {said}", refusal.text)
 
@@ -189,13 +193,13 @@ def test_named_device_that_cannot_be_had_says_what_can(name, seen, said):
     "name", ["", "gpu", "cpu:3", "mps:0", "cuda:", "cuda:-1", "cuda:abc", "cuda:\u00b2", "meta"]
 )
 def test_name_of_no_known_form_is_refused(name):
-    assert re.match(r"device.name: must be auto, cuda, .* \(got ", name_problem(name))
+    assert re.match(r"device.name: must be auto, cuda, .* \(got ", find_name_problem(name))
 
 
 def test_require_gpu_refuses_the_cpu_with_the_reason():
     broken = tried([gpu(0, 70)], broken={"cuda:0": "ECC error"})
     said = "device.require: must be a GPU, .*ECC error. Try again"
-    assert re.match(said, decide(broken, "auto", require="gpu").text)
+    assert re.match(said, choose_device(broken, "auto", require="gpu").text)
     said = "device.require: gpu refuses device.name cpu"
-    assert re.match(said, decide(broken, "cpu", require="gpu").text)
-    assert decide(tried([gpu(0, 70)]), "auto", require="gpu").name == "cuda:0"
+    assert re.match(said, choose_device(broken, "cpu", require="gpu").text)
+    assert choose_device(tried([gpu(0, 70)]), "auto", require="gpu").name == "cuda:0"

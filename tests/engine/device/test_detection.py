@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tasks.engine.device.choice import decide
+from tasks.engine.device.checks import Machine
 from tasks.engine.device.detection import (
     DeviceError,
-    check_limit,
-    compute,
-    detect,
-    explain,
-    limit,
+    cap_device_memory,
+    check_memory_limit,
+    choose_device,
+    detect_best_device,
+    explain_choice,
+    find_compute_problem,
     resolve_precision,
 )
-from tasks.engine.device.machine_facts import Machine
-from tasks.engine.device.probe import look
+from tasks.engine.device.probe import probe_machine
 
 GIB = 1024**3
-CPU = decide(Machine("2.13.0+cpu", cpu_model="Test CPU", ram_total_bytes=16 * GIB), "cpu")
+CPU = choose_device(Machine("2.13.0+cpu", cpu_model="Test CPU", ram_total_bytes=16 * GIB), "cpu")
 H200 = replace(CPU, name="cuda:0", kind="cuda", index=0, total_bytes=80 * GIB, bf16=True, tf32=True)
 V100 = replace(H200, bf16=False, tf32=False, model="Tesla V100")
 A770 = replace(H200, name="xpu:0", kind="xpu", tf32=False)
@@ -33,7 +33,7 @@ needs_cpu_only = pytest.mark.skipif(
 
 def test_cpu_asked_for_is_taken_without_a_look_at_gpus(monkeypatch):
     monkeypatch.delattr(torch.accelerator, "current_accelerator")  # whoever asks for a GPU fails
-    facts = detect("cpu")
+    facts = detect_best_device("cpu")
     assert (facts.name, facts.reason) == ("cpu", "cpu, as device.name asks")
     assert facts.total_bytes == psutil.virtual_memory().total
     assert 0 < facts.free_bytes <= facts.total_bytes
@@ -43,39 +43,39 @@ def test_cpu_asked_for_is_taken_without_a_look_at_gpus(monkeypatch):
 
 @needs_cpu_only
 def test_this_machine_without_a_gpu_gets_the_cpu_for_a_true_reason():
-    facts = detect()
+    facts = detect_best_device()
     assert facts.name == "cpu"
     first = next(c for c in facts.checks if c.ok is not True)
     assert first.finding in facts.reason
-    assert facts.fell_back == bool(look(os.environ).adapters)
+    assert facts.fell_back == bool(probe_machine(os.environ).adapters)
 
 
 @needs_cpu_only
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build")
 def test_cuda_on_a_cpu_build_says_that_the_build_is_the_problem():
     with pytest.raises(DeviceError, match="^device.name: cuda is not here; .* without CUDA.*build"):
-        detect("cuda")
+        detect_best_device("cuda")
 
 
 @needs_cpu_only
 def test_detect_raises_what_the_choice_refuses():
     with pytest.raises(DeviceError, match="^device.name: must be auto, cuda, "):
-        detect("cpu:3")
+        detect_best_device("cpu:3")
     with pytest.raises(DeviceError, match="^device.require: must be a GPU, .*only the cpu: "):
-        detect(require="gpu")
+        detect_best_device(require="gpu")
 
 
 @needs_cpu_only
 def test_explain_ends_with_the_choice_and_does_not_raise_without_a_gpu():
-    assert explain()[:-1] == detect().checks
-    assert explain()[-1].name == "choice" and explain()[-1].ok
-    refused = explain("cuda:7")[-1]
+    assert explain_choice()[:-1] == detect_best_device().checks
+    assert explain_choice()[-1].name == "choice" and explain_choice()[-1].ok
+    refused = explain_choice("cuda:7")[-1]
     assert refused.ok is False and refused.finding.startswith("device.name: cuda:7 is not here")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_small_product_is_exact_in_every_dtype(dtype):
-    assert compute("cpu", dtype) == ""
+    assert find_compute_problem("cpu", dtype) == ""
 
 
 class FirstProductWrong(TorchDispatchMode):
@@ -93,7 +93,10 @@ class FirstProductWrong(TorchDispatchMode):
 
 def test_device_that_computes_wrongly_is_not_believed():
     with FirstProductWrong():
-        assert compute("cpu", torch.float32) == "its product of two 64x64 matrices is off by 2"
+        assert (
+            find_compute_problem("cpu", torch.float32)
+            == "its product of two 64x64 matrices is off by 2"
+        )
 
 
 @needs_cpu_only
@@ -104,11 +107,11 @@ def test_a_full_device_is_told_in_words_of_ours(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has")
 
     monkeypatch.setattr(torch.Tensor, "to", full)
-    assert compute("cuda:0", torch.float32) == "its memory is full"
+    assert find_compute_problem("cuda:0", torch.float32) == "its memory is full"
 
 
 def test_device_that_cannot_compute_says_what_it_raised():
-    assert "CUDA" in compute("cuda:0", torch.float32)
+    assert "CUDA" in find_compute_problem("cuda:0", torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -155,13 +158,13 @@ def test_precision_that_the_device_lacks_is_refused(asked, facts, said):
 )
 def test_limit_that_cannot_be_kept_is_refused(facts, limit_mib, said):
     with pytest.raises(DeviceError, match=f"^memory.limit_mib: {said}"):
-        check_limit(facts, limit_mib)
+        check_memory_limit(facts, limit_mib)
 
 
 def test_no_limit_is_nothing_to_do_anywhere():
     for facts in (CPU, H200):
-        check_limit(facts, None)
-        limit(facts, None)()
+        check_memory_limit(facts, None)
+        cap_device_memory(facts, None)()
 
 
 @pytest.mark.parametrize(
@@ -183,12 +186,12 @@ def test_limit_is_a_share_of_the_device_and_what_there_was_comes_back(
     )
     name = "set_per_process_memory_fraction"
     monkeypatch.setattr(backend, name, lambda *args: seen.append(args), raising=False)
-    limit(facts, 40 * 1024.0)()
+    cap_device_memory(facts, 40 * 1024.0)()
     assert [call[1:] for call in seen] == [call[1:] for call in calls]
     # Half a byte more than asked, see limit().
     assert [call[0] for call in seen] == pytest.approx([call[0] for call in calls], rel=1e-9)
 
 
 def test_a_cpu_may_have_a_limit_which_its_allocator_does_not_keep():
-    check_limit(replace(CPU, total_bytes=2**30), 1024.0)
-    limit(replace(CPU, total_bytes=2**30), 1.0)()
+    check_memory_limit(replace(CPU, total_bytes=2**30), 1024.0)
+    cap_device_memory(replace(CPU, total_bytes=2**30), 1.0)()

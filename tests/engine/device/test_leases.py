@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tasks.engine.device import leases
-from tasks.engine.device.leases import Busy, Leases
+from tasks.engine.device.leases import DevicesBusyError, Leases
 
 ROOT = Path(__file__).parent.parent.parent.parent
 HOLDS = """
@@ -60,7 +60,7 @@ def test_whoever_has_it_is_named_and_another_device_is_taken(tmp_path: Path) -> 
     first, second, third = (_leases(tmp_path, holder=f"run {i}") for i in range(3))
     assert first.take(["GPU-1", "GPU-2"]) == "GPU-1"
     assert second.take(["GPU-1", "GPU-2"]) == "GPU-2"
-    with pytest.raises(Busy, match="^GPU-1 is held by run 0; GPU-2 is held by run 1$"):
+    with pytest.raises(DevicesBusyError, match="^GPU-1 is held by run 0; GPU-2 is held by run 1$"):
         third.take(["GPU-1", "GPU-2"])
     first.close()
     assert third.take(["GPU-1", "GPU-2"]) == "GPU-1"
@@ -84,7 +84,7 @@ time.sleep(100)
 def test_of_a_holder_that_is_killed_it_is_free_within_a_second(tmp_path: Path) -> None:
     process = _start(tmp_path, KEEPS)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
-    with pytest.raises(Busy):
+    with pytest.raises(DevicesBusyError):
         _leases(tmp_path).take(["GPU-1"])
     os.kill(process.pid, signal.SIGKILL)
     began = time.monotonic()
@@ -109,7 +109,7 @@ def test_who_comes_first_is_served_first_and_the_dead_are_passed_over(tmp_path: 
     waiting[0].kill()
     mine.close()
     late = _leases(tmp_path, wait_s=0.0)
-    with pytest.raises(Busy):  # though it may be free for a moment
+    with pytest.raises(DevicesBusyError):  # though it may be free for a moment
         late.take(["GPU-1"])
     assert waiting[1].stdout is not None and waiting[1].stdout.readline() == "held\n"
     waiting[1].kill()
@@ -162,7 +162,7 @@ def test_a_folder_that_another_user_has_made_is_refused_in_a_sentence(
     os.chown(place, ANOTHER, ANOTHER, follow_symlinks=False)
     with pytest.raises(OSError, match="another user's.*chmod 1777.*HEADROOM_LEASES.*/leases"):
         _leases(shared).take(["GPU-1"])
-    assert leases.files(place, "*.run") == [] and [*own.iterdir()] == [own / "1.run"]
+    assert leases.list_trusted_files(place, "*.run") == [] and [*own.iterdir()] == [own / "1.run"]
 
 
 @needs_root
@@ -172,7 +172,7 @@ def test_users_of_a_host_see_each_other_s_leases(shared: Path) -> None:
     another = _start(shared, KEEPS.replace("leases = Leases(", become))
     assert another.stdout is not None and another.stdout.readline() == "held\n"
     assert (shared / "leases").stat().st_uid == ANOTHER
-    with pytest.raises(Busy, match="^GPU-1 is held by it$"):
+    with pytest.raises(DevicesBusyError, match="^GPU-1 is held by it$"):
         _leases(shared).take(["GPU-1"])
     another.kill()
     another.communicate()
@@ -188,13 +188,13 @@ def test_leases_lie_where_all_users_find_them(
     monkeypatch.setattr(leases, "SHARED", (str(tmp_path), "/nowhere", "/tmp"))
     about = os.stat("/tmp")
     is_usual = about.st_uid == 0 and about.st_mode & 0o1777 == 0o1777
-    assert leases.folder() == Path("/tmp" if is_usual else tmp_path, "headroom-leases")
+    assert leases.find_lease_folder() == Path("/tmp" if is_usual else tmp_path, "headroom-leases")
     monkeypatch.setattr(leases, "SHARED", ())
-    assert leases.folder() == tmp_path / "headroom-leases"
+    assert leases.find_lease_folder() == tmp_path / "headroom-leases"
 
 
 def test_what_a_holder_wrote_breaks_no_line(tmp_path: Path) -> None:
     first = _leases(tmp_path, holder="\x1b[2Jit\nfailed: all")
     first.take(["GPU-1"])
-    with pytest.raises(Busy, match=r"^GPU-1 is held by \[2Jit failed: all$"):
+    with pytest.raises(DevicesBusyError, match=r"^GPU-1 is held by \[2Jit failed: all$"):
         _leases(tmp_path).take(["GPU-1"])

@@ -7,10 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.engine.device.checks import all_checks
-from tasks.engine.device.machine_facts import Adapter, Holder
+from tasks.engine.device.checks import Adapter, Holder, run_checks
 from tasks.engine.device.nvml import Nvml, read_nvml
-from tasks.engine.device.probe import cuda_gpu, drivers, look, pci_adapters
+from tasks.engine.device.probe import find_drivers, find_pci_adapters, make_cuda_gpu, probe_machine
 
 GIB = 1024**3
 
@@ -28,7 +27,7 @@ def test_pci_shows_display_controllers_and_amd_accelerators_only(tmp_path):
         (tmp_path / name / "vendor").write_text(vendor + "\n")
         (tmp_path / name / "class").write_text(kind + "\n")
     (tmp_path / "0000:05:00.0").mkdir()  # unplugged
-    assert pci_adapters(tmp_path) == (
+    assert find_pci_adapters(tmp_path) == (
         Adapter("NVIDIA", "PCI 0000:01:00.0"),
         Adapter("AMD", "PCI 0000:02:00.0"),
     )
@@ -42,7 +41,7 @@ def test_driver_versions_are_read_from_the_kernel(tmp_path):
     (tmp_path / "sys/module/amdgpu").mkdir(parents=True)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/kfd").write_text("")
-    found = drivers(tmp_path, Nvml(error="not here"))
+    found = find_drivers(tmp_path, Nvml(error="not here"))
     assert (found["NVIDIA"].version, found["NVIDIA"].loaded) == ("580.95.05", True)
     assert (found["AMD"].version, found["AMD"].loaded) == (None, True)
     assert list(found["AMD"].nodes.values()) == [True]
@@ -111,7 +110,7 @@ def test_gpus_are_matched_with_nvml_by_uuid_and_never_by_index():
     props = types.SimpleNamespace(
         uuid="uuid-1", name="NVIDIA H200", major=9, minor=0, total_memory=79 * GIB
     )
-    found = cuda_gpu(0, props, read_nvml(fake_nvml()), hip=False)
+    found = make_cuda_gpu(0, props, read_nvml(fake_nvml()), hip=False)
     assert (found.uuid, found.free_bytes, len(found.holders)) == ("GPU-uuid-1", GIB, 2)
     assert (found.arch, found.bf16, found.tf32, found.kind) == ("sm_90", True, True, "cuda")
 
@@ -124,12 +123,12 @@ def test_amd_computes_in_bf16_where_it_has_matrix_instructions_for_it(gfx, bf16)
     props = types.SimpleNamespace(
         uuid="uuid-1", name="AMD", major=9, minor=4, total_memory=GIB, gcnArchName=gfx
     )
-    found = cuda_gpu(0, props, nvml, hip=True)
+    found = make_cuda_gpu(0, props, nvml, hip=True)
     assert (found.bf16, found.tf32, found.kind) == (bf16, False, "rocm")
     assert found.arch == gfx.split(":")[0]
 
 
 def test_only_the_variables_that_hide_gpus_are_kept():
-    seen = look({"CUDA_VISIBLE_DEVICES": "0", "SECRET": "x"}, touch=False)
+    seen = probe_machine({"CUDA_VISIBLE_DEVICES": "0", "SECRET": "x"}, touch=False)
     assert seen.env == {"CUDA_VISIBLE_DEVICES": "0"}
-    assert seen.gpus == () and all_checks(seen)
+    assert seen.gpus == () and run_checks(seen)

@@ -19,9 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import wrap_torch_function
 
-from tasks.engine.diagnosis.explain import explained
-from tasks.engine.diagnosis.tensor_names import reached
-from tasks.engine.diagnosis.traceback_frames import own_line
+from tasks.engine.diagnosis.explain import describe_own_line, explain_failure
+from tasks.engine.diagnosis.tensor_names import find_reachable
 from tasks.engine.memory.memory_meter import clear_frames
 
 META = torch.device("meta")
@@ -574,7 +573,7 @@ KINDS = {"device": DEVICES, "dtype": DTYPES, "shape": SHAPES, "call": CALLS}
 )
 def test_a_mistake_is_told_by_the_names_of_its_tensors(case: _Case) -> None:
     error, model = _raised(case)
-    told = explained(error, model, case.batch, partial(_run, case, model))
+    told = explain_failure(error, model, case.batch, partial(_run, case, model))
     assert told is not None, f"{type(error).__name__}: {error}"
     at = 0
     for words in case.said:
@@ -623,7 +622,7 @@ def test_what_only_gpus_say_is_known_as_a_mistake_with_devices(text: str) -> Non
     model = _Does(_saying(text), scale=torch.ones(3), fc=nn.Linear(3, 3)).to(META)
     with pytest.raises(RuntimeError) as caught:
         model(XM)
-    told = explained(caught.value, model, (XM, YM), lambda: model(XM)) or ""
+    told = explain_failure(caught.value, model, (XM, YM), lambda: model(XM)) or ""
     assert told.startswith("model.name: tensors on different devices met in refuse in the model")
     assert ": self.scale (plain tensor scale) is on cpu, x (the batch's inputs) is on meta" in told
     assert text[:60] in told
@@ -634,7 +633,7 @@ def test_half_against_float_weights_on_a_gpu_is_a_mistake_with_dtypes() -> None:
     model = _Does(_saying(text + "the same"), scale=torch.ones(3).half(), fc=nn.Linear(3, 3))
     with pytest.raises(RuntimeError) as caught:
         model(X)
-    told = explained(caught.value, model, (X, Y), lambda: model(X)) or ""
+    told = explain_failure(caught.value, model, (X, Y), lambda: model(X)) or ""
     assert told.startswith("model.name: PyTorch refused self.scale (plain tensor scale) float16")
     assert "the model is float32: make self.scale (plain tensor scale) so, or convert" in told
 
@@ -644,7 +643,7 @@ def test_a_device_that_failed_for_good_is_not_asked_and_names_the_way_to_the_lin
     model = _Does(_saying(text), scale=torch.ones(3))
     with pytest.raises(RuntimeError) as caught:
         model(X)
-    told = explained(caught.value, model, (X, Y), lambda: model(X)) or ""
+    told = explain_failure(caught.value, model, (X, Y), lambda: model(X)) or ""
     assert "an index or a label is out of range on the GPU" in told
     assert "device.name: cpu" in told
     assert "\n" not in told
@@ -686,8 +685,8 @@ def test_an_error_of_another_kind_is_not_explained(does: Forward) -> None:
     model = _Does(does, inner=nn.Linear(3, 2), scale=torch.ones(3))
     with pytest.raises(Exception, match=".") as caught:
         model(X)
-    assert explained(caught.value, model, (X, Y), lambda: model(X)) is None
-    assert "test_explain.py:" in (own_line(caught.value) or "")
+    assert explain_failure(caught.value, model, (X, Y), lambda: model(X)) is None
+    assert "test_explain.py:" in (describe_own_line(caught.value) or "")
 
 
 def test_the_own_line_is_the_users_line_and_not_that_of_pytorch_or_a_package(
@@ -708,7 +707,7 @@ def test_the_own_line_is_the_users_line_and_not_that_of_pytorch_or_a_package(
     try:
         with pytest.raises(RuntimeError) as caught:
             model(X)
-        told = explained(caught.value, model, (X, Y), lambda: model(X)) or ""
+        told = explain_failure(caught.value, model, (X, Y), lambda: model(X)) or ""
     finally:
         del sys.modules["a_net"], sys.modules["a_library"]
     both = "a_net.py:7 `return a_library.multiply(x, w=x[:])` (in it site-packages/a_library.py:2 "
@@ -723,8 +722,8 @@ def test_the_own_line_is_silent_where_no_code_of_the_user_ran() -> None:
     with pytest.raises(RuntimeError) as caught:
         model(X)
     caught.value.__traceback__ = caught.tb.tb_next  # what called the project is not at fault
-    assert own_line(caught.value) is None
-    told = explained(caught.value, model, (X, Y), partial(model, X)) or ""
+    assert describe_own_line(caught.value) is None
+    told = explain_failure(caught.value, model, (X, Y), partial(model, X)) or ""
     assert "(buffer scale) float32 (4,) in div in the model (Standardize); sizes must be" in told
 
 
@@ -737,7 +736,7 @@ def test_the_place_is_told_of_an_error_that_stands_for_another() -> None:
             raise RuntimeError("in other words") from error
     caught.value.__traceback__ = None
     model = _Does(lambda self, x: x @ x)
-    told = explained(caught.value, model, (X, Y), lambda: model(X)) or ""
+    told = explain_failure(caught.value, model, (X, Y), lambda: model(X)) or ""
     assert "`model = _Does(lambda self, x: x @ x)`" in told
 
 
@@ -747,7 +746,7 @@ def test_a_part_of_a_batch_is_known_as_its_entry() -> None:
     with pytest.raises(RuntimeError) as caught:
         model(rows.split(4)[1])
     assert "input (the batch's inputs) float32 (4, 3)" in (
-        explained(caught.value, model, (rows, Y), lambda: model(rows.split(4)[1])) or ""
+        explain_failure(caught.value, model, (rows, Y), lambda: model(rows.split(4)[1])) or ""
     )
 
 
@@ -760,7 +759,7 @@ def test_nothing_is_kept_that_a_layer_held() -> None:
     except RuntimeError as raised:
         error = raised
     assert error is not None
-    assert explained(error, model, (x, YM), partial(model, x)) is not None
+    assert explain_failure(error, model, (x, YM), partial(model, x)) is not None
     clear_frames(error)
     del model, x
     gc.collect()
@@ -777,7 +776,7 @@ def test_the_variables_of_a_function_that_still_runs_are_not_kept_by_looking_at_
         error = raised
     assert error is not None
     assert "the batch's targets float32 (2,) in cross_entropy" in (
-        explained(error, model, (X, y), partial(functional.cross_entropy, out, y)) or ""
+        explain_failure(error, model, (X, y), partial(functional.cross_entropy, out, y)) or ""
     )
     clear_frames(error)
     del out, y
@@ -810,7 +809,7 @@ def test_explaining_runs_no_code_of_the_user() -> None:
     with pytest.raises(RuntimeError) as caught:
         model(X)
     assert "layer fc (Linear(in_features=4, out_features=2" in (
-        explained(caught.value, model, (X, Y), lambda: model(X)) or ""
+        explain_failure(caught.value, model, (X, Y), lambda: model(X)) or ""
     )
 
 
@@ -819,7 +818,7 @@ def test_many_tensors_that_stay_behind_are_counted() -> None:
     model = _Does(lambda self, x: self.fc(x) + self.table0, fc=nn.Linear(3, 3), **held).to(META)
     with pytest.raises(RuntimeError) as caught:
         model(XM)
-    told = explained(caught.value, model, (XM, YM), lambda: model(XM)) or ""
+    told = explain_failure(caught.value, model, (XM, YM), lambda: model(XM)) or ""
     assert "model: table1, table2, table3, table4, table5 and 3 more (PyTorch" in told
 
 
@@ -829,7 +828,7 @@ def test_a_scripted_model_and_a_batch_of_no_tensors_are_told_without_a_traceback
         scripted = torch.jit.script(model)
     with pytest.raises(RuntimeError) as caught:
         scripted(X)
-    told = explained(caught.value, scripted, (None, None), lambda: scripted(X)) or ""
+    told = explain_failure(caught.value, scripted, (None, None), lambda: scripted(X)) or ""
     assert told.startswith("model.name: PyTorch refused X float32 (2, 3) in the model ")
     assert " in the model (RecursiveScriptModule), " in told
     assert "the batch: no tensors" in told
@@ -842,7 +841,7 @@ def test_a_batch_beside_fake_tensors_is_not_read() -> None:
         ids = torch.zeros(2, 3, dtype=torch.int64)
         with pytest.raises(RuntimeError) as caught:
             model(ids)
-        told = explained(caught.value, model, (ids, Y), lambda: model(ids)) or ""
+        told = explain_failure(caught.value, model, (ids, Y), lambda: model(ids)) or ""
     assert "the input float32 (2, 3, 2) in layer 1 (Linear(in_features=4, out_features=2" in told
 
 
@@ -854,4 +853,4 @@ def test_an_object_that_calls_something_else_its_modules_is_looked_into() -> Non
             self._modules = ()
             self.kept = torch.ones(2)
 
-    assert dict(reached([("state", State())], set()))["state.kept"].tolist() == [1.0, 1.0]
+    assert dict(find_reachable([("state", State())], set()))["state.kept"].tolist() == [1.0, 1.0]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from tasks.engine.base.import_paths import ends_told
-from tasks.engine.diagnosis.explain import explained
+from tasks.engine.base.import_paths import forbid_exit
+from tasks.engine.diagnosis.explain import explain_failure
 
 META = torch.device("meta")
 X, Y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
@@ -63,7 +63,7 @@ class _Times(nn.Module):
 def _told(model: nn.Module, x: Tensor = X, y: Tensor = Y) -> str:
     with pytest.raises(RuntimeError) as caught:
         model(x)
-    return explained(caught.value, model, (x, y), lambda: model(x)) or ""
+    return explain_failure(caught.value, model, (x, y), lambda: model(x)) or ""
 
 
 def test_of_several_products_in_a_line_the_tensors_of_the_one_that_failed_are_told() -> None:
@@ -90,7 +90,7 @@ def test_what_the_second_run_raises_while_the_first_error_is_handled_is_its_own(
     try:
         model(X)
     except RuntimeError as error:
-        told = explained(error, model, (X, Y), lambda: model(X)) or ""
+        told = explain_failure(error, model, (X, Y), lambda: model(X)) or ""
     assert "a tensor made there float32 (2, 4), self.b (plain tensor b) float32 (5, 5) in" in told
 
 
@@ -130,7 +130,7 @@ class _Rows(Dataset[Tensor]):
         return 2
 
 
-@ends_told
+@forbid_exit
 def _left() -> None:
     raise SystemExit(3)
 
@@ -141,7 +141,9 @@ def test_nothing_runs_again_for_what_a_data_loader_or_this_project_raises() -> N
     for fails in (lambda: next(iter(DataLoader(_Rows()))), _left):
         with pytest.raises((RuntimeError, ValueError)) as caught:
             fails()
-        assert explained(caught.value, nn.Linear(3, 2), (X, Y), lambda: calls.append(1)) is None
+        assert (
+            explain_failure(caught.value, nn.Linear(3, 2), (X, Y), lambda: calls.append(1)) is None
+        )
     assert calls == []
 
 
@@ -165,7 +167,7 @@ def test_nothing_runs_again_for_memory_a_lost_device_or_what_is_no_mistake(
     error: Exception,
 ) -> None:
     calls: list[int] = []
-    explained(error, nn.Linear(3, 2), (X, Y), lambda: calls.append(1))
+    explain_failure(error, nn.Linear(3, 2), (X, Y), lambda: calls.append(1))
     assert calls == []
 
 
@@ -198,6 +200,6 @@ def test_a_compiled_model_runs_again_as_it_is_written() -> None:
     compiled = torch.compile(model, backend="eager")
     with pytest.raises(RuntimeError) as caught:
         compiled(X)
-    told = explained(caught.value, model, (X, Y), lambda: compiled(X)) or ""
+    told = explain_failure(caught.value, model, (X, Y), lambda: compiled(X)) or ""
     assert "`return (x @ self.a) @ self.b`" in told
     assert "self.b (plain tensor b) float32 (5, 5) in matmul in the model (_Products)" in told

@@ -19,25 +19,28 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
-from tasks.engine.checkpoint import checkpoint_files, sharded_files, sharded_reading
-from tasks.engine.checkpoint.checkpoint_files import Checkpoint, Damaged
-from tasks.engine.checkpoint.checkpoints import Checkpoints, Position
-from tasks.engine.checkpoint.host_copies import HostCopies
-from tasks.engine.checkpoint.nested_state import taken_apart
-from tasks.engine.checkpoint.training_state import Mismatch, Weights
-from tasks.engine.device.precision import autocast
+from tasks.engine.accounts.phases import Watched
+from tasks.engine.checkpoint import checkpoint_files, sharded_files
+from tasks.engine.checkpoint.checkpoint_files import Checkpoint, DamagedCheckpoint, flatten_state
+from tasks.engine.checkpoint.checkpoints import Checkpoints, TrainingPosition
+from tasks.engine.checkpoint.training_state import HostCopies, StateMismatch, Weights
+from tasks.engine.device.detection import make_autocast
 from tasks.engine.distributed.ranks import Ranks
-from tasks.engine.distributed.sharding import Sharded, sharded, units, whole_state
-from tasks.engine.distributed.shards import local
+from tasks.engine.distributed.sharding import (
+    ShardedModel,
+    find_shard_units,
+    gather_full_state,
+    shard_model,
+)
+from tasks.engine.distributed.shards import get_local_part
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.models import builtin
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import CheckpointConfig, OptimConfig, RunConfig
 from tasks.engine.step.build import make_optimizer
-from tasks.engine.step.micro_batches import Fixed
+from tasks.engine.step.micro_batches import SingleAttempt
 from tasks.engine.step.optimizer_step import Step
-from tasks.engine.step.phases import Watched
 from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -66,7 +69,7 @@ def _model(name: str) -> nn.Module:
     torch.manual_seed(1)
     if name == "tied":
         return _Tied()
-    model = builtin.build(name, input_shape=shape, outputs=outputs, args=args)
+    model = builtin.build_model(name, input_shape=shape, outputs=outputs, args=args)
     return model.to(memory_format=torch.channels_last) if name == "cnn" else model  # type: ignore[call-overload,no-any-return]
 
 
@@ -104,21 +107,21 @@ class _Run:
             if self.rank:
                 with torch.no_grad():  # whatever they were: all begin with those of the first
                     next(self.model.parameters()).zero_()
-            self.model = sharded(self.model, device=CPU, recompute=recompute)
+            self.model = shard_model(self.model, device=CPU, recompute=recompute)
         self.ranks = Ranks(self.rank, size)
         self.batch = x.chunk(size)[self.rank], y.chunk(size)[self.rank]
         config = RunConfig(optim=OptimConfig(name=optimizer, lr=1e-2, weight_decay=0.1))
         self.optimizer = make_optimizer(config.optim, self.model)
         parallel = None
         if size > 1:
-            parallel = Sharded(self.model, self.ranks, device=CPU, mark=lambda phase: None)
+            parallel = ShardedModel(self.model, self.ranks, device=CPU, mark=lambda phase: None)
         self.step = Step(
             compute=partial(_loss, parallel or self.model),
             optimizer=self.optimizer,
             scaler=torch.amp.GradScaler("cpu", enabled=precision == "fp16", init_scale=2.0**10),
-            autocast=autocast(precision, CPU),
+            autocast=make_autocast(precision, CPU),
             clip_norm=1.0,
-            micro=Fixed(micro),
+            micro=SingleAttempt(micro),
             mark=lambda phase: None,
             parallel=parallel,
         )
@@ -140,22 +143,24 @@ class _Run:
 
     def state(self, tensors: dict[str, Tensor]) -> Any:
         parts = {"model": Weights(self.model), "optimizer": self.optimizer}
-        return taken_apart({name: part.state() for name, part in parts.items()}, tensors)
+        return flatten_state({name: part.state() for name, part in parts.items()}, tensors)
 
     def save(self, folder: Path) -> None:
         tensors: dict[str, Tensor] = {}
         plain, how = self.state(tensors), {"step": SAVED, "about": {"by": self.ranks.size}}
         if self.ranks.is_alone:
-            checkpoint_files.write(folder, plain=plain, tensors=tensors, **how)  # type: ignore[arg-type]
+            checkpoint_files.write_checkpoint(folder, plain=plain, tensors=tensors, **how)  # type: ignore[arg-type]
         else:
-            part = sharded_files.part_of(tensors, is_lead=self.ranks.is_lead)
-            sharded_files.write_parts(folder, self.ranks, plain=plain, part=part, **how)  # type: ignore[arg-type]
+            part = sharded_files.select_rank_part(tensors, is_lead=self.ranks.is_lead)
+            sharded_files.write_sharded_checkpoint(
+                folder, self.ranks, plain=plain, part=part, **how
+            )  # type: ignore[arg-type]
 
     def mesh(self) -> DeviceMesh | None:
         return None if self.ranks.is_alone else init_device_mesh("cpu", (self.ranks.size,))
 
     def load(self, folder: Path) -> Checkpoint:
-        found = sharded_reading.read(folder, SAVED, self.ranks, mesh=self.mesh())
+        found = sharded_files.read_sharded_checkpoint(folder, SAVED, self.ranks, mesh=self.mesh())
         Weights(self.model).restore(found.state["model"])
         self.optimizer.restore(found.state["optimizer"])
         return found
@@ -187,10 +192,10 @@ def _refused(run: _Run, folder: Path, spoil: Callable[[Path], Any]) -> list[str]
         shutil.copytree(folder, copy)
         spoil(copy)
     try:
-        run.ranks.of_lead(None)
+        run.ranks.broadcast(None)
         run.load(copy)
-    except (Damaged, Mismatch) as error:
-        return run.ranks.all_of(f"{type(error).__name__}: {error}")
+    except (DamagedCheckpoint, StateMismatch) as error:
+        return run.ranks.all_gather(f"{type(error).__name__}: {error}")
     return []
 
 
@@ -216,7 +221,7 @@ def _mistakes(folder: Path) -> dict[str, Any]:
     }
     full = pytest.MonkeyPatch()
     if not run.ranks.is_lead:
-        full.setattr(sharded_files, "put_tensors", _disk_full)
+        full.setattr(sharded_files, "write_tensors", _disk_full)
     with full.context(), pytest.raises(OSError, match="^No space left on device$"):
         run.save(folder / "full")
     return told | {"full": sorted(p.suffix for p in (folder / "full").iterdir())}
@@ -244,15 +249,15 @@ def _left(folder: Path) -> int:
         for step in range(1, SAVED + 1):
             checkpoints.let_go_on()
             run.steps(1)
-            checkpoints.step_done(Position(step=step))
-        checkpoints.finish(Position(step=SAVED))
+            checkpoints.step_done(TrainingPosition(step=step))
+        checkpoints.finish(TrainingPosition(step=SAVED))
     return checkpoints.written
 
 
 def _resumed(folder: Path) -> list[float]:
     run = _Run("transformer")
     with closing(_checkpoints(run, folder, resumes=True)) as checkpoints:
-        assert checkpoints.resumed() == Position(step=SAVED)
+        assert checkpoints.resumed() == TrainingPosition(step=SAVED)
     return run.steps(STEPS - SAVED)
 
 
@@ -289,7 +294,7 @@ def _played(folder: Path) -> dict[str, Any]:
     run.judge()
     told["is shared out"] = all(hasattr(p, "device_mesh") for p in run.model.parameters())
     if not run.ranks.is_alone:
-        told["whole"], told["of whole"] = whole_state(run.model), run.judge()
+        told["whole"], told["of whole"] = gather_full_state(run.model), run.judge()
         told |= _mistakes(folder)
     return told
 
@@ -298,12 +303,12 @@ def _infinite() -> float:
     """How far a step of fp16 moves the weights where the last rank's gradients are infinite."""
     run = _Run("mlp", precision="fp16")
     run.steps(1)
-    before = [local(p).detach().clone() for p in run.optimizer.params]
+    before = [get_local_part(p).detach().clone() for p in run.optimizer.params]
     run.step.gradients(*run.batch, rows=ROWS)
     if run.rank == run.ranks.size - 1:
-        local(run.optimizer.params[-2].grad)[-1] = math.inf  # type: ignore[arg-type]
+        get_local_part(run.optimizer.params[-2].grad)[-1] = math.inf  # type: ignore[arg-type]
     run.step._update()
-    pairs = zip(before, map(local, run.optimizer.params), strict=True)
+    pairs = zip(before, map(get_local_part, run.optimizer.params), strict=True)
     return sum((one - other).abs().sum().item() for one, other in pairs)
 
 
@@ -385,7 +390,7 @@ def test_a_training_keeps_its_shares_while_it_goes_on(
 def test_nothing_of_a_checkpoint_is_pickled(folder: Path, three: Seen) -> None:
     kinds = {file.suffix for file in (folder / "transformer-3").iterdir()}
     assert kinds == {".json", ".safetensors"}
-    checkpoint_files.keep_only(folder / "linear-3", set())
+    checkpoint_files.remove_other_steps(folder / "linear-3", set())
     assert not list((folder / "linear-3").iterdir()), "files of ranks were left"
 
 
@@ -438,7 +443,7 @@ def test_the_whole_model_is_the_first_ranks_and_judges_as_its_parts_do(two: Seen
 
 
 def _units(model: nn.Module) -> list[str]:
-    found = set(map(id, units(model)))
+    found = set(map(id, find_shard_units(model)))
     return [name for name, module in model.named_modules() if id(module) in found]
 
 
@@ -460,4 +465,4 @@ def test_a_parameter_without_rows_is_refused() -> None:
     model = nn.Linear(2, 2)
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ConfigError, match="^train.parallel: fsdp shares out rows, and scale of"):
-        sharded(model, device=CPU, recompute=False)
+        shard_model(model, device=CPU, recompute=False)

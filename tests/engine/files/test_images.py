@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tasks.engine.data.preparation import check, load, prepare
+from tasks.engine.data.preparation import check_data, load_arrays, prepare_dataset
 from tasks.engine.data.sources import SOURCES
 from tasks.engine.files import images
-from tasks.engine.files.pixels import MOST_PIXELS, look, square
-from tasks.engine.files.source_data import DataError, Raw
-from tasks.engine.settings.data_config import DataConfig
+from tasks.engine.files.images import MOST_PIXELS, decode_square, inspect_image
+from tasks.engine.files.source_data import DataError, RawData
+from tasks.engine.settings.run_config import DataConfig
 
 RED, WHITE = (200, 10, 30), (255, 255, 255)
 
@@ -51,10 +51,10 @@ def _config(folder: Path, **more: Any) -> DataConfig:
     return DataConfig(source="images", path=str(folder), **given)
 
 
-def _read(config: DataConfig) -> Raw:
-    check(config)
+def _read(config: DataConfig) -> RawData:
+    check_data(config)
     read = SOURCES["images"].read(config)
-    assert isinstance(read, Raw)
+    assert isinstance(read, RawData)
     return read
 
 
@@ -78,9 +78,9 @@ def test_rows_are_in_the_order_of_classes_and_names_whichever_thread_is_first(pe
 
 
 def test_pixels_are_scaled_by_the_mean_and_deviation_of_all_of_them(pets: Path) -> None:
-    facts = prepare(_config(pets))
+    facts = prepare_dataset(_config(pets))
     assert (facts.input_shape, facts.class_names) == ((3, 8, 8), ("cat", "dog"))
-    arrays = load(facts)
+    arrays = load_arrays(facts)
     assert abs(arrays.train_x.mean()) < 1e-5 and abs(arrays.train_x.std() - 1) < 1e-5
     (offset,), (scale,) = facts.offset, facts.scale
     raw = arrays.train_x * scale + offset
@@ -95,7 +95,7 @@ def test_the_square_in_the_middle_is_kept(tmp_path: Path) -> None:
         (image.transpose(Image.Transpose.ROTATE_90), "t.png"),
     ):
         upright.save(tmp_path / name)
-        pixels = square(tmp_path / name, side=10, grey=False)
+        pixels = decode_square(tmp_path / name, side=10, grey=False)
         assert (pixels == np.array([0, 255, 0]).reshape(3, 1, 1)).all()
 
 
@@ -103,7 +103,7 @@ def test_resizing_is_bilinear(tmp_path: Path) -> None:
     image = _noise(12, 12)
     image.save(tmp_path / "a.png")
     wanted = image.resize((6, 6), Image.Resampling.BILINEAR)
-    pixels = square(tmp_path / "a.png", side=6, grey=False)
+    pixels = decode_square(tmp_path / "a.png", side=6, grey=False)
     assert (pixels == np.moveaxis(np.asarray(wanted), 2, 0)).all()
 
 
@@ -124,7 +124,7 @@ def test_a_photo_is_turned_upright_as_its_exif_says(tmp_path: Path, orientation:
     exif = Image.Exif()
     exif[0x0112] = orientation
     stored.save(tmp_path / "a.png", exif=exif)
-    pixels = square(tmp_path / "a.png", side=16, grey=False)
+    pixels = decode_square(tmp_path / "a.png", side=16, grey=False)
     assert (np.moveaxis(pixels, 0, 2) == np.asarray(upright)).all()
 
 
@@ -149,18 +149,18 @@ def test_what_is_transparent_lies_on_white(
     else:
         image = Image.new(mode, (8, 8), colour)
     image.save(tmp_path / "a.png")
-    pixels = square(tmp_path / "a.png", side=8, grey=False)
+    pixels = decode_square(tmp_path / "a.png", side=8, grey=False)
     assert pixels.reshape(3, -1).T.tolist() == [list(seen)] * 64
-    assert look(tmp_path / "a.png", 8).grey == (mode not in ("RGB", "RGBA"))
+    assert inspect_image(tmp_path / "a.png", 8).grey == (mode not in ("RGB", "RGBA"))
 
 
 def test_a_palette_with_a_transparent_colour_lies_on_white(tmp_path: Path) -> None:
     image = Image.new("P", (8, 8), 1)
     image.putpalette([0, 0, 0, *RED])
     image.save(tmp_path / "a.png", transparency=1)
-    assert (square(tmp_path / "a.png", side=8, grey=False) == 255).all()
+    assert (decode_square(tmp_path / "a.png", side=8, grey=False) == 255).all()
     image.save(tmp_path / "b.gif")
-    assert square(tmp_path / "b.gif", side=8, grey=False)[:, 3, 3].tolist() == list(RED)
+    assert decode_square(tmp_path / "b.gif", side=8, grey=False)[:, 3, 3].tolist() == list(RED)
 
 
 def test_there_is_one_channel_only_where_all_are_greyscale(pets: Path) -> None:
@@ -185,10 +185,12 @@ def test_a_large_jpeg_is_shrunk_while_it_is_decoded(tmp_path: Path) -> None:
     image = Image.fromarray(np.broadcast_to(ramp[:, None, None], (2048, 2048, 3)).copy())
     image.save(tmp_path / "a.jpg", quality=95)
     image.save(tmp_path / "b.jpg", quality=95, progressive=True)
-    plain, progressive = (look(tmp_path / name, 32).needed_bytes for name in ("a.jpg", "b.jpg"))
+    plain, progressive = (
+        inspect_image(tmp_path / name, 32).needed_bytes for name in ("a.jpg", "b.jpg")
+    )
     assert plain == 256 * 256 * 16 and progressive == plain + 2048 * 2048 * 6
     wanted = np.asarray(image.resize((32, 32), Image.Resampling.BILINEAR)).astype(int)
-    pixels = np.moveaxis(square(tmp_path / "a.jpg", side=32, grey=False), 0, 2)
+    pixels = np.moveaxis(decode_square(tmp_path / "a.jpg", side=32, grey=False), 0, 2)
     assert np.abs(pixels - wanted).max() <= 2
 
 
@@ -196,19 +198,19 @@ def test_a_large_jpeg_is_shrunk_while_it_is_decoded(tmp_path: Path) -> None:
 
 
 def test_a_changed_a_renamed_and_a_moved_image_make_other_prepared_data(pets: Path) -> None:
-    first = prepare(_config(pets))
-    again = prepare(_config(pets))
+    first = prepare_dataset(_config(pets))
+    again = prepare_dataset(_config(pets))
     assert again.reused and again.fingerprint == first.fingerprint
     found = {first.folder}
     _noise(20, 12, seed=9).save(pets / "cat" / "b.png")
-    found.add(prepare(_config(pets)).folder)
+    found.add(prepare_dataset(_config(pets)).folder)
     os.rename(pets / "cat" / "b.png", pets / "cat" / "c.png")
-    found.add(prepare(_config(pets)).folder)
+    found.add(prepare_dataset(_config(pets)).folder)
     _noise(20, 12, seed=5).save(pets / "cat" / "d.png")
-    found.add(prepare(_config(pets)).folder)
+    found.add(prepare_dataset(_config(pets)).folder)
     os.rename(pets / "cat" / "d.png", pets / "dog" / "d.png")
-    found.add(prepare(_config(pets)).folder)
-    found.add(prepare(_config(pets, image_size=12)).folder)
+    found.add(prepare_dataset(_config(pets)).folder)
+    found.add(prepare_dataset(_config(pets, image_size=12)).folder)
     assert len(found) == 6
 
 
@@ -217,11 +219,11 @@ def test_an_image_that_is_added_while_others_are_read_is_noticed(
 ) -> None:
     def slowly(path: Path, *, side: int, grey: bool) -> np.ndarray:
         _noise(9, 9).save(pets / "cat" / "new.png")
-        return square(path, side=side, grey=grey)
+        return decode_square(path, side=side, grey=grey)
 
-    monkeypatch.setattr(images, "square", slowly)
+    monkeypatch.setattr(images, "decode_square", slowly)
     with pytest.raises(DataError, match="^data.path: .*pets was changed while it was read"):
-        prepare(_config(pets))
+        prepare_dataset(_config(pets))
     assert not list((pets.parent / "cache").glob("*"))
 
 
@@ -333,7 +335,7 @@ def test_a_canvas_is_judged_before_it_is_laid_out(pets: Path) -> None:
 
 def test_a_broken_exif_turns_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(_png(8, 8, _chunk(b"eXIf", b"no TIFF at all")))
-    assert (square(tmp_path / "a.png", side=8, grey=False) == 0).all()
+    assert (decode_square(tmp_path / "a.png", side=8, grey=False) == 0).all()
 
 
 def test_other_kinds_of_images_are_refused_by_name(pets: Path) -> None:
@@ -352,7 +354,7 @@ def test_the_layout_is_judged_by_names_alone_and_told_at_once(pets: Path) -> Non
     (pets / "loose.png").touch()
     (pets / "cat" / "more").mkdir()
     with pytest.raises(DataError) as told:
-        check(_config(pets))
+        check_data(_config(pets))
     assert [line.split("; ")[0] for line in str(told.value).splitlines()] == [
         "data.path: pets has files beside its folders: 'loose.png'",
         "data.path: 'cat/more' is a folder, and images must lie right in the folder of their class",
@@ -441,7 +443,7 @@ def test_an_image_that_must_not_be_read_is_named(pets: Path) -> None:
 def test_folders_are_judged_without_pillow(pets: Path) -> None:
     code = (
         "import sys; from tasks.engine.data.preparation import check; "
-        "from tasks.engine.settings.data_config import DataConfig; "
+        "from tasks.engine.settings.run_config import DataConfig; "
         f"check(DataConfig(source='images', path={str(pets)!r})); print('PIL' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -10,15 +10,14 @@ import pytest
 from pyarrow import parquet
 
 from tasks.engine.data import preparation
-from tasks.engine.files.number_formats import TEXT, form_of, remedy
+from tasks.engine.files import csv_blocks
+from tasks.engine.files.number_formats import TEXT, describe_remedy, find_form
 from tasks.engine.files.source_data import DataError
-from tasks.engine.models.raw_inputs import inputs_of
-from tasks.engine.predict.input_batches import Needs
-from tasks.engine.predict.input_files import batches
+from tasks.engine.models.raw_inputs import make_inputs
+from tasks.engine.predict.input_batches import Needs, read_batches
 from tasks.engine.predict.request import Order
-from tasks.engine.settings.data_config import DataConfig
-from tasks.engine.settings.read_settings import resolve
-from tasks.engine.tables import csv_blocks
+from tasks.engine.settings.read_settings import resolve_config
+from tasks.engine.settings.run_config import DataConfig
 
 NUMBERS_AS_TEXT = {
     "0,1234": "set data.decimal to ','",
@@ -99,17 +98,17 @@ def test_a_number_that_came_as_text_is_refused_by_its_cell_with_what_to_do(tmp_p
     """Story: each became hundreds of inputs of 0 and 1, and the run was FINISHED."""
     config = _of(tmp_path, [text, "none", text], source=source)
     with pytest.raises(DataError) as told:
-        preparation.prepare(config)
+        preparation.prepare_dataset(config)
     (line,) = str(told.value).splitlines()
     assert "row 1" in line and f"column 'a': must be a number (got {text!r})" in line
-    said = NUMBERS_AS_TEXT[text] if source == "csv" else remedy(text, None)
+    said = NUMBERS_AS_TEXT[text] if source == "csv" else describe_remedy(text, None)
     assert f"; {said}" in line and line.endswith("or leave the column out by data.drop")
 
 
 @pytest.mark.parametrize("text", CATEGORIES)
 def test_ordinary_categories_are_none_of_them(tmp_path, text):
-    assert form_of(text, ".") == form_of(text, ",") == TEXT
-    facts = preparation.prepare(_of(tmp_path, [text, f"{text}x", "7"]))
+    assert find_form(text, ".") == find_form(text, ",") == TEXT
+    facts = preparation.prepare_dataset(_of(tmp_path, [text, f"{text}x", "7"]))
     assert f"a={text}" in facts.feature_names
 
 
@@ -121,7 +120,7 @@ def _csv(tmp_path: Path, text: str, **more) -> DataConfig:
 
 def _refused(config: DataConfig) -> str:
     with pytest.raises(DataError) as told:
-        preparation.prepare(config)
+        preparation.prepare_dataset(config)
     return str(told.value)
 
 
@@ -132,7 +131,7 @@ def test_a_text_of_its_own_in_nearly_each_row_is_an_id_and_no_category(tmp_path)
     assert "column 'id': has 900 different texts in 900 rows, such as 'p0'" in said
     assert said.endswith("leave the column out by data.drop")
     twice = "".join(f"p{i // 2},{i % 7},{i % 2}\n" for i in range(900))
-    assert preparation.prepare(_csv(tmp_path, "id,b,y\n" + twice)).input_shape == (451,)
+    assert preparation.prepare_dataset(_csv(tmp_path, "id,b,y\n" + twice)).input_shape == (451,)
 
 
 # A decimal comma
@@ -148,14 +147,14 @@ def test_the_advice_for_a_target_with_decimal_commas_works(tmp_path):
         said = _refused(config.model_copy(update={"task": task}))
         assert said.startswith("data.target: given.tsv row 1 below the header, target 'y': a regre")
         assert "(got '0,25'); set data.decimal to ',', or set data.task to classification" in said
-    facts = preparation.prepare(config.model_copy(update={"decimal": ",", "drop": []}))
-    arrays = preparation.load(facts)
+    facts = preparation.prepare_dataset(config.model_copy(update={"decimal": ",", "drop": []}))
+    arrays = preparation.load_arrays(facts)
     assert facts.task == "regression" and facts.decimal == ","
     x = np.concatenate([arrays.train_x, arrays.val_x]) * facts.scale + facts.offset
     np.testing.assert_allclose(x[:, 0] * 10, x[:, 1], atol=1e-4)
     few = "".join(f'{i},"{i % 2},5"\n' for i in range(60))
     assert "needs numbers (got '0,5')" in _refused(_csv(tmp_path, "a,y\n" + few))
-    classes = preparation.prepare(_csv(tmp_path, "a,y\n" + few, task="classification"))
+    classes = preparation.prepare_dataset(_csv(tmp_path, "a,y\n" + few, task="classification"))
     assert classes.class_names == ("0,5", "1,5")
 
 
@@ -197,11 +196,11 @@ def test_a_word_that_was_read_as_missing_is_said_and_data_na_is_the_way_out(tmp_
         "mean missing in data.na"
     ]
     for missing in ("drop", "mean"):
-        facts = preparation.prepare(_csv(tmp_path, GRADES, missing=missing))
+        facts = preparation.prepare_dataset(_csv(tmp_path, GRADES, missing=missing))
         assert facts.notes[0] == "'NA' was read as missing in 'country' (data.na)"
-    facts = preparation.prepare(_csv(tmp_path, GRADES, na=[]))
+    facts = preparation.prepare_dataset(_csv(tmp_path, GRADES, na=[]))
     assert facts.columns[0].values == ("CH", "DE", "NA") and facts.na == ()
-    facts = preparation.prepare(_csv(tmp_path, GRADES, na=["?", "-999"], missing="mean"))
+    facts = preparation.prepare_dataset(_csv(tmp_path, GRADES, na=["?", "-999"], missing="mean"))
     assert facts.columns[1].values == ("A", "B", "missing")
     assert facts.notes[0] == "'-999', '?' was read as missing in 'grade' (data.na)"
 
@@ -211,7 +210,11 @@ def test_a_missing_target_names_its_word_and_data_na_makes_a_class_of_it(tmp_pat
     said = _refused(_csv(tmp_path, text))
     assert "'y': is missing (as in 9 rows), as 'NA' is read; fill it in or drop the rows" in said
     assert "data.na" in _refused(_csv(tmp_path, text.replace("NA", "B")))  # of `none`
-    assert preparation.prepare(_csv(tmp_path, text, na=[])).class_names == ("A", "NA", "none")
+    assert preparation.prepare_dataset(_csv(tmp_path, text, na=[])).class_names == (
+        "A",
+        "NA",
+        "none",
+    )
 
 
 @pytest.mark.parametrize("source", ["csv", "parquet"])
@@ -220,9 +223,9 @@ def test_a_number_may_mean_missing(tmp_path, source):
     frame, path = pd.DataFrame(table), tmp_path / f"given.{source}"
     getattr(frame, f"to_{source}")(path, index=False)
     config = DataConfig(path=str(path), cache=str(tmp_path), na=["-999"], missing="mean")
-    facts = preparation.prepare(config)
+    facts = preparation.prepare_dataset(config)
     assert [column.fill for column in facts.columns] == pytest.approx([2, 6], abs=0.3)
-    rows = inputs_of(frame, [asdict(c) for c in facts.columns], missing="mean", na=facts.na)
+    rows = make_inputs(frame, [asdict(c) for c in facts.columns], missing="mean", na=facts.na)
     assert rows.x[1, 0] == np.float32(facts.columns[0].fill)
 
 
@@ -233,30 +236,30 @@ def test_prediction_reads_a_file_of_text_as_the_training_did(tmp_path):
     path = tmp_path / "rows.tsv"
     path.write_text("a\tc\n1,5\tNA\n?\t?\n")
     order = Order("latest", str(path), "tsv", str(tmp_path / "o.csv"), "csv")
-    (batch,) = batches(order, needs)
+    (batch,) = read_batches(order, needs)
     assert batch.rows["a"].tolist()[0] == 1.5 and np.isnan(batch.rows["a"][1])
     known = [
         {"name": "a", "kind": "number", "values": (), "fill": 9.0},
         {"name": "c", "kind": "category", "values": ("NA", "missing"), "fill": "missing"},
     ]
-    x = inputs_of(batch.rows, known, missing="mean", na=needs.na).x
+    x = make_inputs(batch.rows, known, missing="mean", na=needs.na).x
     assert x.tolist() == [[1.5, 1, 0], [9, 0, 1]]
     stranger = pd.DataFrame({"a": [1.5, None], "c": ["NA", None]})
-    assert inputs_of(stranger, known, missing="mean", na=needs.na).x.tolist() == x.tolist()
+    assert make_inputs(stranger, known, missing="mean", na=needs.na).x.tolist() == x.tolist()
     path.write_text("a\tc\n1.5\tNA\n")
     with pytest.raises(DataError, match="column 'a': must be a number, with a decimal comma as da"):
-        list(batches(order, needs))
+        list(read_batches(order, needs))
 
 
 def test_a_fraction_among_classes_is_said_to_have_made_a_regression(tmp_path):
     text = "a,y\n" + "".join(f"{i},{0.5 if i == 41 else i % 2}\n" for i in range(60))
-    facts = preparation.prepare(_csv(tmp_path, text))
+    facts = preparation.prepare_dataset(_csv(tmp_path, text))
     assert facts.task == "regression" and facts.notes == (
         "learnt as a regression, since given.csv row 42 below the header, target 'y' holds 0.5 (of "
         "60, 1 are fractions); if these are classes, mend it",
     )
     amounts = "a,y\n" + "".join(f"{i},{i / 4}\n" for i in range(60))
-    assert preparation.prepare(_csv(tmp_path, amounts)).notes == ()
+    assert preparation.prepare_dataset(_csv(tmp_path, amounts)).notes == ()
 
 
 # Codes, and numbers that lose digits
@@ -271,17 +274,17 @@ def test_whole_numbers_are_text_where_one_begins_with_a_zero(
     monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", block_bytes)
     codes = ["10001", "94103"] * 20 + [code, "10001"] * 2
     lines = [f"{c},{i % 9},{i}.0{i % 7},{i % 2}\n" for i, c in enumerate(codes)]
-    facts = preparation.prepare(_csv(tmp_path, "zip,n,f,y\n" + "".join(lines)))
+    facts = preparation.prepare_dataset(_csv(tmp_path, "zip,n,f,y\n" + "".join(lines)))
     assert facts.columns[0].values == tuple(sorted(["10001", "94103", code.strip('" ')]))
     assert [(c.kind, c.whole) for c in facts.columns[1:]] == [("number", True), ("number", False)]
     of_target = "a,y\n" + "".join(f"{i},{c}\n" for i, c in enumerate(["01", "10", "7"] * 9))
-    assert preparation.prepare(_csv(tmp_path, of_target)).class_names == ("01", "10", "7")
+    assert preparation.prepare_dataset(_csv(tmp_path, of_target)).class_names == ("01", "10", "7")
 
 
 def test_codes_of_parquet_are_categories_too(tmp_path):
     table = pa.table({"zip": ["02139", "10001"] * 9, "y": [0, 1, 1] * 6})
     parquet.write_table(table, tmp_path / "given.parquet")
-    facts = preparation.prepare(
+    facts = preparation.prepare_dataset(
         DataConfig(path=str(tmp_path / "given.parquet"), cache=str(tmp_path))
     )
     assert facts.columns[0].values == ("02139", "10001")
@@ -322,7 +325,7 @@ def test_a_first_line_like_the_rows_below_is_no_header(tmp_path, text):
     with pytest.raises(
         DataError, match="^data.path: given.csv line 1 looks like a row, not like n"
     ):
-        preparation.check(_csv(tmp_path, text * 3, target=text.split("\n")[0].split(",")[-1]))
+        preparation.check_data(_csv(tmp_path, text * 3, target=text.split("\n")[0].split(",")[-1]))
 
 
 @pytest.mark.parametrize(
@@ -339,15 +342,15 @@ def test_a_first_line_like_the_rows_below_is_no_header(tmp_path, text):
     ],
 )
 def test_names_may_be_numbers_or_words_of_the_rows(tmp_path, text):
-    preparation.check(_csv(tmp_path, text, target=text.split("\n")[0].split(",")[-1]))
+    preparation.check_data(_csv(tmp_path, text, target=text.split("\n")[0].split(",")[-1]))
 
 
 def test_no_word_for_missing_can_be_asked_for_at_the_command_line():
     """Story: `--data.na []` was told that data.na must be a list."""
-    asked = resolve(None, {"data.path": "a.csv", "data.na": "[]", "data.decimal": ","})
+    asked = resolve_config(None, {"data.path": "a.csv", "data.na": "[]", "data.decimal": ","})
     assert (asked.data.na, asked.data.decimal) == ([], ",")
-    assert resolve(None, {"data.path": "a.csv", "data.na": "[NA, '-999']"}).data.na == [
+    assert resolve_config(None, {"data.path": "a.csv", "data.na": "[NA, '-999']"}).data.na == [
         "NA",
         "-999",
     ]
-    assert resolve(None, {"data.path": "a.csv", "data.na": "null"}).data.na is None
+    assert resolve_config(None, {"data.path": "a.csv", "data.na": "null"}).data.na is None

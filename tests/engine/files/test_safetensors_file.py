@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from tasks.engine.data.preparation import check, load, prepare
+from tasks.engine.data.preparation import check_data, load_arrays, prepare_dataset
 from tasks.engine.data.sources import SOURCES
-from tasks.engine.files.npy import booleans
-from tasks.engine.files.source_data import DataError, Raw
-from tasks.engine.settings.data_config import DataConfig
+from tasks.engine.files.arrays import normalize_booleans
+from tasks.engine.files.source_data import DataError, RawData
+from tasks.engine.settings.run_config import DataConfig
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
 Y = np.arange(20) % 2
@@ -32,10 +32,10 @@ def _config(folder: Path, content: bytes, **more: Any) -> DataConfig:
     return DataConfig(path=str(path), cache=str(folder / "cache"), **more)
 
 
-def _read(config: DataConfig) -> Raw:
-    check(config)
+def _read(config: DataConfig) -> RawData:
+    check_data(config)
     read = SOURCES[config.source].read(config)
-    assert isinstance(read, Raw)
+    assert isinstance(read, RawData)
     return read
 
 
@@ -55,9 +55,9 @@ def test_features_and_labels_are_read_by_name_and_mapped(tmp_path: Path) -> None
     raw = _read(_config(tmp_path, save({"x": X, "labels": Y}, metadata={"by": "a test"})))
     assert isinstance(raw.features, np.memmap) and (raw.features == X).all()
     assert (raw.target == Y).all() and raw.target_name == "labels"
-    facts = prepare(_config(tmp_path, save({"a": X, "b": Y}), target="b"))
+    facts = prepare_dataset(_config(tmp_path, save({"a": X, "b": Y}), target="b"))
     assert (facts.task, facts.train_rows, facts.input_shape) == ("classification", 16, (3,))
-    assert load(facts).train_x.dtype == np.float32
+    assert load_arrays(facts).train_x.dtype == np.float32
 
 
 @pytest.mark.parametrize("kind", ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"])
@@ -92,7 +92,10 @@ def test_a_byte_that_is_no_boolean_makes_no_third_class(tmp_path: Path) -> None:
     values = np.zeros(32, np.uint8).tobytes() + bytes([0, 1, 2, 0])
     header = {"x": _entry("F32", [4, 2], 0, 32), "y": _entry("BOOL", [4], 32, 36)}
     assert _read(_config(tmp_path, _file(header, values))).target.tolist() == [0, 1, 1, 0]
-    assert np.unique(booleans(np.frombuffer(bytes([0, 2, 1]), bool))).tolist() == [False, True]
+    assert np.unique(normalize_booleans(np.frombuffer(bytes([0, 2, 1]), bool))).tolist() == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,7 @@ def test_a_file_that_is_not_whole_is_refused_by_the_check(
     tmp_path: Path, content: bytes, words: str
 ) -> None:
     with pytest.raises(DataError, match=f"^data.path: .*{words}") as told:
-        check(_config(tmp_path, content))
+        check_data(_config(tmp_path, content))
     assert "\n" not in str(told.value)
 
 
@@ -152,17 +155,17 @@ def test_an_enormous_header_is_not_read(tmp_path: Path) -> None:
         file.truncate(2**25)
     config = DataConfig(path=str(path))
     with pytest.raises(DataError, match="^data.path: given.safetensors has a damaged header"):
-        check(config)
+        check_data(config)
     with open(path, "r+b") as file:
         file.write(struct.pack("<Q", 2**24 + 1))
     with pytest.raises(DataError, match="^data.path: .* is not a safetensors file"):
-        check(config)
+        check_data(config)
 
 
 def test_a_name_that_is_there_thousands_of_times_is_told_at_once(tmp_path: Path) -> None:
     twice = b'{"a": 1' + b"".join(b', "n%d": 1' % i for i in range(50_000)) + b', "n49999": 1}'
     with pytest.raises(DataError, match="has two entries named 'n49999'"):
-        check(_config(tmp_path, _file(twice)))
+        check_data(_config(tmp_path, _file(twice)))
 
 
 def test_a_length_that_looks_like_a_pickle_is_none(tmp_path: Path) -> None:

@@ -17,13 +17,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.data import preparation, token_windows
-from tasks.engine.device.detection import detect
+from tasks.engine.data import preparation
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.files import prepared_cache, tokens
 from tasks.engine.files.source_data import DataError
 from tasks.engine.models import predictor
-from tasks.engine.settings.data_config import DataConfig
-from tasks.engine.settings.run_config import ModelConfig, OptimConfig, RunConfig, TrainConfig
+from tasks.engine.settings.run_config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 
@@ -49,8 +54,8 @@ def _config(tmp_path: Path, content: bytes, *, name: str = "given.npy", **more) 
 
 
 def _prepared(config: DataConfig) -> DataFacts:
-    preparation.check(config)
-    return preparation.prepare(config)
+    preparation.check_data(config)
+    return preparation.prepare_dataset(config)
 
 
 # Rows
@@ -58,7 +63,7 @@ def _prepared(config: DataConfig) -> DataFacts:
 
 def test_rows_of_the_context_follow_each_other_and_targets_are_one_token_on(tmp_path):
     facts = _prepared(_config(tmp_path, _npy(COUNT), validation_fraction=0.25))
-    arrays = preparation.load(facts)
+    arrays = preparation.load_arrays(facts)
     assert (facts.task, facts.source, facts.input_shape) == ("tokens", "tokens", (4,))
     assert (facts.outputs, facts.class_names, facts.feature_names) == (100, None, None)
     assert (facts.offset, facts.scale) == ((0.0,), (1.0,))
@@ -86,14 +91,14 @@ def test_no_token_is_in_both_parts_and_few_in_none(
     assume(count >= 2 * (context + 1))
     folder = tmp_path_factory.mktemp("rows")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_windows, "BLOCK_TOKENS", block)
-        draft = token_windows.draft(text, config)
+        patch.setattr(preparation, "BLOCK_TOKENS", block)
+        draft = preparation.draft_tokens(text, config)
         draft.write(folder)
-    texts = [np.load(folder / name) for name in token_windows.TOKEN_PARTS]
+    texts = [np.load(folder / name) for name in preparation.TOKEN_PARTS]
     assert sum(text.nbytes for text in texts) == draft.needed_bytes
     train, val = (
         np.concatenate([x, y[:, -1:]], 1)
-        for x, y in (token_windows.rows_of(text, context) for text in texts)
+        for x, y in (preparation.view_token_rows(text, context) for text in texts)
     )
     assert len(train) and len(val) and train.max() < val.min()
     for rows in (train, val):
@@ -111,7 +116,7 @@ def test_no_token_is_in_both_parts_and_few_in_none(
 def test_tokens_keep_their_numbers_in_the_narrowest_type(tmp_path, largest):
     values = np.array([0, 1, largest] * 10)
     facts = _prepared(_config(tmp_path, _npy(values)))
-    rows = preparation.load(facts).train_x
+    rows = preparation.load_arrays(facts).train_x
     assert facts.outputs == largest + 1
     assert rows.dtype == (np.uint8 if largest < 256 else np.uint16) and rows.max() == largest
 
@@ -119,7 +124,7 @@ def test_tokens_keep_their_numbers_in_the_narrowest_type(tmp_path, largest):
 @pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "<i4", ">i8", "<u8"])
 def test_an_npy_file_may_hold_any_whole_numbers(tmp_path, dtype):
     facts = _prepared(_config(tmp_path, _npy(COUNT.astype(dtype))))
-    assert (preparation.load(facts).train_x[0] == [0, 1, 2, 3]).all()
+    assert (preparation.load_arrays(facts).train_x[0] == [0, 1, 2, 3]).all()
 
 
 def test_a_bin_file_holds_16_bit_numbers(tmp_path):
@@ -127,35 +132,37 @@ def test_a_bin_file_holds_16_bit_numbers(tmp_path):
     facts = _prepared(_config(tmp_path, values.tobytes(), name="given.bin"))
     npy = _prepared(_config(tmp_path, _npy(values)))
     assert facts.outputs == 50257 and facts.fingerprint == npy.fingerprint
-    assert preparation.load(facts).train_x[0].tolist() == [50256, 7, 300, 50256]
+    assert preparation.load_arrays(facts).train_x[0].tolist() == [50256, 7, 300, 50256]
 
 
 def test_a_bin_file_may_begin_with_any_token(tmp_path):
     for first in (b"\x1f\x8b", b"\xff\xfe", b"\x80\x04"):  # gzip, UTF-16 and pickle begin so
         config = _config(tmp_path, first + COUNT.tobytes(), name="given.bin")
-        assert preparation.load(_prepared(config)).train_x[0, 0] == int.from_bytes(first, "little")
+        assert preparation.load_arrays(_prepared(config)).train_x[0, 0] == int.from_bytes(
+            first, "little"
+        )
 
 
 def test_a_given_vocabulary_counts_and_not_what_the_file_happens_to_hold(tmp_path):
     facts = _prepared(_config(tmp_path, _npy(COUNT), vocab=50257))
-    assert facts.outputs == 50257 and preparation.load(facts).train_x.dtype == np.uint16
+    assert facts.outputs == 50257 and preparation.load_arrays(facts).train_x.dtype == np.uint16
 
 
 def test_a_file_larger_than_a_block_is_read_in_blocks(tmp_path, monkeypatch):
     values = np.random.default_rng(0).integers(0, 5000, 2_000_003).astype(np.uint16)
     whole = _prepared(_config(tmp_path, _npy(values)))
     monkeypatch.setattr(tokens, "BLOCK_TOKENS", 10_000)
-    monkeypatch.setattr(token_windows, "BLOCK_TOKENS", 9_999)
+    monkeypatch.setattr(preparation, "BLOCK_TOKENS", 9_999)
     other = _config(tmp_path, _npy(values), cache=str(tmp_path / "other"))
     tracemalloc.start()
-    cut = preparation.prepare(other)
+    cut = preparation.prepare_dataset(other)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert cut.fingerprint == whole.fingerprint and not cut.reused
     assert peak_bytes < values.nbytes / 4
     values[1_777_777] = 60000
     with pytest.raises(DataError, match="token 1,777,778: must be below 5,000 .got 60,000.; raise"):
-        preparation.prepare(_config(tmp_path, _npy(values), vocab=5000))
+        preparation.prepare_dataset(_config(tmp_path, _npy(values), vocab=5000))
 
 
 # Text
@@ -166,7 +173,7 @@ def test_text_is_the_bytes_of_any_file(tmp_path):
     config = _config(tmp_path, content, name="notes", source="text", validation_fraction=0.1)
     facts = _prepared(config)
     assert (facts.task, facts.source, facts.outputs) == ("tokens", "text", 256)
-    arrays = preparation.load(facts)
+    arrays = preparation.load_arrays(facts)
     assert bytes(arrays.train_x[:2].ravel()) == content[:8]
     assert bytes(arrays.val_y[-1]) == content[-4:]
 
@@ -174,8 +181,8 @@ def test_text_is_the_bytes_of_any_file(tmp_path):
 def test_the_default_text_is_that_of_this_python_and_the_same_each_time(tmp_path):
     config = DataConfig(source="text", cache=str(tmp_path))
     facts = _prepared(config)
-    assert preparation.prepare(config) == replace(facts, reused=True)
-    arrays = preparation.load(facts)
+    assert preparation.prepare_dataset(config) == replace(facts, reused=True)
+    arrays = preparation.load_arrays(facts)
     text = bytes(arrays.train_x.ravel())
     assert b"PYTHON SOFTWARE FOUNDATION LICENSE" in text and b"assert" in text
     assert facts.train_rows > 1000 and facts.outputs == 256
@@ -196,20 +203,20 @@ def bare_python(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     monkeypatch.setattr(tokens.sysconfig, "get_path", lambda name: str(folder))
     monkeypatch.setitem(sys.modules, "pydoc_data", None)
-    tokens.default_text.cache_clear()
+    tokens.build_default_text.cache_clear()
     yield folder
-    tokens.default_text.cache_clear()
+    tokens.build_default_text.cache_clear()
 
 
 def test_a_python_without_licence_and_documentation_needs_a_file(bare_python):
     with pytest.raises(DataError, match="^data.path: is needed for source text, since the Python"):
-        preparation.check(DataConfig(source="text"))
+        preparation.check_data(DataConfig(source="text"))
 
 
 def test_either_the_licence_or_the_documentation_will_do(bare_python):
     (bare_python.parent / "LICENSE").write_text("May be used. " * 100)
-    preparation.check(DataConfig(source="text"))
-    assert tokens.default_text() == b"May be used. " * 100
+    preparation.check_data(DataConfig(source="text"))
+    assert tokens.build_default_text() == b"May be used. " * 100
 
 
 # Reuse
@@ -218,24 +225,26 @@ def test_either_the_licence_or_the_documentation_will_do(bare_python):
 def test_the_second_preparation_reuses_the_first_and_only_what_counts_makes_another(tmp_path):
     config = _config(tmp_path, _npy(COUNT))
     first = _prepared(config)
-    assert preparation.prepare(config) == replace(first, reused=True)
+    assert preparation.prepare_dataset(config) == replace(first, reused=True)
     unused = {"split_seed": 3, "scale": False, "task": "tokens", "rows": 20, "classes": 3}
-    assert preparation.prepare(config.model_copy(update=unused)) == replace(first, reused=True)
+    assert preparation.prepare_dataset(config.model_copy(update=unused)) == replace(
+        first, reused=True
+    )
     for change in ({"context": 5}, {"vocab": 200}, {"validation_fraction": 0.3}):
-        other = preparation.prepare(config.model_copy(update=change))
+        other = preparation.prepare_dataset(config.model_copy(update=change))
         assert other.fingerprint != first.fingerprint and not other.reused
     (tmp_path / "given.npy").write_bytes(_npy(COUNT[::-1]))
-    assert not preparation.prepare(config).reused
+    assert not preparation.prepare_dataset(config).reused
 
 
 def test_the_settings_of_tokens_make_no_other_table(tmp_path):
     config = DataConfig(source="synthetic", rows=60, cache=str(tmp_path))
-    first = preparation.prepare(config)
-    assert preparation.prepare(config.model_copy(update={"context": 7, "vocab": 9})).reused
-    assert preparation.prepare(config) == replace(first, reused=True)
+    first = preparation.prepare_dataset(config)
+    assert preparation.prepare_dataset(config.model_copy(update={"context": 7, "vocab": 9})).reused
+    assert preparation.prepare_dataset(config) == replace(first, reused=True)
 
 
-@pytest.mark.parametrize("part", [*token_windows.TOKEN_PARTS, "manifest.json"])
+@pytest.mark.parametrize("part", [*preparation.TOKEN_PARTS, "manifest.json"])
 def test_damaged_rows_of_tokens_are_noticed_and_prepared_anew(tmp_path, caplog, part):
     config = _config(tmp_path, _npy(COUNT))
     first = _prepared(config)
@@ -243,7 +252,7 @@ def test_damaged_rows_of_tokens_are_noticed_and_prepared_anew(tmp_path, caplog, 
     content = bytearray(path.read_bytes())
     content[-20] ^= 1
     path.write_bytes(content)
-    assert preparation.prepare(config) == first
+    assert preparation.prepare_dataset(config) == first
     assert "is prepared anew" in caplog.text
 
 
@@ -251,16 +260,16 @@ def test_rows_of_tokens_that_are_gone_are_told_by_data_cache(tmp_path):
     facts = _prepared(_config(tmp_path, _npy(COUNT)))
     Path(facts.folder, "val.npy").unlink()
     with pytest.raises(DataError, match="^data.cache: the arrays in .* are gone or damaged"):
-        preparation.load(facts)
+        preparation.load_arrays(facts)
 
 
 def test_a_disk_without_room_for_the_rows_is_told_before_they_are_written(tmp_path, monkeypatch):
     config = _config(tmp_path, _npy(COUNT))
     usage = type("Usage", (), {"free": 50})
     monkeypatch.setattr(prepared_cache.shutil, "disk_usage", lambda _: usage)
-    preparation.check(config)
+    preparation.check_data(config)
     with pytest.raises(DataError, match="^data.cache: .* needs .* and has .* free; make room"):
-        preparation.prepare(config)
+        preparation.prepare_dataset(config)
     assert not (tmp_path / "cache").exists()
 
 
@@ -295,7 +304,7 @@ OBJECTS = _npy(np.array([{}, 1], dtype=object))
 )
 def test_a_file_that_holds_no_tokens_is_refused_by_its_head(tmp_path, name, content, words):
     with pytest.raises(DataError, match=f"^data.path: .*{words}") as refused:
-        preparation.check(_config(tmp_path, content, name=name))
+        preparation.check_data(_config(tmp_path, content, name=name))
     assert "\n" not in str(refused.value)
 
 
@@ -304,7 +313,7 @@ def test_a_path_without_a_file_is_refused(tmp_path, source):
     cases = {"none.npy": "does not exist; name", ".": f"is a folder; name the {source} file in it"}
     for name, words in cases.items():
         with pytest.raises(DataError, match=f"^data.path: .*{words}"):
-            preparation.check(DataConfig(source=source, path=str(tmp_path / name)))
+            preparation.check_data(DataConfig(source=source, path=str(tmp_path / name)))
 
 
 def test_too_short_a_text_is_refused_with_the_length_it_needs(tmp_path):
@@ -316,12 +325,12 @@ def test_too_short_a_text_is_refused_with_the_length_it_needs(tmp_path):
         r"each with the token after it, need 10; lower data.context, or use a longer text$"
     )
     with pytest.raises(DataError, match=words):
-        preparation.check(_config(tmp_path, b"x" * 9, name="notes", source="text"))
+        preparation.check_data(_config(tmp_path, b"x" * 9, name="notes", source="text"))
     for name, content in {"a.npy": _npy(COUNT[:9]), "a.bin": COUNT[:9].tobytes()}.items():
         with pytest.raises(DataError, match=f"^data.context: {name} has 9 tokens"):
-            preparation.check(_config(tmp_path, content, name=name))
+            preparation.check_data(_config(tmp_path, content, name=name))
     with pytest.raises(DataError, match="^data.context: Python's own text has .* tokens"):
-        preparation.check(DataConfig(source="text", context=2**20))
+        preparation.check_data(DataConfig(source="text", context=2**20))
 
 
 @pytest.mark.parametrize(
@@ -333,12 +342,12 @@ def test_too_short_a_text_is_refused_with_the_length_it_needs(tmp_path):
 )
 def test_settings_without_a_meaning_for_text_are_refused(more, words):
     with pytest.raises(DataError, match=words):
-        preparation.check(DataConfig(source="text", **more))
+        preparation.check_data(DataConfig(source="text", **more))
 
 
 def test_a_target_has_no_meaning_for_tokens(tmp_path):
     with pytest.raises(DataError, match="^data.target: has no meaning for source tokens"):
-        preparation.check(_config(tmp_path, _npy(COUNT), target="y"))
+        preparation.check_data(_config(tmp_path, _npy(COUNT), target="y"))
 
 
 @pytest.mark.parametrize(
@@ -354,13 +363,13 @@ def test_what_is_no_token_is_refused_by_its_place(tmp_path, value, more, words):
     values = COUNT.astype(np.int64)
     values[50] = value
     with pytest.raises(DataError, match=words):
-        preparation.prepare(_config(tmp_path, _npy(values), **more))
+        preparation.prepare_dataset(_config(tmp_path, _npy(values), **more))
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_text_of_one_token_is_refused(tmp_path):
     with pytest.raises(DataError, match="^data.path: given.npy holds token 0 alone"):
-        preparation.prepare(_config(tmp_path, _npy(0 * COUNT)))
+        preparation.prepare_dataset(_config(tmp_path, _npy(0 * COUNT)))
 
 
 # Settings
@@ -388,7 +397,7 @@ def test_settings_that_contradict_each_other_are_refused(settings, words):
 
 
 def test_a_transformer_learns_the_default_text_and_the_saved_one_goes_on_with_it(tmp_path):
-    text = tokens.default_text()[:100_000]  # the rest would take seconds more
+    text = tokens.build_default_text()[:100_000]  # the rest would take seconds more
     config = RunConfig(
         data=_config(
             tmp_path, text, name="text", source="text", context=32, validation_fraction=0.1
@@ -399,7 +408,9 @@ def test_a_transformer_learns_the_default_text_and_the_saved_one_goes_on_with_it
     )
     facts = _prepared(config.data)
     done = trainer.train(
-        make_plan(config, detect("cpu"), facts), folder=tmp_path, log=lambda metrics, step: None
+        make_plan(config, detect_best_device("cpu"), facts),
+        folder=tmp_path,
+        log=lambda metrics, step: None,
     )
     known = np.bincount(np.frombuffer(text, np.uint8)) / len(text)
     by_frequency_alone = math.exp(-(known[known > 0] * np.log(known[known > 0])).sum())
@@ -408,7 +419,7 @@ def test_a_transformer_learns_the_default_text_and_the_saved_one_goes_on_with_it
     assert done.metrics["speed/tokens_per_s"] == pytest.approx(32 * speed)
 
     loaded = predictor.load(done.model_folder)
-    val = preparation.load(facts).val_x[:500].astype(np.int64)
+    val = preparation.load_arrays(facts).val_x[:500].astype(np.int64)
     hits = loaded.outputs([bytes(row[:-1]).decode("latin-1") for row in val.tolist()]).argmax(1)
     most_frequent = (val[:, -1] == known.argmax()).mean()
     assert (hits == val[:, -1]).mean() > 1.3 * most_frequent

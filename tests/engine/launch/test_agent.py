@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from tasks.engine.base.facts import TrainFacts
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.launch import agent
 from tasks.engine.launch.rank import Job
-from tasks.engine.memory.leaks import LeakError, baseline
+from tasks.engine.memory.leaks import LeakError, take_baseline
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.training.loop import Stop
-from tasks.engine.training.similar_runs import Past
+from tasks.engine.training.admission import PastRuns
+from tasks.engine.training.loop import StopRequest
 from tasks.release_memory import release_memory
 
 Own = Callable[[str, str], None]
@@ -88,9 +88,9 @@ def _train(
         }
     )
     logged: list[tuple[str, int]] = []
-    facts = agent.train(
-        Job(config, prepare(config.data), Past(), folder, resumes=False),
-        detect("cpu"),
+    facts = agent.train_in_processes(
+        Job(config, prepare_dataset(config.data), PastRuns(), folder, resumes=False),
+        detect_best_device("cpu"),
         processes=2,
         restarts=1,
         log=lambda metrics, step: logged.extend((name, step) for name in metrics),
@@ -152,10 +152,12 @@ def test_what_a_process_does_not_give_back_is_told_with_its_rank(own: Own, tmp_p
     (leak,) = facts.leaks
     assert leak.bytes == 4000 and leak.held_by.endswith("name 'kept', on rank 1"), leak
     assert facts.metrics["ranks/leaked_mib_most"] == 4000 / 2**20
-    before_bytes = baseline("cpu").bytes
+    before_bytes = take_baseline("cpu").bytes
     with pytest.raises(LeakError, match=r"4,000 bytes were not given back: .* on rank 1"):
         release_memory.fn(
-            replace(detect("cpu"), baseline_bytes=before_bytes), leaks=facts.leaks, on_leak="fail"
+            replace(detect_best_device("cpu"), baseline_bytes=before_bytes),
+            leaks=facts.leaks,
+            on_leak="fail",
         )
 
 
@@ -268,10 +270,10 @@ def test_a_stop_leaves_a_checkpoint_and_is_done_here(own: Own, tmp_path: Path) -
         acted.append(1)
         raise InterruptedError
 
-    def asked() -> Stop | None:
+    def asked() -> StopRequest | None:
         began.append(1)
         has_steps = (tmp_path / "checkpoints").is_dir()
-        return Stop("", act=act) if has_steps and not acted else None
+        return StopRequest("", act=act) if has_steps and not acted else None
 
     with pytest.raises(InterruptedError):
         _train(tmp_path, epochs=5000, asked=asked)

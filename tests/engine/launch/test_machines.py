@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tasks.engine.launch import machines
-from tasks.engine.settings.launch_config import LaunchConfig
 from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import LaunchConfig
 from tests.conftest import free_port
 
 ONE, TWO = "127.0.0.1", "127.0.0.2"
@@ -23,7 +23,7 @@ def _launch(nodes: str = f"{ONE},{TWO}", **more: float) -> LaunchConfig:
 
 
 def _meet(launch: LaunchConfig, stay: threading.Event) -> tuple[str, str]:
-    with machines._met(launch) as found:
+    with machines._meet_machines(launch) as found:
         stay.wait(10)
         return found
 

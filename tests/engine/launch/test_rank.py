@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from tasks.engine.accounts.step_metrics import Diverged
 from tasks.engine.base.facts import TrainFacts
-from tasks.engine.checkpoint.kept_steps import steps
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
-from tasks.engine.distributed.ranks import Ranks, asked
-from tasks.engine.launch.processes import device_of
+from tasks.engine.checkpoint.kept_steps import list_steps
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
+from tasks.engine.distributed.ranks import Ranks, read_ranks_from_environment
+from tasks.engine.launch.processes import find_rank_device
 from tasks.engine.launch.rank import Job, train_together
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.training.budget import Left, leave
-from tasks.engine.training.loop import Stop
-from tasks.engine.training.similar_runs import Past
-from tasks.engine.training.step_metrics import Diverged
+from tasks.engine.training.admission import PastRuns
+from tasks.engine.training.loop import StopRequest, TrainingLeft, leave_training
 from tests.ranks import on_ranks
 
 Sections = dict[str, Any]
@@ -96,22 +95,22 @@ def _train(sections: Sections, folder: Path, *, stop_at: int = 0, resumes: bool 
     sys.path.insert(0, os.environ["TESTS_PATH"])
     config, losses = _config(sections, folder), {}
     device, data = (
-        device_of(asked(), detect("cpu"), config.device),
-        prepare(_config(sections, folder).data),
+        find_rank_device(read_ranks_from_environment(), detect_best_device("cpu"), config.device),
+        prepare_dataset(_config(sections, folder).data),
     )
     calls = itertools.count(1)
 
-    def stop() -> Stop | None:
-        return Stop("", act=leave) if next(calls) == stop_at else None
+    def stop() -> StopRequest | None:
+        return StopRequest("", act=leave_training) if next(calls) == stop_at else None
 
     def log(metrics: dict[str, float], step: int) -> None:
         losses.update({step: metrics["train/loss"]} if "train/loss" in metrics else {})
 
-    ranks = asked()
-    job = Job(config, data, Past(), folder, resumes)
+    ranks = read_ranks_from_environment()
+    job = Job(config, data, PastRuns(), folder, resumes)
     try:
         return train_together(job, device, ranks, log=log, asked=stop), losses, ""
-    except Left:
+    except TrainingLeft:
         return None, losses, "left"
     except Exception as error:
         return None, losses, f"{type(error).__name__}: {error}"
@@ -200,11 +199,11 @@ class Unseen(type(Path())):
 
 def _apart(folder: Path) -> list[Told]:
     """As under torchrun: only the lead knows the folder of the run."""
-    own, fsdp = folder / str(asked().rank), _three_epochs("fsdp")
+    own, fsdp = folder / str(read_ranks_from_environment().rank), _three_epochs("fsdp")
     own.mkdir(exist_ok=True)
     told = [_train(fsdp, own, stop_at=6), _train(fsdp, own, resumes=True)]
     with pytest.MonkeyPatch.context() as patch:
-        if asked().rank:
+        if read_ranks_from_environment().rank:
             patch.setattr("tasks.engine.launch.rank.Path", Unseen)
         return [*told, _train(fsdp, own)]
 
@@ -227,7 +226,7 @@ def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_any_number(
     whole = _train(_three_epochs(), tmp_path / "whole")
     told = on_ranks(2, _stopped, tmp_path / "ranks", before, joined=False)
     assert [error for _, _, error in told] == ["left", "left"]
-    assert steps(tmp_path / "ranks" / "checkpoints")[0] == 30
+    assert list_steps(tmp_path / "ranks" / "checkpoints")[0] == 30
     again = (
         _resumed(tmp_path / "ranks", after)
         if size == 1
@@ -241,7 +240,7 @@ def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_any_number(
 
 
 def _different(folder: Path) -> Told:
-    rank = asked().rank
+    rank = read_ranks_from_environment().rank
     return _train({"train": {"epochs": 1, "seed": 3 * rank}}, folder)
 
 
@@ -274,7 +273,9 @@ def test_what_one_rank_meets_all_are_told(tmp_path: Path) -> None:
 
 def test_a_process_that_trains_alone_agrees_with_itself() -> None:
     ranks = Ranks()
-    assert ranks.all_of(3) == [3] and ranks.of_lead("x") == "x" and ranks.lead_says(True)
-    assert ranks.sums({"a": 2.0}) == {"a": 2.0} and ranks.largest_share(5) == 5
-    assert asked({}) == ranks
-    assert asked({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == Ranks(3, 4, 1)
+    assert ranks.all_gather(3) == [3] and ranks.broadcast("x") == "x" and ranks.broadcast_flag(True)
+    assert ranks.sum_over_ranks({"a": 2.0}) == {"a": 2.0} and ranks.count_most_rows(5) == 5
+    assert read_ranks_from_environment({}) == ranks
+    assert read_ranks_from_environment(
+        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    ) == Ranks(3, 4, 1)

@@ -123,7 +123,7 @@ def test_a_limit_refuses_as_a_device_would_and_what_was_refused_is_not_held():
             "CPU out of memory. Tried to allocate 2.00 MiB; 1.00 MiB of the limit of 3.00 MiB "
             "are free"
         )
-        assert [(e.owner, e.bytes) for e in ledger.at_failure()] == [("data", 2 * MIB)]
+        assert [(e.owner, e.bytes) for e in ledger.list_at_failure()] == [("data", 2 * MIB)]
         assert ledger.peak_bytes == 2 * MIB
         # The error still lives, and keeps nothing that would count.
         fits = torch.zeros(MIB, dtype=torch.uint8)
@@ -148,9 +148,9 @@ def test_what_failed_inside_an_operation_is_remembered_until_the_next_step():
         kept = torch.zeros(10)
         with pytest.raises(RuntimeError):
             kept.view(3)
-    assert [entry.bytes for entry in ledger.at_failure()] == [40]
+    assert [entry.bytes for entry in ledger.list_at_failure()] == [40]
     ledger.begin_step()
-    assert ledger.at_failure() == []
+    assert ledger.list_at_failure() == []
 
 
 def test_other_devices_and_layouts_do_not_count():

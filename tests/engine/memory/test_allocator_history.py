@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from tasks.engine.memory.allocator_history import recording
-from tasks.engine.memory.allocator_stats import CudaHistory, NoHistory, history
+from tasks.engine.memory.allocator_stats import CudaHistory, NoHistory, make_history
+from tasks.engine.memory.memory_meter import record_history
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 
@@ -39,7 +39,7 @@ def files(folder):
 
 def test_a_run_that_asked_is_recorded_from_its_start_and_written_at_its_end(tmp_path):
     source = Told()
-    with recording(GPU, folder=tmp_path, on=True, source=source):
+    with record_history(GPU, folder=tmp_path, on=True, source=source):
         assert source.calls == ["start"]
     assert source.calls == ["start", "write", "stop"]
     assert files(tmp_path) == {"memory/snapshot.pickle"}
@@ -47,11 +47,11 @@ def test_a_run_that_asked_is_recorded_from_its_start_and_written_at_its_end(tmp_
 
 def test_a_run_that_did_not_ask_leaves_nothing_and_records_nothing(tmp_path):
     source = Told()
-    with recording(GPU, folder=tmp_path, on=False, source=source):
+    with record_history(GPU, folder=tmp_path, on=False, source=source):
         pass
     with (
         pytest.raises(ValueError, match="other"),
-        recording(GPU, folder=tmp_path, on=False, source=source),
+        record_history(GPU, folder=tmp_path, on=False, source=source),
     ):
         raise ValueError("other")
     assert source.calls == []
@@ -63,7 +63,7 @@ def test_a_run_that_ran_out_of_memory_is_written_though_nobody_asked(tmp_path, e
     source = Told()
     with (
         pytest.raises(type(error)),
-        recording(GPU, folder=tmp_path, on=False, source=source) as recorder,
+        record_history(GPU, folder=tmp_path, on=False, source=source) as recorder,
     ):
         recorder.start()  # the last attempt
         recorder.start()
@@ -76,7 +76,7 @@ def test_what_was_written_at_the_failure_is_not_written_over_by_what_is_left_lat
     source = Told()
     with (
         pytest.raises(torch.OutOfMemoryError),
-        recording(GPU, folder=tmp_path, on=True, source=source) as recorder,
+        record_history(GPU, folder=tmp_path, on=True, source=source) as recorder,
     ):
         recorder.write()
         raise torch.OutOfMemoryError("x")
@@ -85,7 +85,7 @@ def test_what_was_written_at_the_failure_is_not_written_over_by_what_is_left_lat
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), RuntimeError("CUDA error")])
 def test_a_full_disk_or_a_broken_device_is_said_and_ends_no_run(tmp_path, caplog, error):
-    with recording(GPU, folder=tmp_path, on=True, source=Told(error)):
+    with record_history(GPU, folder=tmp_path, on=True, source=Told(error)):
         pass
     assert files(tmp_path) == set()
     assert "memory.snapshot: " in caplog.text and str(error) in caplog.text
@@ -93,7 +93,7 @@ def test_a_full_disk_or_a_broken_device_is_said_and_ends_no_run(tmp_path, caplog
 
 def test_a_folder_that_cannot_be_made_ends_no_run(tmp_path, caplog):
     (tmp_path / "memory").write_text("a file stands where the folder would be")
-    with recording(GPU, folder=tmp_path, on=True, source=Told()):
+    with record_history(GPU, folder=tmp_path, on=True, source=Told()):
         pass
     assert "memory.snapshot: " in caplog.text
 
@@ -102,7 +102,7 @@ def test_a_device_without_a_history_says_so_once_and_writes_nothing(tmp_path, ca
     with (
         caplog.at_level(logging.INFO),
         pytest.raises(torch.OutOfMemoryError),
-        recording(CPU, folder=tmp_path, on=True) as recorder,
+        record_history(CPU, folder=tmp_path, on=True) as recorder,
     ):
         recorder.start()
         raise torch.OutOfMemoryError("x")
@@ -113,6 +113,6 @@ def test_a_device_without_a_history_says_so_once_and_writes_nothing(tmp_path, ca
 
 
 def test_the_history_of_a_device_is_its_allocators():
-    assert isinstance(history(GPU), CudaHistory)
+    assert isinstance(make_history(GPU), CudaHistory)
     for name in ("cpu", "mps", "xpu"):
-        assert isinstance(history(torch.device(name)), NoHistory)
+        assert isinstance(make_history(torch.device(name)), NoHistory)

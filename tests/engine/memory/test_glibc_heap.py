@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tasks.engine.memory import glibc_heap
+from tasks.engine.memory import allocator_stats
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -55,12 +55,12 @@ def test_other_devices_leave_the_heap_as_it_is(monkeypatch: pytest.MonkeyPatch) 
         def mallopt(self, *words: int) -> int:
             raise AssertionError("the heap of another device")
 
-    monkeypatch.setattr(glibc_heap, "_glibc", Untouchable)
-    with glibc_heap.kept(META):
+    monkeypatch.setattr(allocator_stats, "_load_glibc", Untouchable)
+    with allocator_stats.keep_heap(META):
         pass
 
 
 def test_without_glibc_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(glibc_heap, "_glibc", lambda: None)
-    with glibc_heap.kept(CPU):
-        glibc_heap.give_back()
+    monkeypatch.setattr(allocator_stats, "_load_glibc", lambda: None)
+    with allocator_stats.keep_heap(CPU):
+        allocator_stats.trim_heap()

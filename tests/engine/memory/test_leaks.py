@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tasks.engine.memory import leaks
-from tasks.engine.memory.leaks import NO_HOLDER, baseline, release
-from tasks.engine.memory.live_tensors import GRADIENT, Live, live_tensors, storages_of
-from tasks.engine.memory.memory_meter import allocated_bytes, clear_frames
+from tasks.engine.memory.holders import GRADIENT, LiveTensor, find_live_tensors, find_storages
+from tasks.engine.memory.leaks import NO_HOLDER, release_device_memory, take_baseline
+from tasks.engine.memory.memory_meter import clear_frames, count_allocated_bytes
 
 CPU = torch.device("cpu")
 KEPT = []
@@ -43,12 +43,12 @@ def my_hooks():
 
 @pytest.fixture
 def before():
-    return baseline(CPU).bytes
+    return take_baseline(CPU).bytes
 
 
 def held_by(before):
     """Who holds the one leak there is."""
-    facts = release(CPU, baseline_bytes=before)
+    facts = release_device_memory(CPU, baseline_bytes=before)
     assert not facts.ok
     (owner,) = facts.owners
     return owner.held_by
@@ -68,7 +68,7 @@ class Slotted:
 
 def test_nothing_kept_is_ok(before):
     nn.Linear(8, 8)(torch.ones(2, 8)).sum().backward()
-    facts = release(CPU, baseline_bytes=before)
+    facts = release_device_memory(CPU, baseline_bytes=before)
     assert (facts.ok, facts.leaked_bytes, facts.residual_bytes, facts.owners) == (True, 0, 0, ())
     assert facts.after_bytes == facts.baseline_bytes == before
 
@@ -77,7 +77,7 @@ def test_release_collects_a_cycle_and_tells_what_it_freed(before):
     model = Model(torch.ones(1000))
     model.me = model
     del model
-    facts = release(CPU, baseline_bytes=before)
+    facts = release_device_memory(CPU, baseline_bytes=before)
     assert facts.ok
     assert (facts.before_bytes - before, facts.released_bytes) == (4000, 4000)
 
@@ -87,13 +87,13 @@ def test_what_was_released_is_less_by_what_is_still_there(before):
     model = Model(torch.ones(1000))
     model.me = model
     del model
-    facts = release(CPU, baseline_bytes=before + 2000)
+    facts = release_device_memory(CPU, baseline_bytes=before + 2000)
     assert (facts.after_bytes - before, facts.released_bytes) == (kept.nbytes, 4000)
 
 
 def test_a_leak_is_described(before):
     KEPT.append(torch.ones(3, 5, dtype=torch.float64))
-    facts = release(CPU, baseline_bytes=before)
+    facts = release_device_memory(CPU, baseline_bytes=before)
     (owner,) = facts.owners
     assert (owner.kind, owner.shape, owner.dtype, owner.bytes) == ("Tensor", (3, 5), "float64", 120)
     assert owner.held_by == "list in module my_hooks, name 'KEPT'"
@@ -156,7 +156,7 @@ def test_a_forward_hook_that_keeps_outputs_is_named(before):
 
     watch()
     model(torch.ones(1, 2))
-    names = [owner.held_by for owner in release(CPU, baseline_bytes=before).owners]
+    names = [owner.held_by for owner in release_device_memory(CPU, baseline_bytes=before).owners]
     assert any("cell 'seen' of closure" in n and "'_forward_hooks' of Linear" in n for n in names)
 
 
@@ -199,7 +199,7 @@ def test_an_exceptions_traceback_is_named_with_frame_and_local(before):
     assert "train_step (test_leaks.py:" in found
     assert found.endswith("local 'batch'")
     clear_frames(caught.value)
-    assert release(CPU, baseline_bytes=before).ok
+    assert release_device_memory(CPU, baseline_bytes=before).ok
 
 
 def test_an_object_that_holds_its_parent_is_climbed_out_of(before):
@@ -215,7 +215,7 @@ def test_a_model_is_named_by_its_parts_and_gradients(before):
     model(torch.ones(1, 2)).sum().backward()
     KEPT.append(model)
     del model
-    owners = release(CPU, baseline_bytes=before).owners
+    owners = release_device_memory(CPU, baseline_bytes=before).owners
     path = "'weight' of Linear in '0' of Sequential in '0' of Sequential in list in module my_hooks"
     assert [o.kind for o in owners if o.held_by.startswith(path)] == ["Parameter"]
     assert [o.kind for o in owners if o.held_by.startswith("Parameter (2, 2) as its gradient")]
@@ -226,7 +226,7 @@ def test_what_a_kept_loss_keeps_for_its_backward_is_counted_and_named(before):
     x = torch.randn(8, 8, requires_grad=True)
     KEPT.append((x.exp() * x.sin()).sum())
     del x
-    facts = release(CPU, baseline_bytes=before)
+    facts = release_device_memory(CPU, baseline_bytes=before)
     assert facts.leaked_bytes == 3 * 256 + 4
     said = [o.held_by for o in facts.owners if o.bytes == 256]
     assert (
@@ -244,7 +244,7 @@ def test_looking_at_a_graph_recomputes_nothing(before):
 
     x = torch.ones(4, requires_grad=True)
     loss = checkpoint(block, x, use_reentrant=False).sum()
-    assert not release(CPU, baseline_bytes=before).ok
+    assert not release_device_memory(CPU, baseline_bytes=before).ok
     assert len(calls) == 1
     loss.backward()
 
@@ -270,19 +270,19 @@ def test_a_tensor_of_another_thread_is_a_leak_though_nothing_names_it(before):
 def test_what_nobody_holds_is_described_by_the_most_direct_way_to_it(monkeypatch):
     kept, x = torch.ones(2, 2), torch.ones(4, requires_grad=True)
     storage = kept.untyped_storage()
-    ways = [Live(kept.view(4), storage, GRADIENT, x), Live(kept, storage)]
-    monkeypatch.setattr(leaks, "live_tensors", lambda device: list(ways))
+    ways = [LiveTensor(kept.view(4), storage, GRADIENT, x), LiveTensor(kept, storage)]
+    monkeypatch.setattr(leaks, "find_live_tensors", lambda device: list(ways))
     monkeypatch.setattr(leaks, "_baselines", {})
     monkeypatch.setattr(leaks.Holders, "of", lambda holders, of: None)
-    (owner,) = release(CPU, baseline_bytes=0).owners
+    (owner,) = release_device_memory(CPU, baseline_bytes=0).owners
     assert (owner.shape, owner.bytes, owner.held_by) == ((2, 2), 16, NO_HOLDER)
 
 
 def test_the_largest_owners_are_named_first_and_at_most_ten():
     gc.collect()
-    before = baseline(CPU).bytes
+    before = take_baseline(CPU).bytes
     KEPT.extend(torch.ones(n) for n in range(1, 31))
-    facts = release(CPU, baseline_bytes=before)
+    facts = release_device_memory(CPU, baseline_bytes=before)
     assert [o.shape for o in facts.owners] == [(n,) for n in range(30, 20, -1)]
     assert facts.leaked_bytes == 4 * sum(range(1, 31))
 
@@ -291,10 +291,10 @@ def test_tensors_of_before_are_no_leak_and_hide_none():
     """What is freed meanwhile must not pay for what is kept."""
     old = [torch.ones(1000), torch.ones(10)]
     gc.collect()
-    before = baseline(CPU).bytes
+    before = take_baseline(CPU).bytes
     del old[0]
     KEPT.append(torch.ones(5))
-    facts = release(CPU, baseline_bytes=before)
+    facts = release_device_memory(CPU, baseline_bytes=before)
     assert facts.after_bytes < before
     assert (facts.leaked_bytes, facts.residual_bytes) == (20, 0)
     assert [o.shape for o in facts.owners] == [(5,)]
@@ -302,27 +302,27 @@ def test_tensors_of_before_are_no_leak_and_hide_none():
 
 def test_a_view_of_an_old_tensor_is_no_leak():
     old = torch.ones(100)
-    before = baseline(CPU).bytes
+    before = take_baseline(CPU).bytes
     KEPT.append(old[:50])
-    assert release(CPU, baseline_bytes=before).ok
+    assert release_device_memory(CPU, baseline_bytes=before).ok
 
 
 def test_a_new_tensor_at_an_old_address_is_a_leak():
     old = torch.ones(100)
-    before = baseline(CPU).bytes
+    before = take_baseline(CPU).bytes
     del old
     KEPT.append(torch.ones(100))
-    assert release(CPU, baseline_bytes=before).leaked_bytes == 400
+    assert release_device_memory(CPU, baseline_bytes=before).leaked_bytes == 400
 
 
 def test_a_baseline_of_another_process_is_known_by_its_size_only(monkeypatch):
     old = torch.ones(100)
     gc.collect()
-    in_use = allocated_bytes(CPU)
+    in_use = count_allocated_bytes(CPU)
     monkeypatch.setattr(leaks, "_baselines", {})
-    assert release(CPU, baseline_bytes=in_use).ok
+    assert release_device_memory(CPU, baseline_bytes=in_use).ok
     KEPT.append(torch.ones(5))
-    facts = release(CPU, baseline_bytes=in_use)
+    facts = release_device_memory(CPU, baseline_bytes=in_use)
     assert (facts.leaked_bytes, facts.ok) == (20, False)
     assert len(old) == 100
 
@@ -330,7 +330,7 @@ def test_a_baseline_of_another_process_is_known_by_its_size_only(monkeypatch):
 def test_a_baseline_keeps_no_memory():
     tensor = torch.ones(4)
     alive = weakref.ref(tensor)
-    kept = baseline(CPU)
+    kept = take_baseline(CPU)
     del tensor
     assert alive() is None
     assert "before" not in repr(kept)
@@ -338,9 +338,9 @@ def test_a_baseline_keeps_no_memory():
 
 def test_facts_hold_plain_values_only(before):
     KEPT.append(torch.ones(2))
-    facts = release(CPU, baseline_bytes=before)
+    facts = release_device_memory(CPU, baseline_bytes=before)
     KEPT.clear()
-    assert release(CPU, baseline_bytes=before).ok
+    assert release_device_memory(CPU, baseline_bytes=before).ok
     assert "Tensor" in repr(facts)
 
 
@@ -362,16 +362,16 @@ def test_a_hundred_trainings_of_which_half_fail_leave_the_baseline(before):
         except RuntimeError as error:
             clear_frames(error)
             KEPT.append(error)  # as Prefect does
-    facts = release(CPU, baseline_bytes=before)
+    facts = release_device_memory(CPU, baseline_bytes=before)
     assert facts.owners == ()
     assert facts.after_bytes == before
     assert len(KEPT) == 50
 
 
 def test_release_does_not_import_the_compiler():
-    before = baseline(CPU).bytes
+    before = take_baseline(CPU).bytes
     here = "torch._dynamo" in sys.modules
-    release(CPU, baseline_bytes=before)
+    release_device_memory(CPU, baseline_bytes=before)
     assert ("torch._dynamo" in sys.modules) == here
 
 
@@ -395,7 +395,7 @@ class Wrapper(torch.Tensor):
 
 
 def in_use():
-    return sum({live.key: live.bytes for live in live_tensors(CPU)}.values())
+    return sum({live.key: live.bytes for live in find_live_tensors(CPU)}.values())
 
 
 def test_odd_objects_are_passed_by_without_a_question():
@@ -429,9 +429,9 @@ def test_fake_and_functorch_tensors_hold_nothing():
     with FakeTensorMode():
         fake = [torch.empty(4), torch.empty(4, device="cuda")]
     assert in_use() == start
-    assert all(not storages_of(f) for f in fake)
+    assert all(not find_storages(f) for f in fake)
     seen = []
-    torch.func.vmap(lambda row: seen.append(len(storages_of(row))) or row)(torch.ones(3, 2))
+    torch.func.vmap(lambda row: seen.append(len(find_storages(row))) or row)(torch.ones(3, 2))
     assert seen == [0]
 
 
@@ -472,11 +472,11 @@ def books(monkeypatch):
         )
 
     monkeypatch.setattr(leaks, "_baselines", {})
-    monkeypatch.setattr(leaks, "allocator", source)
-    monkeypatch.setattr(leaks, "live_tensors", lambda device: [])
-    monkeypatch.setattr(leaks, "give_back", lambda device: None)
-    monkeypatch.setattr(leaks, "pools_bytes", lambda device: told.pools)
-    monkeypatch.setattr(leaks, "pinned_bytes", lambda device: told.pinned)
+    monkeypatch.setattr(leaks, "make_allocator", source)
+    monkeypatch.setattr(leaks, "find_live_tensors", lambda device: [])
+    monkeypatch.setattr(leaks, "release_cached_memory", lambda device: None)
+    monkeypatch.setattr(leaks, "count_pool_bytes", lambda device: told.pools)
+    monkeypatch.setattr(leaks, "count_pinned_bytes", lambda device: told.pinned)
     monkeypatch.setattr(leaks, "is_broken", lambda device: told.broken)
     return told
 
@@ -507,10 +507,10 @@ def books(monkeypatch):
 )
 def test_what_is_taken_above_the_baseline_is_told_to_the_byte(books, after, ok, reserved, kept):
     """Reserved memory is excused by a residual, which pins its segment; a private pool by none."""
-    before = baseline("cuda:0").bytes
+    before = take_baseline("cuda:0").bytes
     assert before == 100
     vars(books).update(after)
-    facts = release("cuda:0", baseline_bytes=before)
+    facts = release_device_memory("cuda:0", baseline_bytes=before)
     assert (facts.ok, facts.reserved_bytes) == (ok, reserved)
     assert {one.name: one.bytes for one in facts.kept} == kept
     assert (facts.leaked_bytes, facts.owners) == (0, ())
@@ -520,14 +520,14 @@ def test_what_is_taken_above_the_baseline_is_told_to_the_byte(books, after, ok, 
 
 def test_what_a_baseline_was_not_told_is_kept_by_nobody(books):
     books.free = None
-    before = baseline("cuda:0").bytes
+    before = take_baseline("cuda:0").bytes
     books.free, books.total = 1, 10**9
-    assert release("cuda:0", baseline_bytes=before).kept == ()
+    assert release_device_memory("cuda:0", baseline_bytes=before).kept == ()
 
 
 def test_of_a_baseline_of_another_process_pools_count_and_nothing_reserved_does(books):
     books.reserved = 10**6
-    facts = release("cuda:0", baseline_bytes=90)
+    facts = release_device_memory("cuda:0", baseline_bytes=90)
     assert (facts.ok, facts.reserved_bytes, facts.kept, facts.residual_bytes) == (
         False,
         None,
@@ -535,85 +535,87 @@ def test_of_a_baseline_of_another_process_pools_count_and_nothing_reserved_does(
         10,
     )
     books.pools = 1
-    assert not release("cuda:0", baseline_bytes=90).ok
+    assert not release_device_memory("cuda:0", baseline_bytes=90).ok
     books.pools = 0
-    assert release("cuda:0", baseline_bytes=90).ok
-    less = release("cuda:0", baseline_bytes=1000)
+    assert release_device_memory("cuda:0", baseline_bytes=90).ok
+    less = release_device_memory("cuda:0", baseline_bytes=1000)
     assert (less.ok, less.leaked_bytes, less.residual_bytes) == (True, 0, 0)
-    baseline("cuda:0")
-    assert release("cuda:0", baseline_bytes=99).reserved_bytes is None, "not that one"
-    assert release("cuda:0", baseline_bytes=100).reserved_bytes == 0
+    take_baseline("cuda:0")
+    assert release_device_memory("cuda:0", baseline_bytes=99).reserved_bytes is None, "not that one"
+    assert release_device_memory("cuda:0", baseline_bytes=100).reserved_bytes == 0
 
 
 def test_what_a_run_held_at_its_end_counts_as_released(books):
-    before = baseline("cuda:0").bytes
-    facts = release("cuda:0", baseline_bytes=before, held_bytes=500)
+    before = take_baseline("cuda:0").bytes
+    facts = release_device_memory("cuda:0", baseline_bytes=before, held_bytes=500)
     assert (facts.before_bytes, facts.released_bytes) == (500, 400)
-    facts = release("cuda:0", baseline_bytes=before, held_bytes=50)
+    facts = release_device_memory("cuda:0", baseline_bytes=before, held_bytes=50)
     assert (facts.before_bytes, facts.released_bytes) == (100, 0)
-    assert release("cuda:0", baseline_bytes=before).before_bytes == 100
+    assert release_device_memory("cuda:0", baseline_bytes=before).before_bytes == 100
     books.allocated = 0
-    assert release("cuda:0", baseline_bytes=before).before_bytes == 0
+    assert release_device_memory("cuda:0", baseline_bytes=before).before_bytes == 0
 
 
 def test_what_a_cache_gave_back_is_no_longer_in_use(books, monkeypatch):
-    before = baseline("cuda:0").bytes
+    before = take_baseline("cuda:0").bytes
     books.allocated = 300
 
     def give_back(device):
         books.allocated = 100
 
-    monkeypatch.setattr(leaks, "give_back", give_back)
-    facts = release("cuda:0", baseline_bytes=before)
+    monkeypatch.setattr(leaks, "release_cached_memory", give_back)
+    facts = release_device_memory("cuda:0", baseline_bytes=before)
     assert (facts.before_bytes, facts.after_bytes, facts.released_bytes) == (300, 100, 200)
     assert facts.residual_bytes == 0
 
 
 def test_what_somebody_took_meanwhile_is_not_released_less(books, monkeypatch):
-    before = baseline("cuda:0").bytes
-    monkeypatch.setattr(leaks, "give_back", lambda device: vars(books).update(allocated=101))
-    assert release("cuda:0", baseline_bytes=before).released_bytes == 0
+    before = take_baseline("cuda:0").bytes
+    monkeypatch.setattr(
+        leaks, "release_cached_memory", lambda device: vars(books).update(allocated=101)
+    )
+    assert release_device_memory("cuda:0", baseline_bytes=before).released_bytes == 0
 
 
 def test_one_byte_is_a_leak_and_none_is_not(before):
     KEPT.append(torch.empty(0))
-    assert release(CPU, baseline_bytes=before).ok
+    assert release_device_memory(CPU, baseline_bytes=before).ok
     KEPT.append(torch.ones(1, dtype=torch.int8))
-    assert release(CPU, baseline_bytes=before).leaked_bytes == 1
+    assert release_device_memory(CPU, baseline_bytes=before).leaked_bytes == 1
 
 
 def test_an_allocator_that_tells_nothing_has_nothing_in_use(books):
     books.allocated = None
-    assert baseline("cuda:0").bytes == 0
+    assert take_baseline("cuda:0").bytes == 0
 
 
 def test_from_nothing_all_is_above(books):
     books.reserved, books.pinned = 0, None
-    before = baseline("cuda:0").bytes
+    before = take_baseline("cuda:0").bytes
     books.reserved, books.pinned = 5, 7
-    facts = release("cuda:0", baseline_bytes=before)
+    facts = release_device_memory("cuda:0", baseline_bytes=before)
     assert facts.reserved_bytes == 5
     assert [(one.name, one.bytes) for one in facts.kept] == [("pinned host memory", 7)]
 
 
 def test_a_storage_that_grew_in_its_place_leaks_what_it_grew_by():
     tensor = torch.ones(2)
-    (live,) = [live for live in live_tensors(CPU) if live.tensor is tensor]
-    known = baseline(CPU)
+    (live,) = [live for live in find_live_tensors(CPU) if live.tensor is tensor]
+    known = take_baseline(CPU)
     known.before[live.key] = 3  # of its 8 bytes
-    facts = release(CPU, baseline_bytes=known.bytes)
+    facts = release_device_memory(CPU, baseline_bytes=known.bytes)
     assert (facts.leaked_bytes, [owner.bytes for owner in facts.owners]) == (5, [5])
 
 
 def test_of_a_broken_device_nothing_is_given_back(books):
     books.broken = True
-    facts = release("cuda:0", baseline_bytes=70)
+    facts = release_device_memory("cuda:0", baseline_bytes=70)
     assert (facts.ok, facts.before_bytes, facts.after_bytes) == (False, 100, 100)
     assert (facts.residual_bytes, facts.leaked_bytes, facts.released_bytes) == (30, 0, 0)
     assert facts.broken.startswith("cuda:0 answers nothing but errors")
-    assert release("cuda:0", baseline_bytes=101).residual_bytes == 0
+    assert release_device_memory("cuda:0", baseline_bytes=101).residual_bytes == 0
     books.allocated = None
-    assert release("cuda:0", baseline_bytes=0).before_bytes == 0
+    assert release_device_memory("cuda:0", baseline_bytes=0).before_bytes == 0
 
 
 @pytest.mark.parametrize("clean_after", [0, 1, 2, 3, 9])
@@ -622,16 +624,16 @@ def test_garbage_is_collected_until_nothing_new_is_left_and_at_most_three_times(
 ):
     """A collection does nothing while another thread's is under way."""
     collected, pauses, garbage = [], [], torch.ones(2)
-    (live,) = [live for live in live_tensors(CPU) if live.tensor is garbage]
+    (live,) = [live for live in find_live_tensors(CPU) if live.tensor is garbage]
 
     def left(device):
         return [live] if len(collected) < clean_after else []
 
-    monkeypatch.setattr(leaks, "live_tensors", left)
+    monkeypatch.setattr(leaks, "find_live_tensors", left)
     monkeypatch.setattr(leaks, "_baselines", {})
     monkeypatch.setattr(leaks.gc, "collect", lambda: collected.append(1))
     monkeypatch.setattr(leaks.time, "sleep", pauses.append)
-    facts = release(CPU, baseline_bytes=0)
+    facts = release_device_memory(CPU, baseline_bytes=0)
     assert len(collected) == min(3, clean_after) and facts.ok == (clean_after <= 3)
     assert pauses == [0.05] * (3 if clean_after > 3 else max(0, clean_after - 1))
 
@@ -643,5 +645,5 @@ def test_the_compiler_is_reset_where_it_was_used(monkeypatch, frames, resets):
     dynamo = types.SimpleNamespace(utils=utils, reset=lambda: calls.append(1))
     monkeypatch.setitem(sys.modules, "torch._dynamo", dynamo)
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", utils)
-    release(CPU, baseline_bytes=baseline(CPU).bytes)
+    release_device_memory(CPU, baseline_bytes=take_baseline(CPU).bytes)
     assert len(calls) == resets

@@ -15,15 +15,15 @@ from tasks.engine.memory.allocator_stats import (
     NoAllocator,
     PoolAllocator,
     Space,
-    allocator,
-    give_back,
+    make_allocator,
+    release_cached_memory,
 )
 from tasks.engine.memory.memory_meter import (
     MIB,
     HostMemory,
-    Meter,
-    allocated_bytes,
+    MemoryMeter,
     clear_frames,
+    count_allocated_bytes,
     is_oom,
 )
 
@@ -58,7 +58,7 @@ def mib(**values):
 
 
 def test_a_cpu_record_holds_the_host_only():
-    meter = Meter(CPU)
+    meter = MemoryMeter(CPU)
     meter.phase("forward")
     assert set(meter.window()) == {"memory/host_rss_mib"}
     assert set(meter.summary()) == {"memory/host_rss_peak_mib"}
@@ -66,7 +66,7 @@ def test_a_cpu_record_holds_the_host_only():
 
 
 def test_host_memory_is_this_process_and_its_peak_at_least_that():
-    meter = Meter(CPU)
+    meter = MemoryMeter(CPU)
     assert 10 < meter.window()["memory/host_rss_mib"] < 100_000
     assert meter.summary()["memory/host_rss_peak_mib"] >= meter.window()["memory/host_rss_mib"]
 
@@ -82,7 +82,7 @@ def test_host_peak_sees_what_came_and_went_between_two_samples():
 
 
 def test_window_peak_is_of_the_window_and_run_peak_of_the_run():
-    meter = Meter(
+    meter = MemoryMeter(
         CPU,
         Recorded(
             mib(allocated=1, reserved=4, peak_allocated=1, peak_reserved=4),
@@ -106,7 +106,7 @@ def test_a_phase_resets_the_peak_but_the_window_and_the_run_keep_it():
         mib(allocated=1, peak_allocated=6),  # a second forward, lower than the first
         mib(allocated=1, peak_allocated=2),
     )
-    meter = Meter(CPU, source)
+    meter = MemoryMeter(CPU, source)
     for phase in ("forward", "backward", "forward"):
         meter.phase(phase)
     assert meter.window()["memory/peak_allocated_mib"] == 8
@@ -122,7 +122,7 @@ def test_headroom_counts_other_processes_and_the_highest_reserve():
         mib(allocated=1, reserved=10, peak_allocated=1, peak_reserved=30),
         space=Space(total_bytes=100 * MIB, free_bytes=70 * MIB),  # 20 are other processes'
     )
-    meter = Meter(CPU, source)
+    meter = MemoryMeter(CPU, source)
     assert meter.window()["memory/free_mib"] == 70
     source.space_now = Space(total_bytes=100 * MIB, free_bytes=90 * MIB)
     assert meter.summary()["memory/headroom_mib"] == 50
@@ -130,7 +130,7 @@ def test_headroom_counts_other_processes_and_the_highest_reserve():
 
 def test_headroom_where_the_driver_tells_no_free_memory_is_of_this_process():
     source = Recorded(mib(allocated=1, reserved=10), space=Space(100 * MIB, None))
-    meter = Meter(CPU, source)
+    meter = MemoryMeter(CPU, source)
     series = meter.window()
     assert "memory/free_mib" not in series
     assert "memory/peak_allocated_mib" not in series
@@ -141,7 +141,7 @@ def test_headroom_where_the_driver_tells_no_free_memory_is_of_this_process():
 
 def test_retries_are_of_this_run_and_fragmentation_of_where_most_was_in_use():
     """It was of a log point, where the cache lies idle between steps: 7 to 57 % in sound runs."""
-    meter = Meter(
+    meter = MemoryMeter(
         CPU,
         Recorded(
             mib(retries=3),
@@ -160,7 +160,7 @@ def test_retries_are_of_this_run_and_fragmentation_of_where_most_was_in_use():
 
 def test_raw_statistics_have_the_peaks_of_the_run():
     """They had those of the last window."""
-    meter = Meter(
+    meter = MemoryMeter(
         CPU, Recorded(mib(), mib(peak_allocated=9, peak_reserved=10), mib(peak_allocated=2))
     )
     meter.phase("forward")
@@ -170,7 +170,7 @@ def test_raw_statistics_have_the_peaks_of_the_run():
         "allocated_bytes.all.peak": 9 * MIB,
         "reserved_bytes.all.peak": 10 * MIB,
     }
-    assert Meter(CPU).stats() == {}
+    assert MemoryMeter(CPU).stats() == {}
 
 
 def test_a_limit_on_the_hosts_memory_is_told_once_when_it_is_near(monkeypatch, caplog):
@@ -190,7 +190,7 @@ def test_a_limit_on_the_hosts_memory_is_told_once_when_it_is_near(monkeypatch, c
 
 def test_an_allocator_that_retries_in_two_windows_running_is_thrashing():
     counts = [0, 1, 1, 2, 3, 4, 5, 5]
-    meter = Meter(CPU, Recorded(*(mib(retries=count) for count in counts)))
+    meter = MemoryMeter(CPU, Recorded(*(mib(retries=count) for count in counts)))
     found = []
     for _ in counts[1:]:
         meter.window()
@@ -200,23 +200,23 @@ def test_an_allocator_that_retries_in_two_windows_running_is_thrashing():
 
 
 def test_nothing_reserved_has_no_fragmentation():
-    summary = Meter(CPU, Recorded(mib(reserved=0, inactive_split=0))).summary()
+    summary = MemoryMeter(CPU, Recorded(mib(reserved=0, inactive_split=0))).summary()
     assert "memory/fragmentation_pct" not in summary
 
 
 def test_every_kind_of_device_has_its_reader():
-    assert isinstance(allocator(CPU), NoAllocator)
-    assert isinstance(allocator(torch.device("cuda:0")), PoolAllocator)
-    assert isinstance(allocator(torch.device("xpu")), PoolAllocator)
+    assert isinstance(make_allocator(CPU), NoAllocator)
+    assert isinstance(make_allocator(torch.device("cuda:0")), PoolAllocator)
+    assert isinstance(make_allocator(torch.device("xpu")), PoolAllocator)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here and may be in use")
 @pytest.mark.parametrize("name", ["cuda:0", "xpu:0"])
 def test_a_device_that_nobody_used_is_not_woken_and_nothing_is_invented(name):
     device = torch.device(name)
-    give_back(device)
-    assert allocated_bytes(device) == 0
-    meter = Meter(device)
+    release_cached_memory(device)
+    assert count_allocated_bytes(device) == 0
+    meter = MemoryMeter(device)
     assert set(meter.summary()) == {"memory/host_rss_peak_mib"}
     assert meter.stats() == {}
     assert not torch.cuda.is_initialized()
@@ -224,12 +224,12 @@ def test_a_device_that_nobody_used_is_not_woken_and_nothing_is_invented(name):
 
 def test_allocated_bytes_on_a_cpu_counts_a_shared_storage_once():
     gc.collect()
-    before = allocated_bytes(CPU)
+    before = count_allocated_bytes(CPU)
     base = torch.ones(1000)
     views = [base[:10], base.view(10, 100), base.detach()]
-    assert allocated_bytes(CPU) - before == 4000
+    assert count_allocated_bytes(CPU) - before == 4000
     del base, views
-    assert allocated_bytes(CPU) == before
+    assert count_allocated_bytes(CPU) == before
 
 
 SAID_BY_ALLOCATORS = [
@@ -329,23 +329,23 @@ def caught(make):
 
 def test_clear_frames_empties_causes_contexts_and_groups():
     gc.collect()
-    before = allocated_bytes(CPU)
+    before = count_allocated_bytes(CPU)
     kept = [caught(lambda: failed(3)), ExceptionGroup("all", [caught(lambda: failed(1))])]
-    assert allocated_bytes(CPU) - before == 6 * 40
+    assert count_allocated_bytes(CPU) - before == 6 * 40
     for error in kept:
         clear_frames(error)
-    assert allocated_bytes(CPU) == before
+    assert count_allocated_bytes(CPU) == before
     assert kept[0].__traceback__ is not None
 
 
 def test_clear_frames_empties_what_a_debugger_read():
     """f_locals leaves a copy of the locals in the frame, which frame.clear() does not reach."""
     gc.collect()
-    before = allocated_bytes(CPU)
+    before = count_allocated_bytes(CPU)
     error = caught(lambda: failed(0))
     assert "held" in error.__traceback__.tb_next.tb_next.tb_frame.f_locals
     clear_frames(error)
-    assert allocated_bytes(CPU) == before
+    assert count_allocated_bytes(CPU) == before
 
 
 def test_clear_frames_leaves_running_functions_alone():

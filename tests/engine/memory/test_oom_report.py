@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
-from tasks.engine.memory.oom_message import Told, told_by
-from tasks.engine.memory.oom_report import explain
+from tasks.engine.memory.oom_report import OomMessage, explain_oom, parse_oom_message
 from tasks.engine.settings.run_config import RunConfig
 
 CPU = torch.device("cpu")
@@ -75,7 +74,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: text[:40])
 def test_every_library_is_understood(text):
-    assert replace(told_by(text), others_bytes=None) == Told(*TEXTS[text])
+    assert replace(parse_oom_message(text), others_bytes=None) == OomMessage(*TEXTS[text])
 
 
 @pytest.mark.parametrize(
@@ -90,13 +89,13 @@ def test_the_others_part_is_told_by_what_is_neither_free_nor_ours(
     free: str, own: str, idle: str, others_mib: float, is_theirs: bool
 ) -> None:
     """In a container PyTorch's text takes this process for another one, or the other way round."""
-    told = told_by(
+    told = parse_oom_message(
         "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.00 GiB "
         f"of which {free} is free. Process 4242 has 78.00 GiB memory in use. Of the allocated "
         f"memory {own} is allocated by PyTorch, and {idle} is reserved by PyTorch but unallocated."
     )
     assert told.others_bytes == pytest.approx(others_mib * MIB, abs=MIB)
-    assert told.others_hold_it is is_theirs
+    assert told.is_held_by_others is is_theirs
 
 
 def test_the_ledgers_own_words_are_understood():
@@ -105,7 +104,7 @@ def test_the_ledgers_own_words_are_understood():
         kept = torch.zeros(MIB, dtype=torch.uint8)
         with pytest.raises(torch.OutOfMemoryError) as refused:
             kept.new_zeros(4 * MIB)
-    assert told_by(str(refused.value)) == Told(4 * MIB, 2 * MIB, None)
+    assert parse_oom_message(str(refused.value)) == OomMessage(4 * MIB, 2 * MIB, None)
 
 
 def explained(ledger, text="CUDA error: out of memory", settings=None, **more):
@@ -120,7 +119,7 @@ def explained(ledger, text="CUDA error: out of memory", settings=None, **more):
         "fitted": None,
     }
     config = RunConfig.model_validate(settings or {})
-    return explain(text, ledger, config=config, **{**given, **more})
+    return explain_oom(text, ledger, config=config, **{**given, **more})
 
 
 def failed(limit_bytes, hidden=32, rows=16):
@@ -143,10 +142,10 @@ def test_a_forward_pass_that_failed_holds_activations_by_their_line():
     why = explained(ledger, text, device="cpu")
     assert why.phase == "forward"
     assert max(why.owners, key=why.owners.get) == "activations"
-    assert sum(why.owners.values()) == sum(entry.bytes for entry in ledger.at_failure())
+    assert sum(why.owners.values()) == sum(entry.bytes for entry in ledger.list_at_failure())
     assert why.holdings[0].line.startswith("test_oom_report.py:")
     assert sum(holding.bytes for holding in why.holdings) <= sum(why.owners.values())
-    assert why.told == told_by(text)
+    assert why.told == parse_oom_message(text)
     assert why.sentence == (
         "model.args: memory ran out on cpu in the forward pass of step 3 (a batch of 4x8), with "
         "micro-batches of 4, 2 and 1 rows (none fits); 0.03 MiB asked for and 336 B free; most "
@@ -243,7 +242,7 @@ def test_what_nobody_told_is_not_said():
 
 def test_the_explanation_is_small_plain_json_and_its_table_holds():
     ledger, text = failed(limit_bytes=50_000, hidden=16, rows=500)
-    for entry in ledger.at_failure():
+    for entry in ledger.list_at_failure():
         entry.line = "a|b.py:1 forward\n" + 2000 * "x"
     why = explained(ledger, text)
     told = json.loads(why.to_json())

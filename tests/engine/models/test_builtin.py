@@ -5,21 +5,21 @@ import torch
 
 from tasks.engine.models import builtin
 
-_check = partial(builtin.check, task="classification")
+_check = partial(builtin.check_model, task="classification")
 
 
 @pytest.mark.parametrize(
     ("name", "shape"), [("linear", (7,)), ("mlp", (7,)), ("mlp", (1, 8, 8)), ("cnn", (3, 9, 8))]
 )
 def test_a_model_maps_rows_to_outputs(name: str, shape: tuple[int, ...]) -> None:
-    model = builtin.build(name, input_shape=shape, outputs=5, args={})
+    model = builtin.build_model(name, input_shape=shape, outputs=5, args={})
     assert model(torch.zeros(3, *shape)).shape == (3, 5)
     work, weights_bytes = _check(name, input_shape=shape, outputs=5, args={})
     assert work > 0 and weights_bytes == 4 * sum(p.numel() for p in model.parameters())
 
 
 def test_mlp_takes_its_widths_and_dropout() -> None:
-    model = builtin.build(
+    model = builtin.build_model(
         "mlp", input_shape=(4,), outputs=2, args={"hidden": [9, 3], "dropout": 0.5}
     )
     widths = [m.out_features for m in model if isinstance(m, torch.nn.Linear)]

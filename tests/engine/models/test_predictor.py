@@ -23,7 +23,7 @@ SPEC = {
 
 def _saved(tmp_path: Path, **changes) -> tuple[torch.nn.Module, predictor.Predictor]:
     spec = {**SPEC, **changes}
-    model = builtin.build(
+    model = builtin.build_model(
         spec["model"], input_shape=spec["input_shape"], outputs=spec["outputs"], args=spec["args"]
     )
     predictor.save(model, spec, tmp_path / "model")

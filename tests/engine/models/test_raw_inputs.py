@@ -12,8 +12,8 @@ import torch
 
 from tasks.engine.data import preparation
 from tasks.engine.models import builtin, predictor
-from tasks.engine.models.raw_inputs import inputs_of, raw_of, width_of
-from tasks.engine.settings.data_config import DataConfig
+from tasks.engine.models.raw_inputs import count_inputs, make_inputs, restore_raw_values
+from tasks.engine.settings.run_config import DataConfig
 
 COLUMNS = [
     {"name": "age", "kind": "number", "values": (), "fill": 40.5, "whole": True},
@@ -38,11 +38,11 @@ def _prepared(tmp_path: Path, missing: str):
     config = DataConfig(
         path=str(path), cache=str(tmp_path / "cache"), missing=missing, drop=["note"]
     )
-    return preparation.prepare(config), pd.read_csv(path)
+    return preparation.prepare_dataset(config), pd.read_csv(path)
 
 
 def _loaded(tmp_path: Path, facts) -> predictor.Predictor:
-    model = builtin.build("linear", input_shape=facts.input_shape, outputs=2, args={})
+    model = builtin.build_model("linear", input_shape=facts.input_shape, outputs=2, args={})
     spec = {
         "model": "linear",
         "args": {},
@@ -64,7 +64,7 @@ def _loaded(tmp_path: Path, facts) -> predictor.Predictor:
 @pytest.mark.parametrize("missing", ["mean", "drop"])
 def test_the_rows_of_the_file_give_the_outputs_of_the_prepared_rows(tmp_path, missing):
     facts, rows = _prepared(tmp_path, missing)
-    loaded, arrays = _loaded(tmp_path, facts), preparation.load(facts)
+    loaded, arrays = _loaded(tmp_path, facts), preparation.load_arrays(facts)
     given = loaded.outputs(rows.sample(frac=1, random_state=0)[rows.columns[::-1]])
     whole = given[~np.isnan(given).any(axis=1)]
     assert len(whole) == facts.train_rows + facts.val_rows
@@ -103,27 +103,27 @@ def test_a_hole_is_refused_where_the_training_had_none(tmp_path):
 def test_what_stands_for_nothing_is_the_same_in_every_spelling():
     for nothing in (None, float("nan"), pd.NA, "", "  ", "NA", "NaN"):
         rows = pd.DataFrame({"age": [nothing, 3], "city": [nothing, "Bern"]}, dtype=object)
-        filled = inputs_of(rows, COLUMNS, missing="mean")
+        filled = make_inputs(rows, COLUMNS, missing="mean")
         assert filled.x.tolist() == [[40.5, 0, 0, 1], [3, 0, 1, 0]] and filled.whole.all()
-        left = inputs_of(rows, STRICT, missing="drop")
+        left = make_inputs(rows, STRICT, missing="drop")
         assert left.whole.tolist() == [False, True] and left.x[0].tolist() == [0, 0, 0, 0]
     nullable = pd.DataFrame({"age": pd.array([None, 3], dtype="Int64"), "city": ["Bern", " Bern "]})
-    assert inputs_of(nullable, COLUMNS, missing="mean").x[:, 0].tolist() == [40.5, 3]
-    assert inputs_of(nullable[["age"]], COLUMNS, missing="mean").x[:, 3].tolist() == [1, 1]
+    assert make_inputs(nullable, COLUMNS, missing="mean").x[:, 0].tolist() == [40.5, 3]
+    assert make_inputs(nullable[["age"]], COLUMNS, missing="mean").x[:, 3].tolist() == [1, 1]
 
 
 def test_a_value_that_training_never_saw_is_none_of_the_inputs():
     rows = pd.DataFrame({"age": [True, 2], "city": ["Rom", 7.0]})
-    assert inputs_of(rows, STRICT, missing="fail").x.tolist() == [[1, 0, 0, 0], [2, 1, 0, 0]]
+    assert make_inputs(rows, STRICT, missing="fail").x.tolist() == [[1, 0, 0, 0], [2, 1, 0, 0]]
 
 
 def test_arrays_hold_the_raw_columns_in_order_or_the_inputs():
     raw = np.array([[3, "Bern"], [4, None]], dtype=object)
-    inputs = inputs_of(raw, COLUMNS, missing="mean").x
-    assert inputs.tolist() == [[3, 0, 1, 0], [4, 0, 0, 1]] and width_of(COLUMNS) == 4
-    assert inputs_of(inputs, COLUMNS, missing="mean").x.tolist() == inputs.tolist()
-    assert raw_of(inputs, COLUMNS) == {"age": [3, 4], "city": ["Bern", None]}
-    assert inputs_of(raw[:0], COLUMNS, missing="mean").x.shape == (0, 4)
+    inputs = make_inputs(raw, COLUMNS, missing="mean").x
+    assert inputs.tolist() == [[3, 0, 1, 0], [4, 0, 0, 1]] and count_inputs(COLUMNS) == 4
+    assert make_inputs(inputs, COLUMNS, missing="mean").x.tolist() == inputs.tolist()
+    assert restore_raw_values(inputs, COLUMNS) == {"age": [3, 4], "city": ["Bern", None]}
+    assert make_inputs(raw[:0], COLUMNS, missing="mean").x.shape == (0, 4)
 
 
 @pytest.mark.parametrize(
@@ -140,13 +140,13 @@ def test_arrays_hold_the_raw_columns_in_order_or_the_inputs():
 def test_rows_that_cannot_be_meant_are_refused_by_column(rows, words):
     rows = pd.DataFrame(rows) if isinstance(rows, dict) else rows
     with pytest.raises(ValueError, match=f"^rows: {words}"):
-        inputs_of(rows, COLUMNS, missing="mean")
+        make_inputs(rows, COLUMNS, missing="mean")
 
 
 def test_a_column_that_is_there_twice_is_refused():
     rows = pd.DataFrame([[1, 2, "Bern"]], columns=["age", "age", "city"])
     with pytest.raises(ValueError, match="^rows: the column 'age' is there twice; keep one"):
-        inputs_of(rows, COLUMNS, missing="mean")
+        make_inputs(rows, COLUMNS, missing="mean")
 
 
 def test_a_model_without_raw_columns_takes_inputs_as_before(tmp_path):

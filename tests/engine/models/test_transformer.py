@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from tasks.engine.models import builtin
-from tasks.engine.models.transformer import Rotary, Transformer
+from tasks.engine.models.builtin import Rotary, Transformer
 
 SMALL = {"layers": 2, "heads": 2, "width": 16}
 
@@ -19,7 +19,7 @@ def _seeded() -> None:
 
 def _model(context: int = 12, outputs: int = 11, **args) -> Transformer:
     torch.manual_seed(0)
-    model = builtin.build(
+    model = builtin.build_model(
         "transformer", input_shape=(context,), outputs=outputs, args={**SMALL, **args}
     )
     assert isinstance(model, Transformer)
@@ -174,7 +174,7 @@ def test_checking_counts_layers_head_and_attention_of_every_token(
 ) -> None:
     args = {"layers": 3, "heads": 2, "width": 16, "positions": positions}
     shape = {"input_shape": (context,), "outputs": 11}
-    work, _ = builtin.check("transformer", **shape, args=args, task="tokens")
+    work, _ = builtin.check_model("transformer", **shape, args=args, task="tokens")
     layers = 3 * 12 * 16 * 16
     attention = 3 * 2 * context * 16  # scores and values, PaLM's appendix B
     assert work == context * (layers + 11 * 16 + attention)
@@ -197,12 +197,12 @@ def test_checking_counts_layers_head_and_attention_of_every_token(
 )
 def test_a_transformer_that_cannot_be_is_refused(args: dict, message: str) -> None:
     with pytest.raises(builtin.ModelError, match=f"^model.args: {message}"):
-        builtin.check("transformer", input_shape=(8,), outputs=5, args=args, task="tokens")
+        builtin.check_model("transformer", input_shape=(8,), outputs=5, args=args, task="tokens")
 
 
 def test_an_odd_head_will_do_for_learned_positions() -> None:
     args = {"width": 12, "positions": "learned"}
-    assert builtin.check("transformer", input_shape=(8,), outputs=5, args=args, task="tokens")
+    assert builtin.check_model("transformer", input_shape=(8,), outputs=5, args=args, task="tokens")
 
 
 def test_models_and_data_that_do_not_belong_together_are_refused() -> None:
@@ -210,8 +210,8 @@ def test_models_and_data_that_do_not_belong_together_are_refused() -> None:
     for name in ("linear", "mlp", "cnn"):
         words = f"^model.name: {name} learns from rows .* tokens; set model.name to transformer"
         with pytest.raises(builtin.ModelError, match=words):
-            builtin.check(name, task="tokens", **shape)
+            builtin.check_model(name, task="tokens", **shape)
     for task in ("classification", "regression"):
         words = f"^model.name: transformer learns from tokens, and this data is for {task}; choose"
         with pytest.raises(builtin.ModelError, match=words):
-            builtin.check("transformer", task=task, **shape)
+            builtin.check_model("transformer", task=task, **shape)

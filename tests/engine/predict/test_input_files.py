@@ -9,12 +9,18 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from tasks.engine.files import csv_blocks
 from tasks.engine.files.source_data import DataError
-from tasks.engine.predict import input_batches, input_files
-from tasks.engine.predict.input_batches import Batch, Needs, needs_of
-from tasks.engine.predict.input_files import amount, batches, check_rows
+from tasks.engine.predict import input_batches
+from tasks.engine.predict.input_batches import (
+    Batch,
+    Needs,
+    check_rows,
+    measure_amount,
+    read_batches,
+    read_needs,
+)
 from tasks.engine.predict.request import Order
-from tasks.engine.tables import csv_blocks
 
 AB = Needs("classification", "csv", (2,), (("a", "number"), ("b", "number")), width=2)
 COLOURED = Needs("classification", "csv", (3,), (("a", "number"), ("colour", "category")))
@@ -30,15 +36,15 @@ def _order(path: Path, *keep: str) -> Order:
 
 def _read(path: Path, needs: Needs, *keep: str) -> list[Batch]:
     order = _order(path, *keep)
-    found = list(batches(order, needs))
+    found = list(read_batches(order, needs))
     total = sum(len(batch.rows) for batch in found)
-    assert found[-1].done == amount(order, needs) or not total
+    assert found[-1].done == measure_amount(order, needs) or not total
     return found
 
 
 def _refused(path: Path, needs: Needs, *keep: str) -> str:
     with pytest.raises(DataError) as caught:
-        list(batches(_order(path, *keep), needs))
+        list(read_batches(_order(path, *keep), needs))
     return str(caught.value)
 
 
@@ -63,7 +69,7 @@ def _write(tmp_path: Path, text: str | bytes, name: str = "rows.csv") -> Path:
 )
 def test_what_a_model_takes_stands_in_its_description(spec: dict[str, Any], columns: Any) -> None:
     full = {"task": "classification", "source": "csv", "input_shape": [2], **spec}
-    assert needs_of(full).columns == columns
+    assert read_needs(full).columns == columns
 
 
 def test_a_table_is_read_in_any_order_of_columns_with_others_left_out(tmp_path: Path) -> None:
@@ -203,7 +209,7 @@ def test_a_damaged_part_is_told_by_its_name(tmp_path: Path) -> None:
 def test_arrays_are_read_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, order: str
 ) -> None:
-    monkeypatch.setattr(input_files, "BATCH_BYTES", 4 * 8 * 3)
+    monkeypatch.setattr(input_batches, "BATCH_BYTES", 4 * 8 * 3)
     x = np.asarray(np.arange(40.0).reshape(10, 1, 2, 2), order=order)
     save = np.save if name == "x.npy" else np.savez_compressed
     save(tmp_path / name, x)
@@ -255,13 +261,13 @@ MASKED = {
 def test_a_model_of_several_inputs_takes_arrays_by_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(input_files, "BATCH_BYTES", 8 * 4 * 2)
+    monkeypatch.setattr(input_batches, "BATCH_BYTES", 8 * 4 * 2)
     spec = {"task": "classification", "input_shape": [], "feature_names": None, "inputs": MASKED}
-    needs = needs_of({**spec, "source": "own:load"})
+    needs = read_needs({**spec, "source": "own:load"})
     assert (needs.inputs, needs.width) == (("ids", "mask"), 8)
     ids, mask = np.arange(20).reshape(5, 4), np.ones((5, 4), np.int8)
     np.savez(tmp_path / "x.npz", mask=mask, ids=ids, more=ids)
-    found = list(batches(_order(tmp_path / "x.npz"), needs))
+    found = list(read_batches(_order(tmp_path / "x.npz"), needs))
     assert [len(batch.rows["ids"]) for batch in found] == [2, 2, 1]
     np.testing.assert_array_equal(np.concatenate([batch.rows["ids"] for batch in found]), ids)
     np.savez(tmp_path / "x.npz", mask=mask[:4], ids=ids)

@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from tasks.engine.predict.output_files import OutputError, opened
+from tasks.engine.predict.output_files import OutputError, open_output
 from tasks.engine.predict.request import Order
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -26,7 +26,7 @@ def _order(path: Path, *, overwrite: bool = False) -> Order:
 
 
 def _written(path: Path, *tables: pa.Table) -> Path:
-    with opened(_order(path), text_width=3) as output:
+    with open_output(_order(path), text_width=3) as output:
         assert not path.exists()
         for table in tables:
             output.write(table)
@@ -94,7 +94,7 @@ def test_a_failure_leaves_nothing_and_an_older_output_as_it_was(
     path.write_text("older")
     with (
         pytest.raises(type(error)),
-        opened(_order(path, overwrite=True), text_width=3) as output,
+        open_output(_order(path, overwrite=True), text_width=3) as output,
     ):
         output.write(FIRST)
         raise error
@@ -105,7 +105,7 @@ def test_an_output_that_came_to_exist_meanwhile_is_not_replaced(tmp_path: Path) 
     path = tmp_path / "o.csv"
     with (
         pytest.raises(OutputError, match="has come to exist meanwhile"),
-        opened(_order(path), text_width=3) as output,
+        open_output(_order(path), text_width=3) as output,
     ):
         output.write(FIRST)
         path.write_text("somebody's")
@@ -113,11 +113,11 @@ def test_an_output_that_came_to_exist_meanwhile_is_not_replaced(tmp_path: Path) 
 
 
 def test_two_predictions_do_not_write_into_one_output(tmp_path: Path) -> None:
-    with opened(_order(tmp_path / "o.csv"), text_width=3) as output:
+    with open_output(_order(tmp_path / "o.csv"), text_width=3) as output:
         output.write(FIRST)
         with (
             pytest.raises(OutputError, match=r"another prediction is writing o\.csv"),
-            opened(_order(tmp_path / "o.csv"), text_width=3),
+            open_output(_order(tmp_path / "o.csv"), text_width=3),
         ):
             pass
     assert (tmp_path / "o.csv").read_text().startswith("prediction")
@@ -131,7 +131,7 @@ def test_what_a_hard_kill_left_is_used_again(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     with (
         pytest.raises(OutputError, match=r"output: .*o\.csv cannot be written \(No such file"),
-        opened(_order(tmp_path / "gone" / "o.csv"), text_width=3),
+        open_output(_order(tmp_path / "gone" / "o.csv"), text_width=3),
     ):
         pass
 

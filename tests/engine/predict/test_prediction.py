@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from tasks.engine.base.facts import DeviceFacts, ModelFacts, PredictFacts
-from tasks.engine.device.detection import detect
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.files.source_data import DataError
-from tasks.engine.memory.leaks import baseline, release
+from tasks.engine.memory.leaks import release_device_memory, take_baseline
 from tasks.engine.models import builtin, predictor
 from tasks.engine.predict import prediction
-from tasks.engine.predict.input_batches import needs_of
-from tasks.engine.predict.prediction import NoRoom, rows_at_once
-from tasks.engine.predict.request import Order, order
+from tasks.engine.predict.input_batches import read_needs
+from tasks.engine.predict.prediction import NoRoom, choose_rows_at_once
+from tasks.engine.predict.request import Order, make_order
 from tasks.engine.settings.model_args import ModelError
 
 SPEC: dict[str, Any] = {
@@ -59,12 +59,12 @@ TEXT = {
 
 @pytest.fixture(scope="module")
 def cpu() -> DeviceFacts:
-    return detect("cpu")
+    return detect_best_device("cpu")
 
 
 def _model(folder: Path, spec: dict[str, Any]) -> ModelFacts:
     torch.manual_seed(0)
-    model = builtin.build(
+    model = builtin.build_model(
         spec["model"], input_shape=spec["input_shape"], outputs=spec["outputs"], args=spec["args"]
     )
     predictor.save(model, spec, folder / "model")
@@ -72,7 +72,7 @@ def _model(folder: Path, spec: dict[str, Any]) -> ModelFacts:
 
 
 def _order(path: Path, **changes: Any) -> Order:
-    return order(input=str(path), output=str(path.with_name("out.csv")), **changes)
+    return make_order(input=str(path), output=str(path.with_name("out.csv")), **changes)
 
 
 def _predict(wanted: Order, model: ModelFacts, device: DeviceFacts) -> PredictFacts:
@@ -142,14 +142,14 @@ def test_memory_that_does_not_do_for_one_row_is_one_sentence_and_leaves_nothing(
 ) -> None:
     model = _model(tmp_path, {**IMAGES, "input_shape": [1, 32, 32]})
     np.save(tmp_path / "x.npy", np.zeros((64, 1, 32, 32), np.float32))
-    before = baseline("cpu")
+    before = take_baseline("cpu")
     with pytest.raises(NoRoom) as caught:
         _predict(_order(tmp_path / "x.npy", limit_mib=0.05), model, cpu)
     said = str(caught.value)
     assert said.startswith("memory: cpu has no room within the limit of 0.05 MiB for one row")
     assert "raise limit_mib" in said and "\n" not in said
     assert not (tmp_path / "out.csv").exists() and not (tmp_path / ".out.csv.part").exists()
-    assert release("cpu", baseline_bytes=before.bytes).leaked_bytes == 0
+    assert release_device_memory("cpu", baseline_bytes=before.bytes).leaked_bytes == 0
 
 
 def test_a_model_that_does_not_fit_is_told_as_such(tmp_path: Path, cpu: DeviceFacts) -> None:
@@ -246,15 +246,15 @@ def test_an_error_keeps_no_tensor(tmp_path: Path, cpu: DeviceFacts) -> None:
     rows = _rows(3).astype(object)
     rows.loc[2, "b"] = "x"
     rows.to_csv(tmp_path / "rows.csv", index=False)
-    before = baseline("cpu")
+    before = take_baseline("cpu")
     with pytest.raises(DataError) as caught:
         _predict(_order(tmp_path / "rows.csv"), model, cpu)
     assert "row 3 below the header, column 'b': must be a number (got 'x')" in str(caught.value)
-    assert release("cpu", baseline_bytes=before.bytes).leaked_bytes == 0
+    assert release_device_memory("cpu", baseline_bytes=before.bytes).leaked_bytes == 0
 
 
 def test_large_rows_go_through_by_few_and_small_ones_by_many() -> None:
-    assert rows_at_once(needs_of(SPEC)) == 4096
-    assert rows_at_once(needs_of({**IMAGES, "input_shape": [3, 224, 224]})) == 27
-    assert rows_at_once(needs_of({**IMAGES, "input_shape": [3, 4096, 4096]})) == 1
-    assert rows_at_once(needs_of({**TEXT, "input_shape": [1024]})) == 16
+    assert choose_rows_at_once(read_needs(SPEC)) == 4096
+    assert choose_rows_at_once(read_needs({**IMAGES, "input_shape": [3, 224, 224]})) == 27
+    assert choose_rows_at_once(read_needs({**IMAGES, "input_shape": [3, 4096, 4096]})) == 1
+    assert choose_rows_at_once(read_needs({**TEXT, "input_shape": [1024]})) == 16

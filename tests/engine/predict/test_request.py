@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.engine.predict.request import order
+from tasks.engine.predict.request import make_order
 from tasks.engine.settings.read_settings import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -25,7 +25,7 @@ def rows(tmp_path: Path) -> Path:
 def _problems(rows: Path, **changes: Any) -> tuple[str, ...]:
     given = {"input": str(rows), "output": str(rows.with_name("out.csv")), **changes}
     with pytest.raises(ConfigError) as caught:
-        order(**given)
+        make_order(**given)
     return caught.value.problems
 
 
@@ -33,7 +33,7 @@ def test_paths_become_absolute_and_endings_tell_the_kinds(
     rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(rows.parent)
-    made = order(input="rows.csv", output="out.PARQUET", keep=["a"])
+    made = make_order(input="rows.csv", output="out.PARQUET", keep=["a"])
     assert (made.input, made.reads) == (str(rows), "csv")
     assert (made.output, made.writes) == (str(rows.with_name("out.PARQUET")), "parquet")
 
@@ -43,7 +43,7 @@ def test_paths_become_absolute_and_endings_tell_the_kinds(
     ["latest", "0" * 32, "models:/churn@best", "models:/my model/3", "models:/m-" + "a" * 32],
 )
 def test_every_form_of_a_run_is_taken(rows: Path, run: str) -> None:
-    assert order(input=str(rows), output=str(rows.with_name("o.csv")), run=run).run == run
+    assert make_order(input=str(rows), output=str(rows.with_name("o.csv")), run=run).run == run
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_folder_needs_parquet_files_in_it(tmp_path: Path) -> None:
     assert "holds no *.parquet files" in problem
     (tmp_path / "parts" / "1.parquet").write_bytes(b"PAR1")
     (tmp_path / "parts" / "_metadata.parquet").write_bytes(b"PAR1")
-    made = order(input=str(tmp_path / "parts"), output=str(tmp_path / "o.csv"))
+    made = make_order(input=str(tmp_path / "parts"), output=str(tmp_path / "o.csv"))
     assert made.reads == "parquet"
 
 
@@ -144,7 +144,7 @@ def test_an_output_that_exists_needs_a_word(rows: Path) -> None:
     out.write_text("kept")
     (problem,) = _problems(rows)
     assert "exists; name another file, or overwrite it" in problem
-    assert order(input=str(rows), output=str(out), overwrite=True).overwrite
+    assert make_order(input=str(rows), output=str(out), overwrite=True).overwrite
     assert out.read_text() == "kept"
 
 

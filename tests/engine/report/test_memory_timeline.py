@@ -7,16 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.engine.base.units import mebibytes
+from tasks.engine.base.units import format_mebibytes
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.memory.memory_by_owner import OWNERS
-from tasks.engine.report.memory_timeline import SHOWN, page
-from tasks.engine.report.memory_timeline_plot import (
+from tasks.engine.report.memory_timeline import (
     COLOURS,
     COLUMNS,
-    drawn,
-    thinned,
-    total_of,
+    SHOWN,
+    draw_timeline,
+    make_timeline_page,
+    sum_bytes,
+    thin_out_points,
 )
 
 CPU = torch.device("cpu")
@@ -69,7 +70,7 @@ def counted(limit=None, layers=3, parts=1):
 
 
 def test_the_page_needs_no_network_and_no_script():
-    read = Read(page(counted(), title="a step"))
+    read = Read(make_timeline_page(counted(), title="a step"))
     assert not {tag for tag, _ in read.found} & {"script", "link", "iframe", "object"}
     assert [img["src"][:22] for img in read.all("img")] == ["data:image/png;base64,"]
     for _, attributes in read.found:
@@ -82,17 +83,17 @@ def test_the_page_needs_no_network_and_no_script():
 
 def test_the_sizes_on_the_page_are_the_ledgers():
     ledger = counted(limit=MIB)
-    words = " ".join(Read(page(ledger, title="a step")).words)
+    words = " ".join(Read(make_timeline_page(ledger, title="a step")).words)
     for owner, size in ledger.owners_at_peak().items():
-        assert f"{owner} {mebibytes(size / MIB)}" in re.sub(r"\s+", " ", words)
-    assert f"{mebibytes(ledger.step_peak_bytes / MIB)} at the peak" in words
+        assert f"{owner} {format_mebibytes(size / MIB)}" in re.sub(r"\s+", " ", words)
+    assert f"{format_mebibytes(ledger.step_peak_bytes / MIB)} at the peak" in words
     assert "limit 1.00 MiB" in words
     shown = [text.get_text().strip() for text in picture_of(ledger).texts]
-    assert f"peak {mebibytes(ledger.step_peak_bytes / MIB)}" in shown
+    assert f"peak {format_mebibytes(ledger.step_peak_bytes / MIB)}" in shown
 
 
 def picture_of(ledger):
-    return drawn(ledger.timeline(), ledger)
+    return draw_timeline(ledger.timeline(), ledger)
 
 
 def gids(axes):
@@ -119,7 +120,9 @@ def test_the_phases_are_named_where_they_are_and_a_limit_in_sight_is_a_line():
     assert {"forward", "backward"} <= {text.get_text() for text in axes.texts}
     assert "limit" in gids(picture_of(near))
     far = counted(limit=100 * MIB)
-    assert "limit" not in gids(picture_of(far)) and "limit 100 MiB" in page(far, title="a step")
+    assert "limit" not in gids(picture_of(far)) and "limit 100 MiB" in make_timeline_page(
+        far, title="a step"
+    )
 
 
 def test_every_owner_has_a_colour_of_its_own():
@@ -132,18 +135,18 @@ def test_what_is_alike_is_one_row_and_the_rest_is_summed_up():
     with ledger.active():
         alike = [torch.zeros(MIB // 4) for _ in range(5)]
         others = [torch.zeros(10 + n) for n in range(SHOWN + 6)]
-    read = Read(page(ledger, title="a step"))
+    read = Read(make_timeline_page(ledger, title="a step"))
     words = [word for word in read.words if word.strip()]
     at = words.index("made by, each")
     row = words[at + 3 : at + 7]
     assert row == [
         "rest",
-        mebibytes(sum(t.nbytes for t in alike) / MIB),
+        format_mebibytes(sum(t.nbytes for t in alike) / MIB),
         "5",
         "zeros (262144,) float32",
     ]
     left = sorted(tensor.nbytes for tensor in others)[:7]
-    assert f"and 7 more, {mebibytes(sum(left) / MIB)}" in words
+    assert f"and 7 more, {format_mebibytes(sum(left) / MIB)}" in words
 
 
 def test_thousands_of_allocations_are_thinned_and_keep_their_peak():
@@ -154,12 +157,12 @@ def test_thousands_of_allocations_are_thinned_and_keep_their_peak():
             kept = torch.zeros(10_000 if n == 4321 else 1 + n % 97)
             if n % 1500 == 0:
                 ledger.end_phase(f"phase {n}")
-    assert len(page(ledger, title="a step")) < 200_000
+    assert len(make_timeline_page(ledger, title="a step")) < 200_000
     assert kept.numel() < 97
     points = ledger.timeline()
-    shown = thinned(points)
+    shown = thin_out_points(points)
     assert len(shown) <= COLUMNS + 2 and shown[0] == points[0] and shown[-1] == points[-1]
-    assert max(map(total_of, shown)) == max(map(total_of, points))
+    assert max(map(sum_bytes, shown)) == max(map(sum_bytes, points))
 
 
 @pytest.mark.parametrize("title", ["<script>alert(1)</script>", 'a "b" & <c>'])
@@ -168,10 +171,10 @@ def test_nothing_it_is_given_acts_as_markup(title):
     for entry in ledger.at_peak():
         entry.line = entry.what = title
     ledger.own(title, [torch.zeros(9)])
-    text = page(ledger, title=title, lines=[title])
+    text = make_timeline_page(ledger, title=title, lines=[title])
     assert not {tag for tag, _ in Read(text).found} & {"script", "c"}
     assert title not in text
 
 
 def test_a_ledger_that_counted_nothing_has_a_page_too():
-    assert "0 MiB at the peak" in page(AllocationLog(CPU), title="nothing")
+    assert "0 MiB at the peak" in make_timeline_page(AllocationLog(CPU), title="nothing")

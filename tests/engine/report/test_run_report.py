@@ -16,16 +16,16 @@ import pytest
 from rich.console import Console
 
 from tasks.engine.base.units import (
-    clock,
-    mebibytes,
-    milliseconds,
-    number,
-    percent,
-    printable,
-    seconds,
+    format_clock,
+    format_mebibytes,
+    format_milliseconds,
+    format_number,
+    format_percent,
+    format_seconds,
+    make_printable,
 )
 from tasks.engine.report import plots, run_report
-from tasks.engine.report.report_sections import sections
+from tasks.engine.report.report_sections import make_report
 
 COMMAND = "make ui  # then open http://127.0.0.1:5000/#/experiments/1/runs/4f1c"
 EVIL = (
@@ -208,7 +208,7 @@ Make = Callable[[], dict[str, Any]]
 def _terminal(run: dict[str, Any], *, width: int = 100, **options: Any) -> str:
     file = io.StringIO()
     console = Console(file=file, width=width, **options)
-    console.print(run_report.terminal(run, open_command=COMMAND))
+    console.print(run_report.make_terminal_report(run, open_command=COMMAND))
     return file.getvalue()
 
 
@@ -220,9 +220,12 @@ def _words(text: str) -> str:
 @RUNS
 def test_every_face_says_what_the_sections_say(make: Make) -> None:
     run = make()
-    plain, page = _words(_terminal(run, width=2000)), run_report.html(run, [], open_command=COMMAND)
-    note = _words(run_report.markdown(run, open_command=COMMAND))
-    for section in sections(run, limit=20).sections:
+    plain, page = (
+        _words(_terminal(run, width=2000)),
+        run_report.make_html(run, [], open_command=COMMAND),
+    )
+    note = _words(run_report.make_markdown(run, open_command=COMMAND))
+    for section in make_report(run, limit=20).sections:
         for block in section.blocks:
             for bar in block.bars:
                 assert f"{bar.label} {bar.value}" in plain
@@ -265,7 +268,7 @@ def test_the_page_shows_each_thing_once(tmp_path: Path) -> None:
     files = [tmp_path / name for name in PLOTS]
     for file in files:
         file.write_bytes(b"x")
-    page = run_report.html(_cpu(), files, open_command=COMMAND)
+    page = run_report.make_html(_cpu(), files, open_command=COMMAND)
     assert page.count("stages of the run") == 1 and page.count("<img") == 2
 
 
@@ -293,11 +296,11 @@ def test_a_leak_is_named_largest_first() -> None:
 
 def test_what_was_not_measured_has_no_line_and_is_no_zero() -> None:
     run = _cpu()
-    text = _terminal(run) + run_report.markdown(run, open_command=COMMAND)
+    text = _terminal(run) + run_report.make_markdown(run, open_command=COMMAND)
     for absent in ("allocated", "reserved", "headroom", "h2d", "MFU", "checkpoint", "retries"):
         assert absent not in text
     assert _terminal(_empty()) == f"abc\n\nOpen     {COMMAND}\n"
-    assert sections({}).sections == ()
+    assert make_report({}).sections == ()
     assert "%" not in _terminal({"metrics": {"time/train_model_s": 1.0}})  # of what total?
 
 
@@ -320,7 +323,9 @@ def test_the_terminal_report_is_compact(make: Make, most: int) -> None:
 
 def test_a_terminal_that_knows_only_ascii_gets_only_ascii() -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    Console(file=file, width=80).print(run_report.terminal(_cuda(), open_command=COMMAND))
+    Console(file=file, width=80).print(
+        run_report.make_terminal_report(_cuda(), open_command=COMMAND)
+    )
     file.flush()
     assert b"backward  6.10 GiB 100 % -----" in file.buffer.getvalue()  # type: ignore[attr-defined]
 
@@ -341,7 +346,7 @@ def test_hostile_text_neither_moves_the_cursor_nor_forges_a_line() -> None:
 
 @RUNS
 def test_the_markdown_fits_a_tag_of_mlflow_and_opens_the_run(make: Make) -> None:
-    text = run_report.markdown(make(), open_command=COMMAND)
+    text = run_report.make_markdown(make(), open_command=COMMAND)
     assert len(text) < 8000
     assert f"```sh\n{COMMAND}\n```" in text
 
@@ -353,7 +358,7 @@ def test_the_markdown_stays_short_whatever_the_texts(evil: str) -> None:
     run["tags"] = dict.fromkeys(run["tags"], evil)
     run["params"] = dict.fromkeys(run["params"], evil)
     run["owners"] = [_owner(evil, (10**30,) * 50, 1, evil)] * 50
-    text = run_report.markdown(run, open_command=evil)
+    text = run_report.make_markdown(run, open_command=evil)
     assert len(text) < 8000
     fences = [line for line in text.splitlines() if re.fullmatch("`+(sh)?", line)]
     longest = max(len(ticks) for ticks in re.findall("`*", text.splitlines()[-2]))
@@ -361,7 +366,7 @@ def test_the_markdown_stays_short_whatever_the_texts(evil: str) -> None:
 
 
 def test_markdown_tables_keep_their_columns_and_nothing_acts_as_markup() -> None:
-    text = run_report.markdown(_hostile(), open_command="make ui")
+    text = run_report.make_markdown(_hostile(), open_command="make ui")
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert rows and all(len(re.findall(r"(?<!\\)\|", row)) == 5 for row in rows)
     assert "<" not in text and "](" not in text.replace("\\](", "")
@@ -381,8 +386,8 @@ class _Tags(HTMLParser):
 
 def test_the_page_stands_alone_and_runs_nothing(tmp_path: Path) -> None:
     run = _hostile()
-    files = run_report.plots(run, tmp_path)
-    page = run_report.html(run, files, open_command=EVIL)
+    files = run_report.draw_plots(run, tmp_path)
+    page = run_report.make_html(run, files, open_command=EVIL)
     page.encode("utf-8")
     parser = _Tags()
     parser.feed(page)
@@ -396,7 +401,7 @@ def test_the_page_stands_alone_and_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_the_page_holds_all_that_was_asked_found_and_measured() -> None:
-    page = run_report.html(_cpu(), [], open_command=COMMAND)
+    page = run_report.make_html(_cpu(), [], open_command=COMMAND)
     assert "<td>optim.lr</td><td>0.002</td>" in page
     assert "<td>device.reason</td><td>no GPU was found on this machine</td>" in page
     assert "<td>memory/host_rss_mib</td><td>412.3</td>" in page
@@ -404,7 +409,7 @@ def test_the_page_holds_all_that_was_asked_found_and_measured() -> None:
 
 @pytest.mark.parametrize("make", [_cpu, _cuda])
 def test_plots_are_large_enough_to_read(make: Make, tmp_path: Path) -> None:
-    files = run_report.plots(make(), tmp_path / "new" / "plots")
+    files = run_report.draw_plots(make(), tmp_path / "new" / "plots")
     assert [f.name for f in files] == PLOTS
     for file in files:
         head = file.read_bytes()[:24]
@@ -428,7 +433,7 @@ def test_plots_are_large_enough_to_read(make: Make, tmp_path: Path) -> None:
     ],
 )
 def test_only_what_has_data_is_drawn(run: dict[str, Any], names: list[str], tmp_path: Path) -> None:
-    assert [f.name for f in run_report.plots(run, tmp_path)] == names
+    assert [f.name for f in run_report.draw_plots(run, tmp_path)] == names
 
 
 def _classes(count: int, name: str = "class {}") -> dict[str, Any]:
@@ -441,10 +446,10 @@ def _classes(count: int, name: str = "class {}") -> dict[str, Any]:
 @pytest.mark.parametrize("count", [2, 12, 13, 40])
 def test_a_classification_is_told_and_drawn_by_class(count: int, tmp_path: Path) -> None:
     run = _cpu() | {"classes": {"val": _classes(count), "test": _classes(2)}}
-    files = run_report.plots(run, tmp_path)
+    files = run_report.draw_plots(run, tmp_path)
     assert [f.name for f in files[3:]] == ["val_confusion.png", "test_confusion.png"]
-    page = run_report.html(run, files, open_command=COMMAND)
-    told = run_report.markdown(run, open_command=COMMAND)
+    page = run_report.make_html(run, files, open_command=COMMAND)
+    told = run_report.make_markdown(run, open_command=COMMAND)
     for face in (page, told, _terminal(run)):
         assert "lowest F1 of the validation rows: class 0: 0 (40 rows)" in " ".join(face.split())
     assert "| class 1 | 41 | 0.500 | 0.250 | 0.010 |" in told
@@ -455,10 +460,10 @@ def test_a_classification_is_told_and_drawn_by_class(count: int, tmp_path: Path)
 
 def test_names_of_classes_are_no_markup_and_leave_the_report_short(tmp_path: Path) -> None:
     run = _cpu() | {"classes": {part: _classes(20, EVIL + "{}") for part in ("val", "test")}}
-    files = run_report.plots(run, tmp_path)
-    page = run_report.html(run, files, open_command=COMMAND)
+    files = run_report.draw_plots(run, tmp_path)
+    page = run_report.make_html(run, files, open_command=COMMAND)
     assert "<script>" not in page and "<img src=x" not in page
-    assert len(run_report.markdown(run, open_command=COMMAND)) < 8000
+    assert len(run_report.make_markdown(run, open_command=COMMAND)) < 8000
 
 
 def test_the_epoch_whose_weights_are_logged_is_told_and_marked(
@@ -471,19 +476,19 @@ def test_the_epoch_whose_weights_are_logged_is_told_and_marked(
     # The run's final value, which MLflow has at the last step too.
     run["series"]["val/accuracy"].append([last_step, 0.875, 1])
     run["metrics"] |= {"val/accuracy": 0.875, "train/best_epoch": 2.0, "train/epoch": 3.0}
-    text = run_report.markdown(run, open_command=COMMAND)
+    text = run_report.make_markdown(run, open_command=COMMAND)
     assert "the weights are those of epoch 2 of 3: its val/loss is the lowest" in text
     marked = []
-    monkeypatch.setattr(plots, "_mark", lambda ax, point, text: marked.append((point, text)))
-    run_report.plots(run, tmp_path)
+    monkeypatch.setattr(plots, "_mark_point", lambda ax, point, text: marked.append((point, text)))
+    run_report.draw_plots(run, tmp_path)
     assert marked == [((2, 0.875), "0.875")]
-    assert plots._points(run, "val/accuracy")[-1] == (last_step, 0.75)
+    assert plots._read_points(run, "val/accuracy")[-1] == (last_step, 0.75)
 
 
 def test_a_report_reads_the_same_from_json() -> None:
     run = json.loads(json.dumps(_failed()))
-    assert run_report.markdown(run, open_command=COMMAND) == (
-        run_report.markdown(_failed(), open_command=COMMAND)
+    assert run_report.make_markdown(run, open_command=COMMAND) == (
+        run_report.make_markdown(_failed(), open_command=COMMAND)
     )
 
 
@@ -505,36 +510,36 @@ def test_importing_the_report_loads_neither_rich_nor_matplotlib_and_drawing_no_p
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        (seconds(0.0421), "42.1 ms"),
-        (seconds(0.0996), "99.6 ms"),
-        (seconds(9.996), "10.0 s"),
-        (seconds(99.96), "1 min 40 s"),
-        (seconds(3599.7), "1 h 00 min"),
-        (seconds(12000), "3 h 20 min"),
-        (seconds(0), "0 ms"),
-        (milliseconds(0.0004), "0.0004 ms"),
-        (milliseconds(1250), "1,250 ms"),
-        (milliseconds(-0.00004), "0 ms"),
-        (milliseconds(-0.0001), "-0.0001 ms"),
-        (clock(59.6), "1:00"),
-        (clock(3729), "1:02:09"),
-        (clock(-5), "0:00"),
-        (mebibytes(0), "0 MiB"),
-        (mebibytes(5 / 1024**2), "5 B"),
-        (mebibytes(1 / 256), "4.00 KiB"),
-        (mebibytes(0.25), "0.25 MiB"),
-        (mebibytes(999.4), "999 MiB"),
-        (mebibytes(999.6), "0.98 GiB"),
-        (mebibytes(143771), "140 GiB"),
-        (mebibytes(-12), "-12.0 MiB"),
-        (number(0.98333), "0.9833"),
-        (number(41235.7), "41,236"),
-        (number(float("nan")), "nan"),
-        (number(1.797e308), "1.797e+308"),
-        (percent(0.001), "<1 %"),
-        (percent(0), "0 %"),
-        (printable("a\r\n\tb\x1b[31m\u202e", limit=20), "a b [31m"),
-        (printable("x" * 10**7, limit=8), "xxxxx..."),
+        (format_seconds(0.0421), "42.1 ms"),
+        (format_seconds(0.0996), "99.6 ms"),
+        (format_seconds(9.996), "10.0 s"),
+        (format_seconds(99.96), "1 min 40 s"),
+        (format_seconds(3599.7), "1 h 00 min"),
+        (format_seconds(12000), "3 h 20 min"),
+        (format_seconds(0), "0 ms"),
+        (format_milliseconds(0.0004), "0.0004 ms"),
+        (format_milliseconds(1250), "1,250 ms"),
+        (format_milliseconds(-0.00004), "0 ms"),
+        (format_milliseconds(-0.0001), "-0.0001 ms"),
+        (format_clock(59.6), "1:00"),
+        (format_clock(3729), "1:02:09"),
+        (format_clock(-5), "0:00"),
+        (format_mebibytes(0), "0 MiB"),
+        (format_mebibytes(5 / 1024**2), "5 B"),
+        (format_mebibytes(1 / 256), "4.00 KiB"),
+        (format_mebibytes(0.25), "0.25 MiB"),
+        (format_mebibytes(999.4), "999 MiB"),
+        (format_mebibytes(999.6), "0.98 GiB"),
+        (format_mebibytes(143771), "140 GiB"),
+        (format_mebibytes(-12), "-12.0 MiB"),
+        (format_number(0.98333), "0.9833"),
+        (format_number(41235.7), "41,236"),
+        (format_number(float("nan")), "nan"),
+        (format_number(1.797e308), "1.797e+308"),
+        (format_percent(0.001), "<1 %"),
+        (format_percent(0), "0 %"),
+        (make_printable("a\r\n\tb\x1b[31m\u202e", limit=20), "a b [31m"),
+        (make_printable("x" * 10**7, limit=8), "xxxxx..."),
     ],
 )
 def test_numbers_and_names_in_words(said: str, expected: str) -> None:
@@ -546,12 +551,12 @@ def test_a_trend_is_drawn_and_a_gate_that_was_not_passed_is_told(tmp_path: Path)
     trend |= {"near": 1.1, "far": 3.0, "beyond": True}
     gate = {"gate": "slower", "gate.why": "2.00 ms; backward is 61 % of it"}
     run = {"name": "r", "status": "FINISHED", "tags": gate, "trend": [trend]}
-    assert [file.name for file in run_report.plots(run, tmp_path)] == ["trend.png"]
-    assert run_report.plots({**run, "trend": []}, tmp_path) == []
-    text = run_report.markdown(run, open_command="")
+    assert [file.name for file in run_report.draw_plots(run, tmp_path)] == ["trend.png"]
+    assert run_report.draw_plots({**run, "trend": []}, tmp_path) == []
+    text = run_report.make_markdown(run, open_command="")
     assert "### Gate\n\n- slower than the runs before: 2.00 ms\n- backward is 61 % of it" in text
     passed = {**run, "tags": {**gate, "gate": "ok"}}
-    assert "Gate" not in run_report.markdown(passed, open_command="")
+    assert "Gate" not in run_report.make_markdown(passed, open_command="")
 
 
 def test_the_energy_of_a_gpu_that_is_shared_is_told_as_that_of_all() -> None:

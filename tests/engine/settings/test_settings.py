@@ -10,11 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.engine.settings import import_path_checks, unused_settings
-from tasks.engine.settings.read_settings import ConfigError, from_mapping, override, resolve
+from tasks.engine.settings import read_settings
+from tasks.engine.settings.read_settings import (
+    MAX_BYTES,
+    ConfigError,
+    SettingsProblem,
+    dump_yaml,
+    make_config,
+    override_config,
+    parse_value,
+    resolve_config,
+)
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.settings.table import markdown_table, table, unknown
-from tasks.engine.settings.yaml_file import MAX_BYTES, Refused, parse_value, to_yaml
+from tasks.engine.settings.table import describe_unknown_setting, list_settings, make_markdown_table
 
 LAUGHS = "a: &a [x, x]\n" + "".join(
     f"{name}: &{name} [*{before}, *{before}]\n"
@@ -170,7 +178,7 @@ TEXTS: list[tuple[str | bytes, str]] = [
 
 def _said(file: str | None, flags: dict[str, Any] | None = None) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
-        resolve(file, flags or {})
+        resolve_config(file, flags or {})
     return caught.value.problems
 
 
@@ -227,7 +235,7 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
 def test_a_file_over_256_kib_is_refused_and_one_below_is_read(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("#" * (MAX_BYTES - 20) + "\noptim: {lr: 1.5}")
-    assert resolve(str(file), {}).optim.lr == 1.5
+    assert resolve_config(str(file), {}).optim.lr == 1.5
     file.write_text("#" * (MAX_BYTES + 1))
     assert _said(str(file))[0].endswith(
         "is larger than 256 KiB; a settings file holds only settings"
@@ -264,7 +272,7 @@ def test_nested_and_dotted_names_mean_the_same_and_flags_win(tmp_path: Path) -> 
         "\ufeffoptim: {lr: 1e-3, name: sgd}\ndata: {}\nrun.name: on\nmodel.args.hidden: [8]\n"
         "model: {args.dropout: 0.5}\ntrain:\n  seed: 0x10\n  epochs: 010\n  compile: off\n"
     )
-    config = resolve(
+    config = resolve_config(
         str(file), {"optim.lr": "2", "model.args.hidden": "[4]", "run.experiment": "7"}
     )
     assert (config.optim.lr, config.optim.name, config.run.name) == (2, "sgd", "on")
@@ -293,7 +301,7 @@ def test_nested_and_dotted_names_mean_the_same_and_flags_win(tmp_path: Path) -> 
     ],
 )
 def test_a_flag_is_read_by_the_kind_of_its_setting(name: str, text: Any, value: Any) -> None:
-    flat = resolve(None, {name: text}).flat()
+    flat = resolve_config(None, {name: text}).flat()
     assert flat["model.args" if name.startswith("model.args") else name] == value
 
 
@@ -378,7 +386,7 @@ def test_a_wrong_flag_is_told_under_its_dotted_name(name: str, text: str, said: 
     ],
 )
 def test_a_typo_or_another_tools_word_leads_to_the_setting(wrong: str, meant: str) -> None:
-    assert unknown(wrong) == f"unknown setting; did you mean {meant}?"
+    assert describe_unknown_setting(wrong) == f"unknown setting; did you mean {meant}?"
 
 
 def test_every_word_of_another_tool_leads_to_a_setting_that_is_there() -> None:
@@ -386,7 +394,9 @@ def test_every_word_of_another_tool_leads_to_a_setting_that_is_there() -> None:
 
     assert set(_OTHER_WORDS) <= set(RunConfig().flat())
     for name, words in _OTHER_WORDS.items():
-        assert {unknown(w) for w in words.split()} == {f"unknown setting; did you mean {name}?"}
+        assert {describe_unknown_setting(w) for w in words.split()} == {
+            f"unknown setting; did you mean {name}?"
+        }
 
 
 def test_a_mapping_and_what_is_set_in_it_go_together_in_any_order_and_form() -> None:
@@ -398,18 +408,18 @@ def test_a_mapping_and_what_is_set_in_it_go_together_in_any_order_and_form() -> 
         {"model.args.dropout": inner, "model": {"args": whole}},
         {"model": {"args.dropout": inner, "args": whole}},
     ):
-        assert from_mapping(asked).model.args == args
-        assert override(RunConfig(), asked).model.args == args
+        assert make_config(asked).model.args == args
+        assert override_config(RunConfig(), asked).model.args == args
     assert whole["dropout"] == 0.1  # the caller's own dict stays as it was
 
 
 def test_overrides_change_only_what_they_name() -> None:
-    config = resolve(None, {"optim.lr": 0.5, "model.args": {"hidden": [4], "dropout": 0.1}})
-    changed = override(config, {"train.epochs": 3, "model.args.hidden": [8]})
+    config = resolve_config(None, {"optim.lr": 0.5, "model.args": {"hidden": [4], "dropout": 0.1}})
+    changed = override_config(config, {"train.epochs": 3, "model.args.hidden": [8]})
     assert (changed.optim.lr, changed.train.epochs) == (0.5, 3)
     assert changed.model.args == {"hidden": [8], "dropout": 0.1}
-    assert override(config, None) is config and override(config, {}) is config
-    nested = override(config, {"optim": {"momentum": 0.1}, "data": {}})
+    assert override_config(config, None) is config and override_config(config, {}) is config
+    nested = override_config(config, {"optim": {"momentum": 0.1}, "data": {}})
     assert (nested.optim.lr, nested.optim.momentum, nested.data) == (0.5, 0.1, config.data)
 
 
@@ -438,33 +448,36 @@ def test_overrides_change_only_what_they_name() -> None:
 )
 def test_a_wrong_override_is_told_like_a_wrong_flag(overrides: Any, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        override(RunConfig(), overrides)
+        override_config(RunConfig(), overrides)
     assert len(caught.value.problems) == 1 and str(caught.value).startswith(said)
 
 
 def test_the_table_lists_every_setting_with_its_text_and_default() -> None:
-    rows = {row.name: row for row in table()}
+    rows = {row.name: row for row in list_settings()}
     assert list(rows) == list(RunConfig().flat())
     assert all(row.text for row in rows.values())
     assert rows["optim.lr"][1:4] == ("number", "0.002", "above 0, at most 1,000")
     assert rows["optim.clip_norm"][1:4] == ("number or null", "null", "above 0")
     assert rows["device.require"][1:4] == ("one of", "any", "any, gpu")
     assert rows["model.args"][1:4] == ("dictionary", "{}", "")
-    assert markdown_table().count("\n") == len(rows) + 2
-    assert "| `optim.lr` | number | `0.002` | above 0, at most 1,000 | Peak lea" in markdown_table()
+    assert make_markdown_table().count("\n") == len(rows) + 2
+    assert (
+        "| `optim.lr` | number | `0.002` | above 0, at most 1,000 | Peak lea"
+        in make_markdown_table()
+    )
 
 
 @pytest.mark.parametrize(
     ("path", "source"), [("a.csv", "csv"), ("b.TAB", "tsv"), ("c.pq", "parquet"), ("d.txt", "text")]
 )
 def test_the_ending_of_a_path_tells_its_source(path: str, source: str) -> None:
-    assert resolve(None, {"data.path": path}).data.source == source
-    assert override(RunConfig(), {"data.path": path}).data.source == source
+    assert resolve_config(None, {"data.path": path}).data.source == source
+    assert override_config(RunConfig(), {"data.path": path}).data.source == source
 
 
 def test_every_default_reads_back_as_a_flag() -> None:
-    defaults = {row.name: row.default for row in table() if row.default != "null"}
-    assert resolve(None, defaults) == RunConfig()
+    defaults = {row.name: row.default for row in list_settings() if row.default != "null"}
+    assert resolve_config(None, defaults) == RunConfig()
 
 
 def test_a_problem_survives_pickling() -> None:
@@ -478,18 +491,20 @@ def test_a_problem_survives_pickling() -> None:
     "text", ["1e-3", "yes", "1_000", "12:30", "0o7", "null", "- a", "2024-01-01"]
 )
 def test_written_settings_read_back_as_they_were(tmp_path: Path, text: str) -> None:
-    config = override(RunConfig(), {"run.name": text, "optim.lr": 1e-7, "model.args.x": [text]})
+    config = override_config(
+        RunConfig(), {"run.name": text, "optim.lr": 1e-7, "model.args.x": [text]}
+    )
     file = tmp_path / "config.yaml"
-    file.write_text(to_yaml(config.model_dump()))
-    assert resolve(str(file), {}) == config
+    file.write_text(dump_yaml(config.model_dump()))
+    assert resolve_config(str(file), {}) == config
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=12))
 def test_any_text_that_is_written_reads_back_or_is_refused(text: str) -> None:
     try:
-        assert parse_value(to_yaml({"a": text})) == {"a": text}
-    except Refused:
+        assert parse_value(dump_yaml({"a": text})) == {"a": text}
+    except SettingsProblem:
         assert not text.isprintable()
 
 
@@ -498,7 +513,7 @@ def test_any_text_that_is_written_reads_back_or_is_refused(text: str) -> None:
 def test_a_bare_word_is_what_yaml_1_2_says(text: str) -> None:
     try:
         value = parse_value(text)
-    except Refused:
+    except SettingsProblem:
         return
     if isinstance(value, list | dict | None):  # "-", ":"
         return
@@ -539,7 +554,7 @@ def test_mutated_text_gives_a_config_or_a_config_error(
     file = tmp_path_factory.getbasetemp() / "mutated.yaml"
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
     try:
-        assert isinstance(resolve(str(file), {}), RunConfig)
+        assert isinstance(resolve_config(str(file), {}), RunConfig)
     except ConfigError as error:
         assert error.problems and all(p.isprintable() for p in error.problems)
 
@@ -584,21 +599,21 @@ def test_words_that_yaml_1_1_read_otherwise(text: str, value: Any) -> None:
 )
 def test_a_setting_without_effect_is_told(asked: dict[str, Any], line: str) -> None:
     """data.rows with a csv file was taken in silence."""
-    assert unused_settings.told(from_mapping(asked)) == [line]
+    assert read_settings.describe_unused_settings(make_config(asked)) == [line]
 
 
 def test_a_setting_without_meaning_is_no_param_of_the_run() -> None:
-    params = unused_settings.params(from_mapping({"data.source": "text", "optim.name": "sgd"}))
+    params = read_settings.collect_params(make_config({"data.source": "text", "optim.name": "sgd"}))
     assert params["data.context"] == 128 and params["train.patience"] == 0
     assert not {"data.rows", "data.scale", "data.drop", "optim.beta2"} & set(params)
-    assert not unused_settings.told(RunConfig())
+    assert not read_settings.describe_unused_settings(RunConfig())
 
 
 def test_arguments_of_a_built_in_model_are_checked_by_the_settings_alone() -> None:
     """They were built, and refused, after the data had been prepared."""
-    config = from_mapping({"model.args": {"hidden": 256, "droput": 0.1}})
+    config = make_config({"model.args": {"hidden": 256, "droput": 0.1}})
     with pytest.raises(ConfigError) as caught:
-        import_path_checks.check(config)
+        read_settings.check_imports(config)
     assert caught.value.problems == (
         "model.args: hidden must be a list of whole numbers from 1 to 1,048,576, such as [256] "
         "(got 256)",
@@ -624,5 +639,5 @@ def test_arguments_of_a_built_in_model_are_checked_by_the_settings_alone() -> No
 )
 def test_a_dict_of_a_notebook_is_refused_as_a_file_is(given: Any, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        from_mapping(given)
+        make_config(given)
     assert str(caught.value) == told

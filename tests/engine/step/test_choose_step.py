@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from tasks.engine.accounts.phases import Watched
 from tasks.engine.step import choose_step, optim
-from tasks.engine.step.choose_step import CompileError, TunedStep
+from tasks.engine.step.choose_step import CompileError, EarlierTimings, TunedStep
 from tasks.engine.step.cuda_graph import GraphError
-from tasks.engine.step.micro_batches import Fixed
+from tasks.engine.step.micro_batches import SingleAttempt
 from tasks.engine.step.optimizer_step import Step
-from tasks.engine.step.phases import Watched
-from tasks.engine.step.verdict import Known
 
 
 def _step(compute=None) -> Step:
@@ -24,7 +23,7 @@ def _step(compute=None) -> Step:
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         autocast=nullcontext,
         clip_norm=None,
-        micro=Fixed(16),
+        micro=SingleAttempt(16),
         mark=lambda phase: None,
     )
 
@@ -81,7 +80,7 @@ def _pretend(monkeypatch, *, plain_s: float, compiled_s: float, cost_s: float) -
     )
     base = _step()
     monkeypatch.setattr(
-        choose_step, "compiled_step", lambda step, mode: clock.slowed(base, "compiled")
+        choose_step, "compile_step", lambda step, mode: clock.slowed(base, "compiled")
     )
     monkeypatch.setattr(choose_step.shutil, "which", lambda name: f"/usr/bin/{name}")
     return clock.slowed(base, "plain"), clock
@@ -94,7 +93,7 @@ def test_off_is_the_plain_step() -> None:
 
 
 def test_a_short_run_is_not_compiled_and_says_why(monkeypatch) -> None:
-    monkeypatch.setattr(choose_step, "compiled_step", lambda step, mode: pytest.fail("it compiled"))
+    monkeypatch.setattr(choose_step, "compile_step", lambda step, mode: pytest.fail("it compiled"))
     tuned = _tuned(_step(), "auto", steps=60)
     assert _take(tuned, 40) == _take(_step(), 40)
     assert tuned.verdict.compiled == "no"
@@ -127,9 +126,9 @@ def test_a_long_run_keeps_the_faster_of_the_two(monkeypatch, compiled_s, verdict
 @pytest.mark.parametrize(
     ("known", "verdict"),
     [
-        (Known(plain_step_s=1.0, compiled_step_s=0.5, cost_s=20.0), "default"),
-        (Known(plain_step_s=1.0, compiled_step_s=0.9, cost_s=20.0), "no"),
-        (Known(plain_step_s=1.0, compiled_step_s=1.1, cost_s=1.0), "no"),
+        (EarlierTimings(plain_step_s=1.0, compiled_step_s=0.5, cost_s=20.0), "default"),
+        (EarlierTimings(plain_step_s=1.0, compiled_step_s=0.9, cost_s=20.0), "no"),
+        (EarlierTimings(plain_step_s=1.0, compiled_step_s=1.1, cost_s=1.0), "no"),
     ],
 )
 def test_what_an_earlier_run_measured_decides(monkeypatch, known, verdict) -> None:
@@ -171,11 +170,11 @@ def test_a_model_that_cannot_be_compiled_is_an_error_only_where_it_was_asked_for
     def breaks(x, y):
         raise Breaks("no lowering for aten::odd\nand more")
 
-    monkeypatch.setattr(choose_step, "compiled_step", lambda step, mode: _step(breaks))
-    monkeypatch.setattr(choose_step, "untakeable", lambda: (GraphError, Breaks))
+    monkeypatch.setattr(choose_step, "compile_step", lambda step, mode: _step(breaks))
+    monkeypatch.setattr(choose_step, "list_step_errors", lambda: (GraphError, Breaks))
     with pytest.raises(CompileError, match="train.compile: default cannot compile .*aten::odd"):
         _take(_tuned(_step(), "default"), 3)
-    known = Known(plain_step_s=1.0, compiled_step_s=1e-9, cost_s=0.0)
+    known = EarlierTimings(plain_step_s=1.0, compiled_step_s=1e-9, cost_s=0.0)
     tuned = _tuned(_step(), "auto", steps=1000, known=known)
     assert _take(tuned, 30) == _take(_step(), 30)
     assert "the model cannot be compiled" in tuned.verdict.reason

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import nn
 
+from tasks.engine.accounts.phases import Watched
 from tasks.engine.step import optim
 from tasks.engine.step.cuda_graph import WARM_UP, GraphedStep
-from tasks.engine.step.micro_batches import Fixed
-from tasks.engine.step.optimizer_step import Outcome, Step
-from tasks.engine.step.phases import Watched
+from tasks.engine.step.micro_batches import SingleAttempt
+from tasks.engine.step.optimizer_step import Step, StepOutcome
 
 CPU = torch.device("cpu")
 
@@ -21,8 +21,8 @@ class _Recorder:
     def __init__(self) -> None:
         self.replays = 0
 
-    def __call__(self, run: Callable[[], Outcome]) -> tuple[Callable[[], None], Outcome]:
-        static = Outcome(torch.empty(()), torch.empty(()) if self.clips else None)
+    def __call__(self, run: Callable[[], StepOutcome]) -> tuple[Callable[[], None], StepOutcome]:
+        static = StepOutcome(torch.empty(()), torch.empty(()) if self.clips else None)
 
         def replay() -> None:
             self.replays += 1
@@ -47,7 +47,7 @@ def _step(*, clip_norm: float | None = None, micro_rows: int = 16) -> Step:
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         autocast=nullcontext,
         clip_norm=clip_norm,
-        micro=Fixed(micro_rows),
+        micro=SingleAttempt(micro_rows),
         mark=lambda phase: None,
     )
 

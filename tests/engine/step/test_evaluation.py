@@ -10,27 +10,27 @@ import torch
 from sklearn import metrics as sk
 from torch import Tensor, nn
 
+from tasks.engine.accounts.phases import Phases
 from tasks.engine.base.timing import HostClock
-from tasks.engine.batches.dataset_batches import feed
+from tasks.engine.batches.dataset_batches import place_rows
+from tasks.engine.data.scores import Cells
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
-from tasks.engine.memory.memory_meter import Meter
-from tasks.engine.scores.figures import Cells
-from tasks.engine.step.evaluation import Evaluator, eval_rows, evaluate
-from tasks.engine.step.losses import next_token
-from tasks.engine.step.micro_batches import Fixed, MemoryExhausted
-from tasks.engine.step.phases import Phases
+from tasks.engine.memory.memory_meter import MemoryMeter
+from tasks.engine.step.evaluation import Evaluator, choose_eval_rows, evaluate
+from tasks.engine.step.losses import compute_token_loss
+from tasks.engine.step.micro_batches import MemoryExhausted, SingleAttempt
 
 CPU = torch.device("cpu")
 LOSSES = {
     "classification": nn.functional.cross_entropy,
     "multilabel": nn.functional.binary_cross_entropy_with_logits,
     "regression": nn.functional.mse_loss,
-    "tokens": next_token,
+    "tokens": compute_token_loss,
 }
 
 
-class _Parts(Fixed):
+class _Parts(SingleAttempt):
     """As many rows are read as given, and two of them at once go through the model."""
 
     def fit(self, attempt, batch):
@@ -42,11 +42,11 @@ def _judged(
 ) -> dict[str, float]:
     """Of a model that gives those outputs, row by row."""
     accounts = MemoryByOwner(AllocationLog(CPU), dict)
-    phases = Phases(HostClock(), Meter(CPU), accounts, count_every=None)
+    phases = Phases(HostClock(), MemoryMeter(CPU), accounts, count_every=None)
     evaluator = Evaluator(
         task, LOSSES[task], nullcontext, micro=_Parts(rows_read), phases=phases, **more
     )
-    rows = feed(outputs, y, device=CPU, room_bytes=10**9)
+    rows = place_rows(outputs, y, device=CPU, room_bytes=10**9)
     return evaluate(nn.Identity(), rows, evaluator, part=part)
 
 
@@ -221,7 +221,7 @@ def test_as_many_rows_are_read_as_a_sixteenth_of_the_room_holds() -> None:
             "test_rows": 0,
         }
         made = SimpleNamespace(**{**told, "val_rows": 50, **facts})
-        return eval_rows(made, batch_size, room_bytes=room)
+        return choose_eval_rows(made, batch_size, room_bytes=room)
 
     assert rows(16 * 100 * 20) == 20
     assert rows(16 * 100 * 20, size=200) == 1024
@@ -234,7 +234,7 @@ def test_as_many_rows_are_read_as_a_sixteenth_of_the_room_holds() -> None:
 @pytest.mark.parametrize("residency", ["pinned", "device"])
 def test_where_one_row_of_the_device_does_not_fit_it_ends(residency: str) -> None:
     """Rows that the device holds already take no room; reading fewer of them would not help."""
-    batches = feed(_outputs(5, 3), np.arange(5) % 3, device=CPU, room_bytes=10**9)
+    batches = place_rows(_outputs(5, 3), np.arange(5) % 3, device=CPU, room_bytes=10**9)
     tried: list[int] = []
 
     class Narrow:
@@ -249,9 +249,13 @@ def test_where_one_row_of_the_device_does_not_fit_it_ends(residency: str) -> Non
             raise RuntimeError("CUDA out of memory.")
 
     accounts = MemoryByOwner(AllocationLog(CPU), dict)
-    phases = Phases(HostClock(), Meter(CPU), accounts, count_every=None)
+    phases = Phases(HostClock(), MemoryMeter(CPU), accounts, count_every=None)
     evaluator = Evaluator(
-        "classification", LOSSES["classification"], nullcontext, micro=Fixed(7), phases=phases
+        "classification",
+        LOSSES["classification"],
+        nullcontext,
+        micro=SingleAttempt(7),
+        phases=phases,
     )
     with pytest.raises(MemoryExhausted, match="memory ran out in eval: CUDA out of memory"):
         evaluate(nn.Identity(), Narrow(), evaluator)

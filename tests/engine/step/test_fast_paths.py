@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.engine.batches.memory_format import row_order
-from tasks.engine.data.preparation import load, prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.batches.dataset_batches import draw_row_order
+from tasks.engine.data.preparation import load_arrays, prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.models import builtin
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
@@ -39,10 +39,10 @@ def _config(tmp_path: Path, name: str, **sections: Any) -> RunConfig:
 
 def _plain_loop(config: RunConfig) -> tuple[list[float], float]:
     """The loss of every step, and the accuracy at the end."""
-    data = prepare(config.data)
-    arrays = load(data)
+    data = prepare_dataset(config.data)
+    arrays = load_arrays(data)
     torch.manual_seed(config.train.seed)
-    model = builtin.build(
+    model = builtin.build_model(
         config.model.name,
         input_shape=data.input_shape,
         outputs=data.outputs,
@@ -57,7 +57,7 @@ def _plain_loop(config: RunConfig) -> tuple[list[float], float]:
     losses = []
     for epoch in range(EPOCHS):
         model.train()
-        for rows in row_order(len(x), seed=0, epoch=epoch).split(BATCH):
+        for rows in draw_row_order(len(x), seed=0, epoch=epoch).split(BATCH):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x[rows]), y[rows])
             loss.backward()
@@ -77,7 +77,9 @@ def _ours(config: RunConfig, tmp_path: Path) -> tuple[list[float], dict[str, flo
             losses.append(metrics["train/loss"])
 
     facts = trainer.train(
-        make_plan(config, detect("cpu"), prepare(config.data)), folder=tmp_path, log=log
+        make_plan(config, detect_best_device("cpu"), prepare_dataset(config.data)),
+        folder=tmp_path,
+        log=log,
     )
     return losses, facts.metrics, facts.tags
 

@@ -10,12 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tasks.engine.accounts.phases import Watched
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.step import micro_batches, optim
-from tasks.engine.step.micro_batches import Failure, Fixed, MemoryExhausted, MicroBatches, told_in
+from tasks.engine.step.micro_batches import (
+    MemoryExhausted,
+    MemoryFailure,
+    MicroBatches,
+    SingleAttempt,
+    name_oom_phase,
+)
 from tasks.engine.step.optimizer_step import Step
-from tasks.engine.step.phases import Watched
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 32, 16
@@ -58,7 +64,7 @@ class _Training:
             layers += [nn.Tanh(), nn.Dropout(dropout)]
         self.model = nn.Sequential(*layers, nn.Linear(WIDTH, 3))
         self.ledger = AllocationLog(CPU, limit_bytes=limit_bytes)
-        optimizer = optim.make(
+        optimizer = optim.make_fused_optimizer(
             "adamw" if adam else "sgd",
             self.model.parameters(),
             lr=0.01,
@@ -90,7 +96,7 @@ class _Training:
             scaler=torch.amp.GradScaler("cpu", enabled=scaled, growth_interval=2),
             autocast=nullcontext,
             clip_norm=clip_norm,
-            micro=Fixed(micro_rows) if fixed else self.micro,
+            micro=SingleAttempt(micro_rows) if fixed else self.micro,
             mark=self.phases.append,
         )
 
@@ -345,7 +351,7 @@ def test_what_did_not_fit_even_by_one_row_is_told_with_all_that_was_tried() -> N
     with pytest.raises(MemoryExhausted) as ended:
         tried.fit()
     assert tried.rows == [5, 3, 2, 1, 1], "the last once more, for the witness"
-    assert ended.value.failure == Failure(
+    assert ended.value.failure == MemoryFailure(
         text="CUDA out of memory. Tried to allocate 2.00 MiB",
         phase="training",
         batch_shape=(5, 3),
@@ -452,7 +458,7 @@ def test_what_is_done_again_is_done_twice_and_not_a_third_time() -> None:
     calls.clear()
     with pytest.raises(MemoryExhausted, match="in optimizer: MemoryError") as ended:
         tried.micro.again(lambda: fails(2))
-    assert ended.value.failure == Failure(
+    assert ended.value.failure == MemoryFailure(
         text="MemoryError", phase="optimizer", allocator={"allocated": 7}
     )
     for wrong in (tried.micro.again, lambda attempt: tried.micro.fit(lambda *_: attempt(), ())):
@@ -467,22 +473,22 @@ def _raise(error: BaseException) -> None:
 
 
 def test_running_out_is_told_with_the_innermost_phase_and_the_step() -> None:
-    with pytest.raises(MemoryExhausted) as ended, told_in("training", step=lambda: 3):
+    with pytest.raises(MemoryExhausted) as ended, name_oom_phase("training", step=lambda: 3):
         raise torch.OutOfMemoryError("CUDA out of memory.")
-    assert ended.value.failure == Failure("CUDA out of memory.", "training", step=3)
+    assert ended.value.failure == MemoryFailure("CUDA out of memory.", "training", step=3)
     with (
         pytest.raises(MemoryExhausted) as ended,
-        told_in("training", step=lambda: 3),
-        told_in("sending", step=lambda: 2),
-        told_in("eval"),
+        name_oom_phase("training", step=lambda: 3),
+        name_oom_phase("sending", step=lambda: 2),
+        name_oom_phase("eval"),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory.")
-    assert ended.value.failure == Failure("CUDA out of memory.", "eval", step=2)
-    with pytest.raises(RuntimeError, match="^not about it$"), told_in("training"):
+    assert ended.value.failure == MemoryFailure("CUDA out of memory.", "eval", step=2)
+    with pytest.raises(RuntimeError, match="^not about it$"), name_oom_phase("training"):
         raise RuntimeError("not about it")
-    assert Failure("", "").step == 0
+    assert MemoryFailure("", "").step == 0
 
 
 def test_the_fixed_size_never_recovers() -> None:
-    assert Fixed(3).fit(lambda x, rows: (x, rows), (5,)) == (5, 3)
-    assert Fixed(3).recovered == 0
+    assert SingleAttempt(3).fit(lambda x, rows: (x, rows), (5,)) == (5, 3)
+    assert SingleAttempt(3).recovered == 0

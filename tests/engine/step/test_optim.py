@@ -30,7 +30,7 @@ def _train(model: nn.Module, optimizer, *, steps: int) -> None:
 def test_steps_are_those_of_torch_optim(name: str, weight_decay: float) -> None:
     mine, theirs = _twins()
     momentum = 0.0 if "without" in name else 0.9
-    made = optim.make(
+    made = optim.make_fused_optimizer(
         name.split()[0],
         mine.parameters(),
         lr=0.05,
@@ -76,14 +76,14 @@ def test_norms_biases_and_embeddings_have_no_weight_decay(name: str) -> None:
     torch.manual_seed(0)
     mine = Mixed()
     theirs = copy.deepcopy(mine)
-    made = optim.make(
+    made = optim.make_fused_optimizer(
         name,
         mine.parameters(),
         lr=0.05,
         weight_decay=0.5,
         momentum=0.9,
         beta2=0.99,
-        undecayed=optim.undecayed(mine),
+        undecayed=optim.list_undecayed(mine),
     )
     decayed = [theirs.hidden.weight]
     rest = [p for p in theirs.parameters() if p is not theirs.hidden.weight]
@@ -115,7 +115,9 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_step_with_infinite_gradients_changes_nothing_under_a_scaler(name: str) -> None:
     weight = nn.Parameter(torch.ones(3))
-    optimizer = optim.make(name, [weight], lr=0.1, weight_decay=0.1, momentum=0.9, beta2=0.99)
+    optimizer = optim.make_fused_optimizer(
+        name, [weight], lr=0.1, weight_decay=0.1, momentum=0.9, beta2=0.99
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale((weight * math.inf).sum()).backward()
     scaler.unscale_(optimizer)
@@ -144,7 +146,7 @@ def test_scaled_gradients_give_the_step_of_unscaled_ones(unscaled_before: bool) 
 
 
 def test_the_rate_rises_then_falls_along_a_cosine() -> None:
-    at = optim.schedule("cosine", lr=1.0, total_steps=110, warmup_fraction=10 / 110)
+    at = optim.make_schedule("cosine", lr=1.0, total_steps=110, warmup_fraction=10 / 110)
     assert [at(0), at(4), at(9)] == pytest.approx([0.1, 0.5, 1.0])
     assert [at(10), at(60)] == pytest.approx([1.0, 0.5])
     assert 0 < at(109) < 0.001
@@ -154,7 +156,7 @@ def test_the_rate_rises_then_falls_along_a_cosine() -> None:
 def test_each_rate_of_the_cosine_is_that_of_torch(min_fraction: float) -> None:
     theirs = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
     falls = torch.optim.lr_scheduler.CosineAnnealingLR(theirs, 37, eta_min=0.3 * min_fraction)
-    at = optim.schedule(
+    at = optim.make_schedule(
         "cosine", lr=0.3, total_steps=40, warmup_fraction=3 / 40, min_fraction=min_fraction
     )
     for step in range(37):
@@ -164,14 +166,14 @@ def test_each_rate_of_the_cosine_is_that_of_torch(min_fraction: float) -> None:
 
 
 def test_the_rate_falls_to_its_floor_and_not_below() -> None:
-    at = optim.schedule(
+    at = optim.make_schedule(
         "cosine", lr=2.0, total_steps=110, warmup_fraction=10 / 110, min_fraction=0.1
     )
     assert [at(10), at(60), at(110)] == pytest.approx([2.0, 1.1, 0.2])
 
 
 def test_a_constant_rate_stays_after_the_warm_up() -> None:
-    at = optim.schedule("constant", lr=0.3, total_steps=10, warmup_fraction=0.0)
+    at = optim.make_schedule("constant", lr=0.3, total_steps=10, warmup_fraction=0.0)
     assert {at(step) for step in range(10)} == {0.3}
 
 
@@ -214,7 +216,7 @@ def test_a_step_that_failed_between_two_decays_goes_on_where_it_failed(monkeypat
     start = [torch.randn(3) for _ in range(3)]
     ours, theirs = ([nn.Parameter(p.clone()) for p in start] for _ in range(2))
     how = {"lr": 0.1, "weight_decay": 0.3, "momentum": 0.9, "beta2": 0.99}
-    mine = optim.make(name, ours, **how, undecayed=ours[:2])
+    mine = optim.make_fused_optimizer(name, ours, **how, undecayed=ours[:2])
     groups = [{"params": theirs[:2], "weight_decay": 0.0}, {"params": theirs[2:]}]
     reference: torch.optim.Optimizer
     if name == "adamw":
@@ -269,7 +271,7 @@ def test_a_new_rate_holds_from_the_next_step_and_fills_a_tensor_in_place(name: s
     start = torch.randn(3)
     given = [nn.Parameter(start.clone()) for _ in range(3)]
     how = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "beta2": 0.99}
-    plain, replayed = (optim.make(name, [p], **how) for p in given[:2])
+    plain, replayed = (optim.make_fused_optimizer(name, [p], **how) for p in given[:2])
     rate = replayed.lr = torch.tensor(0.1)
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     more = {"betas": (0.9, 0.99)} if name == "adamw" else {"momentum": 0.9, "nesterov": True}
@@ -296,7 +298,9 @@ def test_a_scaler_leaves_the_skipping_of_a_step_to_the_kernel(monkeypatch, name:
 
     monkeypatch.setattr(torch.amp.GradScaler, "_maybe_opt_step", waits)
     weight = nn.Parameter(torch.ones(3))
-    optimizer = optim.make(name, [weight], lr=0.1, weight_decay=0, momentum=0.9, beta2=0.99)
+    optimizer = optim.make_fused_optimizer(
+        name, [weight], lr=0.1, weight_decay=0, momentum=0.9, beta2=0.99
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)
@@ -304,9 +308,11 @@ def test_a_scaler_leaves_the_skipping_of_a_step_to_the_kernel(monkeypatch, name:
 
 
 def test_a_warm_up_of_all_steps_ends_at_the_rate() -> None:
-    at = optim.schedule("cosine", lr=1.0, total_steps=4, warmup_fraction=1.0, min_fraction=0.1)
+    at = optim.make_schedule("cosine", lr=1.0, total_steps=4, warmup_fraction=1.0, min_fraction=0.1)
     assert [at(step) for step in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
-    at = optim.schedule("cosine", lr=1.0, total_steps=4, warmup_fraction=0.75, min_fraction=0.1)
+    at = optim.make_schedule(
+        "cosine", lr=1.0, total_steps=4, warmup_fraction=0.75, min_fraction=0.1
+    )
     assert [at(3), at(4)] == pytest.approx([1.0, 0.1])
 
 
@@ -318,7 +324,7 @@ def test_a_restored_optimizer_takes_the_same_next_step(name, present, parameters
     torch.manual_seed(0)
     how = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "beta2": 0.99}
     first = [nn.Parameter(torch.randn(3)) for _ in range(parameters)]
-    old = optim.make(name, first, **how)
+    old = optim.make_fused_optimizer(name, first, **how)
     for step in range(0 if present == "none yet" else 3):
         for p in first:
             p.grad = torch.randn(3)
@@ -326,7 +332,7 @@ def test_a_restored_optimizer_takes_the_same_next_step(name, present, parameters
             first[-1].grad = None
         old.step()
     then = [nn.Parameter(p.detach().clone()) for p in first]
-    new = optim.make(name, then, **how)
+    new = optim.make_fused_optimizer(name, then, **how)
     new.restore(copy.deepcopy(old.state()))
     assert len(new.state_tensors()) == len(old.state_tensors())
     assert not any(tensor.requires_grad for tensor in new.state_tensors())
@@ -347,7 +353,9 @@ def test_complex_weights_take_the_steps_of_torch_optim(name: str) -> None:
     torch.manual_seed(0)
     start = torch.randn(6, 5, dtype=torch.cfloat)
     mine, theirs = (nn.Parameter(start.clone()) for _ in range(2))
-    made = optim.make(name, [mine], lr=0.05, weight_decay=0.1, momentum=0.9, beta2=0.99)
+    made = optim.make_fused_optimizer(
+        name, [mine], lr=0.05, weight_decay=0.1, momentum=0.9, beta2=0.99
+    )
     other = (
         torch.optim.AdamW([theirs], lr=0.05, weight_decay=0.1, betas=(0.9, 0.99))
         if name == "adamw"
@@ -360,6 +368,8 @@ def test_complex_weights_take_the_steps_of_torch_optim(name: str) -> None:
             (x @ weight).abs().square().mean().backward()
             optimizer.step()
     torch.testing.assert_close(mine.data, theirs.data)
-    again = optim.make(name, [mine], lr=0.05, weight_decay=0.1, momentum=0.9, beta2=0.99)
+    again = optim.make_fused_optimizer(
+        name, [mine], lr=0.05, weight_decay=0.1, momentum=0.9, beta2=0.99
+    )
     again.restore(made.state())
     assert all(map(torch.equal, again.state_tensors(), made.state_tensors()))

@@ -13,7 +13,7 @@ from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import own_model
-from tasks.engine.step.micro_batches import Changes
+from tasks.engine.step.micro_batches import StateChanges
 
 Own = Callable[[str, str], None]
 ROWS = DataFacts(
@@ -45,11 +45,11 @@ NET = HEAD + (
 PLAIN = NET.format(forward="self.layer(x)")
 
 
-def _check(data: DataFacts = ROWS, **sections: Any) -> own_model.Checked:
-    own_model._checked.cache_clear()
+def _check(data: DataFacts = ROWS, **sections: Any) -> own_model.ModelCheck:
+    own_model._check_own_model.cache_clear()
     asked = {"model": {"name": "mine:Net"}, **sections}
     config = RunConfig.model_validate(asked)
-    return own_model.check(config.model, config.train, data)
+    return own_model.check_model(config.model, config.train, data)
 
 
 def _net(forward: str) -> str:
@@ -73,8 +73,8 @@ def test_outputs_come_as_a_tensor_a_tuple_or_an_object(own: Own, forward: str) -
 
 def test_work_is_counted_for_the_layers_that_do_it(own: Own) -> None:
     own("mine", PLAIN)
-    changes = Changes(own=True)
-    assert _check() == own_model.Checked(work=18, weights_bytes=84, outputs=3, changes=changes)
+    changes = StateChanges(own=True)
+    assert _check() == own_model.ModelCheck(work=18, weights_bytes=84, outputs=3, changes=changes)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,10 @@ def test_lazy_layers_find_their_sizes_by_two_rows(own: Own) -> None:
     own("mine", HEAD + "def Net(): return nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(3))\n")
     assert _check().outputs == 3
     config = RunConfig.model_validate({"model": {"name": "mine:Net"}})
-    assert [p.shape for p in own_model.build(config.model, ROWS).parameters()][0] == (4, 6)
+    assert [p.shape for p in own_model.build_model_on_host(config.model, ROWS).parameters()][0] == (
+        4,
+        6,
+    )
 
 
 def test_a_vocabulary_may_be_rounded_up_and_classes_may_not(own: Own) -> None:
@@ -231,9 +234,9 @@ def test_balanced_classes_need_classes_that_were_counted(data: DataFacts, words:
 def test_the_same_answer_is_kept_for_the_same_question_only(own: Own) -> None:
     own("mine", "built = []\n" + PLAIN.replace("self.layer = ", "built.append(1); self.layer = "))
     config = RunConfig.model_validate({"model": {"name": "mine:Net"}})
-    own_model._checked.cache_clear()
+    own_model._check_own_model.cache_clear()
     for data in (ROWS, ROWS, replace(ROWS, outputs=4)):
-        own_model.check(config.model, config.train, data)
+        own_model.check_model(config.model, config.train, data)
     assert len(sys.modules["mine"].built) == 2
 
 
@@ -241,9 +244,9 @@ def test_the_same_seed_draws_the_same_weights(own: Own) -> None:
     own("mine", PLAIN)
     config = RunConfig.model_validate({"model": {"name": "mine:Net"}})
     torch.manual_seed(1)
-    first = own_model.build(config.model, ROWS).layer.weight
+    first = own_model.build_model_on_host(config.model, ROWS).layer.weight
     torch.manual_seed(1)
-    assert torch.equal(own_model.build(config.model, ROWS).layer.weight, first)
+    assert torch.equal(own_model.build_model_on_host(config.model, ROWS).layer.weight, first)
 
 
 LISTED = HEAD + (
@@ -364,7 +367,7 @@ def test_sparse_gradients_of_an_embedding_become_dense(own: Own) -> None:
         "        return self.layer(x[:, 0].long())\n",
     )
     config = RunConfig.model_validate({"model": {"name": "mine:Net"}})
-    model = own_model.build(config.model, ROWS)
+    model = own_model.build_model_on_host(config.model, ROWS)
     model(torch.ones(2, 6)).sum().backward()
     assert model.layer.weight.grad.layout is torch.strided
     assert model.layer.weight.grad[1].tolist() == [2.0] * 3

@@ -9,7 +9,7 @@ import pytest
 
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import TrainConfig
-from tasks.engine.training.budget import Budget, ends_at
+from tasks.engine.training.loop import TimeBudget, compute_end_time
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +41,12 @@ def _utc(text: str) -> float:
 )
 def test_until_is_the_next_time_that_the_clock_shows_it(now: str, until: str, end: str) -> None:
     """In the hour that comes twice it had passed, an hour ago: the training ended at once."""
-    assert ends_at(until, _utc(now)) == _utc(end)
+    assert compute_end_time(until, _utc(now)) == _utc(end)
 
 
 def test_a_date_that_has_passed_is_refused() -> None:
     with pytest.raises(ConfigError, match="^train.until: 2026-10-25 02:45 has passed"):
-        ends_at("2026-10-25 02:45", _utc("2026-10-25 01:46"))
+        compute_end_time("2026-10-25 02:45", _utc("2026-10-25 01:46"))
 
 
 def test_seconds_are_counted_though_the_clock_is_set() -> None:
@@ -54,7 +54,7 @@ def test_seconds_are_counted_though_the_clock_is_set() -> None:
     forward ended it at once."""
     passed_s, now_s = [100.0], [_utc("2026-06-01 20:00")]
     clocks = {"passed_s": lambda: passed_s[0], "now_s": lambda: now_s[0]}
-    budget = Budget(TrainConfig(max_s=60, until="06:30"), lambda: None, **clocks)
+    budget = TimeBudget(TrainConfig(max_s=60, until="06:30"), lambda: None, **clocks)
     for now_s[0] in (_utc("2026-06-01 19:00"), _utc("2026-06-02 03:00")):
         assert budget() is None
     passed_s[0] += 60

@@ -9,20 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.engine.batches.dataloaders import Loaded
-from tasks.engine.batches.dataset_batches import feed
-from tasks.engine.batches.memory_format import row_order
+from tasks.engine.accounts.accounts import Accounts
+from tasks.engine.accounts.step_metrics import Diverged
+from tasks.engine.batches.dataloaders import LoaderBatches
+from tasks.engine.batches.dataset_batches import draw_row_order, place_rows
 from tasks.engine.memory.allocation_log import AllocationLog
-from tasks.engine.memory.memory_meter import Meter
+from tasks.engine.memory.memory_meter import MemoryMeter
 from tasks.engine.step import optim
-from tasks.engine.step.best_weights import Best
+from tasks.engine.step.best_weights import BestWeights
 from tasks.engine.step.evaluation import Evaluator, evaluate
-from tasks.engine.step.micro_batches import Failure, Fixed, MemoryExhausted
+from tasks.engine.step.micro_batches import MemoryExhausted, MemoryFailure, SingleAttempt
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.plan import Schedule
-from tasks.engine.training.accounts import Accounts
-from tasks.engine.training.loop import Tools, TrainingResult, batch_of, fit
-from tasks.engine.training.step_metrics import Diverged
+from tasks.engine.training.loop import LoopTools, TrainingResult, find_batch, fit_model
 
 CPU = torch.device("cpu")
 PLAN = Schedule(
@@ -38,8 +37,8 @@ def _data(rows: int, *, seed: int, task: str = "classification"):
     draw = np.random.default_rng(seed)
     x = draw.normal(size=(rows, 6)).astype(np.float32)
     if task == "regression":
-        return feed(x, x[:, :1] * 2 + 1, device=CPU, room_bytes=10**9)
-    return feed(x, (x[:, 0] > 0).astype(np.int64), device=CPU, room_bytes=10**9)
+        return place_rows(x, x[:, :1] * 2 + 1, device=CPU, room_bytes=10**9)
+    return place_rows(x, (x[:, 0] > 0).astype(np.int64), device=CPU, room_bytes=10**9)
 
 
 def _model(outputs: int = 2) -> nn.Module:
@@ -56,10 +55,14 @@ def _tools(
     micro_rows: int = 1024,
     clip_norm: float | None = None,
     task: str = "classification",
-    best: Best | None = None,
-) -> Tools:
+    best: BestWeights | None = None,
+) -> LoopTools:
     accounts = Accounts(
-        CPU, Meter(CPU), AllocationLog(CPU), lambda: {"parameters": model.parameters()}, log=log
+        CPU,
+        MemoryMeter(CPU),
+        AllocationLog(CPU),
+        lambda: {"parameters": model.parameters()},
+        log=log,
     )
     optimizer = optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, beta1=0.9, beta2=0.99)
     step = Step(
@@ -68,17 +71,19 @@ def _tools(
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         autocast=nullcontext,
         clip_norm=clip_norm,
-        micro=Fixed(micro_rows),
+        micro=SingleAttempt(micro_rows),
         mark=accounts.mark,
     )
-    return Tools(
+    return LoopTools(
         step=step,
-        micro=Fixed(micro_rows),
-        evaluator=Evaluator(task, loss, nullcontext, micro=Fixed(1024), phases=accounts.phases),
+        micro=SingleAttempt(micro_rows),
+        evaluator=Evaluator(
+            task, loss, nullcontext, micro=SingleAttempt(1024), phases=accounts.phases
+        ),
         optimizer=optimizer,
         rate=lambda step: lr,
         accounts=accounts,
-        best=best or Best(),
+        best=best or BestWeights(),
     )
 
 
@@ -89,7 +94,7 @@ def _fit(
     made = _tools(model, lambda metrics, step: logged.append((step, metrics)), **tools)
     task = made.evaluator.task
     train, val = _data(rows, seed=1, task=task), _data(40, seed=2, task=task)
-    return fit(model, train, val, schedule=plan, tools=made), logged
+    return fit_model(model, train, val, schedule=plan, tools=made), logged
 
 
 def test_the_loop_gives_the_weights_of_the_plain_loop() -> None:
@@ -98,7 +103,7 @@ def test_the_loop_gives_the_weights_of_the_plain_loop() -> None:
     data = _data(100, seed=1)
     reference = torch.optim.AdamW(plain.parameters(), lr=0.05, betas=(0.9, 0.99), weight_decay=0.01)
     for epoch in range(3):
-        for rows in row_order(100, seed=0, epoch=epoch).split(16):
+        for rows in draw_row_order(100, seed=0, epoch=epoch).split(16):
             reference.zero_grad()
             nn.functional.cross_entropy(plain(data.x[rows]), data.y[rows]).backward()
             reference.step()
@@ -206,7 +211,9 @@ def test_the_weights_are_those_of_the_best_epoch_unless_the_last_are_asked_for()
     for keeps in (True, False):
         model = _model()
         model.insert(1, nn.BatchNorm1d(8))  # whose running statistics belong to the weights
-        fitted, logged = _fit(model, replace(PLAN, epochs=12), lr=0.9, best=Best(keeps=keeps))
+        fitted, logged = _fit(
+            model, replace(PLAN, epochs=12), lr=0.9, best=BestWeights(keeps=keeps)
+        )
         losses = [m["val/loss"] for _, m in logged if "val/loss" in m]
         best = losses.index(min(losses))
         assert 0 < best < 11 and not fitted.stopped_early and fitted.epochs == len(losses) == 12
@@ -216,7 +223,7 @@ def test_the_weights_are_those_of_the_best_epoch_unless_the_last_are_asked_for()
 
 
 def test_weights_are_copied_only_where_training_goes_on_after_a_better_epoch() -> None:
-    model, best = _model(), Best()
+    model, best = _model(), BestWeights()
     best.judged({"val/loss": 2.0}, 1)
     best.keep(model)
     (kept, *_) = best.tensors()
@@ -229,33 +236,33 @@ def test_weights_are_copied_only_where_training_goes_on_after_a_better_epoch() -
     best.judged({"val/loss": 1.0}, 3)
     best.keep(model)
     assert torch.equal(kept, first + 1) and next(best.tensors()) is kept
-    one = Best()
+    one = BestWeights()
     _fit(_model(), replace(PLAN, epochs=1), best=one)
     assert list(one.tensors()) == [] and one.epoch == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_validation_loss_that_is_no_number_is_never_the_best(bad: float) -> None:
-    model, best = _model(), Best()
-    assert best.restored(model, {"val/loss": bad}) == {"val/loss": bad}
+    model, best = _model(), BestWeights()
+    assert best.restore_best(model, {"val/loss": bad}) == {"val/loss": bad}
     for epoch, loss in enumerate((bad, 2.0, bad, bad), start=1):
         best.judged({"val/loss": loss}, epoch)
         best.keep(model)
         with torch.no_grad():
             model[0].weight.fill_(epoch)
     assert best.waited == 2
-    assert best.restored(model, {"val/loss": bad}) == {"val/loss": 2.0, "train/best_epoch": 2}
+    assert best.restore_best(model, {"val/loss": bad}) == {"val/loss": 2.0, "train/best_epoch": 2}
     assert (model[0].weight == 1).all()
 
 
 def test_a_buffer_that_grows_is_kept_as_it_was() -> None:
-    model, best = _model(), Best()
+    model, best = _model(), BestWeights()
     model.register_buffer("seen", torch.ones(2))
     best.judged({"val/loss": 1.0}, 1)
     best.keep(model)
     model.seen = torch.zeros(5)
     best.judged({"val/loss": 2.0}, 2)
-    best.restored(model, {})
+    best.restore_best(model, {})
     assert model.seen.tolist() == [1, 1]
 
 
@@ -272,7 +279,7 @@ def test_clipping_bounds_the_gradients_of_every_step() -> None:
 def test_the_norm_that_is_logged_is_that_of_all_gradients_together() -> None:
     _, logged = _fit(_model(), replace(PLAN, log_every=1))
     plain, data = _model(), _data(100, seed=1)
-    rows = row_order(100, seed=0, epoch=0)[:16]
+    rows = draw_row_order(100, seed=0, epoch=0)[:16]
     nn.functional.cross_entropy(plain(data.x[rows]), data.y[rows]).backward()
     norm = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm().item()
     found = next(metrics for _, metrics in logged if "train/loss" in metrics)
@@ -310,10 +317,10 @@ def test_a_users_own_loader_feeds_the_loop_and_its_waiting_is_timed() -> None:
             time.sleep(0.0005)
             return torch.full((6,), float(i % 3)), i % 2
 
-    loaded = Loaded(torch.utils.data.DataLoader(Slow(), batch_size=16), CPU)
+    loaded = LoaderBatches(torch.utils.data.DataLoader(Slow(), batch_size=16), CPU)
     logged: list[dict[str, float]] = []
     tools = _tools(_model(), lambda metrics, step: logged.append(metrics))
-    fitted = fit(_model(), loaded, _data(40, seed=2), schedule=PLAN, tools=tools)
+    fitted = fit_model(_model(), loaded, _data(40, seed=2), schedule=PLAN, tools=tools)
     assert fitted.steps == 3 * 4 and "train/loss" in logged[0]
     phases = tools.accounts.phases.clock.seconds_per_step()
     assert phases["data_wait"] > 0.004  # 16 rows of half a millisecond
@@ -337,7 +344,7 @@ class _Narrow:
         return self._rows.steps(batch_size)
 
     def order(self, *, seed: int, epoch: int) -> torch.Tensor:
-        return row_order(len(self), seed=seed, epoch=epoch)
+        return draw_row_order(len(self), seed=seed, epoch=epoch)
 
     def shuffled(self, batch_size, order, mark):
         yield from map(self._sent, self._rows.shuffled(batch_size, order, mark))
@@ -359,7 +366,9 @@ def test_a_batch_is_gone_before_the_next_one_comes() -> None:
     """It was held until the next was there: a third batch on the device."""
     model = _model()
     train, val = _Narrow(100, most=16), _Narrow(40, most=1024)
-    fitted = fit(model, train, val, schedule=PLAN, tools=_tools(model, lambda metrics, step: None))
+    fitted = fit_model(
+        model, train, val, schedule=PLAN, tools=_tools(model, lambda metrics, step: None)
+    )
     assert sum(train.given) == 300 and sum(val.given) == 120 and fitted.steps == 21
 
 
@@ -368,7 +377,7 @@ def test_an_evaluation_whose_batch_finds_no_room_reads_fewer_rows(most: int) -> 
     whole = _fit(_model())[0].metrics
     model, val = _model(), _Narrow(40, most=most)
     tools = _tools(model, lambda metrics, step: None)
-    found = fit(model, _data(100, seed=1), val, schedule=PLAN, tools=tools).metrics
+    found = fit_model(model, _data(100, seed=1), val, schedule=PLAN, tools=tools).metrics
     assert found == pytest.approx(whole)
     assert max(val.given) <= most and sum(val.given) == 120
     assert most // 2 <= tools.evaluator.micro.rows <= most, "it is learnt once"
@@ -384,7 +393,7 @@ def test_a_batch_without_room_is_told_with_its_phase_and_step(
     model = _model()
     train = _Narrow(100, most=train_most, from_step=3)
     with pytest.raises(MemoryExhausted, match=f"in {phase}: CUDA out of memory") as ended:
-        fit(
+        fit_model(
             model,
             train,
             _Narrow(40, most=val_most),
@@ -402,11 +411,13 @@ def test_a_step_that_runs_out_of_memory_is_told_by_its_number() -> None:
     def step(x, y, *, norm, watched):
         calls.append(1)
         if len(calls) == 5:
-            raise MemoryExhausted(Failure("CUDA error: out of memory", "optimizer", tried=(4, 2)))
+            raise MemoryExhausted(
+                MemoryFailure("CUDA error: out of memory", "optimizer", tried=(4, 2))
+            )
         return tools.step(x, y, norm=norm, watched=watched)
 
     with pytest.raises(MemoryExhausted) as ended:
-        fit(
+        fit_model(
             model,
             _data(100, seed=1),
             _data(40, seed=2),
@@ -433,7 +444,9 @@ def test_each_step_has_its_rate_and_is_told_if_it_is_a_log_point(monkeypatch) ->
     monkeypatch.setattr(tools.optimizer, "set_lr", rates.append)
     monkeypatch.setattr(tools.accounts.phases, "begin", begin)
     made = replace(tools, step=step, rate=lambda step: 0.5**step)
-    fit(model, _data(40, seed=1), _data(9, seed=2), schedule=replace(PLAN, max_steps=7), tools=made)
+    fit_model(
+        model, _data(40, seed=1), _data(9, seed=2), schedule=replace(PLAN, max_steps=7), tools=made
+    )
     points = {4: True, 7: True, 8: True}
     assert rates == [0.5**step for step in range(7)]
     assert norms == [points.get(step, False) for step in range(1, 8)]
@@ -447,10 +460,10 @@ def test_an_allocator_that_had_to_free_its_cache_is_asked_for_less_at_log_points
     tools = _tools(model, lambda metrics, step: None)
     monkeypatch.setattr(tools.micro, "ease", eased.append)
     given = _data(40, seed=1), _data(9, seed=2)
-    fit(model, *given, schedule=PLAN, tools=tools)
+    fit_model(model, *given, schedule=PLAN, tools=tools)
     assert eased == []
     monkeypatch.setattr(tools.accounts.phases.meter, "is_thrashing", lambda: True)
-    fit(model, *given, schedule=PLAN, tools=tools)
+    fit_model(model, *given, schedule=PLAN, tools=tools)
     assert eased == ["the allocator had to free its cache twice running"] * 3  # steps 4, 8, 9
 
 
@@ -486,7 +499,9 @@ def test_the_seconds_of_a_training_have_names() -> None:
         return tools.step(x, y, norm=norm, watched=watched)
 
     made = replace(tools, step=step)
-    fit(model, _data(40, seed=1), _data(9, seed=2), schedule=replace(PLAN, epochs=2), tools=made)
+    fit_model(
+        model, _data(40, seed=1), _data(9, seed=2), schedule=replace(PLAN, epochs=2), tools=made
+    )
     assert tools.accounts.watch.seconds["first_step"] > 0.3
     assert {"setup", "first_step", "eval", "log", "checkpoint"} <= set(tools.accounts.watch.seconds)
 
@@ -505,13 +520,13 @@ def test_the_batch_of_an_error_is_the_one_that_was_trained_or_judged_on() -> Non
 
     data = _data(40, seed=1)
     with pytest.raises(ValueError) as trained:
-        fit(model, data, data, schedule=PLAN, tools=replace(tools, step=fails))
-    first = row_order(40, seed=0, epoch=0)[:16]
-    assert torch.equal(batch_of(trained.value)[0], data.x[first])
-    assert torch.equal(batch_of(trained.value)[1], data.y[first])
+        fit_model(model, data, data, schedule=PLAN, tools=replace(tools, step=fails))
+    first = draw_row_order(40, seed=0, epoch=0)[:16]
+    assert torch.equal(find_batch(trained.value)[0], data.x[first])
+    assert torch.equal(find_batch(trained.value)[1], data.y[first])
     with pytest.raises(ValueError) as judged:
         evaluate(model, data, replace(tools.evaluator, loss=judges))
-    assert torch.equal(batch_of(judged.value)[0], data.x)
+    assert torch.equal(find_batch(judged.value)[0], data.x)
     with pytest.raises(ValueError) as neither:
         judges(1, 2)
-    assert batch_of(neither.value) == (None, None)
+    assert find_batch(neither.value) == (None, None)

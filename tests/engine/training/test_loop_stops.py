@@ -6,46 +6,46 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.engine.batches.dataloaders import Loaded
-from tasks.engine.batches.dataset_batches import feed
-from tasks.engine.checkpoint.checkpoints import Position
-from tasks.engine.step.best_weights import Best
-from tasks.engine.training.loop import Stop, TrainingResult, fit
-from tasks.engine.training.step_metrics import Diverged
+from tasks.engine.accounts.step_metrics import Diverged
+from tasks.engine.batches.dataloaders import LoaderBatches
+from tasks.engine.batches.dataset_batches import place_rows
+from tasks.engine.checkpoint.checkpoints import TrainingPosition
+from tasks.engine.step.best_weights import BestWeights
+from tasks.engine.training.loop import StopRequest, TrainingResult, fit_model
 from tests.engine.training.test_loop import CPU, PLAN, _data, _model, _Narrow, _tools
 
-START = Position()
+START = TrainingPosition()
 
 
-def at(step: int) -> Position:
+def at(step: int) -> TrainingPosition:
     """Where an undisturbed training is after that step: of 40 rows in batches of 16, three steps an
     epoch, the last of 8 rows."""
     epoch, batch = divmod(step, 3)
-    return Position(step, epoch, batch, 40 * epoch + 16 * batch)
+    return TrainingPosition(step, epoch, batch, 40 * epoch + 16 * batch)
 
 
 class Kept:
     """Writes down when it is asked to keep something."""
 
-    def __init__(self, begin: Position) -> None:
+    def __init__(self, begin: TrainingPosition) -> None:
         self.begin, self.calls, self.followed = begin, [], set()
 
     def follow(self, **parts) -> None:
         self.followed |= set(parts)
 
-    def resumed(self) -> Position:
+    def resumed(self) -> TrainingPosition:
         return self.begin
 
-    def step_done(self, position: Position) -> None:
+    def step_done(self, position: TrainingPosition) -> None:
         self.calls.append(("step", position))
 
-    def epoch_done(self, position: Position, *, is_best: bool) -> None:
+    def epoch_done(self, position: TrainingPosition, *, is_best: bool) -> None:
         self.calls.append(("best epoch" if is_best else "epoch", position))
 
-    def save(self, position: Position, *, last: bool) -> None:
+    def save(self, position: TrainingPosition, *, last: bool) -> None:
         self.calls.append(("save", position, last))
 
-    def finish(self, position: Position) -> None:
+    def finish(self, position: TrainingPosition) -> None:
         self.calls.append(("finish", position))
 
     def let_go_on(self) -> None:
@@ -64,7 +64,9 @@ def kept_by(plan=PLAN, *, begin=START, stops=(), best=None, train=None, lr: floa
         return tools.step(x, y, norm=norm, watched=watched)
 
     made = replace(tools, step=step, checkpoints=kept, stop=lambda: next(asked))
-    fitted: TrainingResult = fit(model, train or _data(40, seed=1), val, schedule=plan, tools=made)
+    fitted: TrainingResult = fit_model(
+        model, train or _data(40, seed=1), val, schedule=plan, tools=made
+    )
     return fitted, kept.calls, seen, len(val.given), tools
 
 
@@ -79,7 +81,7 @@ def test_each_step_and_epoch_is_told_to_the_checkpoints_with_its_place() -> None
     ]  # fmt: skip
     assert (fitted, judged) == (replace(fitted, steps=9, epochs=3, rows=120, stopped=""), 3)
     _, calls, *_ = kept_by(replace(PLAN, max_steps=5))
-    assert calls[-2:] == [("step", at(5)), ("finish", Position(5, 2, 0, 72))]
+    assert calls[-2:] == [("step", at(5)), ("finish", TrainingPosition(5, 2, 0, 72))]
 
 
 @pytest.mark.parametrize(
@@ -91,8 +93,10 @@ def test_a_stop_keeps_the_step_that_was_done_and_ends_with_a_judgement(
 ) -> None:
     """It is asked after each step and each epoch; before an epoch has ended the model is judged."""
     acts = []
-    stops = [None] * (asked - 1) + [Stop("somebody asked", act=lambda: acts.append(len(acts)))]
-    fitted, calls, seen, times, tools = kept_by(stops=stops, best=Best(keeps=keeps))
+    stops = [None] * (asked - 1) + [
+        StopRequest("somebody asked", act=lambda: acts.append(len(acts)))
+    ]
+    fitted, calls, seen, times, tools = kept_by(stops=stops, best=BestWeights(keeps=keeps))
     assert (fitted.steps, fitted.stopped, len(seen)) == (step, "somebody asked", step)
     assert (fitted.rows, fitted.epochs) == (at(step).rows, (step - 1) // 3 + 1)
     assert calls[-1] == ("save", at(step), True) and acts == [0] and times == judged
@@ -101,7 +105,12 @@ def test_a_stop_keeps_the_step_that_was_done_and_ends_with_a_judgement(
 
 def test_a_stop_that_does_not_end_the_training_is_acted_on_and_it_goes_on() -> None:
     acts: list[int] = []
-    stops = [None, Stop("", ends=False, act=lambda: acts.append(1)), None, Stop("", ends=False)]
+    stops = [
+        None,
+        StopRequest("", ends=False, act=lambda: acts.append(1)),
+        None,
+        StopRequest("", ends=False),
+    ]
     fitted, calls, *_ = kept_by(stops=stops)
     assert (fitted.steps, fitted.stopped, acts) == (9, "", [1])
     assert [call[1:] for call in calls if call[0] == "save"] == [(at(2), True), (at(4), True)]
@@ -109,7 +118,7 @@ def test_a_stop_that_does_not_end_the_training_is_acted_on_and_it_goes_on() -> N
 
 def test_nobody_is_asked_after_the_last_step() -> None:
     for plan, times in ((PLAN, 8), (replace(PLAN, max_steps=5), 4), (replace(PLAN, patience=1), 5)):
-        stops = [None] * times + [Stop("too late")]
+        stops = [None] * times + [StopRequest("too late")]
         assert kept_by(plan, stops=stops)[0].stopped == ""
 
 
@@ -149,7 +158,7 @@ def test_rows_that_cannot_be_left_out_begin_their_epoch_again() -> None:
     ],
 )
 def test_what_was_done_is_not_trained_further(begin, waited, patience, trained, early) -> None:
-    best = Best()
+    best = BestWeights()
     best.judged({"val/loss": -1.0}, 1)
     best.waited = waited
     fitted, calls, seen, *_ = kept_by(replace(PLAN, patience=patience), begin=begin, best=best)
@@ -159,9 +168,9 @@ def test_what_was_done_is_not_trained_further(begin, waited, patience, trained, 
 
 
 def test_the_parts_that_are_kept_beside_the_model_have_names() -> None:
-    kept = Kept(Position())
+    kept = Kept(TrainingPosition())
     tools = replace(_tools(_model(), lambda metrics, step: None), checkpoints=kept)
-    fit(_model(), _data(40, seed=1), _data(9, seed=2), schedule=PLAN, tools=tools)
+    fit_model(_model(), _data(40, seed=1), _data(9, seed=2), schedule=PLAN, tools=tools)
     assert kept.followed == {"rows", "step_metrics"}
 
 
@@ -171,10 +180,10 @@ def test_a_row_of_a_users_own_loader_is_blamed_and_none_of_ours() -> None:
     y = np.zeros(40, np.int64)
     dataset = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
     loader = torch.utils.data.DataLoader(dataset, batch_size=16)
-    ours = feed(x, y, device=CPU, room_bytes=10**9)
+    ours = place_rows(x, y, device=CPU, room_bytes=10**9)
     tools = _tools(_model(), lambda metrics, step: None)
     with pytest.raises(Diverged, match="^data.source: .*inputs holds a number there that is not"):
-        fit(_model(), Loaded(loader, CPU), ours, schedule=PLAN, tools=tools)
+        fit_model(_model(), LoaderBatches(loader, CPU), ours, schedule=PLAN, tools=tools)
     tools = _tools(_model(), lambda metrics, step: None)
     with pytest.raises(Diverged, match="^train.loss: became nan at step 1"):
-        fit(_model(), ours, ours, schedule=PLAN, tools=tools)
+        fit_model(_model(), ours, ours, schedule=PLAN, tools=tools)

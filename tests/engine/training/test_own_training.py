@@ -16,27 +16,27 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tasks.engine.accounts.phases import Watched
+from tasks.engine.accounts.step_metrics import Diverged
 from tasks.engine.base import nested
 from tasks.engine.base.facts import TrainFacts
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.files.source_data import DataError
-from tasks.engine.forecast.admission import Admission
-from tasks.engine.forecast.forecast import Unforeseeable, forecast
 from tasks.engine.models import predictor
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import build
 from tasks.engine.step.evaluation import Evaluator, evaluate
-from tasks.engine.step.losses import loss_of
-from tasks.engine.step.micro_batches import Fixed
-from tasks.engine.step.optim import make
+from tasks.engine.step.losses import make_loss
+from tasks.engine.step.micro_batches import SingleAttempt
+from tasks.engine.step.optim import make_fused_optimizer
 from tasks.engine.step.optimizer_step import Step
-from tasks.engine.step.phases import Watched
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import check_training, trainer
-from tasks.engine.training.step_metrics import Diverged
+from tasks.engine.training.admission import Admission
+from tasks.engine.training.forecast import UnforeseeableMemory, forecast_training
 
 Own = Callable[[str, str], None]
 CPU = torch.device("cpu")
@@ -122,8 +122,8 @@ def _trained(
             **train,
         }
     )
-    data = prepare(config.data, batch_size=config.train.batch_size)
-    device = detect("cpu", require="any")
+    data = prepare_dataset(config.data, batch_size=config.train.batch_size)
+    device = detect_best_device("cpu", require="any")
     return trainer.train(
         make_plan(config, device, data), folder=tmp_path / "run", log=lambda m, s: None
     )
@@ -154,13 +154,17 @@ def test_memory_that_runs_out_halves_a_dict_too(
     own("mine", MINE)
     asked = {"model": {"name": "mine:Wide"}, "data": {"source": "mine:pairs"}}
     config = RunConfig.model_validate({**asked, "train": {"batch_size": 16}})
-    data, device = prepare(config.data, batch_size=16), detect("cpu", require="any")
+    data, device = (
+        prepare_dataset(config.data, batch_size=16),
+        detect_best_device("cpu", require="any"),
+    )
     most, least = (
-        forecast(make_plan(config, device, data), micro_batch=rows).needed_bytes for rows in (16, 2)
+        forecast_training(make_plan(config, device, data), micro_batch=rows).needed_bytes
+        for rows in (16, 2)
     )
     limit = {"limit_mib": (most + least) / 2 / 1024**2}
     started = Admission(None, "", 16, "as if nobody had foretold it")
-    monkeypatch.setattr(trainer, "admit", lambda *a, **k: started)
+    monkeypatch.setattr(trainer, "admit_training", lambda *a, **k: started)
     limited = _trained(own, tmp_path, model="mine:Wide", source="mine:pairs", memory=limit)
     assert limited.metrics["memory/ooms_recovered"] >= 1
     assert int(limited.tags["micro_batch"]) < 16
@@ -208,10 +212,12 @@ def test_a_loss_and_metrics_of_ones_own_see_what_the_logged_model_predicts(
             "train": figures,
         }
     )
-    data = prepare(config.data, batch_size=16)
+    data = prepare_dataset(config.data, batch_size=16)
     assert (data.target_scale == (1.0,)) == fed
     facts = trainer.train(
-        make_plan(config, detect("cpu"), data), folder=tmp_path / "run", log=lambda m, s: None
+        make_plan(config, detect_best_device("cpu"), data),
+        folder=tmp_path / "run",
+        log=lambda m, s: None,
     )
     assert facts.metrics["val/loss"] == pytest.approx(facts.metrics["val/off"], rel=1e-5)
     x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
@@ -433,8 +439,14 @@ def test_a_model_that_reads_values_is_trained_though_nothing_can_be_foretold(
     config = RunConfig.model_validate(
         {"model": {"name": "mine:Peeking"}, "data": {"source": "mine:tuples"}}
     )
-    with pytest.raises(Unforeseeable, match="^model.name: what mine:Peeking will take cannot be"):
-        forecast(make_plan(config, detect("cpu", require="any"), prepare(config.data)))
+    with pytest.raises(
+        UnforeseeableMemory, match="^model.name: what mine:Peeking will take cannot be"
+    ):
+        forecast_training(
+            make_plan(
+                config, detect_best_device("cpu", require="any"), prepare_dataset(config.data)
+            )
+        )
 
 
 def test_a_loaders_own_batches_are_as_large_as_they_are(own: Own) -> None:
@@ -442,9 +454,9 @@ def test_a_loaders_own_batches_are_as_large_as_they_are(own: Own) -> None:
     config = RunConfig.model_validate(
         {"data": {"source": "mine:own_loader"}, "train": {"batch_size": 32, "accumulate": 9}}
     )
-    data = prepare(config.data, batch_size=32)
+    data = prepare_dataset(config.data, batch_size=32)
     assert (data.batch_rows, data.train_rows) == (7, 48)
-    train = make_plan(config, detect("cpu", require="any"), data).settings.train
+    train = make_plan(config, detect_best_device("cpu", require="any"), data).settings.train
     assert (train.batch_size, train.accumulate) == (7, 7)
 
 
@@ -463,7 +475,9 @@ def test_a_builtin_model_takes_loaders_of_one_tensor_that_tell_their_classes(
             {"model": {"name": "linear"}, "data": {"source": "other:f"}}
         )
         with pytest.raises(ModelError, match=words):
-            check_training.check(make_plan(config, detect("cpu"), prepare(config.data)))
+            check_training.check_training(
+                make_plan(config, detect_best_device("cpu"), prepare_dataset(config.data))
+            )
         __import__("sys").modules.pop("other")
 
 
@@ -484,11 +498,13 @@ def test_micro_batches_of_a_dict_give_the_gradients_of_the_whole() -> None:
     y = torch.arange(7) % 2
     grads = []
     for rows in (7, 2):
-        optimizer = make(
+        optimizer = make_fused_optimizer(
             "sgd", model.parameters(), lr=0.0, weight_decay=0.0, momentum=0.0, beta2=0.9
         )
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        step = Step(_loss, optimizer, scaler, nullcontext, None, Fixed(rows), lambda phase: None)
+        step = Step(
+            _loss, optimizer, scaler, nullcontext, None, SingleAttempt(rows), lambda phase: None
+        )
         outcome = step(x, y, norm=True, watched=Watched.NOT)
         grads.append((outcome.loss.item(), model.weight.grad.clone()))
     assert grads[0][0] == pytest.approx(grads[1][0])
@@ -497,14 +513,17 @@ def test_micro_batches_of_a_dict_give_the_gradients_of_the_whole() -> None:
 
 def test_a_structure_is_split_by_its_rows_and_described_in_plain_values() -> None:
     part = {"a": torch.arange(10).reshape(5, 2), "b": (torch.ones(3), "text"), "n": None}
-    first, second, third = nested.split(part, 2, whole=5)
+    first, second, third = nested.split_batch(part, 2, whole=5)
     assert first["a"].tolist() == [[0, 1], [2, 3]] and third["a"].tolist() == [[8, 9]]
     assert second["b"][0] is part["b"][0] and second["b"][1] == "text"
-    assert nested.split(part, 5, whole=5)[0] is part
-    again = nested.made(nested.described(part, 5), 2, device=CPU)
+    assert nested.split_batch(part, 5, whole=5)[0] is part
+    again = nested.make_zeros(nested.describe_structure(part, 5), 2, device=CPU)
     assert again["a"].shape == (2, 2) and again["a"].dtype == torch.int64
     assert again["b"][0].shape == (3,) and again["b"][1] == "text" and again["n"] is None
-    assert [name for name, _ in nested.named(part, "inputs")] == ["inputs['a']", "inputs['b'][0]"]
+    assert [name for name, _ in nested.find_named_tensors(part, "inputs")] == [
+        "inputs['a']",
+        "inputs['b'][0]",
+    ]
 
 
 class _Kept:
@@ -516,7 +535,7 @@ class _Kept:
         self._batches = batches
 
     def __len__(self) -> int:
-        return sum(nested.rows_of(y) for _, y in self._batches)
+        return sum(nested.count_rows(y) for _, y in self._batches)
 
     def in_order(self, batch_size: int):
         return iter(self._batches)
@@ -533,7 +552,9 @@ class _Unwatched:
 
 
 def _figures(task: str, loss: Any, *batches: Any, metrics: Any = None, rows: int = 100) -> dict:
-    evaluator = Evaluator(task, loss, nullcontext, Fixed(rows), _Unwatched(), metrics=metrics or {})
+    evaluator = Evaluator(
+        task, loss, nullcontext, SingleAttempt(rows), _Unwatched(), metrics=metrics or {}
+    )
     return evaluate(nn.Identity(), _Kept(*batches), evaluator)
 
 
@@ -574,7 +595,7 @@ def test_balanced_classes_weigh_as_scikit_learn_weighs_them() -> None:
     from tests.engine.step.test_own_model import ROWS
 
     train = RunConfig.model_validate({"train": {"class_weights": "balanced"}}).train
-    loss = loss_of(train, ROWS, CPU)
+    loss = make_loss(train, ROWS, CPU)
     y = np.repeat([0, 1, 2], [20, 15, 5])
     expected = compute_class_weight("balanced", classes=np.arange(3), y=y)
     np.testing.assert_allclose(loss.weights, expected, rtol=1e-6)
@@ -696,8 +717,12 @@ def test_an_optimizer_of_torch_is_that_of_a_plain_loop_with_the_rate_of_each_ste
     mine, plain = nn.Linear(3, 2), nn.Linear(3, 2)
     plain.load_state_dict(mine.state_dict())
     made = build.make_optimizer(config.optim, mine)
-    with pytest.raises(Unforeseeable, match="^optim.name: what NAdam will take cannot be told"):
-        forecast(make_plan(config, detect("cpu"), prepare(config.data)))
+    with pytest.raises(
+        UnforeseeableMemory, match="^optim.name: what NAdam will take cannot be told"
+    ):
+        forecast_training(
+            make_plan(config, detect_best_device("cpu"), prepare_dataset(config.data))
+        )
     groups = [{"params": [plain.weight]}, {"params": [plain.bias], "weight_decay": 0.0}]
     theirs = torch.optim.NAdam(groups, lr=0.1, betas=(0.9, 0.999), weight_decay=0.3)
     for rate in (0.1, 0.05, 0.0, 0.2):

@@ -9,9 +9,9 @@ import psutil
 import pytest
 import torch
 
+from tasks.engine.accounts import throughput
+from tasks.engine.accounts.throughput import PeakFlops, find_peak_flops, measure_peak_flops
 from tasks.engine.base.facts import DeviceFacts
-from tasks.engine.training import peak_flops
-from tasks.engine.training.peak_flops import Peak, measured, peak
 
 CPU = torch.device("cpu")
 FACTS = DeviceFacts(
@@ -54,14 +54,16 @@ BUILT = {
 }
 
 
-def of(model: str | None, precision: str) -> Peak | None:
-    return peak(replace(FACTS, model=model), precision)
+def of(model: str | None, precision: str) -> PeakFlops | None:
+    return find_peak_flops(replace(FACTS, model=model), precision)
 
 
 def test_the_peak_is_the_data_sheets_in_operations_a_second() -> None:
     found = of("NVIDIA H200", "bf16")
-    assert found == Peak(989.5e12, "NVIDIA H200 Tensor Core GPU datasheet (with sparsity, halved)")
-    assert of("NVIDIA A100 80GB PCIe", "tf32") == Peak(
+    assert found == PeakFlops(
+        989.5e12, "NVIDIA H200 Tensor Core GPU datasheet (with sparsity, halved)"
+    )
+    assert of("NVIDIA A100 80GB PCIe", "tf32") == PeakFlops(
         156e12, "NVIDIA A100 Tensor Core GPU datasheet"
     )
     assert of("NVIDIA GeForce RTX 4090", "bf16").flops_per_s == 165.2e12
@@ -90,7 +92,7 @@ def test_a_name_that_only_looks_alike_has_no_peak(model: str | None) -> None:
 
 def test_an_arithmetic_that_the_device_lacks_has_no_peak() -> None:
     assert of("Tesla T4", "bf16") is None and of("Tesla V100-SXM2-32GB", "tf32") is None
-    assert of("Tesla T4", "fp16") == Peak(65e12, "NVIDIA T4 datasheet")
+    assert of("Tesla T4", "fp16") == PeakFlops(65e12, "NVIDIA T4 datasheet")
 
 
 @pytest.mark.parametrize("model", BUILT)
@@ -109,7 +111,7 @@ def test_the_figures_agree_with_how_the_chips_are_built(model: str) -> None:
 def test_a_measured_peak_says_that_it_is(precision: str) -> None:
     state = torch.get_rng_state()
     mode = torch.get_float32_matmul_precision()
-    found = measured(CPU, precision)
+    found = measure_peak_flops(CPU, precision)
     assert found is not None and 1e6 < found.flops_per_s < 1e15
     assert found.source.startswith("measured by a matrix product of ")
     assert torch.equal(torch.get_rng_state(), state), "the run's random numbers are its own"
@@ -118,19 +120,19 @@ def test_a_measured_peak_says_that_it_is(precision: str) -> None:
 
 def test_the_product_is_as_large_as_the_device_is_fast(monkeypatch) -> None:
     monkeypatch.setattr(
-        peak_flops, "_product_s", lambda left, right, out: 2 * len(left) ** 3 / 1e12 + 1e-6
+        throughput, "_time_product", lambda left, right, out: 2 * len(left) ** 3 / 1e12 + 1e-6
     )
-    found = measured(CPU, "fp32")
+    found = measure_peak_flops(CPU, "fp32")
     assert found.flops_per_s == pytest.approx(1e12, rel=0.01)
     side = int(found.source.split()[-1])
-    assert 1 <= 2 * side**3 / 1e12 / peak_flops.AIM_S < 2.5
+    assert 1 <= 2 * side**3 / 1e12 / throughput.AIM_S < 2.5
 
 
 def test_the_product_takes_a_small_share_of_the_free_memory(monkeypatch) -> None:
     free_bytes = 64 * 3 * 4 * 320**2
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free_bytes))
-    monkeypatch.setattr(peak_flops, "_product_s", lambda left, right, out: 1e-6)
-    found = measured(CPU, "fp32")
+    monkeypatch.setattr(throughput, "_time_product", lambda left, right, out: 1e-6)
+    found = measure_peak_flops(CPU, "fp32")
     assert found.source == "measured by a matrix product of 320 x 320 x 320"
     assert math.isfinite(found.flops_per_s)
 
@@ -139,7 +141,7 @@ def test_a_peak_that_cannot_be_measured_is_not_known(monkeypatch, caplog) -> Non
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(peak_flops.torch, "mm", fail)
-    with caplog.at_level(logging.DEBUG, logger="tasks.engine.training.peak_flops"):
-        assert measured(CPU, "fp32") is None
+    monkeypatch.setattr(throughput.torch, "mm", fail)
+    with caplog.at_level(logging.DEBUG, logger="tasks.engine.accounts.throughput"):
+        assert measure_peak_flops(CPU, "fp32") is None
     assert "the peak of cpu in fp32 could not be measured: CUDA out of memory" in caplog.text

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tasks.engine.base.facts import TrainFacts
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
@@ -47,9 +47,9 @@ def _trained(
         "optim": {"lr": 0.05},
     }
     config = RunConfig.model_validate(asked | sections)
-    data = prepare(config.data, batch_size=16)
+    data = prepare_dataset(config.data, batch_size=16)
     return trainer.train(
-        make_plan(config, detect(device, require="any"), data),
+        make_plan(config, detect_best_device(device, require="any"), data),
         folder=tmp_path / "run",
         log=lambda m, s: None,
     )
@@ -152,6 +152,6 @@ def test_what_finds_no_memory_for_the_comparison_is_kept_with_a_warning(
     def rebuilt(spec: Any, folder: Path) -> Any:
         raise MemoryError("none left")
 
-    monkeypatch.setattr(predictor, "rebuilt", rebuilt)
+    monkeypatch.setattr(predictor, "rebuild_network", rebuilt)
     _trained(own, tmp_path, "pass", "x = self.first(x)")
     assert "no memory to load the model again" in caplog.text

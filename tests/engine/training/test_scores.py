@@ -11,29 +11,29 @@ import torch
 from sklearn import metrics as sk
 
 from tasks.engine.base.facts import DataFacts, TrainFacts
-from tasks.engine.data.preparation import load, prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.data.preparation import load_arrays, prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.models import predictor
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
-from tasks.engine.training.loop import Stop
+from tasks.engine.training.loop import StopRequest
 
 
 def _trained(folder: Path, arrays: dict[str, np.ndarray], **sections: Any):
     np.savez(folder / "given.npz", **arrays)
     made = {"cache": str(folder / "data"), "path": str(folder / "given.npz")}
     config = RunConfig.model_validate({"data": made, "train": {"epochs": 4}, **sections})
-    data = prepare(config.data)
+    data = prepare_dataset(config.data)
     facts = trainer.train(
-        make_plan(config, detect("cpu"), data), folder=folder, log=lambda *_: None
+        make_plan(config, detect_best_device("cpu"), data), folder=folder, log=lambda *_: None
     )
     return facts, data
 
 
 def _judged(facts: TrainFacts, data: DataFacts) -> tuple[np.ndarray, np.ndarray]:
     """Outputs of the model as it is logged, and targets, both in the target's units."""
-    arrays = load(data)
+    arrays = load_arrays(data)
     raw = (arrays.val_x * np.array(data.scale) + np.array(data.offset)).astype(np.float32)
     outputs = predictor.load(Path(facts.model_folder)).outputs(raw)
     y = np.array(arrays.val_y)
@@ -115,14 +115,14 @@ def test_rows_that_are_put_aside_are_judged_once_by_the_weights_that_are_logged(
     config = RunConfig.model_validate(
         {"data": {**made, "test_fraction": 0.25}, "optim": {"lr": 0.3}, "train": {"epochs": 5}}
     )
-    data = prepare(config.data)
+    data = prepare_dataset(config.data)
     logged: list[str] = []
     facts = trainer.train(
-        make_plan(config, detect("cpu"), data),
+        make_plan(config, detect_best_device("cpu"), data),
         folder=tmp_path,
         log=lambda metrics, _: logged.extend(metrics),
     )
-    arrays = load(data)
+    arrays = load_arrays(data)
     assert arrays.test_x is not None and arrays.test_y is not None
     raw = (arrays.test_x * np.array(data.scale) + np.array(data.offset)).astype(np.float32)
     outputs = np.asarray(predictor.load(Path(facts.model_folder)).outputs(raw))
@@ -164,7 +164,7 @@ def test_what_is_put_aside_changes_no_weight(tmp_path: Path) -> None:
         config = RunConfig.model_validate({"data": {**made, **split}, "train": train})
         folder = tmp_path / name
         facts = trainer.train(
-            make_plan(config, detect("cpu"), prepare(config.data)),
+            make_plan(config, detect_best_device("cpu"), prepare_dataset(config.data)),
             folder=folder,
             log=lambda *_: None,
         )
@@ -180,9 +180,9 @@ def test_a_training_that_ends_before_it_is_done_judges_nothing_put_aside(tmp_pat
     np.savez(tmp_path / "given.npz", x=x, y=y)
     made = {"cache": str(tmp_path / "c"), "path": str(tmp_path / "given.npz")}
     config = RunConfig.model_validate({"data": {**made, "test_fraction": 0.2}})
-    stops = iter([None, None, Stop("enough")])
+    stops = iter([None, None, StopRequest("enough")])
     facts = trainer.train(
-        make_plan(config, detect("cpu"), prepare(config.data)),
+        make_plan(config, detect_best_device("cpu"), prepare_dataset(config.data)),
         folder=tmp_path,
         log=lambda *_: None,
         asked=lambda: next(stops),

@@ -2,17 +2,19 @@ from typing import Any
 
 import pytest
 
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
-from tasks.engine.training.similar_runs import Past
+from tasks.engine.training.admission import PastRuns
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory) -> Any:
     cache = str(tmp_path_factory.mktemp("data"))
-    return detect("cpu"), prepare(RunConfig.model_validate({"data": {"cache": cache}}).data)
+    return detect_best_device("cpu"), prepare_dataset(
+        RunConfig.model_validate({"data": {"cache": cache}}).data
+    )
 
 
 def _alike(facts: Any, **sections: Any) -> str:
@@ -45,9 +47,9 @@ def test_what_changes_a_step_sets_runs_apart(facts: Any, sections: Any) -> None:
 
 def test_what_compiling_gains_is_known_only_where_all_of_it_was_measured() -> None:
     measured = {"time/plain_step_ms": 2.0, "time/compiled_step_ms": 1.0, "time/compile_s": 9.0}
-    known = Past(measured).compiling()
+    known = PastRuns(measured).compiling()
     assert known is not None
     assert (known.plain_step_s, known.compiled_step_s, known.cost_s) == (0.002, 0.001, 9.0)
-    assert Past({**measured} | {"time/compile_s": 1.0}).compiling() is not None
+    assert PastRuns({**measured} | {"time/compile_s": 1.0}).compiling() is not None
     for name in measured:
-        assert Past({k: v for k, v in measured.items() if k != name}).compiling() is None
+        assert PastRuns({k: v for k, v in measured.items() if k != name}).compiling() is None

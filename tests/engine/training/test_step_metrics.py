@@ -3,14 +3,14 @@ from typing import Any
 import pytest
 import torch
 
+from tasks.engine.accounts import step_metrics
+from tasks.engine.accounts.phases import Phases
+from tasks.engine.accounts.step_metrics import Diverged, StepMetrics
 from tasks.engine.base.timing import HostClock, Stopwatch
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
-from tasks.engine.memory.memory_meter import Meter
-from tasks.engine.step.optimizer_step import Outcome
-from tasks.engine.step.phases import Phases
-from tasks.engine.training import step_metrics
-from tasks.engine.training.step_metrics import Diverged, StepMetrics
+from tasks.engine.memory.memory_meter import MemoryMeter
+from tasks.engine.step.optimizer_step import StepOutcome
 
 CPU = torch.device("cpu")
 
@@ -34,14 +34,14 @@ class _Event:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     """StepMetrics of a device that works on its own, and what they logged."""
-    monkeypatch.setattr(step_metrics, "new_event", lambda device, timed: _Event())
+    monkeypatch.setattr(step_metrics, "make_event", lambda device, timed: _Event())
     monkeypatch.setattr(step_metrics, "READ_EVERY_S", 0.0)
     _Event.waits, _Event.now_ms = 0, 0.0
     logged: list[tuple[int, dict[str, float]]] = []
     made = StepMetrics(
         torch.device("cuda"),
         phases=Phases(
-            HostClock(), Meter(CPU), MemoryByOwner(AllocationLog(CPU), dict), count_every=None
+            HostClock(), MemoryMeter(CPU), MemoryByOwner(AllocationLog(CPU), dict), count_every=None
         ),
         watch=Stopwatch(),
         rate=lambda step: 0.1,
@@ -55,7 +55,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def _step(made: StepMetrics, loss: float, *, norm: float | None = None) -> torch.Tensor | None:
     _Event.now_ms += 10
-    outcome = Outcome(torch.tensor(loss), None if norm is None else torch.tensor(norm))
+    outcome = StepOutcome(torch.tensor(loss), None if norm is None else torch.tensor(norm))
     made.add(outcome.loss, rows=4)
     return outcome.grad_norm
 

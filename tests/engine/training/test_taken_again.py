@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from tasks.engine.base.facts import TrainFacts
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.micro_batches import MemoryExhausted
-from tasks.engine.step.own_optim import Given
+from tasks.engine.step.optim import TorchOptimizer
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 from tasks.engine.training.oom_files import OutOfMemory
@@ -138,9 +138,11 @@ def train_own(
             "device": {"name": device},
         }
     )
-    found = prepare(config.data, batch_size=config.train.batch_size)
+    found = prepare_dataset(config.data, batch_size=config.train.batch_size)
     return trainer.train(
-        make_plan(config, detect(device), found), folder=folder, log=lambda metrics, step: None
+        make_plan(config, detect_best_device(device), found),
+        folder=folder,
+        log=lambda metrics, step: None,
     )
 
 
@@ -262,7 +264,7 @@ class _Half(torch.optim.SGD):
 def _take(inner: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
     for p in parameters:
         p.grad = torch.ones_like(p)
-    Given(inner, parameters, lr=0.1).step()
+    TorchOptimizer(inner, parameters, lr=0.1).step()
 
 
 @torch.no_grad()

@@ -9,20 +9,20 @@ import torch
 from sklearn.datasets import load_diabetes
 from sklearn.metrics import mean_absolute_error, r2_score
 
+from tasks.engine.accounts.step_metrics import Diverged
 from tasks.engine.base.facts import DataFacts, TrainFacts
 from tasks.engine.base.timing import PHASES
-from tasks.engine.data.preparation import load, prepare
-from tasks.engine.device.detection import detect
-from tasks.engine.forecast.admission import Admission
+from tasks.engine.data.preparation import load_arrays, prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory import leaks
 from tasks.engine.models import predictor
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step.cpu_threads import fitting_threads
+from tasks.engine.step.choose_step import set_cpu_threads
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
+from tasks.engine.training.admission import Admission
 from tasks.engine.training.oom_files import OutOfMemory
-from tasks.engine.training.step_metrics import Diverged
 
 CPU = torch.device("cpu")
 FEW = {"epochs": 3}
@@ -32,9 +32,9 @@ def _train(tmp_path: Path, **sections: Any) -> tuple[TrainFacts, DataFacts, list
     made = {"data": {"cache": str(tmp_path / "data"), **sections.pop("data", {})}, **sections}
     config = RunConfig.model_validate(made)
     logged: list[dict[str, float]] = []
-    data = prepare(config.data)
+    data = prepare_dataset(config.data)
     facts = trainer.train(
-        make_plan(config, detect("cpu"), data),
+        make_plan(config, detect_best_device("cpu"), data),
         folder=tmp_path,
         log=lambda metrics, step: logged.append(metrics),
     )
@@ -102,7 +102,7 @@ def test_a_regression_with_the_defaults_learns_as_a_ridge_does(tmp_path: Path, n
     facts, data, _ = _train(
         tmp_path, data={"path": str(tmp_path / "given.npz"), "task": "regression"}
     )
-    arrays = load(data)
+    arrays = load_arrays(data)
     (x, y), (val_x, val_y) = (
         (np.array(a, np.float64), np.array(b, np.float64))
         for a, b in ((arrays.train_x, arrays.train_y), (arrays.val_x, arrays.val_y))
@@ -125,7 +125,7 @@ def test_figures_and_predictions_of_a_regression_are_in_its_units(
         data={"path": str(tmp_path / "given.npz")},
         train={"precision": precision, "epochs": 5},
     )
-    arrays = load(data)
+    arrays = load_arrays(data)
     truth = arrays.val_y * np.array(data.target_scale) + np.array(data.target_offset)
     rows = (arrays.val_x * np.array(data.scale) + np.array(data.offset)).astype(np.float32)
     predicted = predictor.load(tmp_path / "model").predict(rows).to_numpy()
@@ -166,7 +166,7 @@ def test_data_that_does_not_fit_trains_as_data_that_does(tmp_path: Path, monkeyp
 
 def test_the_saved_model_predicts_on_raw_rows_what_was_measured(tmp_path: Path) -> None:
     facts, data, _ = _train(tmp_path, train=FEW)
-    arrays = load(data)
+    arrays = load_arrays(data)
     raw = arrays.val_x * np.array(data.scale) + np.array(data.offset)
     predicted = predictor.load(tmp_path / "model").outputs(raw).argmax(1)
     assert (predicted == arrays.val_y).mean() == pytest.approx(facts.metrics["val/accuracy"])
@@ -204,7 +204,7 @@ def test_the_peak_of_a_run_may_lie_before_its_first_step(tmp_path: Path) -> None
 @pytest.mark.parametrize("fails", [False, True])
 def test_training_gives_back_what_it_took(tmp_path: Path, fails: bool) -> None:
     gc.collect()
-    before = leaks.baseline(CPU)
+    before = leaks.take_baseline(CPU)
     kept = None
     if fails:
         with pytest.raises(Diverged) as caught:
@@ -213,7 +213,7 @@ def test_training_gives_back_what_it_took(tmp_path: Path, fails: bool) -> None:
         assert kept.__traceback__ is not None
     else:
         _train(tmp_path, train=FEW)
-    released = leaks.release(CPU, baseline_bytes=before.bytes)
+    released = leaks.release_device_memory(CPU, baseline_bytes=before.bytes)
     assert released.ok, released.owners
     assert released.after_bytes == before.bytes
 
@@ -222,7 +222,9 @@ def test_training_gives_back_what_it_took(tmp_path: Path, fails: bool) -> None:
 def admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every training is let in, as where somebody else takes the memory after that."""
     monkeypatch.setattr(
-        trainer, "admit", lambda config, *_, **__: Admission(None, "", 64, "let in by a test")
+        trainer,
+        "admit_training",
+        lambda config, *_, **__: Admission(None, "", 64, "let in by a test"),
     )
 
 
@@ -235,12 +237,12 @@ def test_an_interrupt_keeps_nothing_that_a_closure_encloses(tmp_path: Path, monk
 
         compile_wrapper()
 
-    monkeypatch.setattr(trainer, "fit", fit)
+    monkeypatch.setattr(trainer, "fit_model", fit)
     gc.collect()
-    before = leaks.baseline(CPU)
+    before = leaks.take_baseline(CPU)
     with pytest.raises(KeyboardInterrupt) as kept:
         _train(tmp_path)
-    assert leaks.release(CPU, baseline_bytes=before.bytes).ok
+    assert leaks.release_device_memory(CPU, baseline_bytes=before.bytes).ok
     assert kept.value.__cause__ is None
 
 
@@ -256,7 +258,7 @@ def test_a_hundred_trainings_half_of_them_failing_leave_the_baseline(tmp_path: P
     ]
     _train(tmp_path, data=small, train=quick)
     gc.collect()
-    before = leaks.baseline(CPU)
+    before = leaks.take_baseline(CPU)
     kept = []
     for i in range(100):
         try:
@@ -264,7 +266,7 @@ def test_a_hundred_trainings_half_of_them_failing_leave_the_baseline(tmp_path: P
         except (Diverged, OutOfMemory) as error:
             kept.append(error)  # as Prefect keeps them
     assert {type(error) for error in kept} == {Diverged, OutOfMemory} and len(kept) == 50
-    released = leaks.release(CPU, baseline_bytes=before.bytes)
+    released = leaks.release_device_memory(CPU, baseline_bytes=before.bytes)
     assert released.ok and released.after_bytes == before.bytes, released.owners
 
 
@@ -279,9 +281,11 @@ def test_a_run_without_memory_says_so_and_leaves_its_evidence(tmp_path: Path) ->
 
 def test_what_the_run_held_at_its_end_counts_as_given_back(tmp_path: Path) -> None:
     gc.collect()  # what earlier tests left would be given back as well
-    before = leaks.baseline(CPU)
+    before = leaks.take_baseline(CPU)
     facts, _, _ = _train(tmp_path, train=FEW)
-    released = leaks.release(CPU, baseline_bytes=before.bytes, held_bytes=facts.held_bytes)
+    released = leaks.release_device_memory(
+        CPU, baseline_bytes=before.bytes, held_bytes=facts.held_bytes
+    )
     assert released.released_bytes == facts.held_bytes - before.bytes > 0
     assert released.residual_bytes == 0
 
@@ -313,9 +317,9 @@ def test_the_threads_follow_the_work(work: int, fixed: bool, first: int, tried: 
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with fitting_threads(work, CPU, fixed=fixed) as threads:
+        with set_cpu_threads(work, CPU, fixed=fixed) as threads:
             assert (torch.get_num_threads(), threads) == (first, tried)
-        with fitting_threads(work, torch.device("cuda"), fixed=fixed):
+        with set_cpu_threads(work, torch.device("cuda"), fixed=fixed):
             assert torch.get_num_threads() == 2
         assert torch.get_num_threads() == 2
     finally:

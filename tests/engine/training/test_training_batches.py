@@ -12,12 +12,12 @@ from torch import nn
 
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.batches.rank_share import RankShare
-from tasks.engine.data.preparation import prepare
-from tasks.engine.device.detection import detect
+from tasks.engine.data.preparation import prepare_dataset
+from tasks.engine.device.detection import detect_best_device
 from tasks.engine.files.source_data import DataError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
-from tasks.engine.training.training_batches import first_rows, open_batches, open_test_batches
+from tasks.engine.training.training_parts import open_batches, open_test_batches, read_first_rows
 
 Own = Callable[[str, str], None]
 MODEL = nn.Linear(3, 2)
@@ -73,12 +73,12 @@ def files(tmp_path: Path) -> tuple[RunConfig, DataFacts]:
         "test_fraction": 0.1,
     }
     config = RunConfig.model_validate({"data": data, "train": {"batch_size": 8}})
-    return config, prepare(config.data)
+    return config, prepare_dataset(config.data)
 
 
 def test_prepared_rows_are_shared_by_the_ranks(files: tuple[RunConfig, DataFacts]) -> None:
     config, data = files
-    device = detect("cpu")
+    device = detect_best_device("cpu")
     train, val = open_batches(make_plan(config, device, data), MODEL)
     test = open_test_batches(make_plan(config, device, data), MODEL)
     assert not any(isinstance(rows, RankShare) for rows in (train, val, test))
@@ -96,7 +96,7 @@ def test_prepared_rows_are_shared_by_the_ranks(files: tuple[RunConfig, DataFacts
         found[0].append(parts_of(train, train.shuffled(8, order, nothing)))
         found[1].append(parts_of(val, val.in_order(4)))
         found[2].append(parts_of(test, test.in_order(4)))
-        assert len(first_rows(val)) == 2, "the example is no share"
+        assert len(read_first_rows(val)) == 2, "the example is no share"
     assert [together(ranks) for ranks in found] == expected
 
 
@@ -105,13 +105,15 @@ def test_rows_that_a_factory_draws_are_the_same_on_every_rank(own: Own, tmp_path
     own("mine", OWN)
     data = {"source": "mine:drawn", "cache": str(tmp_path)}
     config = RunConfig.model_validate({"data": data, "train": {"batch_size": 8, "seed": 3}})
-    facts = prepare(config.data, batch_size=8, seed=3)
+    facts = prepare_dataset(config.data, batch_size=8, seed=3)
     found: list[list[Any]] = [[], []]
     after: list[tuple[float, float]] = []
     for rank in range(2):
         np.random.seed(rank)
         random.seed(rank)
-        shares = open_batches(make_plan(config, detect("cpu"), facts), MODEL, rank=rank, size=2)
+        shares = open_batches(
+            make_plan(config, detect_best_device("cpu"), facts), MODEL, rank=rank, size=2
+        )
         for part, share in zip(found, map(sure, shares), strict=True):
             part.append(parts_of(share, share.in_order(8)))
         after.append((random.random(), np.random.random()))
@@ -124,7 +126,7 @@ def test_a_stream_is_refused_by_several_ranks(own: Own, tmp_path: Path) -> None:
     own("mine", OWN)
     data = {"source": "mine:stream", "cache": str(tmp_path)}
     config = RunConfig.model_validate({"data": data, "train": {"max_steps": 5}})
-    facts = prepare(config.data)
-    assert len(open_batches(make_plan(config, detect("cpu"), facts), MODEL)) == 2
+    facts = prepare_dataset(config.data)
+    assert len(open_batches(make_plan(config, detect_best_device("cpu"), facts), MODEL)) == 2
     with pytest.raises(DataError, match="^data.source: a loader over an IterableDataset cannot be"):
-        open_batches(make_plan(config, detect("cpu"), facts), MODEL, rank=1, size=2)
+        open_batches(make_plan(config, detect_best_device("cpu"), facts), MODEL, rank=1, size=2)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flows.cli.flags import parse
+from flows.cli.flags import parse_training
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 
@@ -17,12 +17,12 @@ ROOT = Path(__file__).parents[3]
 
 def _said(*words: str) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
-        parse(words)
+        parse_training(words)
     return caught.value.problems
 
 
 def test_no_words_mean_the_defaults() -> None:
-    asked = parse([])
+    asked = parse_training([])
     assert asked.config == RunConfig()
     assert asked.config_file is None
     assert (asked.dry_run, asked.forecast, asked.explain_device, asked.debug) == (False,) * 4
@@ -31,7 +31,7 @@ def test_no_words_mean_the_defaults() -> None:
 def test_flags_win_over_the_file_and_switches_are_told(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("optim: {lr: 1, beta2: 0.5}")
-    asked = parse(
+    asked = parse_training(
         [
             "--debug",
             "--config",
@@ -49,7 +49,7 @@ def test_flags_win_over_the_file_and_switches_are_told(tmp_path: Path) -> None:
 
 def test_values_may_be_empty_spaced_or_hold_equals_signs() -> None:
     words = ["--data.source", "csv", "--data.path=a=b", "--data.cache", "a b", "--data.target="]
-    data = parse([*words, "--run.name", "-x", "--run.experiment=--y"]).config
+    data = parse_training([*words, "--run.name", "-x", "--run.experiment=--y"]).config
     assert (data.data.path, data.data.target, data.data.cache) == ("a=b", "", "a b")
     assert (data.run.name, data.run.experiment) == ("-x", "--y")
 
@@ -65,13 +65,13 @@ def test_values_may_be_empty_spaced_or_hold_equals_signs() -> None:
     ],
 )
 def test_a_bare_bool_means_true(words: list[str], value: bool) -> None:
-    assert parse(words).config.train.deterministic is value
+    assert parse_training(words).config.train.deterministic is value
 
 
 def test_arguments_of_the_model_are_yaml_json_or_one_by_one() -> None:
     words = ["--model.args.dropout", "0.1", "--model.args", '{"hidden": [64]}']
-    assert parse(words).config.model.args == {"hidden": [64], "dropout": 0.1}
-    assert parse(["--model.args", "{hidden: [64]}"]).config.model.args == {"hidden": [64]}
+    assert parse_training(words).config.model.args == {"hidden": [64], "dropout": 0.1}
+    assert parse_training(["--model.args", "{hidden: [64]}"]).config.model.args == {"hidden": [64]}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_help_shows_every_setting_within_80_columns(
     word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        parse([word, "--optim.lr", "-1"])
+        parse_training([word, "--optim.lr", "-1"])
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
@@ -157,12 +157,12 @@ def test_every_example_of_the_help_is_understood(
     (tmp_path / "config.yaml").write_text("optim: {lr: 1e-3}\ntrain.epochs: 5\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
-        parse(["--help"])
+        parse_training(["--help"])
     command = "  python -m flows.train"
     lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith(command)]
     assert len(lines) == 5
     for line in lines:
-        parse(shlex.split(line.removeprefix(command)))
+        parse_training(shlex.split(line.removeprefix(command)))
 
 
 def test_help_and_errors_import_nothing_slow() -> None:
@@ -190,6 +190,8 @@ _WORDS = st.one_of(
 @given(st.lists(_WORDS, max_size=5))
 def test_any_words_give_a_config_or_a_config_error(words: list[str]) -> None:
     try:
-        assert isinstance(parse([w for w in words if w not in ("-h", "--help")]).config, RunConfig)
+        assert isinstance(
+            parse_training([w for w in words if w not in ("-h", "--help")]).config, RunConfig
+        )
     except ConfigError as error:
         assert error.problems and all(p.isprintable() for p in error.problems)

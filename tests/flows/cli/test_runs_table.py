@@ -9,11 +9,11 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from flows.cli.runs_table import table
-from tasks.known_runs import Run
+from flows.cli.runs_table import make_runs_table
+from tasks.run.known_runs import KnownRun
 
 ME = pwd.getpwuid(os.getuid()).pw_name
-LIVE = Run(
+LIVE = KnownRun(
     name="mlp-digits-20260101-120000",
     state="training",
     live=True,
@@ -29,25 +29,29 @@ LIVE = Run(
     samples_per_s=41_234,
     peak_mib=1234,
 )
-WAITING = Run("nightly", "waiting", live=True, user=ME, pid=42, waits_for="GPU-1 is held by b")
-THEIRS = Run("theirs", "training", live=True, user="somebody", pid=43, run_id="f" * 32)
-FAILED = Run("lost", "FAILED", reason="train.loss: became nan " * 20, total_s=12, loss=float("nan"))
-KILLED = Run(
+WAITING = KnownRun("nightly", "waiting", live=True, user=ME, pid=42, waits_for="GPU-1 is held by b")
+THEIRS = KnownRun("theirs", "training", live=True, user="somebody", pid=43, run_id="f" * 32)
+FAILED = KnownRun(
+    "lost", "FAILED", reason="train.loss: became nan " * 20, total_s=12, loss=float("nan")
+)
+KILLED = KnownRun(
     "over", "KILLED", reason="terminated", resume="python -m flows.train --resume " + "a" * 32
 )
 ALL = [LIVE, WAITING, THEIRS, FAILED, KILLED]
 
 
-def _lines(*runs: Run, columns: int) -> list[str]:
+def _lines(*runs: KnownRun, columns: int) -> list[str]:
     console = Console(file=io.StringIO(), width=columns, highlight=False)
-    console.print(table(runs, columns=columns))
+    console.print(make_runs_table(runs, columns=columns))
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
 @pytest.mark.parametrize("columns", [20, 40, 60, 80, 100, 140, 300])
 def test_no_line_is_longer_than_the_terminal_is_wide(columns: int) -> None:
-    odd = Run("a\x1b[31m\nname\u202e" + "\u5b57" * 40, "training", live=True, run_id="\x07" * 9)
+    odd = KnownRun(
+        "a\x1b[31m\nname\u202e" + "\u5b57" * 40, "training", live=True, run_id="\x07" * 9
+    )
     lines = _lines(*ALL, odd, columns=columns)
     assert max(map(cell_len, lines)) <= columns
     assert not any(c in line for line in lines for c in "\x1b\x07\u202e")
@@ -74,7 +78,7 @@ def test_at_140_columns_a_training_is_one_line() -> None:
 
 
 def test_a_long_name_loses_its_beginning_and_not_the_time_at_its_end() -> None:
-    long = Run("a-model-with-a-long-name-20260101-120000", "FINISHED", step=10**9, total_s=1.0)
+    long = KnownRun("a-model-with-a-long-name-20260101-120000", "FINISHED", step=10**9, total_s=1.0)
     assert "...-long-name-20260101-120000" in _lines(long, columns=62)[1]
 
 

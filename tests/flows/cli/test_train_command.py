@@ -16,7 +16,7 @@ import pytest
 
 from flows.cli.train_command import main
 from tasks.engine.base.file_lock import is_held
-from tasks.engine.base.units import seconds
+from tasks.engine.base.units import format_seconds
 from tests.conftest import desk_environment
 
 Desk = Callable[..., "subprocess.Popen[str]"]
@@ -59,11 +59,13 @@ def test_one_command_trains_and_tells_where_to_look(desk: Desk, place: Path) -> 
     waited_s = end_ms / 1000 - float(started_at)
     ((said_s,),) = _ask(place, "SELECT value FROM latest_metrics WHERE key = 'time/total_s'")
     assert 0.9 * waited_s - 0.5 < said_s <= waited_s + 0.1
-    assert f"  {seconds(said_s)} in all" in out
+    assert f"  {format_seconds(said_s)} in all" in out
     (speed,) = re.findall(r"([0-9,]+) samples/s", out)
     assert "  val accuracy 0.9" in err and f"  {speed} samples/s" in err
     assert re.search(r"\bstart +[0-9]", out) and re.search(r"\bclose +[0-9]", out)
-    assert "FINISHED" in out and "python -m tasks.serve ui" in out and "Traceback" not in err
+    assert (
+        "FINISHED" in out and "python -m tasks.services.serve ui" in out and "Traceback" not in err
+    )
     ((status, experiment),) = _ask(
         place,
         "SELECT r.status, e.name FROM runs r JOIN experiments e USING (experiment_id)",
@@ -114,7 +116,7 @@ print(run["status"], run["name"])
     assert lines[0] == "train.epochz: unknown setting; did you mean train.epochs?", done.stderr
     assert lines[1].startswith("FINISHED called from Python  val/accuracy ")
     assert lines[-1] == "FINISHED called from Python"
-    assert "Open     python -m tasks.serve ui" in done.stdout
+    assert "Open     python -m tasks.services.serve ui" in done.stdout
     assert "epoch 1/1" in done.stderr and "Flow run" not in done.stderr
     assert (home / "headroom-server.lock").exists(), "the shared server"
     with closing(sqlite3.connect(home / "prefect.db")) as opened:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tasks.comparison.run_groups import Measured
+from tasks.comparison.run_groups import MeasuredRun
 
 
 def run(
@@ -16,7 +16,7 @@ def run(
     status: str = "FINISHED",
     metrics: dict[str, float] | None = None,
     **params: Any,
-) -> Measured:
+) -> MeasuredRun:
     """phases: ms of a step. memory: MiB by owner; the peak is their sum."""
     measured = {
         "speed/samples_per_s": speed,
@@ -28,7 +28,7 @@ def run(
     if memory is not None:
         measured["memory/run_peak_allocated_mib"] = sum(memory.values())
     asked = {name.replace("__", "."): str(value) for name, value in params.items()}
-    return Measured(
+    return MeasuredRun(
         run_id=id,
         name=id,
         status=status,

@@ -4,8 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.comparison.differences import memory_parts, shares, speed_up, time_parts, told
-from tasks.comparison.run_groups import grouped
+from tasks.comparison.differences import (
+    compute_memory_parts,
+    compute_shares,
+    compute_speed_up,
+    compute_time_parts,
+    describe_differences,
+)
+from tasks.comparison.run_groups import group_runs
 from tests.tasks.comparison.runs import run
 
 MILLISECONDS = st.floats(0.001, 500)
@@ -22,8 +28,8 @@ def test_the_parts_of_a_time_sum_to_what_the_speed_says(
     phases: dict[str, float], speed: float, batch: int
 ) -> None:
     """Also where the phases, timed one by one, take longer than a whole step does."""
-    (group,) = grouped([run("a", speed=speed, batch=batch, phases=phases)])
-    parts = time_parts(group)
+    (group,) = group_runs([run("a", speed=speed, batch=batch, phases=phases)])
+    parts = compute_time_parts(group)
     assert sum(parts.values()) == pytest.approx(1e6 / speed)
     assert min(parts.values()) >= -1e-6 * 1e6 / speed
 
@@ -31,16 +37,16 @@ def test_the_parts_of_a_time_sum_to_what_the_speed_says(
 def test_the_shares_of_a_difference_sum_to_one_and_say_where_it_is() -> None:
     """By hand: at 1,000 and 500 samples/s a batch of 100 takes 100 and 200 ms; 80 ms of the 100
     are data wait, 20 forward."""
-    slow, fast = grouped(
+    slow, fast = group_runs(
         [
             run("slow", speed=500, phases={"data_wait": 90, "forward": 100}, train__workers=0),
             run("fast", speed=1000, phases={"data_wait": 10, "forward": 80}, train__workers=4),
         ]
     )
-    assert shares(time_parts(slow), time_parts(fast)) == pytest.approx(
+    assert compute_shares(compute_time_parts(slow), compute_time_parts(fast)) == pytest.approx(
         {"data wait": 0.8, "forward": 0.2, "other": 0.0}
     )
-    assert told([slow, fast])[0] == (
+    assert describe_differences([slow, fast])[0] == (
         "workers=0 is 2x slower than workers=4: of the difference 80 % data wait, 20 % forward"
     )
 
@@ -48,13 +54,13 @@ def test_the_shares_of_a_difference_sum_to_one_and_say_where_it_is() -> None:
 def test_it_says_why_where_a_tag_does() -> None:
     why = "3.1 GiB of rows do not fit in 2.0 GiB"
     tags = {"data.residency": "host", "data.residency.reason": why}
-    slow, fast = grouped(
+    slow, fast = group_runs(
         [
             run("a", speed=500, phases={"data_wait": 150}, tags=tags, data__path="big.csv"),
             run("b", phases={"data_wait": 50}, tags={"data.residency": "device"}, data__path="s"),
         ]
     )
-    (line, _) = told([slow, fast])
+    (line, _) = describe_differences([slow, fast])
     assert f"100 % data wait (data.residency host against device: {why})" in line
 
 
@@ -76,7 +82,7 @@ def test_it_is_silent_where_a_difference_may_be_chance(
         for at, group in enumerate(speeds)
         for speed in group
     ]
-    assert any("slower" in line for line in told(grouped(runs))) is is_told
+    assert any("slower" in line for line in describe_differences(group_runs(runs))) is is_told
 
 
 @pytest.mark.parametrize(
@@ -95,7 +101,7 @@ def test_one_run_of_each_that_does_the_same_work_is_slower_by_chance(
         for at, group in enumerate(speeds)
         for s in group
     ]
-    assert any("slower" in line for line in told(grouped(runs))) is is_told
+    assert any("slower" in line for line in describe_differences(group_runs(runs))) is is_told
 
 
 def test_a_setting_that_both_have_alike_is_no_difference_between_them() -> None:
@@ -105,7 +111,7 @@ def test_a_setting_that_both_have_alike_is_no_difference_between_them() -> None:
         run("b", speed=500, phases={"forward": 2}, tags={"alike": "a"}, optim__lr=2, model="x"),
         run("c", speed=400, phases={"forward": 3}, tags={"alike": "c"}, optim__lr=1, model="y"),
     ]
-    (slower,) = [line for line in told(grouped(runs)) if "slower" in line]
+    (slower,) = [line for line in describe_differences(group_runs(runs)) if "slower" in line]
     assert slower.startswith("model=y, lr=1 is 2.5x slower than model=x, lr=1")
 
 
@@ -115,22 +121,27 @@ def test_a_speed_of_a_busy_machine_is_told_as_such() -> None:
         run(f"{w}", speed=w, phases={"forward": 1}, metrics={"time/core_wait_pct": w}, model=w)
         for w in waited
     ]
-    assert told(grouped(runs))[-1] == (
+    assert describe_differences(group_runs(runs))[-1] == (
         "In 2 of 3 other work on the machine had the cores that threads waited for, up to 32 % of "
         "the time: it slowed them."
     )
-    assert not any("core" in line for line in told(grouped([runs[0], run("a", speed=9)])))
+    assert not any(
+        "core" in line for line in describe_differences(group_runs([runs[0], run("a", speed=9)]))
+    )
 
 
 def test_memory_is_told_by_its_owner() -> None:
-    small, large = grouped(
+    small, large = group_runs(
         [
             run("a", memory={"parameters": 10, "activations": 100, "rest": 5}, train__batch_size=8),
             run("b", memory={"parameters": 10, "activations": 400, "rest": 9}, train__batch_size=9),
         ]
     )
-    assert sum(memory_parts(large).values()) == 419 and memory_parts(large)["other"] == 9
-    assert told([small, large])[0] == (
+    assert (
+        sum(compute_memory_parts(large).values()) == 419
+        and compute_memory_parts(large)["other"] == 9
+    )
+    assert describe_differences([small, large])[0] == (
         "batch_size=9 takes 304 MiB more memory at its peak than batch_size=8 "
         "(300 MiB more activations)"
     )
@@ -144,14 +155,14 @@ def test_the_best_is_named_where_it_is_more_than_chance() -> None:
             for lr, values in scores.items()
             for score in values
         ]
-        return told(grouped(found))
+        return describe_differences(group_runs(found))
 
     assert runs(0.9) == ["lr=0.2 has the best val/accuracy: 0.905"]
     assert runs(0.815) == []
 
 
 def test_a_speed_up_has_the_spread_of_both() -> None:
-    slow, fast = grouped(
+    slow, fast = group_runs(
         [run(f"{lr}{s}", speed=s, optim__lr=lr) for lr, s in ((1, 90), (1, 110), (2, 200))]
     )
-    assert speed_up(fast, slow) == pytest.approx((2.0, 0.2))
+    assert compute_speed_up(fast, slow) == pytest.approx((2.0, 0.2))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from flows.cli.compare_command import parse
-from tasks.comparison.grid import split
-from tasks.engine.device.detection import names
+from flows.cli.compare_command import parse_comparison
+from tasks.comparison.grid import split_values
+from tasks.engine.device.detection import list_devices
 from tasks.engine.settings.read_settings import ConfigError
 
 
@@ -20,11 +20,11 @@ from tasks.engine.settings.read_settings import ConfigError
     ],
 )
 def test_values_are_split_outside_of_brackets(text: str, values: list[str]) -> None:
-    assert split(text) == values
+    assert split_values(text) == values
 
 
 def test_every_combination_is_a_training_and_repeats_go_in_turns() -> None:
-    asked = parse(
+    asked = parse_comparison(
         ["--vary", "optim.lr=1e-2,0.1", "--devices", "cpu,auto", "--repeats", "2"]
         + ["--train.epochs=3", "--vary=train.precision=fp32"]
     )
@@ -39,8 +39,8 @@ def test_every_combination_is_a_training_and_repeats_go_in_turns() -> None:
 
 def test_all_devices_are_those_that_detection_finds() -> None:
     """Asked of a process of its own: this one would keep a context on each GPU."""
-    asked = parse(["--devices", "all", "--repeats", "2"])
-    assert [cell.device for cell in asked.cells] == names() * 2
+    asked = parse_comparison(["--devices", "all", "--repeats", "2"])
+    assert [cell.device for cell in asked.cells] == list_devices() * 2
 
 
 @pytest.mark.parametrize(
@@ -69,5 +69,5 @@ def test_all_devices_are_those_that_detection_finds() -> None:
 )
 def test_bad_words_are_refused_all_at_once(words: str, told: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        parse(words.split())
+        parse_comparison(words.split())
     assert told in str(refused.value)

@@ -1,13 +1,13 @@
 """Which runs are the same training, and what differs between the others."""
 
 from tasks.comparison.run_groups import (
-    differing,
-    epoch_s,
-    grouped,
-    peak_of,
-    score_of,
-    step_ms,
-    with_spread,
+    compute_epoch_s,
+    compute_step_ms,
+    find_differing,
+    find_peak_metric,
+    find_score,
+    format_with_spread,
+    group_runs,
 )
 from tests.tasks.comparison.runs import run
 
@@ -18,10 +18,10 @@ def test_only_what_differs_is_a_column_and_seeds_are_repeats() -> None:
         for lr in (0.1, 0.2)
         for seed in (0, 1, 2)
     ]
-    assert differing(runs) == ["optim.lr"]
-    assert [(g.label, len(g.runs)) for g in grouped(runs)] == [("lr=0.1", 3), ("lr=0.2", 3)]
-    assert [group.label for group in grouped(runs[:3])] == ["all"]
-    assert len(grouped(runs, ["optim.lr", "train.seed"])) == 6, "asked for by name"
+    assert find_differing(runs) == ["optim.lr"]
+    assert [(g.label, len(g.runs)) for g in group_runs(runs)] == [("lr=0.1", 3), ("lr=0.2", 3)]
+    assert [group.label for group in group_runs(runs[:3])] == ["all"]
+    assert len(group_runs(runs, ["optim.lr", "train.seed"])) == 6, "asked for by name"
 
 
 def test_what_was_found_differs_too() -> None:
@@ -29,14 +29,14 @@ def test_what_was_found_differs_too() -> None:
         run("a", tags={"device": "cuda:0", "device.model": "T4"}, device__name="auto"),
         run("b", tags={"device": "cpu"}, device__name="cpu"),
     ]
-    assert differing(runs) == ["device", "device.model"]
+    assert find_differing(runs) == ["device", "device.model"]
     same = [run("a", device__name="auto"), run("b", device__name="cpu")]
-    assert differing(same) == [], "both ran on the same device"
+    assert find_differing(same) == [], "both ran on the same device"
 
 
 def test_a_long_label_is_a_number_in_a_sentence() -> None:
     runs = [run(f"{n}", data__path=f"{'x' * 30}{n}", data__target=f"y{n}") for n in range(2)]
-    assert [group.called for group in grouped(runs)] == ["#1", "#2"]
+    assert [group.called for group in group_runs(runs)] == ["#1", "#2"]
 
 
 def test_names_that_end_alike_stay_whole() -> None:
@@ -44,20 +44,20 @@ def test_names_that_end_alike_stay_whole() -> None:
         run("a", optim__name="sgd", model__name="mlp"),
         run("b", optim__name="a", model__name="c"),
     ]
-    assert grouped(runs)[0].label == "model.name=mlp, optim.name=sgd"
+    assert group_runs(runs)[0].label == "model.name=mlp, optim.name=sgd"
 
 
 def test_a_group_is_its_medians_and_half_of_its_range_without_those_that_failed() -> None:
     runs = [run(f"{s}", speed=s, metrics={"val/r2": 0.5}) for s in (100, 300, 120)]
-    (group,) = grouped([*runs, run("bad", status="FAILED")])
+    (group,) = group_runs([*runs, run("bad", status="FAILED")])
     assert group.median("speed/samples_per_s") == 120 and group.state == "FAILED"
-    assert with_spread(group, "speed/samples_per_s") == "120 \u00b1 100"
-    assert group.median(step_ms) == 100 * 1000 / 120
-    assert group.median("gpu/energy_j") is None and with_spread(group, "gpu/energy_j") == ""
-    assert score_of([group]) == "val/r2"
-    assert peak_of([group]) == "memory/run_peak_allocated_mib"
+    assert format_with_spread(group, "speed/samples_per_s") == "120 \u00b1 100"
+    assert group.median(compute_step_ms) == 100 * 1000 / 120
+    assert group.median("gpu/energy_j") is None and format_with_spread(group, "gpu/energy_j") == ""
+    assert find_score([group]) == "val/r2"
+    assert find_peak_metric([group]) == "memory/run_peak_allocated_mib"
 
 
 def test_an_epoch_takes_its_share_of_the_training() -> None:
-    assert epoch_s(run("a", metrics={"time/train_model_s": 30, "train/epoch": 4})) == 7.5
-    assert epoch_s(run("a")) is None
+    assert compute_epoch_s(run("a", metrics={"time/train_model_s": 30, "train/epoch": 4})) == 7.5
+    assert compute_epoch_s(run("a")) is None

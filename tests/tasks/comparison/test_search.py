@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.compare_command import parse
+from flows.cli.compare_command import parse_comparison
 from tasks.comparison import trainings
 from tasks.comparison.grid import Cell
-from tasks.comparison.run_groups import Goal, Measured
+from tasks.comparison.run_groups import Goal, MeasuredRun
 from tasks.comparison.search import STUDY, Trials
-from tasks.comparison.trainings import Comparison, Ended
-from tasks.tracking.journal_lines import append, line_of
+from tasks.comparison.trainings import ComparisonFolder, TrainingEnd
+from tasks.tracking.journal import append_line, make_line
 from tests.conftest import PYTHON
 from tests.test_house import MODULES, _names
 
@@ -25,13 +25,13 @@ WORDS = ["--vary", "optim.lr=1e-5..1", "--vary", "model.args.dropout=0..0.9"]
 
 
 def _trials(folder: Path, *words: str, how: str = "tpe", goal: Goal = LOSS) -> Trials:
-    asked = parse(["--search", how, *(words or WORDS)])
+    asked = parse_comparison(["--search", how, *(words or WORDS)])
     assert asked.search is not None
     folder.mkdir(exist_ok=True)
     state = folder / trainings.STATE
     known = json.loads(state.read_text())["ended"] if state.exists() else []
-    ended = {one["number"]: Ended(**one) for one in known}
-    comparison = Comparison(folder, "words", ended=ended)
+    ended = {one["number"]: TrainingEnd(**one) for one in known}
+    comparison = ComparisonFolder(folder, "words", ended=ended)
     return Trials(asked.search, comparison, goal=goal, base=asked.base)
 
 
@@ -42,11 +42,11 @@ def _far(cell: Cell) -> float:
     return (math.log10(settings["optim.lr"]) + 3) ** 2 + 25 * (dropout - 0.3) ** 2
 
 
-def _finish(trials: Trials, cell: Cell, value: float) -> Ended:
+def _finish(trials: Trials, cell: Cell, value: float) -> TrainingEnd:
     folder = trials.comparison.folder / f"run{cell.number}"
     folder.mkdir(exist_ok=True)
     (folder / "run.json").write_text(json.dumps({"metrics": {trials.goal.name: value}}))
-    ended = Ended(cell.number, "FINISHED", f"id{cell.number}", error="terminated")  # too late
+    ended = TrainingEnd(cell.number, "FINISHED", f"id{cell.number}", error="terminated")  # too late
     return trials.over(cell, ended, folder)
 
 
@@ -89,7 +89,9 @@ def test_one_that_goes_on_draws_what_it_would_have(tmp_path: Path, how: str) -> 
 def test_what_was_under_way_is_told_or_goes_on_and_is_no_other_trial(tmp_path: Path) -> None:
     trials = _trials(tmp_path / "study")
     first, second = _next(trials), _next(trials)
-    trials.comparison.add(Ended(1, "FINISHED", "a", value=0.5))  # and killed before it was told
+    trials.comparison.add(
+        TrainingEnd(1, "FINISHED", "a", value=0.5)
+    )  # and killed before it was told
     trials.study.ask()  # and killed before it was drawn
     study = tmp_path / "study" / STUDY
     study.with_name(f"{STUDY}.lock").symlink_to("of-a-killed-process")
@@ -115,14 +117,14 @@ def test_a_poor_training_is_ended_by_the_epochs_that_it_logs(tmp_path: Path) -> 
         with open(folder / "metrics.jsonl", "ab", buffering=0) as journal:
             for epoch, value in enumerate(values, 1):
                 metrics = {"val/loss": value, "val/accuracy": 0.1, "train/epoch": float(epoch)}
-                append(journal, line_of(metrics, 10 * epoch, unix_ms=1))
-                append(journal, line_of({"train/loss": 1.0}, 10 * epoch + 1, unix_ms=1))
+                append_line(journal, make_line(metrics, 10 * epoch, unix_ms=1))
+                append_line(journal, make_line({"train/loss": 1.0}, 10 * epoch + 1, unix_ms=1))
                 is_pruned = trials.pruned(cell, folder)
                 assert is_pruned == (cell.number == 3 and epoch >= 2), f"epoch {epoch}"
                 assert not trials.pruned(cell, folder), "of one look at an epoch"
         if not is_pruned:
             _finish(trials, cell, min(values))
-    ended = trials.over(cell, Ended(3, "KILLED", "c"), folder)
+    ended = trials.over(cell, TrainingEnd(3, "KILLED", "c"), folder)
     assert ended.status == "PRUNED" and ended.error.startswith("after epoch 3: val/loss 0.8")
     told = trials.study.trials[2]
     assert told.state.name == "PRUNED" and told.intermediate_values == {1: 0.9, 2: 0.9, 3: 0.8}
@@ -139,7 +141,7 @@ def test_a_combination_that_is_refused_is_a_failed_trial(tmp_path: Path) -> None
     values = (0.5, math.nan, 0.3, math.nan)
     for cell, value in zip(drawn, values, strict=True):
         if cell.refused:
-            trials.over(cell, Ended(cell.number, "FAILED", error=cell.refused), None)
+            trials.over(cell, TrainingEnd(cell.number, "FAILED", error=cell.refused), None)
         else:
             _finish(trials, cell, value)
     ended = trials.comparison.ended
@@ -149,7 +151,7 @@ def test_a_combination_that_is_refused_is_a_failed_trial(tmp_path: Path) -> None
     assert settings == drawn[2].settings
     assert command == "python -m flows.train --train.batch_size 64 --train.accumulate 1"
     runs = [
-        Measured(f"{n}", "", trials.comparison.ended[n].status, metrics={"val/loss": value})
+        MeasuredRun(f"{n}", "", trials.comparison.ended[n].status, metrics={"val/loss": value})
         for n, value in enumerate(values, 1)
     ]
     assert [group.number for group in trials.groups(runs)] == [3, 1, 2, 4]

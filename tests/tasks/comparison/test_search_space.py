@@ -2,9 +2,9 @@
 
 import pytest
 
-from flows.cli.compare_command import parse
+from flows.cli.compare_command import parse_comparison
 from tasks.comparison import search_space
-from tasks.comparison.search_space import Range, goal_of, probes, ranged
+from tasks.comparison.search_space import Range, find_goal, make_probes, parse_range
 from tasks.engine.settings.read_settings import ConfigError
 
 
@@ -25,7 +25,7 @@ from tasks.engine.settings.read_settings import ConfigError
 def test_a_range_is_two_numbers_and_whole_ones_stay_whole(
     name: str, text: str, found: Range | None
 ) -> None:
-    assert ranged([text], name) == found
+    assert parse_range([text], name) == found
 
 
 def test_two_powers_of_ten_are_searched_as_such() -> None:
@@ -58,7 +58,7 @@ def test_a_number_is_short_and_stays_in_its_range() -> None:
 def test_the_goal_is_what_the_task_is_judged_by(
     asked: str, tasks: list[str], own: list[str], found: tuple[str, bool]
 ) -> None:
-    goal = goal_of(asked, tasks, own)
+    goal = find_goal(asked, tasks, own)
     assert (goal.name, goal.is_lower_better) == found
 
 
@@ -72,16 +72,16 @@ def test_the_goal_is_what_the_task_is_judged_by(
 )
 def test_a_goal_that_is_not_measured_or_has_no_direction_is_refused(asked: str, told: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        goal_of(asked, ["classification"], ["far"])
+        find_goal(asked, ["classification"], ["far"])
     assert told in str(refused.value)
 
 
 def test_every_end_is_checked_beside_values_that_go_with_it() -> None:
     """accumulate 8 is refused with a batch of 4, and goes with one of 64."""
     words = "--search tpe --vary train.batch_size=4..64 --vary train.accumulate=1,8"
-    search = parse([*words.split(), "--devices", "cpu"]).search
+    search = parse_comparison([*words.split(), "--devices", "cpu"]).search
     assert search is not None
-    found = [tuple(one.values()) for one in probes(search)]
+    found = [tuple(one.values()) for one in make_probes(search)]
     assert found == [("4", "1"), ("64", "1"), ("64", "8"), ("4", "1", "cpu")]
 
 
@@ -108,19 +108,19 @@ def test_every_end_is_checked_beside_values_that_go_with_it() -> None:
 )
 def test_bad_words_are_refused(words: str, told: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        parse(words.split())
+        parse_comparison(words.split())
     assert told in str(refused.value)
 
 
 def test_without_optuna_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_space, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--search: needs Optuna.*-e '\.\[search\]'"):
-        parse(["--search", "tpe", "--vary", "optim.lr=1e-4..1"])
-    assert parse(["--vary", "optim.lr=1e-4,1"]).cells, "a grid does without"
+        parse_comparison(["--search", "tpe", "--vary", "optim.lr=1e-4..1"])
+    assert parse_comparison(["--vary", "optim.lr=1e-4,1"]).cells, "a grid does without"
 
 
 def test_a_grid_has_as_many_trials_as_it_has_combinations() -> None:
     words = ["--search", "grid", "--vary", "optim.lr=1,2,3", "--vary", "train.batch_size=8,16"]
     for trials, count in (([], 6), (["--trials", "4"], 4), (["--trials", "90"], 6)):
-        search = parse([*words, *trials]).search
+        search = parse_comparison([*words, *trials]).search
         assert search is not None and search.trials == count

@@ -62,5 +62,5 @@ def test_what_a_user_makes_of_warnings_is_for_the_users_code(
 ) -> None:
     """With PYTHONWARNINGS=error no sending process lived: MLflow warns when it is imported."""
     monkeypatch.setenv("PYTHONWARNINGS", "error")
-    process = children.start("tests.tasks.process.warned")
+    process = children.start_child("tests.tasks.process.warned")
     assert process.communicate()[0] == "[]\n"

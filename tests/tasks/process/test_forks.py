@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
 def test_worker_processes_end_well_in_a_flow(prefect_api: str) -> None:
-    forks.let_them_end()
+    forks.fix_prefect_after_fork()
 
     @flow
     def reads() -> tuple[list[int], int | None]:

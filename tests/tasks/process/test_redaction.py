@@ -9,13 +9,13 @@ import sys
 import pytest
 
 from tasks.process.redaction import (
-    link,
+    redact,
+    redact_command_line,
+    redact_errors,
     redact_logs,
+    redact_nested,
     redact_output,
-    redacted,
-    redacted_errors,
-    without_secret_words,
-    without_secrets,
+    remove_login,
 )
 
 _DRAWN = random.Random(7)
@@ -158,7 +158,7 @@ ORDINARY = {
     ],
 )
 def test_passwords_are_hidden(text: str, kept: str) -> None:
-    assert redacted(text) == kept
+    assert redact(text) == kept
 
 
 def test_secrets_of_the_environment_are_hidden_by_their_names(
@@ -170,23 +170,23 @@ def test_secrets_of_the_environment_are_hidden_by_their_names(
     monkeypatch.setenv("SHORT_TOKEN", "step")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "no-secret-at-all")
     text = "step first-s3cret first-s3cret-and-more third-s3cret no-secret-at-all"
-    assert redacted(text) == "step *** *** *** no-secret-at-all"
+    assert redact(text) == "step *** *** *** no-secret-at-all"
 
 
 def test_a_record_keeps_its_shape_without_its_secrets() -> None:
     run = {"tags": {"a": "http://u:s3cret@h"}, "rows": [1, None, ("x://u:s3cret@h",)]}
-    assert without_secrets(run) == {
+    assert redact_nested(run) == {
         "tags": {"a": "http://u:***@h"},
         "rows": [1, None, ["x://u:***@h"]],
     }
 
 
 def test_a_link_asks_for_the_login_itself() -> None:
-    assert link("https://ann:s3cret@host/api#/runs/1") == "https://host/api#/runs/1"
+    assert remove_login("https://ann:s3cret@host/api#/runs/1") == "https://host/api#/runs/1"
 
 
 def test_an_error_and_its_causes_are_raised_without_secrets() -> None:
-    with pytest.raises(ValueError, match="^no x://u:[*]{3}@h$") as caught, redacted_errors():
+    with pytest.raises(ValueError, match="^no x://u:[*]{3}@h$") as caught, redact_errors():
         try:
             raise KeyError("x://u:s3cret@h")
         except KeyError as error:
@@ -216,19 +216,19 @@ def test_secrets_of_known_services_are_hidden_wherever_they_stand(
     """Also as they are told by others: decoded, quoted, without the end of their line."""
     value = VARIABLES[name]
     monkeypatch.setenv(name, value)
-    assert value.strip() not in redacted(f"it was {value}!")
+    assert value.strip() not in redact(f"it was {value}!")
     if name == "MONGO_URI":
-        assert redacted("wrong password 'p@ss w0rd/x'") == "wrong password '***'"
+        assert redact("wrong password 'p@ss w0rd/x'") == "wrong password '***'"
     elif "://" not in value:
-        assert value.strip() not in redacted(f"it was {value.strip()}!")
-        assert repr(value.strip())[1:-1] not in redacted(repr({"it was": value}))
+        assert value.strip() not in redact(f"it was {value.strip()}!")
+        assert repr(value.strip())[1:-1] not in redact(repr({"it was": value}))
     for line in value.split("\n") if "PRIVATE" in value else ():
-        assert line.startswith("-----BEGIN") or len(line) < 20 or line not in redacted(line)
+        assert line.startswith("-----BEGIN") or len(line) < 20 or line not in redact(line)
 
 
 @pytest.mark.parametrize(("text", "secret"), TEXTS, ids=[text[:30] for text, _ in TEXTS])
 def test_secrets_are_hidden_that_no_variable_holds(text: str, secret: str) -> None:
-    shown = redacted(f"it failed: {text} (code 1)")
+    shown = redact(f"it failed: {text} (code 1)")
     assert secret not in shown and "***" in shown
     assert shown.startswith("it failed: ") and shown.endswith(" (code 1)"), shown
 
@@ -237,7 +237,7 @@ def test_secrets_are_hidden_that_no_variable_holds(text: str, secret: str) -> No
 def test_ordinary_variables_are_not_hidden(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, ORDINARY[name])
     text = f"{name}={ORDINARY[name]} and {ORDINARY[name]}"
-    assert redacted(text) == text
+    assert redact(text) == text
 
 
 @pytest.mark.parametrize(
@@ -255,13 +255,13 @@ def test_ordinary_variables_are_not_hidden(monkeypatch: pytest.MonkeyPatch, name
     ],
 )
 def test_ordinary_texts_stay_as_they_are(text: str) -> None:
-    assert redacted(text) == text
+    assert redact(text) == text
 
 
 def test_a_flag_s_secret_is_hidden_as_a_word_of_its_own() -> None:
     words = ["--data.args.password", "correct horse", "--model.args.api_key=abc", "--optim.lr", "1"]
     shown = ["--data.args.password", "***", "--model.args.api_key=***", "--optim.lr", "1"]
-    assert without_secret_words(words) == shown
+    assert redact_command_line(words) == shown
 
 
 def test_control_characters_are_told_as_escapes(
@@ -269,8 +269,8 @@ def test_control_characters_are_told_as_escapes(
 ) -> None:
     """An exception's text could clear the terminal, or write its title."""
     odd = "a\x1b]0;title\x07 \x00 \x9b2J\tb\r\nc\rd"
-    assert redacted(odd) == r"a\x1b]0;title\x07 \x00 \x9b2J" + "\tb\r\nc" + r"\x0dd"
-    with pytest.raises(OSError, match=r"no \\x1b\[2J") as caught, redacted_errors():
+    assert redact(odd) == r"a\x1b]0;title\x07 \x00 \x9b2J" + "\tb\r\nc" + r"\x0dd"
+    with pytest.raises(OSError, match=r"no \\x1b\[2J") as caught, redact_errors():
         error = OSError(5, "no \x1b[2J", "/\x00")
         error.add_note("x\x1by")
         raise error

@@ -35,7 +35,7 @@ CALLS = """
 import sys
 import library
 from tasks.process import signals
-from tasks.engine.base.factory_call import called
+from tasks.engine.base.import_paths import called
 signals.catch()
 signals.PATIENCE_S = 0.5
 if {begun}: signals.begin()
@@ -86,19 +86,19 @@ def python_handles() -> Iterator[None]:
 @pytest.mark.usefixtures("python_handles")
 def test_between_steps_a_signal_waits_until_somebody_asks() -> None:
     steps = []
-    with pytest.raises(KeyboardInterrupt), signals.between_steps() as came:
+    with pytest.raises(KeyboardInterrupt), signals.defer_signals() as came:
         assert came() is None
         signal.raise_signal(signal.SIGINT)
         steps.append("the step goes on")
         assert came() == signal.SIGINT
-        signals.deliver()
+        signals.deliver_signal()
         steps.append("never")
     assert steps == ["the step goes on"]
 
 
 @pytest.mark.usefixtures("python_handles")
 def test_a_signal_that_nobody_asked_about_comes_at_the_end() -> None:
-    with pytest.raises(KeyboardInterrupt), signals.between_steps():
+    with pytest.raises(KeyboardInterrupt), signals.defer_signals():
         signal.raise_signal(signal.SIGINT)
 
 
@@ -106,12 +106,12 @@ def test_a_signal_that_nobody_asked_about_comes_at_the_end() -> None:
 def test_a_second_signal_does_not_wait_and_a_long_step_is_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(KeyboardInterrupt), signals.between_steps():
+    with pytest.raises(KeyboardInterrupt), signals.defer_signals():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("it waited")
     monkeypatch.setattr(signals, "STEP_S", 0.05)
-    with pytest.raises(KeyboardInterrupt), signals.between_steps():
+    with pytest.raises(KeyboardInterrupt), signals.defer_signals():
         signal.raise_signal(signal.SIGINT)
         time.sleep(20)
         raise AssertionError("it waited")
@@ -119,23 +119,23 @@ def test_a_second_signal_does_not_wait_and_a_long_step_is_cut(
 
 @pytest.mark.usefixtures("python_handles")
 def test_a_signal_for_a_checkpoint_ends_nothing_and_hides_no_other() -> None:
-    with pytest.raises(KeyboardInterrupt), signals.between_steps() as came:
+    with pytest.raises(KeyboardInterrupt), signals.defer_signals() as came:
         for _ in range(2):
             signal.raise_signal(signal.SIGUSR1)
             assert came() == signal.SIGUSR1
-            signals.deliver()
+            signals.deliver_signal()
             assert came() is None
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGUSR1)
         assert came() == signal.SIGINT
-        signals.deliver()
+        signals.deliver_signal()
 
 
 def test_what_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with signals.between_steps() as came:
+        with signals.defer_signals() as came:
             signal.raise_signal(signal.SIGHUP)
             assert came() is None
     finally:

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tasks.tracking.where import Where
+from tasks.tracking.where import TrackingSettings
 
 
 @pytest.fixture
-def where(tmp_path: Path) -> Where:
+def where(tmp_path: Path) -> TrackingSettings:
     """A database and folders of the test's own."""
-    return Where(
+    return TrackingSettings(
         tracking_uri=f"sqlite:///{tmp_path}/mlflow.db",
         artifacts=str(tmp_path / "artifacts"),
         runs=str(tmp_path / "runs"),

@@ -97,13 +97,13 @@ print(json.dumps(told))
 
 def _written(path: Path, name: str) -> predictor.Predictor | predictor.TokenPredictor:
     spec, trained = SPECS[name], path / "trained"
-    model = builtin.build(
+    model = builtin.build_model(
         spec["model"], input_shape=spec["input_shape"], outputs=spec["outputs"], args=spec["args"]
     )
     predictor.save(model, spec, trained)
     np.save(trained / "example.npy", EXAMPLES[name].reshape(2, -1))
     (path / "logged").mkdir()
-    logged_model._write(path / "logged", trained, spec, run_id="0" * 32)
+    logged_model._write_model_folder(path / "logged", trained, spec, run_id="0" * 32)
     return predictor.load(trained)
 
 
@@ -167,7 +167,7 @@ def test_a_flipped_bit_in_any_file_of_a_logged_model_is_refused(
     model = ModelFacts(str(data), "0" * 32, "m-" + "1" * 32)
     if file == "spec.json":
         with pytest.raises(ModelError, match=f"damaged or changed: {said}"):
-            prediction.spec_of(model)
+            prediction.read_spec(model)
     (data / file).write_bytes(b"")
     with pytest.raises(ModelError, match="^run: the model in .* damaged or changed: "):
         predictor.load(data)
@@ -201,7 +201,7 @@ def test_the_checksums_of_a_logged_model_are_those_of_sha256sum(tmp_path: Path) 
 def test_the_signature_tells_what_goes_in_and_comes_out(
     name: str, inputs: str, outputs: str
 ) -> None:
-    signature = logged_model.signature(SPECS[name])
+    signature = logged_model.make_signature(SPECS[name])
     assert repr(signature.inputs) == inputs
     assert repr(signature.outputs) == (
         f"['prediction': {outputs} (required), 'probability': float (required)]"

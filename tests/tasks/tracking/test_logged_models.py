@@ -17,9 +17,9 @@ from mlflow import MlflowClient
 from tasks.engine.base.facts import ModelFacts
 from tasks.engine.files.source_data import DataError
 from tasks.engine.models import builtin, predictor
-from tasks.tracking import logged_model, logged_models, mlflow_store, model_store
-from tasks.tracking.mlflow_run import State
-from tasks.tracking.where import TrackingError, Where
+from tasks.tracking import ask_mlflow, logged_model, logged_models, mlflow_store
+from tasks.tracking.mlflow_run import SendingState
+from tasks.tracking.where import TrackingError, TrackingSettings
 from tests.tasks.tracking.test_logged_model import SPECS
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -30,28 +30,28 @@ SPEC = {**SPECS["rows"], "feature_names": None}
 class Store:
     """Runs by name: old and new are FINISHED with a model, deleted was too; bare has none."""
 
-    where: Where
+    where: TrackingSettings
     client: MlflowClient
     runs: dict[str, str]
     models: dict[str, str]
 
     def found(self, run: str) -> dict[str, str]:
-        return logged_models.found(self.client, self.where, run, "unused")
+        return logged_models.locate_model(self.client, self.where, run, "unused")
 
-    def refused(self, run: str, where: Where | None = None) -> str:
+    def refused(self, run: str, where: TrackingSettings | None = None) -> str:
         with pytest.raises(TrackingError) as caught:
-            logged_models.found(self.client, where or self.where, run, "unused")
+            logged_models.locate_model(self.client, where or self.where, run, "unused")
         return str(caught.value)
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     folder = tmp_path_factory.mktemp("store")
-    where = Where(
+    where = TrackingSettings(
         tracking_uri=f"sqlite:///{folder}/mlflow.db", artifacts=f"{folder}/a rt", experiment="mine"
     )
     spec = SPEC
-    model = builtin.build(
+    model = builtin.build_model(
         spec["model"], input_shape=spec["input_shape"], outputs=spec["outputs"], args=spec["args"]
     )
     predictor.save(model, spec, folder / "model")
@@ -63,9 +63,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         for name in ("old", "new", "deleted", "failed", "bare"):
             runs[name] = client.create_run(experiment_id).info.run_id
             if name != "bare":
-                state = State(runs[name], experiment_id)
-                state.model_id = logged_model.create(client, state, folder)
-                logged_model.fill(client, state, folder)
+                state = SendingState(runs[name], experiment_id)
+                state.model_id = logged_model.create_model(client, state, folder)
+                logged_model.send_model_files(client, state, folder)
                 run = client.get_run(runs[name])
                 ids[name] = run.outputs.model_outputs[0].model_id
             client.set_terminated(runs[name], "FAILED" if name == "failed" else "FINISHED")
@@ -131,11 +131,11 @@ def test_somebody_elses_model_is_not_loaded(store: Store, tmp_path: Path) -> Non
 
 
 def test_the_answer_comes_from_a_process_of_its_own(store: Store, tmp_path: Path) -> None:
-    model_store.warm_up()
-    found = model_store.model_of(store.runs["old"], store.where, folder=tmp_path)
+    ask_mlflow.warm_up()
+    found = ask_mlflow.find_logged_model(store.runs["old"], store.where, folder=tmp_path)
     assert found.model_id == store.models["old"]
     with pytest.raises(TrackingError, match="^run: MLflow has no run 0000"):
-        model_store.model_of("0" * 32, store.where, folder=tmp_path)
+        ask_mlflow.find_logged_model("0" * 32, store.where, folder=tmp_path)
 
 
 def test_latest_is_the_newest_that_fits_the_rows_and_says_what_it_skipped(
@@ -148,7 +148,7 @@ def test_latest_is_the_newest_that_fits_the_rows_and_says_what_it_skipped(
             raise DataError("input: rows.csv has no column 'a'\ninput: nor 'b'")
 
     with caplog.at_level(logging.INFO):
-        found = model_store.model_of("latest", store.where, folder=tmp_path, check=check)
+        found = ask_mlflow.find_logged_model("latest", store.where, folder=tmp_path, check=check)
     new, old = store.runs["new"], store.runs["old"]
     assert found.run_id == old and caplog.messages == [
         f"latest: run {new} does not fit these rows and is skipped: input: rows.csv has no column "
@@ -156,7 +156,7 @@ def test_latest_is_the_newest_that_fits_the_rows_and_says_what_it_skipped(
         f"latest: run {old}, model {store.models['old']}",
     ]
     with pytest.raises(DataError, match="^input: of new\nrun: none of the 2 newest models fits"):
-        model_store.model_of("latest", store.where, folder=tmp_path, check=_refuses(store))
+        ask_mlflow.find_logged_model("latest", store.where, folder=tmp_path, check=_refuses(store))
 
 
 def _refuses(store: Store) -> Callable[[ModelFacts], None]:
@@ -169,9 +169,9 @@ def _refuses(store: Store) -> Callable[[ModelFacts], None]:
 
 
 def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    where = Where(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    where = TrackingSettings(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     with pytest.raises(TrackingError, match="^run: nothing was trained yet: there is no .*mlflow"):
-        model_store.model_of("latest", where, folder=tmp_path)
+        ask_mlflow.find_logged_model("latest", where, folder=tmp_path)
     assert not list(tmp_path.iterdir())
 
 

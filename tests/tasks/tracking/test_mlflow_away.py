@@ -20,11 +20,11 @@ from mlflow.entities import Run
 from sqlalchemy.exc import OperationalError
 
 from tasks.engine.base.file_lock import FileLock
-from tasks.engine.checkpoint.kept_steps import steps
+from tasks.engine.checkpoint.kept_steps import list_steps
 from tasks.tracking import journal, mlflow_sender, mlflow_store, orphaned_runs
 from tasks.tracking.journal import BEGIN, Journal
-from tasks.tracking.mlflow_run import LOCK, Sender, State
-from tasks.tracking.where import TrackingError, Where
+from tasks.tracking.mlflow_run import SENDING_LOCK, Sender, SendingState
+from tasks.tracking.where import TrackingError, TrackingSettings
 from tests.conftest import desk_environment
 
 DATA = {
@@ -46,7 +46,7 @@ class Server:
             self.port = free.getsockname()[1]
         self.uri = f"http://127.0.0.1:{self.port}"
         self.folder, self.process = folder, None
-        shutil.copyfile(mlflow_store.template(), folder / "mlflow.db")  # migrated
+        shutil.copyfile(mlflow_store.find_database_template(), folder / "mlflow.db")  # migrated
 
     def up(self) -> MlflowClient:
         command = ["mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
@@ -94,8 +94,10 @@ def _until(what: Callable[[], object], *, timeout_s: float = 90) -> None:
         time.sleep(0.05)
 
 
-def _where(tmp_path: Path, uri: str, **more: object) -> Where:
-    where = Where(tracking_uri=uri, artifacts=str(tmp_path / "a"), runs=str(tmp_path / "runs"))
+def _where(tmp_path: Path, uri: str, **more: object) -> TrackingSettings:
+    where = TrackingSettings(
+        tracking_uri=uri, artifacts=str(tmp_path / "a"), runs=str(tmp_path / "runs")
+    )
     return where.model_copy(update={"flush_s": 0.2, "give_up_s": 0.5, "send_later_s": 0, **more})
 
 
@@ -213,12 +215,12 @@ def test_a_server_that_refuses_is_wrong_and_one_that_can_not_now_is_away(
         with pytest.raises(Exception) as caught:  # noqa: PT011
             mlflow_store.open_experiment(where)
         answering.shutdown()
-    assert mlflow_store.may_come(caught.value, where) is is_away
-    told = mlflow_store.explained(caught.value, where)
+    assert mlflow_store.may_answer_later(caught.value, where) is is_away
+    told = mlflow_store.explain_error(caught.value, where)
     assert (f"{code}" in told) and ("is away (" in told) is is_away
     required = where.model_copy(update={"required": True})
-    assert not mlflow_store.may_come(caught.value, required)
-    assert "can't be used: MlflowException" in mlflow_store.explained(caught.value, required)
+    assert not mlflow_store.may_answer_later(caught.value, required)
+    assert "can't be used: MlflowException" in mlflow_store.explain_error(caught.value, required)
 
 
 def test_a_folder_that_takes_no_file_is_told_by_its_own_setting(tmp_path: Path) -> None:
@@ -230,10 +232,10 @@ def test_a_folder_that_takes_no_file_is_told_by_its_own_setting(tmp_path: Path) 
         os.rename(tmp_path / "weights", tmp_path / "full" / "weights")
     for name in ("artifacts", "runs"):
         full = where.model_copy(update={name: str(tmp_path / "full")})
-        told = mlflow_store.explained(caught.value, full)
+        told = mlflow_store.explain_error(caught.value, full)
         said = f"{name}: {tmp_path}/full can't be written (Not a directory)"
         assert told == f"{said}; see to it, or make room"
-    assert mlflow_store.explained(caught.value, where).startswith("tracking_uri: ")
+    assert mlflow_store.explain_error(caught.value, where).startswith("tracking_uri: ")
 
 
 def test_a_server_that_goes_while_it_answers_is_away(tmp_path: Path) -> None:
@@ -254,8 +256,8 @@ def test_a_server_that_goes_while_it_answers_is_away(tmp_path: Path) -> None:
         with pytest.raises(Exception) as caught:  # noqa: PT011
             mlflow_store.open_experiment(where)
         going.shutdown()
-    assert mlflow_store.may_come(caught.value, where)
-    assert "is away (" in mlflow_store.explained(caught.value, where)
+    assert mlflow_store.may_answer_later(caught.value, where)
+    assert "is away (" in mlflow_store.explain_error(caught.value, where)
 
 
 def test_a_server_that_is_silent_is_not_waited_for(tmp_path: Path, monkeypatch) -> None:
@@ -283,12 +285,12 @@ def test_a_database_that_is_locked_is_away_and_one_without_its_folder_is_wrong(
         with pytest.raises(TrackingError) as caught:
             mlflow_store.open_experiment(where)
         other.rollback()
-    assert mlflow_store.may_come(caught.value, where)
-    assert mlflow_store.explained(caught.value, where).endswith("is away (database is locked)")
+    assert mlflow_store.may_answer_later(caught.value, where)
+    assert mlflow_store.explain_error(caught.value, where).endswith("is away (database is locked)")
     nowhere = _where(tmp_path, "sqlite:////proc/nowhere/mlflow.db")
     with pytest.raises(TrackingError) as caught:
         mlflow_store.open_experiment(nowhere)
-    assert not mlflow_store.may_come(caught.value, nowhere)
+    assert not mlflow_store.may_answer_later(caught.value, nowhere)
 
 
 @pytest.mark.parametrize("by", ["the same training", "the next run"])
@@ -316,7 +318,7 @@ def test_a_sender_that_dies_when_the_run_is_made_makes_no_second_one(
     if by == "the next run":
         for left in orphaned_runs.dead(session.client, where, [session.experiment_id]):
             orphaned_runs.resend(left)
-        orphaned_runs.send_the_unsent(session.client, where)
+        orphaned_runs.send_unsent_runs(session.client, where)
         status = "KILLED"
     else:
         session.held, session.retry_at, status = None, 0.0, "FINISHED"
@@ -326,8 +328,8 @@ def test_a_sender_that_dies_when_the_run_is_made_makes_no_second_one(
     assert (run.info.status, run.info.start_time, run.data.params) == (status, 7, {"a": "1"})
     assert _steps(session.client, run) == [1] and not (folder / BEGIN).exists()
     # Whoever has read begin.json before it was done with makes none either.
-    orphaned_runs.begun(session.client, where, folder, begin, session.experiment_id)
-    assert orphaned_runs.resend(Sender(session.client, where, folder, State("", "")))
+    orphaned_runs.begin_run(session.client, where, folder, begin, session.experiment_id)
+    assert orphaned_runs.resend(Sender(session.client, where, folder, SendingState("", "")))
     assert len(_all(session.client)) == 1
 
 
@@ -347,11 +349,11 @@ def test_a_resumed_run_that_mlflow_has_is_told_of_its_end_later(tmp_path: Path) 
         second.log({"train/loss": 0.25}, 2)
         with pytest.raises(TrackingError, match="is away"):
             second.close(END)
-    mlflow_store.sweep_journals(Path(where.runs), keep=0)
+    mlflow_store.remove_old_journals(Path(where.runs), keep=0)
     client = MlflowClient(where.tracking_uri)
-    with open(folder / LOCK) as lock:  # its sending process lets it go
+    with open(folder / SENDING_LOCK) as lock:  # its sending process lets it go
         flock(lock, LOCK_EX)
-    orphaned_runs.send_the_unsent(client, where)
+    orphaned_runs.send_unsent_runs(client, where)
     (run,) = _all(client)
     assert _steps(client, run) == [1, 2] and run.data.tags["resumed"] == "1"
     assert (
@@ -375,7 +377,7 @@ def test_a_database_that_takes_connections_and_refuses_is_wrong(
         port = listening.getsockname()[1] if is_listening else 9
         where = _where(tmp_path, f"postgresql://ann:s3cret@127.0.0.1:{port}/runs")
         error = OperationalError("SELECT 1", {}, Exception(said))
-        assert mlflow_store.may_come(error, where) is is_away
+        assert mlflow_store.may_answer_later(error, where) is is_away
 
 
 def test_journals_that_somebody_needs_are_not_swept(tmp_path: Path) -> None:
@@ -401,12 +403,12 @@ def test_journals_that_somebody_needs_are_not_swept(tmp_path: Path) -> None:
         (folder / "sent.json").write_text(json.dumps({"closed": name != "6 unsent"}))
         if name == "7 failed early":
             shutil.rmtree(folder / "checkpoints")
-        assert bool(steps(folder / "checkpoints")) is (name != "7 failed early")
+        assert bool(list_steps(folder / "checkpoints")) is (name != "7 failed early")
     with (
         FileLock(tmp_path / "3 trains" / "training.lock") as one,
         FileLock(tmp_path / "4 sends" / "sending.lock") as two,
     ):
         # What another process would hold: of this one, each opening of a file is by itself.
         assert one.take() and two.take()
-        mlflow_store.sweep_journals(tmp_path, keep=0)
+        mlflow_store.remove_old_journals(tmp_path, keep=0)
     assert sorted(f.name for f in tmp_path.iterdir()) == list(names[1:-1])

@@ -12,11 +12,11 @@ from mlflow import MlflowClient
 from mlflow.store.tracking.dbmodels.models import SqlDataset
 from sqlalchemy import event
 
-from tasks.tracking import journal, journal_lines, mlflow_run, mlflow_sender
-from tasks.tracking.journal_lines import line_of
+from tasks.tracking import journal, mlflow_run, mlflow_sender
+from tasks.tracking.journal import make_line
+from tasks.tracking.mlflow_run import Throttle
 from tasks.tracking.mlflow_store import open_experiment
-from tasks.tracking.throttle import Pace
-from tasks.tracking.where import TrackingError, Where
+from tasks.tracking.where import TrackingError, TrackingSettings
 
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
 
@@ -24,7 +24,7 @@ END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {
 def test_a_training_that_needs_all_cores_is_sent_in_pieces_and_whole_at_its_end(
     tmp_path: Path,
 ) -> None:
-    where = Where(
+    where = TrackingSettings(
         tracking_uri=f"sqlite:///{tmp_path}/mlflow.db",
         artifacts=str(tmp_path / "artifacts"),
         runs=str(tmp_path / "runs"),
@@ -32,12 +32,12 @@ def test_a_training_that_needs_all_cores_is_sent_in_pieces_and_whole_at_its_end(
     client, experiment_id = open_experiment(where)
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
-    sender = mlflow_run.create(
+    sender = mlflow_run.create_run(
         client, where, experiment_id=experiment_id, folder=folder, name="n", params={}, tags={}
     )
     clock = [0.0]
-    sender.pace = Pace(now_s=lambda: clock[0], idle_s=lambda: 0.0)
-    lines = [line_of({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 3001)]
+    sender.pace = Throttle(now_s=lambda: clock[0], idle_s=lambda: 0.0)
+    lines = [make_line({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 3001)]
     (folder / "metrics.jsonl").write_bytes(b"".join(lines))
 
     def sent() -> int:
@@ -60,7 +60,7 @@ def test_a_training_that_needs_all_cores_is_sent_in_pieces_and_whole_at_its_end(
 def test_the_energy_of_a_run_that_goes_on_adds_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where = Where(
+    where = TrackingSettings(
         tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", artifacts=str(tmp_path / "artifacts")
     )
     client, experiment_id = open_experiment(where)
@@ -70,14 +70,14 @@ def test_the_energy_of_a_run_that_goes_on_adds_up(
     monkeypatch.setattr(
         mlflow_run, "Telemetry", lambda uuid, energy_j=0.0: begun.append((uuid, energy_j))
     )
-    mlflow_run.telemetry(client, run_id, {"device.kind": "cuda", "device.uuid": "GPU-1"})
-    mlflow_run.telemetry(client, run_id, {"device.kind": "cpu"})
+    mlflow_run.make_telemetry(client, run_id, {"device.kind": "cuda", "device.uuid": "GPU-1"})
+    mlflow_run.make_telemetry(client, run_id, {"device.kind": "cpu"})
     assert begun == [("GPU-1", 42.0), (None, 0.0)]
 
 
 def test_whoever_waits_for_a_long_end_hears_that_it_goes_on(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(journal_lines, "BATCH", 10)
-    where = Where(
+    monkeypatch.setattr(journal, "BATCH", 10)
+    where = TrackingSettings(
         tracking_uri=f"sqlite:///{tmp_path}/mlflow.db",
         artifacts=str(tmp_path / "artifacts"),
         runs=str(tmp_path / "runs"),
@@ -89,7 +89,7 @@ def test_whoever_waits_for_a_long_end_hears_that_it_goes_on(tmp_path: Path, monk
     folder.mkdir(parents=True)
     order = {"folder": str(folder), "name": "n", "params": {}, "tags": {"alike": ""}, "wanted": []}
     session.obey({"do": "begin", "start_ms": 1, **order})
-    lines = [line_of({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 36)]
+    lines = [make_line({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 36)]
     (folder / "metrics.jsonl").write_bytes(b"".join(lines))
     answer = session.obey({"do": "close", "run": END})
     assert answer is not None and answer["closed"] and answer["times"]["time/close_s"] > 0
@@ -99,7 +99,7 @@ def test_whoever_waits_for_a_long_end_hears_that_it_goes_on(tmp_path: Path, monk
 
 
 def test_the_end_waits_while_there_are_signs_of_it(tmp_path: Path, monkeypatch) -> None:
-    where = Where(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", give_up_s=0.2)
+    where = TrackingSettings(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", give_up_s=0.2)
     monkeypatch.setattr(journal, "CLOSE_S", 0.1)
     kept = journal.Journal(where, tmp_path)
     kept.run_id = "told"
@@ -119,7 +119,7 @@ def test_the_end_waits_while_there_are_signs_of_it(tmp_path: Path, monkeypatch) 
 
 def test_data_that_another_run_tells_at_the_same_time_is_told_all_the_same(tmp_path: Path) -> None:
     """Each looks for it, finds none, and writes it: MLflow refuses all but the first."""
-    where = Where(
+    where = TrackingSettings(
         tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", artifacts=str(tmp_path / "artifacts")
     )
     client, experiment_id = open_experiment(where)
@@ -128,7 +128,7 @@ def test_data_that_another_run_tells_at_the_same_time_is_told_all_the_same(tmp_p
     for folder in folders:
         folder.mkdir(parents=True)
         how = {"experiment_id": experiment_id, "folder": folder, "name": "n"}
-        senders.append(mlflow_run.create(client, where, **how, params={}, tags={}))
+        senders.append(mlflow_run.create_run(client, where, **how, params={}, tags={}))
     both = threading.Barrier(2)
 
     def made(*_: object) -> None:
@@ -151,7 +151,7 @@ def test_data_that_another_run_tells_at_the_same_time_is_told_all_the_same(tmp_p
 
 def test_a_run_that_is_gone_on_with_knows_the_flow_runs_it_was_in(tmp_path: Path) -> None:
     """Else nobody could tell Prefect that what it calls crashed went on to the end."""
-    where = Where(
+    where = TrackingSettings(
         tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", artifacts=str(tmp_path / "artifacts")
     )
     client, experiment_id = open_experiment(where)
@@ -159,10 +159,10 @@ def test_a_run_that_is_gone_on_with_knows_the_flow_runs_it_was_in(tmp_path: Path
     folder.mkdir(parents=True)
     how = {"experiment_id": experiment_id, "folder": folder, "name": "n", "params": {}}
     first = {"prefect.flow_run_id": "first", "unsent": "its model"}
-    state = mlflow_run.create(client, where, **how, tags=first).state
+    state = mlflow_run.create_run(client, where, **how, tags=first).state
     for flow_run in ("second", "second", "third"):
         tags = {"prefect.flow_run_id": flow_run}
-        sender = mlflow_run.reopen(client, where, state=state, folder=folder, tags=tags)
+        sender = mlflow_run.reopen_run(client, where, state=state, folder=folder, tags=tags)
         state = sender.state
     found = client.get_run(state.run_id).data.tags
     assert found["prefect.earlier_flow_runs"] == state.earlier == "first,second"

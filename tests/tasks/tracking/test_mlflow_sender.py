@@ -25,16 +25,15 @@ from sqlalchemy import create_engine
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from tasks.engine.base.file_lock import is_held
-from tasks.failures import classify
+from tasks.run.failures import classify_failure
 from tasks.tracking import environment, mlflow_sender, mlflow_store, orphaned_runs
-from tasks.tracking.journal import Journal, SenderEnded
-from tasks.tracking.journal_lines import append
-from tasks.tracking.where import TrackingError, Where
+from tasks.tracking.journal import Journal, SenderEnded, append_line
+from tasks.tracking.where import TrackingError, TrackingSettings
 from tests.conftest import PYTHON, ROOT
 
 
-def _where(tmp_path: Path, **more) -> Where:
-    return Where(
+def _where(tmp_path: Path, **more) -> TrackingSettings:
+    return TrackingSettings(
         tracking_uri=f"sqlite:///{tmp_path}/mlflow.db",
         artifacts=str(tmp_path / "artifacts"),
         runs=str(tmp_path / "runs"),
@@ -437,12 +436,12 @@ def test_a_line_that_the_disk_takes_half_of_is_taken_back(tmp_path: Path) -> Non
             return super().write(data[:7] if room else data)
 
     file, room = Full(tmp_path / "metrics.jsonl", "ab"), []
-    append(file, b'{"step": 1}\n')
+    append_line(file, b'{"step": 1}\n')
     room.append(True)
     with pytest.raises(OSError, match="No space left"):
-        append(file, b'{"step": 2}\n')
+        append_line(file, b'{"step": 2}\n')
     room.clear()
-    append(file, b'{"step": 3}\n')
+    append_line(file, b'{"step": 3}\n')
     file.close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 3}\n'
 
@@ -491,11 +490,11 @@ def test_a_sending_process_that_is_killed_as_the_run_begins_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """The command ended with exit code 2, as if its user had asked for what can't be."""
-    spawned = [environment.spawn]
+    spawned = [environment.start_sender]
     if when == "at the creation":
         spawned.append(lambda where: _sender("-c", KILLED_AT_CREATION))
     monkeypatch.setattr(
-        "tasks.tracking.journal.spawn",
+        "tasks.tracking.journal.start_sender",
         lambda where: (spawned.pop() if len(spawned) > 1 else spawned[0])(where),
     )
     where = _where(tmp_path)
@@ -527,7 +526,7 @@ def test_a_sending_process_that_never_lives_is_no_bad_input(
 ) -> None:
     monkeypatch.setattr("tasks.tracking.journal.RESTARTS_AT_START", 1)
     monkeypatch.setattr(
-        "tasks.tracking.journal.spawn", lambda where: _sender("-c", "raise SystemExit(3)")
+        "tasks.tracking.journal.start_sender", lambda where: _sender("-c", "raise SystemExit(3)")
     )
     with Journal(_where(tmp_path), tmp_path / "runs" / "one") as journal:
         journal.open(None)
@@ -536,7 +535,9 @@ def test_a_sending_process_that_never_lives_is_no_bad_input(
         )
         with pytest.raises(SenderEnded, match=words) as caught:
             journal.create(name="first", params={}, tags={})
-    assert classify(caught.value).kind == "server_away" and not isinstance(caught.value, ValueError)
+    assert classify_failure(caught.value).kind == "server_away" and not isinstance(
+        caught.value, ValueError
+    )
     assert not (tmp_path / "runs" / "one").exists()
 
 
@@ -605,20 +606,20 @@ def test_a_store_that_another_host_is_making_is_asked_again(
     error = IntegrityError("CREATE TABLE experiments", {}, Exception("pg_type_typname_nsp_index"))
     answers: list[object] = [error, MlflowException("Detected out-of-date database schema"), 7]
 
-    def asked(where: Where) -> object:
+    def asked(where: TrackingSettings) -> object:
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     monkeypatch.setattr(mlflow_store, "AGAIN_S", (0.0, 0.0))
-    monkeypatch.setattr(mlflow_store, "_asked", asked)
+    monkeypatch.setattr(mlflow_store, "_find_experiment", asked)
     there = _where(tmp_path).model_copy(update={"tracking_uri": "postgresql://me@host/runs"})
-    assert mlflow_store._first_asked(there) == 7
+    assert mlflow_store._find_experiment_patiently(there) == 7
     monkeypatch.setattr(mlflow_store, "AWAY_S", -1.0)  # it took so long to say that it is away
     answers[:] = [OperationalError("SELECT", {}, Exception("no route to host"))]
     with pytest.raises(OperationalError, match="no route"):
-        mlflow_store._first_asked(there)
+        mlflow_store._find_experiment_patiently(there)
 
 
 def test_a_run_hears_of_the_runs_that_it_is_compared_with(tmp_path: Path) -> None:

@@ -20,10 +20,9 @@ from mlflow.exceptions import MlflowException
 
 from tasks.engine.models import builtin, predictor
 from tasks.tracking import mlflow_run, orphaned_runs
-from tasks.tracking.journal import Journal
-from tasks.tracking.journal_lines import line_of
+from tasks.tracking.journal import Journal, make_line
 from tasks.tracking.mlflow_store import open_experiment
-from tasks.tracking.where import Where
+from tasks.tracking.where import TrackingSettings
 from tests.tasks.tracking.test_logged_model import SPECS
 
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
@@ -48,11 +47,11 @@ with Journal(where, Path(where.runs) / "unlucky") as journal:
 
 
 @pytest.fixture
-def where(where: Where) -> Where:
+def where(where: TrackingSettings) -> TrackingSettings:
     return where.model_copy(update={"give_up_s": 0.1, "send_later_s": 0})
 
 
-def _left(where: Where, host: str) -> tuple[MlflowClient, str, Path]:
+def _left(where: TrackingSettings, host: str) -> tuple[MlflowClient, str, Path]:
     """A run that MLflow calls FINISHED and knows nothing else of; the store works again."""
     tags = {"host": host, "pid": "4194304", "process.started_at": "1.0"}
     command = [sys.executable, "-c", UNLUCKY, where.model_dump_json()]
@@ -62,7 +61,7 @@ def _left(where: Where, host: str) -> tuple[MlflowClient, str, Path]:
     assert done.returncode == 0, done.stderr
     folder = Path(where.runs) / "unlucky"
     # Its sending process tries once more when the training has gone, and then lets the lock go.
-    with open(folder / mlflow_run.LOCK) as lock:
+    with open(folder / mlflow_run.SENDING_LOCK) as lock:
         flock(lock, LOCK_EX)
     with closing(sqlite3.connect(str(where.database))) as mended, mended:
         mended.execute("ALTER TABLE gone RENAME TO metrics")
@@ -72,7 +71,7 @@ def _left(where: Where, host: str) -> tuple[MlflowClient, str, Path]:
     return client, run_id, folder
 
 
-def test_what_an_earlier_run_could_not_send_is_sent_by_the_next(where: Where) -> None:
+def test_what_an_earlier_run_could_not_send_is_sent_by_the_next(where: TrackingSettings) -> None:
     client, run_id, folder = _left(where, socket.gethostname())
     with Journal(where, Path(where.runs) / "next") as journal:
         journal.open(None)
@@ -85,22 +84,22 @@ def test_what_an_earlier_run_could_not_send_is_sent_by_the_next(where: Where) ->
     run = client.get_run(run_id)
     assert (run.info.status, run.data.metrics["train/loss"]) == ("FINISHED", 0.5)
     assert "report.html" in {file.path for file in client.list_artifacts(run_id)}
-    assert mlflow_run.LOCK not in {file.path for file in client.list_artifacts(run_id)}
+    assert mlflow_run.SENDING_LOCK not in {file.path for file in client.list_artifacts(run_id)}
 
 
-def test_a_run_of_another_host_is_left_to_it(where: Where) -> None:
+def test_a_run_of_another_host_is_left_to_it(where: TrackingSettings) -> None:
     client, run_id, _ = _left(where, "elsewhere")
-    orphaned_runs.send_the_unsent(client, where)
+    orphaned_runs.send_unsent_runs(client, where)
     assert client.get_run(run_id).data.metrics == {}
 
 
-def test_two_do_not_send_one_folder(where: Where) -> None:
+def test_two_do_not_send_one_folder(where: TrackingSettings) -> None:
     client, run_id, folder = _left(where, socket.gethostname())
     command = [sys.executable, "-m", "tasks.tracking.mlflow_sender", str(folder)]
     environment = {**os.environ, "MLFLOW_TRACKING_URI": where.tracking_uri}
-    with open(folder / mlflow_run.LOCK) as lock:
+    with open(folder / mlflow_run.SENDING_LOCK) as lock:
         flock(lock, LOCK_EX)
-        orphaned_runs.send_the_unsent(client, where)
+        orphaned_runs.send_unsent_runs(client, where)
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 1
         assert "not sent: another process is sending it" in done.stderr
@@ -110,26 +109,28 @@ def test_two_do_not_send_one_folder(where: Where) -> None:
     assert client.get_run(run_id).data.metrics["train/loss"] == 0.5
 
 
-def test_how_a_run_ended_is_not_forgotten_with_its_notes(where: Where) -> None:
+def test_how_a_run_ended_is_not_forgotten_with_its_notes(where: TrackingSettings) -> None:
     """On a full disk run.json is empty, and only MLflow knows."""
     client, run_id, folder = _left(where, socket.gethostname())
     client.set_terminated(run_id, "FAILED")
     (folder / "run.json").write_text("")
-    orphaned_runs.send_the_unsent(client, where)
+    orphaned_runs.send_unsent_runs(client, where)
     run = client.get_run(run_id)
     assert (run.info.status, run.data.metrics["train/loss"]) == ("FAILED", 0.5)
 
 
 def test_a_model_is_logged_once_however_often_the_rest_is_sent(
-    where: Where, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, experiment_id = open_experiment(where)
     folder = tmp_path / "runs" / "one"
     spec = {**SPECS["rows"], "feature_names": None}
     shape = {"input_shape": spec["input_shape"], "outputs": spec["outputs"]}
-    predictor.save(builtin.build(spec["model"], **shape, args=spec["args"]), spec, folder / "model")
+    predictor.save(
+        builtin.build_model(spec["model"], **shape, args=spec["args"]), spec, folder / "model"
+    )
     np.save(folder / "model" / "example.npy", np.zeros((2, 2), np.float32))
-    sender = mlflow_run.create(
+    sender = mlflow_run.create_run(
         client, where, experiment_id=experiment_id, folder=folder, name="n", params={}, tags={}
     )
 
@@ -151,13 +152,13 @@ def test_a_model_is_logged_once_however_often_the_rest_is_sent(
     assert [output.model_id for output in outputs] == [logged[0].model_id]
 
 
-def test_a_folder_that_mlflow_does_not_know_is_passed_over(where: Where) -> None:
+def test_a_folder_that_mlflow_does_not_know_is_passed_over(where: TrackingSettings) -> None:
     client, _ = open_experiment(where)
     for name, text in (("a", "{"), ("b", "[]"), ("c", '{"run_id": "0", "experiment_id": "1"}')):
         folder = Path(where.runs) / name
         folder.mkdir(parents=True)
         (folder / "sent.json").write_text(text)
-    orphaned_runs.send_the_unsent(client, where)
+    orphaned_runs.send_unsent_runs(client, where)
     with pytest.raises(MlflowException):
         client.get_run("0")
 
@@ -177,18 +178,20 @@ def _odd_line(folder: Path) -> None:
     (folder / "metrics.jsonl").write_bytes(b"".join(lines))
 
 
-def test_what_is_damaged_in_a_dead_run_costs_no_other_and_no_whole_line(where: Where) -> None:
+def test_what_is_damaged_in_a_dead_run_costs_no_other_and_no_whole_line(
+    where: TrackingSettings,
+) -> None:
     """A flipped bit in a dead run's journal stopped the sending of the healthy ones."""
     client, experiment_id = open_experiment(where)
     dead = {"host": socket.gethostname(), "pid": "4194304", "process.started_at": "1.0"}
-    lines = [line_of({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 5)]
+    lines = [make_line({"train/loss": 1 / step}, step, unix_ms=step) for step in range(1, 5)]
 
     def died(name: str) -> tuple[str, Path]:
         """Half of it was sent."""
         folder = Path(where.runs) / name
         folder.mkdir(parents=True)
         ids = {"experiment_id": experiment_id, "folder": folder}
-        sender = mlflow_run.create(client, where, **ids, name=name, params={}, tags=dead)
+        sender = mlflow_run.create_run(client, where, **ids, name=name, params={}, tags=dead)
         (folder / "metrics.jsonl").write_bytes(b"".join(lines[:2]))
         sender.flush()
         (folder / "metrics.jsonl").write_bytes(b"".join(lines))

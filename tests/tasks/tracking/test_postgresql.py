@@ -21,12 +21,11 @@ import pytest
 from mlflow import MlflowClient
 from sqlalchemy import create_engine, text
 
-from tasks.serving import processes
-from tasks.serving.service_up import Program
-from tasks.serving.team_stores import Stores
-from tasks.tracking.journal import Journal
-from tasks.tracking.journal_lines import LOCK, series
-from tasks.tracking.where import TrackingError, Where
+from tasks.services import processes
+from tasks.services.service import Program
+from tasks.services.team_stores import Stores
+from tasks.tracking.journal import SENDING_LOCK, Journal, read_series
+from tasks.tracking.where import TrackingError, TrackingSettings
 from tests.conftest import desk_environment, free_port
 
 pytest.importorskip("psycopg2", reason="headroom[team] is not installed")
@@ -49,7 +48,7 @@ class Database:
 
     def start(self) -> None:
         """Return once it takes connections."""
-        self.process = processes.start(
+        self.process = processes.start_part(
             "postgres",
             self.program.command,
             address="",
@@ -61,7 +60,9 @@ class Database:
         assert self.program.is_ready is not None
         until = time.monotonic() + 60
         while not self.program.is_ready():
-            assert time.monotonic() < until, processes.log_path(self.folder, "postgres").read_text()
+            assert time.monotonic() < until, processes.make_log_path(
+                self.folder, "postgres"
+            ).read_text()
             time.sleep(0.1)
 
     def kill(self) -> None:
@@ -90,18 +91,18 @@ def database() -> Iterator[Database]:
         folder.chmod(0o711)
         at = f"postgresql://127.0.0.1:{free_port()}"
         stores = Stores(folder, at, "", {"MLFLOW_ARTIFACTS_DESTINATION": "s3://elsewhere"})
-        uri = stores.server_env()[1]["MLFLOW_BACKEND_STORE_URI"]
+        uri = stores.make_server_env()[1]["MLFLOW_BACKEND_STORE_URI"]
         program = stores.programs()["postgres"]
         made = Database(folder, program, uri, stores.passwords["postgres"])
         made.start()
         yield made
-        processes.end([made.process], wait_s=5)
+        processes.end_processes([made.process], wait_s=5)
 
 
-def _where(tmp_path: Path, uri: str, **more: object) -> Where:
+def _where(tmp_path: Path, uri: str, **more: object) -> TrackingSettings:
     places = {"artifacts": str(tmp_path / "artifacts"), "runs": str(tmp_path / "runs")}
     # Who stays to send would send it in the test's place.
-    return Where(tracking_uri=uri, flush_s=0.2, send_later_s=0, **places, **more)
+    return TrackingSettings(tracking_uri=uri, flush_s=0.2, send_later_s=0, **places, **more)
 
 
 def _whole(client: MlflowClient, run_id: str, steps: int) -> bool:
@@ -114,7 +115,7 @@ def _whole(client: MlflowClient, run_id: str, steps: int) -> bool:
 
 def _let_go(folder: Path) -> None:
     """Wait for the sending process, which lets its folder go."""
-    with open(folder / LOCK) as lock:
+    with open(folder / SENDING_LOCK) as lock:
         flock(lock, LOCK_EX)
 
 
@@ -253,7 +254,7 @@ def test_a_training_is_whole_there_and_holds_no_password(database: Database, pla
         held = f"SELECT count(*) FROM {table} WHERE {column} LIKE '%{database.password}%'"
         assert database.query(held) == [(0,)]
     (journal,) = place.glob(".headroom/runs/*/metrics.jsonl")
-    kept = [(name, step) for name, points in series(journal).items() for step, _, _ in points]
+    kept = [(name, step) for name, points in read_series(journal).items() for step, _, _ in points]
     rows = database.query(
         "SELECT key, step, count(*) FROM metrics JOIN runs USING (run_uuid)"
         " WHERE runs.name = 'whole' AND runs.status = 'FINISHED' GROUP BY key, step"

@@ -7,17 +7,19 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tasks.tracking.query_runs import Comparisons
-from tasks.tracking.where import TrackingError, where
+from tasks.tracking.query_runs import ExperimentRuns
+from tasks.tracking.where import TrackingError, read_tracking_settings
 
 
 @pytest.fixture
-def comparisons(place: Path, monkeypatch: pytest.MonkeyPatch) -> Comparisons:
+def comparisons(place: Path, monkeypatch: pytest.MonkeyPatch) -> ExperimentRuns:
     monkeypatch.chdir(place)
-    return Comparisons(where())
+    return ExperimentRuns(read_tracking_settings())
 
 
-def test_a_database_that_takes_nothing_more_is_told(comparisons: Comparisons, place: Path) -> None:
+def test_a_database_that_takes_nothing_more_is_told(
+    comparisons: ExperimentRuns, place: Path
+) -> None:
     with closing(sqlite3.connect(place / "mlflow.db")) as opened:
         opened.execute(
             "CREATE TRIGGER full BEFORE INSERT ON runs "
@@ -28,7 +30,7 @@ def test_a_database_that_takes_nothing_more_is_told(comparisons: Comparisons, pl
 
 
 def test_a_run_that_is_missing_is_another_thing_than_a_server_that_is_away(
-    comparisons: Comparisons,
+    comparisons: ExperimentRuns,
 ) -> None:
     with pytest.raises(TrackingError, match=r"--runs abc: no such run in .*mlflow\.db"):
         comparisons.runs(["abc"])

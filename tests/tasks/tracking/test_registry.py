@@ -11,23 +11,23 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.engine.models import builtin
-from tasks.engine.models.model_folder import keep
+from tasks.engine.models.model_folder import save_model_folder
 from tasks.tracking import mlflow_store
-from tasks.tracking.mlflow_run import REGISTERED, Sender, create
-from tasks.tracking.where import Where
+from tasks.tracking.mlflow_run import REGISTERED, Sender, create_run
+from tasks.tracking.where import TrackingSettings
 from tests.tasks.tracking.test_logged_model import SPECS
 
 # Of MLflow, which asks pandas for the schema of the example.
 pytestmark = pytest.mark.filterwarnings("ignore:Operation with range")
 
 
-def _ready(where: Where, name: str) -> Sender:
+def _ready(where: TrackingSettings, name: str) -> Sender:
     client, experiment = mlflow_store.open_experiment(where)
     folder = Path(where.runs) / name
     folder.mkdir(parents=True)
-    model = builtin.build("mlp", input_shape=(2,), outputs=3, args={"hidden": [4]})
-    keep(model, SPECS["rows"], {"x": np.zeros((2, 2), "float32")}, folder / "model")
-    return create(
+    model = builtin.build_model("mlp", input_shape=(2,), outputs=3, args={"hidden": [4]})
+    save_model_folder(model, SPECS["rows"], {"x": np.zeros((2, 2), "float32")}, folder / "model")
+    return create_run(
         client, where, experiment_id=experiment, folder=folder, name=name, params={}, tags={}
     )
 
@@ -40,7 +40,7 @@ def _close(sender: Sender, value: float | None, *, passed: bool = True, **more: 
     return str(sender.client.get_run(sender.state.run_id).data.tags[REGISTERED])
 
 
-def _champion(where: Where) -> str:
+def _champion(where: TrackingSettings) -> str:
     """Its version, once it has been loaded and has predicted."""
     mlflow.set_tracking_uri(where.tracking_uri)
     try:
@@ -52,7 +52,7 @@ def _champion(where: Where) -> str:
     return str(client.get_model_version_by_alias("it's mine", "champion").version)
 
 
-def test_the_champion_is_the_best_and_always_loads(where: Where) -> None:
+def test_the_champion_is_the_best_and_always_loads(where: TrackingSettings) -> None:
     """After a failed gate, a worse run, and a version that somebody deleted."""
     first = "it's mine version 1 @champion"
     assert _close(_ready(where, "a"), 0.90, passed=False) == first
@@ -69,7 +69,7 @@ def test_the_champion_is_the_best_and_always_loads(where: Where) -> None:
     assert str(client.get_model_version_by_alias("it's mine", "challenger").version) == "4"
 
 
-def test_two_that_end_at_once_leave_the_better_one(where: Where) -> None:
+def test_two_that_end_at_once_leave_the_better_one(where: TrackingSettings) -> None:
     senders = {0.8: _ready(where, "a"), 0.9: _ready(where, "b"), 0.7: _ready(where, "c")}
     threads = [threading.Thread(target=_close, args=(s, value)) for value, s in senders.items()]
     for thread in threads:
@@ -82,13 +82,15 @@ def test_two_that_end_at_once_leave_the_better_one(where: Where) -> None:
     _champion(where)
 
 
-def test_a_run_that_is_sent_twice_is_one_version(where: Where) -> None:
+def test_a_run_that_is_sent_twice_is_one_version(where: TrackingSettings) -> None:
     sender = _ready(where, "a")
     assert _close(sender, 0.9) == _close(sender, 0.9).replace(" @champion", "") + " @champion"
     assert len(sender.client.search_model_versions("run_id != ''")) == 1
 
 
-def test_without_a_registry_the_run_is_kept(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_registry_the_run_is_kept(
+    where: TrackingSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise NotImplementedError("this store has no registry")
 

@@ -14,12 +14,12 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.engine.base.file_lock import FileLock, is_held
-from tasks.known_runs import known_runs
-from tasks.run_folders import Start
-from tasks.serving.crashed_flow_runs import ends
+from tasks.process.prefect_http import read_flow_run_ends
+from tasks.run.known_runs import list_known_runs
+from tasks.run.run_folders import RunStart
 from tasks.tracking import send_later
 from tasks.tracking.journal import BEGIN, Journal
-from tasks.tracking.where import TrackingError, Where
+from tasks.tracking.where import TrackingError, TrackingSettings
 
 GONE = {"host": socket.gethostname(), "pid": "4194304", "process.started_at": "1.0"}
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
@@ -39,7 +39,7 @@ def _until(what: Callable[[], object], *, timeout_s: float = 120) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_run_whose_files_were_not_sent_says_so_until_they_are_and_no_other_run_is_needed(
-    where: Where,
+    where: TrackingSettings,
 ) -> None:
     """With the S3 store dead five runs were FINISHED without a model; a worker's log alone knew."""
     where = where.model_copy(update={"give_up_s": 0.2, "flush_s": 0.1, "send_later_s": 300})
@@ -50,7 +50,7 @@ def test_a_run_whose_files_were_not_sent_says_so_until_they_are_and_no_other_run
     with Journal(where, folder) as journal:
         journal.open(None)
         journal.create(name="one", params={}, tags=tags)
-        Start(journal.run_id, journal.experiment_id, "one").write(folder)
+        RunStart(journal.run_id, journal.experiment_id, "one").write(folder)
         journal.log({"train/loss": 0.5}, 1)
         with pytest.raises(TrackingError):
             journal.close({**END, "tags": tags})
@@ -58,9 +58,9 @@ def test_a_run_whose_files_were_not_sent_says_so_until_they_are_and_no_other_run
     run = client.get_run(journal.run_id)
     assert run.info.status == "FINISHED"
     assert run.data.tags["unsent"].startswith(f"part of it is not in MLflow yet, but in {folder}: ")
-    (known,) = known_runs(runs)
+    (known,) = list_known_runs(runs)
     assert (known.state, known.unsent) == ("FINISHED", run.data.tags["unsent"])
-    end = ends(runs)["mine"]
+    end = read_flow_run_ends(runs)["mine"]
     assert (end.type, end.name, end.message) == ("COMPLETED", "Unsent", known.unsent)
 
     _until(lambda: is_held(runs / send_later.STAYS))
@@ -69,7 +69,7 @@ def test_a_run_whose_files_were_not_sent_says_so_until_they_are_and_no_other_run
     tags = client.get_run(journal.run_id).data.tags
     assert "unsent" not in tags
     assert "report.html" in {file.path for file in client.list_artifacts(journal.run_id)}
-    assert known_runs(runs)[0].unsent == "" and ends(runs)["mine"].name == ""
+    assert list_known_runs(runs)[0].unsent == "" and read_flow_run_ends(runs)["mine"].name == ""
     _until(lambda: not is_held(runs / send_later.STAYS))  # it leaves
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.tracking.throttle import SHARE, Pace
+from tasks.tracking.mlflow_run import SHARE, Throttle
 
 
 class Machine:
@@ -23,31 +23,31 @@ def machine() -> Machine:
 
 
 @pytest.fixture
-def pace(machine: Machine) -> Pace:
-    return Pace(now_s=lambda: machine.now_s, idle_s=lambda: machine.idle_s)
+def pace(machine: Machine) -> Throttle:
+    return Throttle(now_s=lambda: machine.now_s, idle_s=lambda: machine.idle_s)
 
 
-def test_while_a_core_is_idle_there_is_no_limit(machine: Machine, pace: Pace) -> None:
+def test_while_a_core_is_idle_there_is_no_limit(machine: Machine, pace: Throttle) -> None:
     for _ in range(10):
-        pace.worked(5.0)
+        pace.record_work(5.0)
         machine.pass_by(2.0, idle_cores=0.9)
         assert pace.may_work() and pace.has_spare
 
 
-def test_where_none_is_it_takes_a_small_share_of_one(machine: Machine, pace: Pace) -> None:
+def test_where_none_is_it_takes_a_small_share_of_one(machine: Machine, pace: Throttle) -> None:
     worked_s = 0.0
     for _ in range(10_000):
         machine.pass_by(0.6, idle_cores=0.1)
         if pace.may_work():
             assert not pace.has_spare
             worked_s += 0.01
-            pace.worked(0.01)
+            pace.record_work(0.01)
     assert worked_s == pytest.approx(6_000 * SHARE, rel=0.25)
 
 
-def test_a_core_that_becomes_idle_ends_the_rest(machine: Machine, pace: Pace) -> None:
+def test_a_core_that_becomes_idle_ends_the_rest(machine: Machine, pace: Throttle) -> None:
     machine.pass_by(1.0, idle_cores=0.0)
-    pace.worked(1.0)
+    pace.record_work(1.0)
     assert not pace.may_work()
     machine.pass_by(1.0, idle_cores=1.5)
     assert pace.may_work()
@@ -55,7 +55,7 @@ def test_a_core_that_becomes_idle_ends_the_rest(machine: Machine, pace: Pace) ->
     assert not pace.may_work()
 
 
-def test_a_short_while_tells_nothing_of_idle_cores(machine: Machine, pace: Pace) -> None:
+def test_a_short_while_tells_nothing_of_idle_cores(machine: Machine, pace: Throttle) -> None:
     machine.pass_by(1.0, idle_cores=2.0)
     assert pace.may_work() and pace.has_spare
     machine.pass_by(0.05, idle_cores=0.0)
@@ -63,4 +63,4 @@ def test_a_short_while_tells_nothing_of_idle_cores(machine: Machine, pace: Pace)
 
 
 def test_this_machine_says_how_long_it_was_idle() -> None:
-    assert isinstance(Pace().may_work(), bool)
+    assert isinstance(Throttle().may_work(), bool)

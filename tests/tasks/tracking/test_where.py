@@ -6,9 +6,9 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
-from tasks.tracking import metrics
+from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_store import open_experiment
-from tasks.tracking.where import TrackingError, Where, where
+from tasks.tracking.where import TrackingError, TrackingSettings, read_tracking_settings
 from tests.conftest import PYTHON, ROOT
 
 
@@ -19,9 +19,9 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def _where(text: str) -> Where:
+def _where(text: str) -> TrackingSettings:
     Path("mlflow.yaml").write_text(text)
-    return where()
+    return read_tracking_settings()
 
 
 def test_paths_belong_to_the_folder_of_the_file(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_an_empty_file_means_the_defaults() -> None:
 def test_a_refused_uri_does_not_show_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "oracle://ann:s3cret@db/x")
     with pytest.raises(TrackingError) as caught:
-        where()
+        read_tracking_settings()
     assert "s3cret" not in str(caught.value)
 
 
@@ -91,11 +91,13 @@ def test_a_database_lies_in_its_folder_whatever_that_is_called(
     client, experiment = open_experiment(chosen)
     run_id = client.create_run(experiment).info.run_id
     samples = [("loss", 1.0, 1, 1)]
-    metrics.send(client, chosen.database, run_id, samples)
+    mlflow_run.send_metrics(client, chosen.database, run_id, samples)
     # As a process that is started is told of it, by this variable.
     monkeypatch.setenv("MLFLOW_TRACKING_URI", chosen.tracking_uri)
-    assert where() == chosen
-    assert MlflowClient(where().tracking_uri).get_run(run_id).data.metrics == {"loss": 1.0}
+    assert read_tracking_settings() == chosen
+    assert MlflowClient(read_tracking_settings().tracking_uri).get_run(run_id).data.metrics == {
+        "loss": 1.0
+    }
     assert sorted(f.name for f in (folder / "kept").iterdir()) == ["mlflow.db", "mlflow.db.lock"]
     assert [f.name for f in tmp_path.iterdir()] == [name]
     assert not {f.name for f in folder.iterdir()} - {"kept", "mlflow.yaml", ".headroom"}

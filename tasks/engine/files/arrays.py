@@ -1,0 +1,572 @@
+"""Reads arrays from NPY, NPZ and safetensors files without ever unpickling. The headers are
+parsed here, and what they claim is compared with the bytes that are there before memory is
+taken or anything is unpacked; numpy's own reader trusts them. Arrays are mapped where the file
+allows it, so that a file may be larger than memory. It refuses arrays of objects, types that
+numpy has no numbers for, and files of which some bytes belong to no array.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import lzma
+import math
+import struct
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from tasks.engine.files.source_data import (
+    DataError,
+    RawData,
+    check_memory,
+    find_source_file,
+    format_list,
+    format_size,
+    pick_target,
+    shorten,
+)
+from tasks.engine.settings.run_config import DataConfig
+
+MOST_VALUES = 2**62
+LONGEST_TYPE = 64  # as text; what numpy.save writes takes less than 20
+
+
+@dataclass(frozen=True)
+class ArrayHeader:
+    """The header of an array; `start` is where its values begin, in bytes."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    fortran: bool
+    start: int
+
+    @property
+    def value_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def parse_header(file: IO[bytes], what: str) -> ArrayHeader:
+    """Parse the header of an array whose bytes begin here.
+
+    Errors: DataError where there is none, or where the array is of objects or records.
+    """
+    magic = file.read(8)
+    wide = magic[6:7] in (b"\x02", b"\x03")
+    length_bytes = file.read(4 if wide else 2)
+    if magic[:6] != b"\x93NUMPY" or magic[6:7] not in (b"\x01", b"\x02", b"\x03"):
+        raise DataError(
+            f"data.path: {what} is no array (it starts with {magic[:6]!r}), and a pickle is never "
+            "loaded; save it with numpy.savez or numpy.save"
+        )
+    length = int.from_bytes(length_bytes, "little")
+    text = file.read(min(length, 65536))
+    try:
+        said = ast.literal_eval(text.decode("latin-1").strip())
+        descr, fortran, shape = said["descr"], said["fortran_order"], said["shape"]
+        sound = isinstance(shape, tuple) and all(
+            type(n) is int and 0 <= n < MOST_VALUES for n in shape
+        )
+        if not sound or type(fortran) is not bool or is_too_large(shape):
+            raise ValueError("shape or order")
+        plain = isinstance(descr, str) and "," not in descr and "(" not in descr
+        if isinstance(descr, str) and len(descr) > LONGEST_TYPE:
+            raise ValueError("no type")
+        dtype = np.dtype(descr) if plain else np.dtype(object)
+        if dtype.itemsize == 0:
+            raise ValueError("values of no size")
+    except (ValueError, TypeError, SyntaxError, KeyError, RecursionError, MemoryError):
+        raise DataError(
+            f"data.path: {what} has a damaged header ({shorten(text)}); write it anew"
+        ) from None
+    if not plain:
+        raise DataError(f"data.path: {what} is an array of records; save plain numbers")
+    if dtype.hasobject:
+        raise DataError(
+            f"data.path: {what} is an array of Python objects (a pickle), which is never loaded; "
+            "save it as numbers or text, e.g. with .astype(str)"
+        )
+    return ArrayHeader(dtype, shape, fortran, len(magic) + len(length_bytes) + length)
+
+
+def is_too_large(shape: Sequence[int]) -> bool:
+    """Return whether a shape is beyond what numpy can hold: its axes, or the count of its
+    values."""
+    return len(shape) > 32 or math.prod(shape) > MOST_VALUES
+
+
+def check_array_size(header: ArrayHeader, there_bytes: int, what: str) -> None:
+    """Raises DataError where the values claimed are not just the bytes that are there."""
+    if header.value_bytes == there_bytes:
+        return
+    claim = f"claims {header.shape} values of {header.dtype} ({format_size(header.value_bytes)})"
+    verdict = "it is cut off" if header.value_bytes > there_bytes else "something else follows"
+    raise DataError(
+        f"data.path: {what} {claim} but holds {there_bytes:,} bytes: {verdict}; write it anew"
+    )
+
+
+def check_npy(data: DataConfig) -> None:
+    """Raises DataError for an NPY file that is not a whole matrix of numbers."""
+    _read_matrix_header(find_source_file(data), data.target)
+
+
+def read_npy(data: DataConfig) -> RawData:
+    """Map the matrix (n, columns + 1) of the file; its last column is the target."""
+    path = find_source_file(data)
+    matrix = map_array(path, _read_matrix_header(path, data.target))
+    return RawData(
+        features=matrix[:, :-1],
+        target=normalize_booleans(np.array(matrix[:, -1])),
+        feature_names=None,
+        target_name="the last column",
+        label=path.name,
+    )
+
+
+def map_array(path: Path, header: ArrayHeader) -> np.ndarray:
+    """Map the array of a file into memory. Errors: DataError."""
+    if not header.value_bytes:
+        return np.empty(header.shape, header.dtype)  # nothing cannot be mapped
+    try:
+        return np.memmap(
+            path,
+            header.dtype,
+            mode="r",
+            offset=header.start,
+            shape=header.shape,
+            order="F" if header.fortran else "C",
+        )
+    except (OSError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"data.path: {path.name} cannot be mapped ({shorten(str(error), 120)})"
+            "; copy it to a local disk"
+        ) from None
+
+
+def read_header(path: Path) -> ArrayHeader:
+    """Read the header of a file that holds an array with all its values. Errors: DataError."""
+    with open(path, "rb") as file:
+        header = parse_header(file, path.name)
+    check_array_size(header, path.stat().st_size - header.start, path.name)
+    return header
+
+
+def _read_matrix_header(path: Path, target: str | None) -> ArrayHeader:
+    if target is not None:
+        raise DataError(
+            f"data.target: has no meaning for source npy (got {shorten(target)}), whose last "
+            "column is the target; drop it, or use an npz file"
+        )
+    header = read_header(path)
+    check_numeric_type(header, path.name)
+    if len(header.shape) != 2 or header.shape[1] < 2 or header.shape[0] < 1:
+        raise DataError(
+            f"data.path: {path.name} must hold rows of features with the target as last column, "
+            f"shape (rows, features + 1) (got {header.shape}); save it so, or use an npz file"
+        )
+    return header
+
+
+def check_numeric_type(header: ArrayHeader, what: str) -> None:
+    if header.dtype.kind not in "biuf" or header.dtype.itemsize > 8:
+        raise DataError(
+            f"data.path: {what} must hold real numbers of at most 64 bits (got {header.dtype}); "
+            "save it as float32"
+        )
+
+
+def normalize_booleans(values: np.ndarray) -> np.ndarray:
+    """Return the values of a file, with each boolean either True or False. A damaged file may
+    hold the byte 2, which numpy takes for a third value."""
+    return values.view(np.uint8) != 0 if values.dtype.kind == "b" else values
+
+
+FEATURE_NAMES = ("x", "data", "features", "images")
+LABEL_NAMES = {"labels": "label", "targets": "target"}
+CHANNELS = (1, 3, 4)
+BOMB_BYTES, BOMB_RATIO = 64 * 1024**2, 200  # real measurements hardly shrink 10 times
+MOST_ARRAYS = 1000
+LAST_CHARACTER = 0x10FFFF
+BROKEN = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+    EOFError,
+    OSError,
+    ValueError,
+    KeyError,
+    IndexError,
+    OverflowError,
+    MemoryError,
+    NotImplementedError,
+    RuntimeError,  # an encrypted member
+)
+
+
+def check_npz(data: DataConfig) -> None:
+    """Raises DataError for an archive without one array of features and one of labels."""
+    path = find_source_file(data)
+    choose_arrays(read_headers(path), data.target, path.name)
+
+
+def read_npz(data: DataConfig) -> RawData:
+    """Read features and target of an archive; images (n, h, w) and (n, h, w, c) become (n, c,
+    h, w).
+
+    A four-dimensional array is taken as channels first, unless only its last axis is 1, 3 or
+    4.
+    """
+    path = find_source_file(data)
+    headers = read_headers(path)
+    x_name, y_name = choose_arrays(headers, data.target, path.name)
+    both = {name: headers[name] for name in (x_name, y_name)}
+    needed = sum(header.value_bytes for header in both.values())
+    what, remedy = f"data.path: {path.name}", "write it as npy, which is mapped"
+    check_memory(2 * needed, what, remedy, data=data)
+    (arrays,) = read_blocks(path, both, rows=both[x_name].shape[0])
+    features, target = arrays[x_name], arrays[y_name]
+    if target.dtype.kind == "U":
+        target = _convert_text(target, f"data.target: {path.name} array {y_name!r}")
+    return RawData(
+        features=move_channels_first(features),
+        target=normalize_booleans(target[:, 0] if target.shape[1:] == (1,) else target),
+        feature_names=None,
+        target_name=y_name,
+        label=path.name,
+    )
+
+
+def read_headers(
+    path: Path, pick: Callable[[list[str]], Collection[str]] = lambda names: names
+) -> dict[str, ArrayHeader]:
+    """Read the headers of the arrays that `pick` chooses by name, each compared with the
+    member's own size. Errors: DataError."""
+    headers: dict[str, ArrayHeader] = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            check_array_count(len(archive.infolist()), path.name)
+            picked = pick([name.removesuffix(".npy") for name in archive.namelist()])
+            for member in archive.infolist():
+                name = member.filename.removesuffix(".npy")
+                if name not in picked:
+                    continue
+                what = f"{path.name} array {shorten(name)}"
+                if name in headers:
+                    raise DataError(f"data.path: {what} is there twice; write the file anew")
+                ratio = member.file_size / max(member.compress_size, 1)
+                if member.file_size > BOMB_BYTES and ratio > BOMB_RATIO:
+                    raise DataError(
+                        f"data.path: {what} unpacks {format_size(member.compress_size)} to "
+                        f"{format_size(member.file_size)}, more than {BOMB_RATIO} times; if "
+                        "that is "
+                        "meant, save it with numpy.savez, which does not compress"
+                    )
+                with archive.open(member) as file:
+                    headers[name] = parse_header(file, what)
+                check_array_size(headers[name], member.file_size - headers[name].start, what)
+    except DataError:
+        raise
+    except BROKEN as error:
+        raise DataError(_describe_damage(path, error)) from None
+    return headers
+
+
+def check_array_count(arrays: int, label: str) -> None:
+    """Raise DataError where there are so many arrays that looking at each would take long."""
+    if arrays > MOST_ARRAYS:
+        raise DataError(
+            f"data.path: {label} holds {arrays:,} arrays, and at most {MOST_ARRAYS:,} are looked "
+            "at; save the features as one array and the labels as another"
+        )
+
+
+def _describe_damage(path: Path, error: BaseException) -> str:
+    return (
+        f"data.path: {path.name} is damaged or no NPZ archive "
+        f"({shorten(str(error) or type(error).__name__, 120)}); copy or write it anew"
+    )
+
+
+def choose_arrays(
+    headers: Mapping[str, ArrayHeader], target: str | None, label: str
+) -> tuple[str, str]:
+    """Choose the features' and the target's array, whose shapes fit each other; return their
+    names."""
+    if not headers:
+        raise DataError(f"data.path: {label} holds no arrays; save features x and labels y")
+    # numpy's users write labels and targets in the plural.
+    plain = {LABEL_NAMES.get(name.lower(), name): name for name in headers}
+    if target is not None and target in headers:
+        y_name = target
+    else:
+        y_name = plain[pick_target(list(plain), target, label)]
+    others = [name for name in headers if name != y_name]
+    usual = [name for name in others if name.lower() in FEATURE_NAMES]
+    found = usual if len(others) > 1 else others
+    if len(found) != 1:
+        raise DataError(
+            f"data.path: {label} must hold one array of features beside {y_name!r}, or one named "
+            f"{', '.join(FEATURE_NAMES)} (got {format_list(others) or 'none'}); save it so"
+        )
+    x, y = headers[found[0]], headers[y_name]
+    check_numeric_type(x, f"{label} array {found[0]!r}")
+    if y.dtype.kind != "U":
+        check_numeric_type(y, f"{label} array {y_name!r}")
+    if x.shape[:1] == (0,):
+        raise DataError(f"data.path: {label} array {found[0]!r} has no rows; write some")
+    if not 2 <= len(x.shape) <= 4 or 0 in x.shape:
+        raise DataError(
+            f"data.path: {label} array {found[0]!r} must be rows (n, features) or images "
+            f"(n, h, w), (n, c, h, w) or (n, h, w, c) (got shape {x.shape}); reshape it"
+        )
+    if not 1 <= len(y.shape) <= 2 or 0 in y.shape or (y.dtype.kind == "U" and y.shape[1:] > (1,)):
+        raise DataError(
+            f"data.target: {label} array {y_name!r} must hold one value a row, shape (n,), or "
+            f"several numbers, shape (n, k) (got {y.dtype} {y.shape}); reshape it"
+        )
+    if x.shape[0] != y.shape[0]:
+        raise DataError(
+            f"data.path: {label} array {found[0]!r} has {x.shape[0]:,} rows, but {y_name!r} has "
+            f"{y.shape[0]:,}; they must be as many"
+        )
+    return found[0], y_name
+
+
+def read_blocks(
+    path: Path, headers: Mapping[str, ArrayHeader], *, rows: int
+) -> Iterator[dict[str, Any]]:
+    """Yield blocks of `rows` rows of these arrays of one length, and one block even of no
+    rows; never more is read than their headers claim. Errors: DataError."""
+    total = min(header.shape[0] for header in headers.values())
+    try:
+        with zipfile.ZipFile(path) as archive, ExitStack() as stack:
+            members = {m.filename.removesuffix(".npy"): m for m in archive.infolist()}
+            files = {name: stack.enter_context(archive.open(members[name])) for name in headers}
+            for name, file in files.items():
+                file.read(headers[name].start)
+            for first in range(0, max(1, total), max(1, rows)):
+                many = min(rows, total - first)
+                yield {name: _read_rows(file, headers[name], many) for name, file in files.items()}
+            for file in files.values():
+                file.read(1)  # the archive's checksum is compared at the end of a member
+    except BROKEN as error:
+        raise DataError(_describe_damage(path, error)) from None
+
+
+def _read_rows(file: IO[bytes], header: ArrayHeader, rows: int) -> np.ndarray:
+    """The next rows of an array; its rows lie together, or these are all of them."""
+    shape = (rows, *header.shape[1:])
+    flat = np.empty(math.prod(shape) * header.dtype.itemsize, dtype=np.uint8)
+    filled = 0
+    while filled < flat.size:
+        part = file.read(min(flat.size - filled, 1 << 24))
+        if not part:
+            raise EOFError("an array is cut off")
+        flat[filled : filled + len(part)] = np.frombuffer(part, dtype=np.uint8)
+        filled += len(part)
+    return flat.view(header.dtype).reshape(shape, order="F" if header.fortran else "C")
+
+
+def move_channels_first(x: np.ndarray) -> np.ndarray:
+    """Return images as (n, c, h, w); the axis of channels is found by its length."""
+    if x.ndim == 3:
+        return x[:, np.newaxis]
+    if x.ndim == 4 and x.shape[1] not in CHANNELS and x.shape[3] in CHANNELS:
+        return np.moveaxis(x, 3, 1)
+    return x
+
+
+def _convert_text(target: np.ndarray, what: str) -> np.ndarray:
+    flat = np.ascontiguousarray(target.reshape(-1))
+    codes = flat.view(np.dtype(np.uint32).newbyteorder(flat.dtype.byteorder))
+    if (codes > LAST_CHARACTER).any():  # numpy would raise a SystemError for it
+        raise DataError(f"{what} holds what is no text; write it anew")
+    labels = np.empty(target.size, dtype=object)
+    labels[:] = [str(text).strip() for text in flat]
+    return labels
+
+
+METADATA = "__metadata__"
+TYPES = {
+    "BOOL": "|b1",
+    "U8": "|u1",
+    "U16": "<u2",
+    "U32": "<u4",
+    "U64": "<u8",
+    "I8": "|i1",
+    "I16": "<i2",
+    "I32": "<i4",
+    "I64": "<i8",
+    "F16": "<f2",
+    "F32": "<f4",
+    "F64": "<f8",
+    "BF16": "<u2",  # the upper half of a float32; numpy has no such type
+}
+BLOCK_VALUES = 1 << 20
+
+
+class _HeaderError(Exception):
+    """What is wrong with a header, to follow the file's name."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """An array of the file. `header.start` counts from the file's first byte."""
+
+    kind: str
+    header: ArrayHeader
+
+
+def check_safetensors(data: DataConfig) -> None:
+    """Raises DataError for a file without one array of features and one of labels."""
+    path = find_source_file(data)
+    choose_arrays(_collect_headers(_read_tensors(path)), data.target, path.name)
+
+
+def read_safetensors(data: DataConfig) -> RawData:
+    """Read features, mapped, and target; images (n, h, w) and (n, h, w, c) become (n, c, h,
+    w).
+
+    Of the type BF16 the features are read as float32, which takes twice the file's size.
+    """
+    path = find_source_file(data)
+    tensors = _read_tensors(path)
+    x_name, y_name = choose_arrays(_collect_headers(tensors), data.target, path.name)
+    features, target = (_load_values(path, tensors[name]) for name in (x_name, y_name))
+    return RawData(
+        features=move_channels_first(features),
+        target=normalize_booleans(np.array(target[:, 0] if target.shape[1:] == (1,) else target)),
+        feature_names=None,
+        target_name=y_name,
+        label=path.name,
+    )
+
+
+def _collect_headers(tensors: Mapping[str, StoredTensor]) -> dict[str, ArrayHeader]:
+    return {name: tensor.header for name, tensor in tensors.items()}
+
+
+def _read_tensors(path: Path) -> dict[str, StoredTensor]:
+    """All arrays of the file; raises DataError where its header and its bytes do not fit."""
+    file_bytes = path.stat().st_size
+    try:
+        text, start = _read_header_text(path, file_bytes)
+        said = _parse_json_header(text)
+        check_array_count(len(said), path.name)
+        tensors = {name: _parse_tensor(name, entry, start) for name, entry in said.items()}
+        _check_places(tensors, start, file_bytes)
+        with safe_open(path, framework="numpy"):  # the format's own library has the last word
+            pass
+    except DataError:
+        raise
+    except _HeaderError as wrong:
+        raise DataError(f"data.path: {path.name} {wrong}; write it anew") from None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DataError(
+            f"data.path: {path.name} is damaged or no safetensors file "
+            f"({shorten(str(error), 120)}); copy or write it anew"
+        ) from None
+    return tensors
+
+
+def _read_header_text(path: Path, file_bytes: int) -> tuple[bytes, int]:
+    """Return the header, and where the values begin. It is below 16 MiB, else
+    `find_source_file` would not have taken the file for one of tensors."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if 8 + length > file_bytes:
+            raise _HeaderError(
+                f"claims a header of {length:,} bytes but holds {file_bytes:,} in all: it is cut "
+                "off or no safetensors file"
+            )
+        return file.read(length), 8 + length
+
+
+def _parse_json_header(text: bytes) -> dict[str, Any]:
+    """The header's arrays by name, each written once."""
+    try:
+        said = json.loads(text.decode("utf-8"), object_pairs_hook=_refuse_repeated)
+    except UnicodeDecodeError:
+        raise _HeaderError("has a header that is not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise _HeaderError(f"has a damaged header ({shorten(str(error), 80)})") from None
+    if not isinstance(said, dict):
+        raise _HeaderError(f"has a damaged header ({shorten(said)})")
+    said.pop(METADATA, None)
+    return said
+
+
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen = Counter(name for name, _ in pairs)
+        twice = next(name for name, times in seen.items() if times > 1)
+        raise _HeaderError(f"has two entries named {shorten(twice)} in its header")
+    return found
+
+
+def _parse_tensor(name: str, said: Any, start: int) -> StoredTensor:
+    what = f"array {shorten(name)}"
+    try:
+        kind, shape, (begin, end) = said["dtype"], said["shape"], said["data_offsets"]
+        counts = (*shape, begin, end)
+        if not all(type(n) is int and 0 <= n < MOST_VALUES for n in counts) or is_too_large(shape):
+            raise ValueError("no counts")
+    except (ValueError, TypeError, KeyError):
+        raise _HeaderError(f"{what} has a damaged entry ({shorten(said)}) in the header") from None
+    if not isinstance(kind, str) or kind not in TYPES:
+        raise _HeaderError(
+            f"{what} is of type {shorten(kind)}, but only {', '.join(TYPES)} are read"
+        )
+    header = ArrayHeader(np.dtype(TYPES[kind]), tuple(shape), False, start + begin)
+    if header.value_bytes != end - begin:
+        raise _HeaderError(
+            f"{what} claims {header.shape} values of {kind} ({format_size(header.value_bytes)}) "
+            "but has "
+            f"a place of {end - begin:,} bytes"
+        )
+    return StoredTensor(kind, header)
+
+
+def _check_places(tensors: Mapping[str, StoredTensor], start: int, file_bytes: int) -> None:
+    """Each array begins where another ends: none overlap, and no byte is left over."""
+    at, before = start, ""
+    for name, tensor in sorted(tensors.items(), key=lambda item: _find_place(item[1])):
+        header = tensor.header
+        if header.start < at:
+            raise _HeaderError(f"has arrays that overlap: {format_list([before, name])}")
+        if header.start > at:
+            raise _HeaderError(f"has {header.start - at:,} bytes that no array claims")
+        at, before = header.start + header.value_bytes, name
+    if at > file_bytes:
+        raise _HeaderError(f"claims {at:,} bytes but holds {file_bytes:,}: it is cut off")
+    if at < file_bytes:
+        raise _HeaderError(f"has {file_bytes - at:,} bytes that no array claims")
+
+
+def _find_place(tensor: StoredTensor) -> tuple[int, int]:
+    return tensor.header.start, tensor.header.value_bytes
+
+
+def _load_values(path: Path, tensor: StoredTensor) -> np.ndarray:
+    header = tensor.header
+    flat = map_array(path, header)
+    if tensor.kind != "BF16":
+        return flat
+    check_memory(2 * header.value_bytes, f"data.path: {path.name}", "save it as F32")
+    wide = np.empty(flat.shape, dtype=np.float32)
+    bits, flat = wide.view(np.uint32).reshape(-1), flat.reshape(-1)
+    for at in range(0, len(flat), BLOCK_VALUES):
+        part = slice(at, at + BLOCK_VALUES)
+        bits[part] = np.left_shift(flat[part], 16, dtype=np.uint32)
+    return wide

@@ -1,0 +1,306 @@
+"""Makes inputs of a table's columns: numbers standardized by what the training rows say of them,
+missing ones filled in by their mean, categories as one input for each of their values. It works in
+blocks of rows, in one pass to measure and one to encode. It refuses a column of which too little is
+left to learn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from tasks.engine.base.facts import Column
+from tasks.engine.files.columns import MOST_CATEGORIES, Table
+from tasks.engine.files.csv_blocks import count_usable_threads, map_in_order
+from tasks.engine.files.scaling import LARGEST_SCALED, Scaling
+from tasks.engine.files.source_data import DataError, RawData, format_list, shorten
+
+MISSING_CATEGORY, OTHER = "missing", "other"
+FEWEST_ROWS = 5  # of a text that gets an input of its own where there are too many texts
+BLOCK_VALUES = 1 << 20  # inputs encoded at once: 4 MiB of float32
+LEAVE_OUT = "leave the column out by data.drop"
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean and squared deviations of some columns over some rows: (columns,) each."""
+
+    count: np.ndarray
+    mean: np.ndarray
+    squares: np.ndarray  # the sum of the squares of the differences from the mean
+
+    def plus(self, other: Moments) -> Moments:
+        """Combine both (Chan, Golub, LeVeque 1983): no small deviation is lost beside a large
+        mean."""
+        count = self.count + other.count
+        share = other.count / np.maximum(count, 1)
+        apart = other.mean - self.mean
+        return Moments(
+            count,
+            self.mean + apart * share,
+            self.squares + other.squares + apart**2 * self.count * share,
+        )
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How the columns of a table become inputs."""
+
+    raw: RawData
+    columns: tuple[Column, ...]
+    scaling: Scaling  # an offset and a scale for each input; 0 and 1 for those of categories
+    notes: tuple[str, ...]
+    _fills: np.ndarray  # of the numbers, (numbers,)
+    _places: np.ndarray  # of the numbers, among the inputs
+    _codes: tuple[np.ndarray, ...]  # of each category: the place of a code's input, or -1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the inputs: the column's, or `column=value`, or `column.part` of a date."""
+        marks = {"category": "=", "date": "."}
+        named = (
+            [f"{c.name}{marks[c.kind]}{value}" for value in c.values] or [c.name]
+            for c in self.columns
+        )
+        return tuple(name for names in named for name in names)
+
+    def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield the inputs in blocks of rows, (rows, inputs) float32, scaled.
+
+        Errors: DataError where a value lies so far from the training rows that it is no
+        number.
+        """
+        table: Table = self.raw.features
+        for start, parts in map_in_order(
+            self._encode_block,
+            zip(range(len(table.spool)), table.starts(), strict=False),
+            threads=2,
+        ):
+            for part in parts:
+                yield slice(start, start + len(part)), part
+                start += len(part)
+
+    def _encode_block(self, block: tuple[int, int]) -> tuple[int, list[np.ndarray]]:
+        index, start = block
+        table: Table = self.raw.features
+        values = table.block(index)
+        width = len(self.scaling.offset)
+        rows = max(1, BLOCK_VALUES // width)
+        parts = [values[:, at : at + rows] for at in range(0, values.shape[1], rows)]
+        return start, [
+            self._inputs(part, start + i * rows) for i, part in enumerate(parts) if part.size
+        ]
+
+    def _inputs(self, values: np.ndarray, start: int) -> np.ndarray:
+        """values: (columns, rows)."""
+        table: Table = self.raw.features
+        inputs = np.zeros((values.shape[1], len(self.scaling.offset)), dtype=np.float32)
+        numeric = table.numeric
+        numbers = table.numbers(values)
+        if table.missing == "mean" and any(table.holes):
+            numbers = np.where(np.isnan(numbers), self._fills[:, None], numbers)
+        offset, scale = (of[self._places][:, None] for of in vars(self.scaling).values())
+        # Tiny deviations make huge values; they are looked for right below.
+        with np.errstate(over="ignore"):
+            scaled = numbers - offset
+            scaled /= scale
+        self._refuse_far(scaled, start)
+        if len(self._places) == inputs.shape[1]:
+            inputs = np.ascontiguousarray(scaled.astype(np.float32).T)
+        else:
+            inputs[:, self._places] = scaled.T
+        for codes, places in zip(values[~numeric], self._codes, strict=True):
+            code = np.where(np.isnan(codes), -1, codes).astype(np.int64)
+            place = places[code]  # the last: of what is missing
+            there = np.flatnonzero(place >= 0)
+            inputs[there, place[there]] = 1
+        return inputs
+
+    def _refuse_far(self, scaled: np.ndarray, start: int) -> None:
+        sizes = (scaled.max(axis=1, initial=0), -scaled.min(axis=1, initial=0))
+        if all((size <= LARGEST_SCALED).all() for size in sizes):
+            return
+        column, row = np.argwhere(~(np.abs(scaled) <= LARGEST_SCALED))[0].tolist()
+        table: Table = self.raw.features
+        name = [table.owners[column]]
+        raise DataError(
+            f"data.path: {self.raw.cell(start + row, name)}: lies more than {LARGEST_SCALED:g} "
+            f"deviations from the training rows; mend or drop the row, or {LEAVE_OUT}"
+        )
+
+
+def fit_encoding(raw: RawData, *, for_training: np.ndarray, scale: bool) -> Encoding:
+    """Decide how the columns of raw.features, a Table, become inputs; for_training: (rows,)
+    booleans.
+
+    Errors: DataError for a category with one value left, and for a column without any number
+    among the training rows by whose mean its missing ones could be filled.
+    """
+    table: Table = raw.features
+    moments, counts = _measure_columns(table, for_training)
+    fills = table.missing == "mean"
+    columns: list[Column] = []
+    places: list[int] = []
+    codes, at = [], 0
+    means, counted = iter(moments.mean.tolist()), iter(counts)
+    dates = table.dates or ((),) * len(table.words)
+    for name, words, whole, holes, parts in zip(
+        table.names, table.words, table.whole, table.holes, dates, strict=True
+    ):
+        if words is None and parts:
+            of_parts = tuple(next(means) for _ in parts)
+            columns.append(Column(name, "date", parts, of_parts if fills else None))
+            places += range(at, at + len(parts))
+            at += len(parts)
+        elif words is None:
+            mean = next(means)
+            columns.append(Column(name, "number", fill=mean if fills else None, whole=whole))
+            places.append(at)
+            at += 1
+        else:
+            fill = MISSING_CATEGORY if fills else None
+            values, place = _choose_values(words, next(counted), missing=fills and holes > 0)
+            rest = OTHER if len(words) > MOST_CATEGORIES and OTHER in values else None
+            columns.append(Column(name, "category", values, fill, rest=rest))
+            codes.append(np.where(place < 0, -1, place + at))
+            at += len(values)
+    _refuse_useless(raw, columns, dict(zip(table.owners, moments.count, strict=True)))
+    offsets, scales = np.zeros(at), np.ones(at)
+    if scale:
+        offsets[places], scales[places] = compute_mean_deviation(moments, int(for_training.sum()))
+    return Encoding(
+        raw,
+        tuple(columns),
+        Scaling(offsets, scales),
+        _list_notes(table, columns),
+        _fills=moments.mean,
+        _places=np.array(places, dtype=np.int64),
+        _codes=tuple(codes),
+    )
+
+
+def _measure_columns(table: Table, for_training: np.ndarray) -> tuple[Moments, list[np.ndarray]]:
+    """Of the training rows' numbers the moments, and how often each code is there in all rows, by
+    category. All blocks are added in their order. for_training: (rows,) booleans."""
+    items = zip(range(len(table.spool)), table.starts(), strict=False)
+    blocks = map_in_order(
+        partial(_measure_block, table, for_training), items, threads=count_usable_threads()
+    )
+    moments, counts = next(blocks)
+    for more, others in blocks:
+        moments = moments.plus(more)
+        counts = [a + b for a, b in zip(counts, others, strict=True)]
+    return moments, counts
+
+
+def _measure_block(
+    table: Table, for_training: np.ndarray, block: tuple[int, int]
+) -> tuple[Moments, list[np.ndarray]]:
+    index, start = block
+    values, numeric = table.block(index), table.numeric
+    chosen = for_training[start : start + values.shape[1]].astype(np.float64)
+    numbers = table.numbers(values)
+    holes = table.kept is None and bool(np.array(table.holes)[numeric].any())
+    words = [w for w in table.words if w is not None]
+    counts = [
+        np.bincount(codes[~np.isnan(codes)].astype(np.int64), minlength=len(known))
+        for codes, known in zip(values[~numeric], words, strict=True)
+    ]
+    return compute_moments(numbers, chosen, holes=holes), counts
+
+
+def _choose_values(
+    words: tuple[str, ...], counts: np.ndarray, *, missing: bool
+) -> tuple[tuple[str, ...], np.ndarray]:
+    """The values that are there, sorted, and for each code its place among them, or -1; the last
+    for what is missing. Of more than MOST_CATEGORIES those in the most rows, and OTHER."""
+    found = {word for word, count in zip(words, counts, strict=True) if count}
+    rest = ""
+    if len(found) > MOST_CATEGORIES:
+        often = np.argsort(-counts, kind="stable")[: MOST_CATEGORIES - 1]
+        found, rest = {words[i] for i in often if counts[i] >= FEWEST_ROWS} | {OTHER}, OTHER
+    values = tuple(sorted(found | ({MISSING_CATEGORY} if missing else set())))
+    place = {word: i for i, word in enumerate(values)}
+    codes = [place.get(word, place.get(rest, -1)) for word in words]
+    return values, np.array([*codes, place[MISSING_CATEGORY] if missing else -1], dtype=np.int64)
+
+
+def _refuse_useless(raw: RawData, columns: list[Column], counts: dict[int, float]) -> None:
+    """counts: of the numbers among the training rows, by the place of a column of numbers."""
+    problems = [
+        f"data.path: {raw.label} column {shorten(column.name)}: has no value in any training row, "
+        f"of which to take the mean; {LEAVE_OUT}"
+        for place, column in enumerate(columns)
+        if not counts.get(place, 1)
+    ]
+    problems += [
+        f"data.path: {raw.label} column {shorten(column.name)}: has more than {MOST_CATEGORIES:,} "
+        f"different texts, none of them in {FEWEST_ROWS} rows: too many for a category; {LEAVE_OUT}"
+        for column in columns
+        if column.rest is not None and set(column.values) <= {OTHER, MISSING_CATEGORY}
+    ]
+    problems += [
+        f"data.path: {raw.label} column {shorten(column.name)}: holds "
+        f"{format_list(column.values)} in "
+        f"every row that is left, of which nothing can be learnt; {LEAVE_OUT}"
+        for column in columns
+        if column.kind == "category" and len(column.values) < 2 and column.rest is None
+    ]
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def _list_notes(table: Table, columns: list[Column]) -> tuple[str, ...]:
+    notes = []
+    for column, holes in zip(columns, table.holes, strict=True):
+        name = shorten(column.name)
+        if holes and column.kind == "number" and column.fill is not None:
+            notes.append(
+                f"{holes:,} missing values of {name} became {column.fill:.6g}, the mean of the "
+                "training rows"
+            )
+        if column.kind == "category":
+            missing = f", {holes:,} missing ones as {MISSING_CATEGORY}"
+            missing = missing if column.fill and holes else ""
+            each = "one for each text" if column.rest is None else "one for each frequent text"
+            each += "" if column.rest is None else f", {OTHER} for the rest"
+            notes.append(f"{name} became {len(column.values)} inputs, {each}{missing}")
+        if column.kind == "date":
+            notes.append(
+                f"the dates of {name} became {len(column.values)} inputs: "
+                f"{', '.join(column.values)}; data.split time with data.split_column would hold "
+                "out the newest rows"
+            )
+    return tuple(notes)
+
+
+def compute_moments(values: np.ndarray, chosen: np.ndarray, *, holes: bool) -> Moments:
+    """Compute the moments of one block. values: (columns, rows); chosen: (rows,) 1 where a row
+    counts, else 0."""
+    if not holes:
+        count = np.full(len(values), chosen.sum())
+        mean = values @ chosen / np.maximum(count, 1)
+        apart = values - mean[:, None]
+        apart *= chosen
+        left = apart.sum(axis=1)
+    else:
+        there = ~np.isnan(values) * chosen
+        count = there.sum(axis=1)
+        values = np.where(there > 0, values, 0)
+        mean = values.sum(axis=1) / np.maximum(count, 1)
+        apart = (values - mean[:, None]) * there
+        left = apart.sum(axis=1)
+    squares = np.einsum("ij,ij->i", apart, apart)
+    most = np.maximum(count, 1)
+    return Moments(count, mean + left / most, np.maximum(squares - left**2 / most, 0))
+
+
+def compute_mean_deviation(moments: Moments, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and deviation, where a missing value counts as the mean; constants get
+    deviation 1."""
+    deviation = np.sqrt(moments.squares / rows)
+    rounding = 8 * np.finfo(np.float64).eps * np.abs(moments.mean)
+    return moments.mean, np.where(deviation > rounding, deviation, 1.0)

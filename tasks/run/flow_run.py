@@ -1,0 +1,228 @@
+"""What Prefect knows of this run, as tags; the report, as an artifact in Prefect's UI; and how a
+flow begins and ends, for Python, which calls it, and for a worker, which plays it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+import psutil
+from httpx import HTTPStatusError, TransportError
+from prefect import Flow
+from prefect.artifacts import create_markdown_artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.context import SettingsContext, get_settings_context
+from prefect.exceptions import Pause
+from prefect.runtime import deployment, flow_run
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, get_current_settings
+from prefect.states import AwaitingRetry, Completed
+from rich.console import Console
+
+from tasks.engine.report import run_report
+from tasks.engine.settings.read_settings import ConfigError, make_config, override_config
+from tasks.engine.settings.run_config import RunConfig
+from tasks.process import signals
+from tasks.process.prefect_http import end_of
+from tasks.process.redaction import redact, redact_errors, redact_logs, redact_nested, remove_login
+from tasks.run.failures import classify_failure
+from tasks.run.gate import GateFailed
+from tasks.run.preflight import resolve_and_check
+from tasks.run.record import Record
+from tasks.run.resume import make_default_name, plan_retry
+from tasks.services.local_prefect import is_temporary_api
+
+log = logging.getLogger(__name__)
+PARENT = "HEADROOM_PARENT_RUN"  # in the environment: the run in MLflow that this one is part of
+EXIT_S = 10.0  # for a process that is to be started again to end
+# Unix time at which somebody asked for this run.
+ASKED_AT: ContextVar[float | None] = ContextVar("ASKED_AT", default=None)
+
+
+class CalledFlow(Flow[..., Any]):
+    """A Prefect flow that does more where Python calls it: `call` is given the plain call and its
+    arguments. Of these Prefect keeps, and shows, what `shown` makes of them; the flow gets them as
+    they are."""
+
+    def __init__(
+        self,
+        fn: Any,
+        *,
+        call: Callable[..., Any] | None = None,
+        shown: Callable[[dict[str, Any]], dict[str, Any]],
+        **settings: Any,
+    ) -> None:
+        super().__init__(fn, **settings)
+        self.call, self.shown = call, shown
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.call is None:
+            return super().__call__(*args, **kwargs)
+        return self.call(super().__call__, *args, **kwargs)
+
+    def serialize_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        """What Prefect keeps of them."""
+        kept: dict[str, Any] = redact_nested(super().serialize_parameters(self.shown(parameters)))
+        return kept
+
+
+class Ended(RuntimeError):
+    """A flow run that failed, in words that begin with the class of the failure."""
+
+
+def describe() -> dict[str, str]:
+    """Tags that lead from MLflow to this flow run; empty outside of one.
+
+    From here on Prefect's UI shows what the tasks log: by default a logger passes warnings only.
+    """
+    logging.getLogger("tasks").setLevel(logging.INFO)
+    redact_logs()
+    if os.environ.get("PREFECT__FLOW_RUN_ID"):  # a worker has started it, and reads what it prints
+        outlive_the_worker()
+    parent = os.environ.get(PARENT)
+    part_of = {"mlflow.parentRunId": parent} if parent else {}
+    if not flow_run.id:
+        return part_of
+    found = {**part_of, "prefect.flow_run_id": flow_run.id, "prefect.deployment": deployment.name}
+    if not is_temporary_api(PREFECT_API_URL.value() or ""):
+        found["prefect.flow_run_url"] = remove_login(flow_run.ui_url or "")
+    return {k: str(v) for k, v in found.items() if v}
+
+
+@contextmanager
+def open_run(
+    config: RunConfig, overrides: Mapping[str, Any] | None = None, *, resume: str | None = None
+) -> Iterator[Record]:
+    """Yield the run of this flow run, which holds its settings; it ends with its true status, in
+    MLflow and Prefect, by whatever door it is left. No error that leaves it shows a secret.
+
+    overrides: dotted names over the settings. resume: the run to go on with. Raises ConfigError and
+    DataError for what can't work, before anything is spent.
+    """
+    with redact_errors():
+        run = Record(
+            resolve_and_check(config, overrides),
+            flow_run=describe(),
+            name=flow_run.name,
+            waited_s=waited_s(),
+            resume=resume,
+            key=own_key(),
+        )
+    with retried(run), redact_errors(), run:
+        yield run
+
+
+def publish_run(run: Record) -> Any:
+    """Put the report of a run that has ended where Prefect's UI shows it, and return the run as the
+    flow's result: for Prefect in a state of its own where it is not done, did not pass its gate, or
+    MLflow has not got all of it. Raises GateFailed where the gate is to fail."""
+    publish(run.run)
+    return ended_as(run.run)
+
+
+def own_key() -> str:
+    """What a flow run that Prefect starts again is known by; empty for one that is played once."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun starts lost processes again
+        return f"torchrun {os.environ.get('TORCHELASTIC_RUN_ID', '')}".strip()
+    return f"flow run {flow_run.id}" if deployment.id and flow_run.id else ""
+
+
+@contextmanager
+def retried(record: Record) -> Iterator[None]:
+    """Under a worker, a failure inside that a new process may cure leaves the flow run to be
+    started again; any other says its class in Prefect too."""
+    try:
+        yield
+    except Exception as error:
+        # A part of somebody's own flow has an error to tell there, in the same process.
+        if not own_key() or flow_run.id != os.environ.get("PREFECT__FLOW_RUN_ID"):
+            raise
+        failure = record.failure or classify_failure(error)
+        retry = plan_retry(record.folder, failure, record.config, starts=flow_run.run_count)
+        if retry is None:
+            raise Ended(f"{failure.kind}: {failure.said}") from error
+        # A worker with a limit dies of a run that it finds scheduled while it still plays it
+        # (Prefect 3.8, acquire_on_behalf_of_nowait), and it looks some seconds ahead.
+        ahead_s = get_current_settings().worker.prefetch_seconds + 2 * EXIT_S
+        retry = replace(retry, at=max(retry.at, time.time() + ahead_s))
+        log.warning("%s", retry)
+        at = datetime.fromtimestamp(retry.at, UTC)
+        state: State[None] = AwaitingRetry(scheduled_time=at, message=f"{failure.said}\n{retry}")
+        with get_client(sync_client=True) as client:
+            answer = client.set_flow_run_state(UUID(str(flow_run.id)), state)
+        if answer.status != SetStateStatus.ACCEPT:  # somebody has cancelled it
+            raise
+        hung = threading.Timer(EXIT_S, os._exit, [0])
+        hung.daemon = True
+        hung.start()
+        raise Pause(state=answer.state) from None  # "needs to exit for resubmission"
+
+
+def run_name() -> str:
+    """What a training is called, in Prefect as in MLflow: as asked, else by what it trains on what
+    and when. Prefect asks for it when the flow begins."""
+    asked = flow_run.parameters or {}
+    config = asked.get("config") or {}
+    try:
+        if not isinstance(config, RunConfig):
+            config = make_config(config)
+        config = override_config(config, asked.get("overrides"))
+    except ConfigError:
+        config = RunConfig()  # the flow itself will say what is wrong
+    return make_default_name(config)
+
+
+def waited_s() -> float:
+    """Seconds that a person has waited for this run by now; a worker's process is there for it."""
+    began = ASKED_AT.get()
+    if began is None and "PREFECT__FLOW_RUN_ID" in os.environ:
+        began = psutil.Process().create_time()
+    return 0.0 if began is None else max(0.0, time.time() - began)
+
+
+def outlive_the_worker() -> None:
+    """Go on where the worker has died: rich, through which Prefect logs, would end the process at
+    the next line, and a user's print() would fail."""
+    signals.protect_standard_streams()
+    Console.on_broken_pipe = _go_on  # type: ignore[method-assign]
+
+
+def _go_on(self: Console) -> None:
+    return None
+
+
+def ended_as(run: dict[str, Any]) -> Any:
+    """The run; for Prefect in a state of its own where it is not done, did not pass its gate, or
+    MLflow has not got all of it. Raises GateFailed where the gate is to fail."""
+    end = end_of(run, run.get("unsent", ""))
+    if end.type == "FAILED":
+        raise GateFailed(run)
+    return Completed(name=end.name, message=end.message, data=run) if end.name else run
+
+
+def publish(run: Mapping[str, Any]) -> None:
+    """Put the report where Prefect's UI shows it."""
+    text = run_report.make_markdown(run, open_command=run["open_command"] if run["run_id"] else "")
+    show(text, f"run-{run['run_id'] or flow_run.id}", run["name"])  # MLflow may not know it yet
+
+
+def show(text: str, key: str, title: str) -> None:
+    """Markdown, as an artifact of this flow run; without it the run is what it is."""
+    try:
+        create_markdown_artifact(text, key=key, description=title)
+    except (TransportError, HTTPStatusError) as error:
+        log.warning("no report in Prefect: %s", redact(str(error)))
+        if "PREFECT__FLOW_RUN_ID" not in os.environ:  # the desk's end does not wait once more
+            here = get_settings_context()
+            once = here.settings.copy_with_update({PREFECT_CLIENT_MAX_RETRIES: 0})
+            SettingsContext(profile=here.profile, settings=once).__enter__()

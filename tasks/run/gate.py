@@ -1,0 +1,323 @@
+"""Compares a finished run with the last ones of the same configuration, data and device:
+ok, worse, larger or slower, or new where there are too few of them. It compares with the
+median of the good ones, by limits that grow with how far those lie apart, and does not take
+chance for a trend: a speed counts at once where it is far off, else where three runs in a
+row are beyond it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from tasks.engine.base.facts import DataFacts, DeviceFacts
+from tasks.engine.base.units import (
+    format_mebibytes,
+    format_milliseconds,
+    format_number,
+    format_percent,
+)
+from tasks.engine.settings import read_settings
+from tasks.engine.settings.run_config import GateConfig, RunConfig
+
+OK, NEW = "ok", "new"
+GATES = ("worse", "larger", "slower")  # the most serious first
+NEEDED_RUNS = 5  # good runs: of fewer nobody knows how far they lie apart
+IN_A_ROW = 3  # this run and those just before it
+SIGMA = 1.4826  # of the median absolute deviation: the standard deviation of a normal one
+NEAR, FAR = 2.0, 8.0  # of these from the median: each of three in a row; a single run
+WORST = 0.1  # of the good runs, which lie beyond the limits for three in a row themselves
+# Above these a speed says little: the machine was not free, or slower itself than it usually is.
+CORE_WAIT, BUSY, BUSIEST = "time/core_wait_pct", 10.0, 50.0  # the mean; the fastest step in twenty
+REFERENCE, SLOWER = "time/reference_ms", 1.07  # times the fastest tenth
+SCORES = ("val/accuracy", "val/r2", "val/perplexity", "val/loss")  # a run is judged by the first
+LOWER_IS_BETTER = ("val/perplexity", "val/loss", "val/mae", "val/rmse")
+PHASES = ("data_wait", "h2d", "forward", "backward", "communication", "optimizer", "replay")
+UNCOMPARED = ("run.", "gate.", "data.cache")  # settings that make no other training
+HUGE = 1e300  # MLflow's infinity
+
+History = Sequence[Mapping[str, Any]]  # gate and metrics of runs, the newest first
+
+
+class GateFailed(RuntimeError):
+    """A finished run did not pass its gate, where that is to fail. `run`: its record."""
+
+    def __init__(self, run: dict[str, Any]) -> None:
+        super().__init__(f"{run['tags']['gate']}: {run['tags']['gate.why']}")
+        self.run = run
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A metric that a run is judged by.
+
+    Limits lie at least so far from the median, as a share of it or in its own unit: `near`
+    for each of three runs in a row, `far` for one.
+    """
+
+    metric: str
+    gate: str
+    said: str  # the sentence's first words, of the value
+    value: Callable[[float], str] = format_number
+    is_lower_better: bool = True
+    near: float = 0.0
+    far: float = 0.0
+    unit: float = 0.0
+    busy: float = math.inf  # per cent of the time without a core, above which it says little
+
+
+FIGURES = (
+    Figure(
+        *("speed/samples_per_s", "slower", "{} samples/s"),
+        is_lower_better=False,
+        near=0.3,
+        far=0.67,
+        busy=BUSY,
+    ),
+    Figure(
+        *("time/fast_step_ms", "slower", "a step takes {} where nothing is in its way"),
+        value=format_milliseconds,
+        near=0.025,
+        far=2.0,
+        busy=BUSIEST,
+    ),
+    Figure(
+        *("memory/run_peak_allocated_mib", "larger", "peak {}", format_mebibytes),
+        near=0.01,
+        far=0.02,
+        unit=0.25,
+    ),
+    Figure("memory/leaked_mib", "larger", "{} leaked", format_mebibytes, unit=0.25),
+)
+
+
+SPEEDS = tuple(figure.metric for figure in FIGURES if figure.gate == "slower")
+
+
+def _make_score_figure(metric: str) -> Figure:
+    said = f"{metric} {{}}"
+    if metric in LOWER_IS_BETTER:
+        return Figure(metric, "worse", said, near=0.02, far=0.04)
+    return Figure(metric, "worse", said, is_lower_better=False, unit=0.005)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run is, in a word and in a sentence; and each figure's trend, for a plot."""
+
+    gate: str  # ok, new, one of GATES; empty: MLflow could not be asked
+    why: str
+    trend: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """Return the tags of the verdict, under the names of the run record."""
+        return {"gate.why": self.why, **({"gate": self.gate} if self.gate else {})}
+
+
+def compute_gate_key(config: RunConfig, device: DeviceFacts, data: DataFacts) -> str:
+    """Return a hash of what has to be the same for runs to be compared: 16 hex digits.
+
+    All settings that mean something but those of UNCOMPARED, the seed among them, the data
+    and the device's model.
+    """
+    params = {
+        k: v
+        for k, v in read_settings.collect_params(config).items()
+        if not k.startswith(UNCOMPARED)
+    }
+    rows = data.fingerprint or [data.source, data.train_rows, data.val_rows, data.input_shape]
+    said = [params, rows, device.kind, device.model]
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def compare_with_history(
+    run: Mapping[str, Any], runs: History | None, config: RunConfig
+) -> dict[str, Any]:
+    """Return what is new in the record of a finished run: tags and trend.
+
+    And what the model registry needs to know, where its model is to be registered.
+    """
+    metrics, name = run["metrics"], config.run.registered_model
+    verdict = judge_run(metrics, runs, config.gate)
+    found = {"tags": run["tags"] | verdict.tags, "trend": verdict.trend}
+    if name:
+        score = next((score for score in SCORES if score in metrics), "")
+        told = {"metric": score, "value": metrics.get(score), "lower": score in LOWER_IS_BETTER}
+        found["register"] = {"name": name, "passed": verdict.gate in (OK, NEW), **told}
+    return found
+
+
+def judge_run(now: Mapping[str, float], runs: History | None, gate: GateConfig) -> Verdict:
+    """Return the verdict on a finished run by what it measured.
+
+    runs: those of the same `gate.of`; None where MLflow could not be asked.
+    """
+    if runs is None:
+        return Verdict("", "not compared: MLflow could not be asked")
+    good = _find_good_runs(runs)[: gate.last]
+    if runs and not good:
+        return Verdict(runs[0]["gate"], f"none of the last {len(runs)} runs was ok to compare with")
+    if len(good) < NEEDED_RUNS:
+        return Verdict(NEW, f"{len(good)} of the {NEEDED_RUNS} runs that a comparison needs")
+    references = sorted(run[REFERENCE] for run in good if REFERENCE in run)
+    usual_ms = references[len(references) // 10] if references else math.inf  # most may be slowed
+    told: dict[str, list[str]] = {kind: [] for kind in GATES}
+    trend = []
+    score = next((name for name in SCORES if name in now), None)
+    for figure in (*([_make_score_figure(score)] if score else []), *FIGURES):
+        seen = _FigureHistory.of(figure, now, runs, good, usual_ms)
+        if seen is None:
+            continue
+        trend.append(seen.trend())
+        if limit := seen.passed():
+            told[figure.gate].append(seen.said(*limit))
+    if told["slower"]:
+        told["slower"] += _describe_phase(now, good)
+    worst = next((kind for kind in GATES if told[kind]), OK)
+    why = "; ".join(words for kind in GATES for words in told[kind])
+    why = why or f"within the limits of the last {len(good)} runs"
+    if not_judged := _describe_disturbance(now, usual_ms, BUSY):
+        is_all = _describe_disturbance(now, usual_ms, BUSIEST)
+        why += f"; its {'speed is' if is_all else 'samples/s are'} not judged: {not_judged}"
+    return Verdict(worst, why, trend)
+
+
+def _find_good_runs(runs: History) -> list[Mapping[str, float]]:
+    """Return the metrics of the good runs since history began, the newest first.
+
+    It began at the newest unbroken row of new ones, of which a person may have made one.
+    """
+    found, has_begun = [], False
+    for run in runs:
+        if has_begun and run["gate"] != NEW:
+            break
+        has_begun |= run["gate"] == NEW
+        if run["gate"] in (OK, NEW):
+            found.append(run["metrics"])
+    return found
+
+
+def _describe_disturbance(metrics: Mapping[str, float], usual_ms: float, busy: float) -> str:
+    """Return what kept the machine from its usual speed; empty where nothing is known."""
+    if metrics.get(CORE_WAIT, 0.0) > busy:
+        return f"its threads had no core for {metrics[CORE_WAIT]:.0f} % of the time"
+    slower = metrics.get(REFERENCE, 0.0) / usual_ms
+    if slower > SLOWER:
+        return f"the machine itself took {100 * (slower - 1):.0f} % longer for the same work"
+    return ""
+
+
+def _read_value(metrics: Mapping[str, float], name: str) -> float | None:
+    value = metrics.get(name)
+    return value if value is not None and math.isfinite(value) and abs(value) < HUGE else None
+
+
+@dataclass(frozen=True)
+class _FigureHistory:
+    """A figure of this run, and of those before it."""
+
+    figure: Figure
+    now: float
+    good: list[float]  # the newest first
+    before: list[float]  # of the two runs before that measured it, good or not
+
+    @classmethod
+    def of(
+        cls,
+        figure: Figure,
+        now: Mapping[str, float],
+        runs: History,
+        good: Sequence[Mapping[str, float]],
+        usual_ms: float,
+    ) -> _FigureHistory | None:
+        """Return the figure's history, or None where it was measured too seldom.
+
+        Measurements count where they were undisturbed: that of this run, and NEEDED_RUNS of
+        the good ones.
+        """
+
+        def is_free(run: Mapping[str, float]) -> bool:
+            return figure.busy == math.inf or not _describe_disturbance(run, usual_ms, figure.busy)
+
+        values, before = (
+            [v for run in of if is_free(run) and (v := _read_value(run, figure.metric)) is not None]
+            for of in (good, (run["metrics"] for run in runs))
+        )
+        if figure.metric not in now or not is_free(now) or len(values) < NEEDED_RUNS:
+            return None
+        return cls(figure, now[figure.metric], values, before[: IN_A_ROW - 1])
+
+    @property
+    def middle(self) -> float:
+        return median(self.good)
+
+    def limit(self, deviations: float, least: float) -> float:
+        spread = SIGMA * median(abs(value - self.middle) for value in self.good)
+        away = max(deviations * spread, least * abs(self.middle), self.figure.unit)
+        return self.middle + (away if self.figure.is_lower_better else -away)
+
+    @property
+    def near(self) -> float:
+        limit, is_lower_better = self.limit(NEAR, self.figure.near), self.figure.is_lower_better
+        older = self.good[IN_A_ROW - 1 :]  # than the row, which may be good up to now
+        worst = sorted(older, reverse=is_lower_better)[int(WORST * len(older))]
+        return max(limit, worst) if is_lower_better else min(limit, worst)
+
+    @property
+    def far(self) -> float:
+        limit = self.limit(FAR, self.figure.far)
+        return max(limit, self.near) if self.figure.is_lower_better else min(limit, self.near)
+
+    def is_beyond(self, value: float, limit: float) -> bool:
+        return (value > limit) is self.figure.is_lower_better
+
+    def passed(self) -> tuple[float, str] | None:
+        """Return the limit that was passed, and what to add in words; None where none was."""
+        if self.is_beyond(self.now, self.far) or not abs(self.now) < HUGE:  # nan is no number
+            return self.far, ""
+        row = [self.now, *self.before]
+        if len(row) == IN_A_ROW and all(self.is_beyond(value, self.near) for value in row):
+            return self.near, f", as the {IN_A_ROW - 1} runs before"
+        return None
+
+    def said(self, limit: float, more: str) -> str:
+        told, middle = self.figure.value, self.middle
+        side = "above" if self.figure.is_lower_better else "below"
+        if middle and math.isfinite(self.now):
+            side = f"{100 * abs(self.now / middle - 1):.1f} % {side}"
+        return (
+            f"{self.figure.said.format(told(self.now))}, {side} the median of the last "
+            f"{len(self.good)} ({told(middle)}, limit {told(limit)}){more}"
+        )
+
+    def trend(self) -> dict[str, Any]:
+        """Return the values for a plot, the oldest first and this run's last."""
+        return {
+            "metric": self.figure.metric,
+            "values": [*self.good[::-1], self.now],
+            "median": self.middle,
+            "near": self.near,
+            "far": self.far,
+            "beyond": self.passed() is not None,
+        }
+
+
+def _describe_phase(now: Mapping[str, float], good: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return which phase of a step has grown most, and its share of all growth."""
+    grown = {}
+    for phase in PHASES:
+        name = f"time/{phase}_ms"
+        known = [value for run in good if (value := _read_value(run, name)) is not None]
+        mine = _read_value(now, name)
+        if known and mine is not None and mine > median(known):
+            grown[phase.replace("_", " ")] = mine - median(known)
+    if not grown:
+        return []
+    most = max(grown, key=lambda phase: grown[phase])
+    return [f"{most} is {format_percent(grown[most] / sum(grown.values()))} of it"]

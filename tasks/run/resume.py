@@ -1,0 +1,342 @@
+"""Finds the earlier run that another one goes on with: as asked for, or the last one of the
+same key that did not come to its end; and plans retries. A run's folder is held by the
+process that trains in it, by a lock that goes with the process. It refuses a run that still
+trains, and one of which nothing was kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+
+from tasks.engine.base.facts import DeviceFacts
+from tasks.engine.base.file_lock import FileLock, is_held
+from tasks.engine.base.units import format_seconds, make_printable
+from tasks.engine.checkpoint.checkpoint_files import (
+    DamagedCheckpoint,
+    NewerCheckpoint,
+    intact_about,
+)
+from tasks.engine.checkpoint.compatibility import describe_training, refuse_other_training
+from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, list_steps
+from tasks.engine.device.detection import TemporaryDeviceError
+from tasks.engine.settings import read_settings
+from tasks.engine.settings.read_settings import ConfigError, resolve_config
+from tasks.engine.settings.run_config import RunConfig, RunSettings
+from tasks.engine.step.plan import Plan
+from tasks.engine.training.loop import compute_end_time
+from tasks.process import restart
+from tasks.process.redaction import redact
+from tasks.run.failures import Failure
+from tasks.run.run_folders import (
+    LOCK,
+    RunStart,
+    list_run_folders,
+    make_resume_command,
+    read_json,
+    read_start,
+)
+from tasks.tracking.where import read_tracking_settings
+
+log = logging.getLogger(__name__)
+# Settings that say nothing of what is trained, or stand first in the name.
+NOT_VARIED = (
+    *("run.", "gate.", "checkpoint.", "device.", "model.name", "data.source", "data.path"),
+    *("launch.nodes", "launch.port", "launch.wait_s"),
+)
+PLAIN = (str, int, float)
+NAME_LETTERS = 48  # of a name that nobody gave
+RETRY_WAIT_S = 600.0  # at most
+KEYS = "keys"  # the folder, beside those of runs, of those that are being trained
+
+
+def make_default_name(config: RunConfig) -> str:
+    """Return the name of a run: as given, else the model, the data and changed settings.
+
+    For example `mlp-digits lr=0.01`.
+    """
+    if config.run.name:
+        return config.run.name
+    source = Path(config.data.path).stem if config.data.path else config.data.source
+    usual, words = RunConfig().flat(), [f"{config.model.name}-{source}"]
+    for name, value in read_settings.collect_params(config).items():
+        if name.startswith(NOT_VARIED) or value == usual[name] or not isinstance(value, PLAIN):
+            continue
+        section, _, last = name.rpartition(".")
+        shown = f"{value:g}" if isinstance(value, float) else redact(str(value))
+        words.append(f"{section if last == 'name' else last}={shown}")
+    fit = max([n for n in range(len(words) + 1) if len(" ".join(words[:n])) <= NAME_LETTERS])
+    more = len(words) - max(1, fit)
+    return " ".join([*words[: max(1, fit)], *([f"+{more}"] if more else [])])
+
+
+def make_timestamp() -> str:
+    """The time in UTC, as the names of runs' folders have it."""
+    return datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+
+
+class NothingKept(ConfigError):
+    """A run that was to be gone on with has nothing to go on from; a key then begins a new one."""
+
+
+def find_resumed_folder(runs: Path, resume: str) -> Path:
+    """Return the folder of the run that --resume names: latest, a run's id, or a folder.
+
+    Raises ConfigError.
+    """
+    told = make_printable(resume, limit=80)
+    if resume == "latest":
+        kept = [folder for folder in list_run_folders(runs) if list_steps(folder / CHECKPOINTS)]
+        if not kept:
+            raise ConfigError(f"--resume latest: no run in {runs} has a checkpoint")
+        return kept[0]
+    folder = next(
+        (f for f in list_run_folders(runs) if resume in (f.name, _read_run_id(f))),
+        Path(resume).absolute(),
+    )
+    if folder.name == CHECKPOINTS:
+        folder = folder.parent
+    if read_start(folder) is None:
+        raise ConfigError(
+            f"--resume {told}: is neither latest, nor the id of a run in {runs}, nor its folder"
+        )
+    if not list_steps(folder / CHECKPOINTS):
+        raise ConfigError(f"--resume {told}: that run wrote no checkpoint; train anew")
+    return folder
+
+
+def read_resumed_settings(resume: str) -> RunConfig:
+    """Return the settings of the run that --resume names. Raises ConfigError."""
+    return resolve_config(
+        str(find_resumed_folder(Path(read_tracking_settings().runs), resume) / "config.yaml"), {}
+    )
+
+
+def find_unfinished_folder(runs: Path, key: str) -> Path | None:
+    """Return the folder of the newest run of this key, where it did not come to its end.
+
+    Something has to be kept there, or another process still trains it; of no key there is
+    none.
+    """
+    newest = _find_newest(runs, key)
+    if newest is None or _is_done(newest):
+        return None
+    return newest if list_steps(newest / CHECKPOINTS) or is_held(newest / LOCK) else None
+
+
+def held_key(runs: Path, key: str) -> KeyLock:
+    """The key, until it is closed: from before its run has a folder, so that of two first starts
+    one trains. Raises ConfigError where another process has it, or nothing can be written."""
+    try:
+        lock = KeyLock.taken(runs, key)
+    except OSError as error:
+        raise ConfigError(f"runs: {runs} can't be written ({error.strerror})") from None
+    if isinstance(lock, KeyLock):
+        return lock
+    raise ConfigError(
+        f"run.key: {make_printable(key, limit=80)} is being trained by {lock}; wait for it, end "
+        "it with "
+        "`python -m flows.stop`, or choose another key"
+    )
+
+
+def is_key_held(runs: Path, key: str) -> bool:
+    """Whether a process trains under this key, or is about to."""
+    return is_held(_key_file(runs, key))
+
+
+def _key_file(runs: Path, key: str) -> Path:
+    return runs / KEYS / f"{sha256(key.encode()).hexdigest()[:24]}.lock"
+
+
+@dataclass(frozen=True)
+class KeyLock:
+    """A key that this process has. Its file goes with it."""
+
+    lock: FileLock
+
+    @classmethod
+    def taken(cls, runs: Path, key: str) -> KeyLock | str:
+        """It, or who else has it. Raises OSError."""
+        path = _key_file(runs, key)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        while True:
+            lock = FileLock(path)
+            if not lock.take(f"process {os.getpid()}"):
+                with lock:
+                    return lock.text()
+            if lock.is_in_place():
+                return cls(lock)
+            lock.close()  # whoever had it has removed the file since it was opened here
+
+    def __enter__(self) -> KeyLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self.lock.path.unlink()
+        self.lock.close()
+
+
+def taken(folder: Path) -> FileLock:
+    """The lock of a run that is to be gone on with. Raises ConfigError where another process has
+    it, and NothingKept where its checkpoints were removed until then."""
+    if folder.is_dir():
+        lock = lock_for_training(folder)
+        if list_steps(folder / CHECKPOINTS):
+            return lock
+        lock.close()
+    raise NothingKept(f"--resume {folder}: its checkpoints were removed; train without --resume")
+
+
+def check_resume(folder: Path, plan: Plan) -> None:
+    """Refuse to go on with the run of this folder as another training, before it is opened again.
+
+    Raises ConfigError, and NothingKept where none of its checkpoints is what was written.
+    """
+    kept, now, damage = folder / CHECKPOINTS, describe_training(plan), []
+    for step in list_steps(kept):
+        try:
+            refuse_other_training(intact_about(kept, step), now)
+        except NewerCheckpoint as error:
+            raise ConfigError(f"--resume: {error}") from None
+        except DamagedCheckpoint as error:  # told when it is read, where an older one is taken
+            damage.append(str(error).replace(f"{kept}/", ""))
+            continue
+        return
+    if damage:
+        raise NothingKept(f"no checkpoint of it is what was written ({damage[0]})")
+    raise NothingKept("its checkpoints were removed")
+
+
+def _find_newest(runs: Path, key: str) -> Path | None:
+    of_key = (
+        f for f in list_run_folders(runs) if (s := read_start(f)) is not None and s.key == key
+    )
+    return next(of_key, None) if key else None
+
+
+def lock_for_training(folder: Path) -> FileLock:
+    """Return the folder's lock, held until it is closed.
+
+    Raises ConfigError where another process trains there, or nothing can be written.
+    """
+    try:
+        lock = FileLock(folder / LOCK)
+        is_mine = lock.take(f"process {os.getpid()}")
+    except OSError as error:
+        raise ConfigError(f"--resume {folder}: can't be written ({error.strerror})") from None
+    if not is_mine:
+        by = lock.text()
+        lock.close()
+        raise ConfigError(f"--resume {folder}: that run is being trained by {by}")
+    return lock
+
+
+def _read_run_id(folder: Path) -> str:
+    start = read_start(folder)
+    return start.run_id if start else ""
+
+
+def _is_done(folder: Path) -> bool:
+    run = read_json(folder / "run.json")
+    return run.get("status") == "FINISHED" and not run.get("stopped")
+
+
+@dataclass(frozen=True)
+class Retry:
+    """A planned restart of a training, in a new process."""
+
+    after: str  # the class of the failure
+    number: int
+    most: int
+    at: float  # Unix time
+    folder: Path
+    step: int  # of the checkpoint that it goes on from; 0: there is none
+
+    def __str__(self) -> str:
+        source = f"from step {self.step:,}" if self.step else "from the start"
+        return (
+            f"{self.after}, which a new process may cure: retry {self.number} of {self.most} "
+            f"begins in {format_seconds(max(0.0, self.at - time.time()))}, {source}"
+        )
+
+
+def plan_retry(
+    folder: Path, failure: Failure, config: RunConfig, *, starts: int = 0
+) -> Retry | None:
+    """Return the next start of the training in this folder, which has failed and ended.
+
+    None where that would not help, or has not helped so often. It is kept in the folder's
+    start.json. starts: of a flow run by now; 0 from a command line, where the user sees the
+    first failure.
+    """
+    start, step = read_start(folder), next(iter(list_steps(folder / CHECKPOINTS)), 0)
+    was = start or RunStart("", "", "", retries=starts - 1)  # where it did not come to open its run
+    before = 0 if step > was.retried_at else was.retries
+    is_waited_for = failure.cure == "in a retry" and (starts > 0 or was.retries > 0)
+    retry, most = None, config.run.retries
+    if (failure.cure == "always" or is_waited_for) and 0 <= before < most:
+        at = time.time() + min(RETRY_WAIT_S, config.run.retry_wait_s * 2**before)
+        if not _is_over(config.train.until, at):
+            retry = Retry(failure.kind, before + 1, most, at, folder, step)
+    if start is not None:
+        number, after = (retry.number, retry.after) if retry is not None else (0, "")
+        try:
+            replace(start, retries=number, retried_at=step, after=after).write(folder)
+        except OSError:  # what is not counted might never end
+            return None
+    return retry
+
+
+def _is_over(until: str | None, at: float) -> bool:
+    """Return whether the time that a training has is over by then.
+
+    The next 06:30 is another day's.
+    """
+    with suppress(ConfigError):  # a date that has passed
+        return until is not None and at >= compute_end_time(until, time.time())
+    return True
+
+
+def find_failed_start(runs: Path, key: str) -> RunStart | None:
+    """Return the start of the run that failed without a checkpoint, if this is its retry."""
+    folder = restart.find_failed_folder() or _find_newest(runs, key)
+    start = read_start(folder) if folder is not None else None
+    return start if start is not None and start.retries else None
+
+
+def make_retry_tags(
+    before: RunStart | None, device: DeviceFacts, run: RunSettings, *, is_new: bool
+) -> dict[str, str]:
+    """Return the tags of a retry; none for another start. is_new: as a run of its own.
+
+    Raises NotNow where the device is gone: nobody asked for weeks on the CPU.
+    """
+    if before is None or not before.retries:
+        return {}
+    if before.device not in ("", device.kind):
+        raise TemporaryDeviceError(
+            f"device.name: the training was on {before.device}, and its retry finds {device.kind} "
+            f"({device.reason}); go on there with --resume, or look after the device",
+            kind="device_lost",
+        )
+    told = {"retries": f"{before.retries} of {run.retries} after {before.after}"}
+    return {**told, "retry_of": before.run_id} if is_new else told
+
+
+def log_resume_command(folder: Path, run_id: str) -> None:
+    """Log how to go on with a run that ended before its end, where a checkpoint was kept.
+
+    run_id: empty where MLflow does not know the run.
+    """
+    kept = list_steps(folder / CHECKPOINTS)
+    if kept:
+        command = make_resume_command(run_id or folder.name)
+        log.info("step %s is kept; go on with `%s`", f"{kept[0]:,}", command)

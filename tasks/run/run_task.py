@@ -1,0 +1,57 @@
+"""The decorator of this project's Prefect tasks. A plain call of such a task is timed in the record
+of the run around it, which also keeps why it failed; no error of it shows a secret to Prefect; and
+no argument of it is hashed or kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from prefect import Task
+from prefect.cache_policies import NO_CACHE
+from prefect.context import TagsContext
+
+from tasks.process.prefect_http import TAG
+from tasks.process.redaction import redact_errors
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class TimesStages(Protocol):
+    """What a run does for its tasks; see record.Record."""
+
+    def time_stage(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what the call returns."""
+
+
+CURRENT_RUN: ContextVar[TimesStages | None] = ContextVar("CURRENT_RUN", default=None)
+
+
+class RunTask(Task[P, R]):
+    """A Prefect task that the run around it times."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the task here, in this thread: signals reach it."""
+        # For a slot of the tag that this process is known by, each task would ask Prefect: with its
+        # server away, for a minute, to fail then.
+        asked = TagsContext.get().current_tags
+        with TagsContext(current_tags={tag for tag in asked if not tag.startswith(f"{TAG}:")}):
+            run, call = CURRENT_RUN.get(), super().__call__
+            if run is None:
+                return call(*args, **kwargs)
+            return run.time_stage(self.name, call, *args, **kwargs)
+
+
+def run_task(function: Callable[P, R]) -> RunTask[P, R]:
+    """Return the function as a task of a run."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with redact_errors():  # Prefect keeps the text of a failed task
+            return function(*args, **kwargs)
+
+    return RunTask(call, cache_policy=NO_CACHE)
