@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
 from tests.conftest import warm_python
@@ -190,3 +191,16 @@ def test_links_between_the_pages_lead_somewhere(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(PAGES[0].read_text().splitlines()) <= 150
+
+
+def test_the_scripts_and_manifests_of_a_cluster_can_be_read() -> None:
+    """Nothing runs them here: a quote too few would be found on the cluster."""
+    text = (ROOT / "docs" / "clusters.md").read_text()
+    scripts = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    manifests = re.findall(r"```\n(apiVersion.*?)```", text, re.DOTALL)
+    assert len(scripts) == 2 and len(manifests) == 2
+    for script in scripts:
+        checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+        assert checked.returncode == 0 and not checked.stderr, checked.stderr
+    kinds = [one["kind"] for text in manifests for one in yaml.safe_load_all(text)]
+    assert kinds == ["PyTorchJob", "Service", "Job"]

@@ -227,12 +227,14 @@ def require_own_home(folder: Path, home: Path) -> None:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             env = process.environ()
-            if env.get(PART, "").startswith("prefect ") and env.get(MARK) != provide_mark(folder):
-                if Path(env.get("PREFECT_HOME", "")) == home and is_running(process):
-                    raise ServeError(
-                        f"PREFECT_HOME: {home} is that of the service in {process.cwd()}; end that "
-                        f"(make serve-down there), or choose another folder: PREFECT_HOME={home}-2"
-                    )
+            is_other = env.get(PART, "").startswith("prefect ") and env.get(MARK) != (
+                provide_mark(folder)
+            )
+            if is_other and Path(env.get("PREFECT_HOME", "")) == home and is_running(process):
+                raise ServeError(
+                    f"PREFECT_HOME: {home} is that of the service in {process.cwd()}; end that "
+                    f"(make serve-down there), or choose another folder: PREFECT_HOME={home}-2"
+                )
 
 
 def _describe_port_holder(port: int) -> str | None:

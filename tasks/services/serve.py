@@ -39,7 +39,7 @@ from tasks.tracking import send_later
 from tasks.tracking.mlflow_pages import EXPERIMENTS_PAGE, make_experiment_path, make_run_path
 from tasks.tracking.where import TrackingError, TrackingSettings, read_tracking_settings
 
-PROJECT = Path(__file__).absolute().parent.parent
+PROJECT = Path(__file__).absolute().parent.parent.parent
 FOLDER = PROJECT / ".headroom" / "serve"
 PREFECT_PORT = ("HEADROOM_PREFECT_PORT", 4200)
 MLFLOW_PORT = ("HEADROOM_MLFLOW_PORT", 5000)

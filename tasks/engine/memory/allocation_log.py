@@ -28,8 +28,7 @@ from tasks.engine.distributed.shards import get_local_part
 from tasks.engine.memory.caching_allocator import AllocateEvent, AllocatorEvent, FreeEvent
 
 _TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
-_OURS = (f"{_HERE}{os.sep}allocation_log.py", __file__)
+_OURS = __file__
 
 
 class OperationLines:
@@ -60,7 +59,7 @@ def _find_python_line() -> str:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_TORCH) and name not in _OURS and not name.startswith("<"):
+        if not name.startswith(_TORCH) and name != _OURS and not name.startswith("<"):
             return f"{os.path.basename(name)}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
