@@ -23,7 +23,7 @@ import psutil
 from flows.cli import dry_runs
 from flows.cli.flags import make_resume_words, parse_training
 from tasks.engine.base.units import make_printable
-from tasks.engine.launch import processes
+from tasks.engine.launch import attempts
 from tasks.engine.settings.read_settings import ConfigError, check_imports, restore_config_secrets
 from tasks.process import prefect_http, restart, signals
 from tasks.process.redaction import redact, redact_output
@@ -36,8 +36,8 @@ _prefect_away = threading.Event()  # nothing waits for its server any more
 
 def main(argv: Sequence[str]) -> int:
     """Run what the command line says. Returns the exit code."""
-    code = processes.read_final_code()
-    return processes.keep_exit_code(_run_command(argv)) if code is None else code
+    code = attempts.read_final_code()
+    return attempts.keep_exit_code(_run_command(argv)) if code is None else code
 
 
 def _run_command(argv: Sequence[str]) -> int:
@@ -78,7 +78,7 @@ def exit_process(code: int) -> NoReturn:
 def _train(asked: Namespace) -> int:
     if asked.config.launch.machines:  # before it is imported: of names that no server knows
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if processes.rank_here():  # of torchrun; the first plays the flow
+    if attempts.rank_here():  # of torchrun; the first plays the flow
         from tasks.engine.launch import rank
 
         return rank.follow_lead(asked.config)
@@ -93,7 +93,7 @@ def _train(asked: Namespace) -> int:
     except DataError as error:
         print(redact(str(error)), file=sys.stderr)
         return 2
-    if asked.config.launch.machines and not processes.is_launched():
+    if asked.config.launch.machines and not attempts.is_launched():
         from tasks.engine.launch.machines import train_on_machines
 
         _log_to_stderr()
@@ -151,7 +151,7 @@ def _run_reporting_errors(play: Callable[[], int], *, debug: bool) -> int:
             print(f"PREFECT_API_URL: {redact(api)} {told}", file=sys.stderr)
             return 2
         print(f"failed: {redact(str(error))}", file=sys.stderr)
-        return processes.AGAIN if isinstance(error, RestartableError) else 1
+        return attempts.AGAIN if isinstance(error, RestartableError) else 1
 
 
 def print_report(run: Mapping[str, Any]) -> None:
@@ -249,7 +249,7 @@ def _plan_retry(asked: Namespace, error: Exception) -> None:
 
     A first start that has not opened its run is not restarted: its user is there.
     """
-    if processes.is_launched():  # torchrun starts it again, with the others
+    if attempts.is_launched():  # torchrun starts it again, with the others
         return
     from tasks.run.failures import classify_failure
     from tasks.run.record import last_ended

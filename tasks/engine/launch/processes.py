@@ -1,17 +1,9 @@
-"""Machines that train one model together: the same command is given on each of them. They meet
-at the first by name, which shows who is missing, and then PyTorch's launcher (torchrun) starts
-their processes. How one of them ended is kept for those that come after it, since the launcher
-starts them again whatever the reason was. It waits no longer than it was asked to.
-"""
+"""How many processes train, and on which devices. It refuses more than there are GPUs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -21,75 +13,9 @@ from tasks.engine.device.detection import DeviceError, detect_best_device
 from tasks.engine.device.leases import Leases, find_lease_folder
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.distributed.ranks import read_ranks_from_environment as ranks_asked
+from tasks.engine.launch.attempts import is_launched
 from tasks.engine.memory.leaks import take_baseline
-from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import DeviceConfig, LaunchConfig
-
-ATTEMPTS_FOLDER = "HEADROOM_ATTEMPTS"  # of this machine and this training
-AGAIN = 3  # exit code of a process that is to begin again, with the others
-
-
-def is_launched() -> bool:
-    """Return whether a launcher such as torchrun has started this process."""
-    return "RANK" in os.environ
-
-
-def rank_here() -> int:
-    """Return the rank that a launcher has given this process; 0 where none has.
-
-    Raises ConfigError where what the launcher must set is missing or makes no sense.
-    """
-    if not is_launched():
-        return 0
-    found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
-    for name, text in found.items():
-        if not text.isdecimal():
-            told = f"got {text!r:.40}" if text else "it is not set"
-            raise ConfigError(f"{name}: must be a whole number where RANK is set ({told})")
-    rank, size = int(found["RANK"]), int(found["WORLD_SIZE"])
-    if rank >= size:
-        raise ConfigError(f"RANK: must be below WORLD_SIZE, {size} (got {rank})")
-    local = os.environ.get("LOCAL_RANK", "0")
-    if not local.isdecimal():
-        raise ConfigError(f"LOCAL_RANK: must be a whole number (got {local!r:.40})")
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if size > 1 and missing:
-        raise ConfigError(
-            f"{missing[0]}: is not set, while RANK and WORLD_SIZE are; give the host of rank 0 as "
-            "MASTER_ADDR and a free port of it as MASTER_PORT"
-        )
-    if size > 1 and not os.environ["MASTER_PORT"].isdecimal():
-        raise ConfigError(
-            f"MASTER_PORT: must be a whole number (got {os.environ['MASTER_PORT']!r:.40})"
-        )
-    return rank
-
-
-@contextmanager
-def keep_exit_codes() -> Iterator[None]:
-    """Keep, inside, the exit codes of the processes that this one starts."""
-    with TemporaryDirectory(prefix="headroom-") as folder:
-        os.environ[ATTEMPTS_FOLDER] = folder
-        try:
-            yield
-        finally:
-            del os.environ[ATTEMPTS_FOLDER]
-
-
-def read_final_code() -> int | None:
-    """Return the exit code of a process here that would end the same way again; None where
-    none was kept."""
-    folder = os.environ.get(ATTEMPTS_FOLDER)
-    if folder is None or not (Path(folder) / "code").exists():
-        return None
-    return int((Path(folder) / "code").read_text())
-
-
-def keep_exit_code(code: int) -> int:
-    """Return the exit code, and keep it where it is one of bad input or of a failure."""
-    if code in (1, 2) and (folder := os.environ.get(ATTEMPTS_FOLDER)) is not None:
-        (Path(folder) / "code").write_text(str(code))
-    return code
 
 
 def count_processes(launch: LaunchConfig, facts: DeviceFacts) -> int:

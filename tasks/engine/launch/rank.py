@@ -43,7 +43,8 @@ from tasks.engine.distributed.ranks import (
     store_micro_batch,
 )
 from tasks.engine.files.source_data import DataError
-from tasks.engine.launch.processes import AGAIN, choose_device_name, find_rank_device
+from tasks.engine.launch.attempts import AGAIN
+from tasks.engine.launch.processes import choose_device_name, find_rank_device
 from tasks.engine.memory.leaks import release_device_memory, take_baseline
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
