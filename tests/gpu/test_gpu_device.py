@@ -80,7 +80,10 @@ def test_index_that_is_not_here_is_refused_with_those_that_are():
 
 
 def test_hidden_gpus_are_the_reason_for_the_cpu():
-    code = "from tasks.engine.device.detection import detect as d; print(d().fell_back, d().reason)"
+    code = (
+        "from tasks.engine.device.detection import detect_best_device as d; "
+        "print(d().fell_back, d().reason)"
+    )
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     if torch.version.cuda:
         del hidden["HIP_VISIBLE_DEVICES"]
@@ -91,7 +94,8 @@ def test_hidden_gpus_are_the_reason_for_the_cpu():
 
 def test_asking_for_the_cpu_leaves_the_gpu_asleep():
     code = (
-        "import torch; from tasks.engine.device.detection import detect; detect('cpu'); "
+        "import torch; from tasks.engine.device.detection import detect_best_device as detect; "
+        "detect('cpu'); "
         "print(torch.cuda.is_initialized())"
     )
     assert in_a_process({}, code) == "False"

@@ -146,13 +146,13 @@ def test_a_mistake_on_cuda_is_told_by_the_names_of_its_tensors(
 ASSERTED = """
 import torch
 from torch import nn
-from tasks.engine.diagnosis.explain import explained
+from tasks.engine.diagnosis.explain import explain_failure
 model = nn.Sequential(nn.Embedding(5, 3)).cuda()
 x, y = torch.full((2,), 7).cuda(), torch.zeros(2, dtype=torch.int64).cuda()
 try:
     model(x).sum().item()
 except RuntimeError as error:
-    print(explained(error, model, (x, y), lambda: model(x)))
+    print(explain_failure(error, model, (x, y), lambda: model(x)))
 """
 
 

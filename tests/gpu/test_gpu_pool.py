@@ -139,7 +139,8 @@ import random
 import subprocess
 import sys
 import torch
-from tasks.engine.memory.caching_allocator import Empty, Give, Pool, Take, rules
+from tasks.engine.memory.caching_allocator import AllocateEvent, EmptyCacheEvent, FreeEvent
+from tasks.engine.memory.caching_allocator import SimulatedAllocator, rules
 assert not rules().unfollowed
 with torch.cuda.stream(torch.cuda.Stream()):
     # Of free blocks of one size the allocator takes that of the lowest address, which nobody
@@ -148,27 +149,27 @@ with torch.cuda.stream(torch.cuda.Stream()):
         for size in (2**power, 2**power + 1, 3 * 2 ** (power - 1) + 1, 2 ** (power + 1) - 1):
             held = torch.cuda.memory_allocated()
             taken = torch.empty(size, dtype=torch.uint8, device="cuda")
-            pool = Pool().follow([Take(0, size)])
+            pool = SimulatedAllocator().follow([AllocateEvent(0, size)])
             assert pool.allocated == torch.cuda.memory_allocated() - held, size
             del taken
             torch.cuda.empty_cache()
     for seed in range(0 if rules().divisions else 10):
         torch.cuda.empty_cache()
         held, kept = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-        draw, pool, live = random.Random(seed), Pool(), {}
+        draw, pool, live = random.Random(seed), SimulatedAllocator(), {}
         for number in range(150):
             kind = draw.random()
             if kind < 0.55 or not live:
                 size = draw.randint(1, draw.choice([5_000, 2 << 20, 12 << 20, 60 << 20]))
                 live[number] = torch.empty(size, dtype=torch.uint8, device="cuda")
-                pool.follow([Take(number, size)])
+                pool.follow([AllocateEvent(number, size)])
             elif kind < 0.98:
                 freed = draw.choice(list(live))
                 del live[freed]
-                pool.follow([Give(freed)])
+                pool.follow([FreeEvent(freed)])
             else:
                 torch.cuda.empty_cache()
-                pool.follow([Empty()])
+                pool.follow([EmptyCacheEvent()])
             told = torch.cuda.memory_allocated() - held, torch.cuda.memory_reserved() - kept
             assert (pool.allocated, pool.reserved) == told, (seed, number, pool.allocated, told)
         live.clear()

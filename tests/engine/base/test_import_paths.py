@@ -140,10 +140,10 @@ def test_an_exit_that_a_signal_asked_for_is_no_mistake_of_the_user(own: Own) -> 
     own("mine", "import signal, os\ndef f():\n    os.kill(os.getpid(), signal.SIGTERM)\n")
     code = (
         "from tasks.process import signals\nsignals.catch()\nsignals.begin()\n"
-        "from tasks.engine.base.import_paths import found\n"
-        "from tasks.engine.base.import_paths import called\n"
-        "f = found('mine:f', setting='a.b', refusal=ValueError)\n"
-        "called(f, {}, setting='a.b', path='mine:f', refusal=ValueError)\n"
+        "from tasks.engine.base.import_paths import import_callable\n"
+        "from tasks.engine.base.import_paths import call_factory\n"
+        "f = import_callable('mine:f', setting='a.b', refusal=ValueError)\n"
+        "call_factory(f, {}, setting='a.b', path='mine:f', refusal=ValueError)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False

@@ -433,7 +433,7 @@ def _start(code: str, cache: Path) -> subprocess.Popen:
 
 
 def test_many_that_prepare_the_same_at_once_all_get_the_same(tmp_path):
-    code = "facts = data.prepare(config); print(facts.fingerprint, data.load(facts).train_x.sum())"
+    code = "facts = data.prepare_dataset(config); print(facts.fingerprint, data.load_arrays(facts).train_x.sum())"
     started = [_start(code, tmp_path) for _ in range(4)]
     answers = {process.communicate()[0] for process in started}
     assert len(answers) == 1 and answers.pop().strip()
@@ -456,7 +456,8 @@ def test_the_later_of_two_uses_what_the_earlier_left(tmp_path, monkeypatch):
 
 def test_a_kill_just_before_the_end_leaves_no_half_cache_and_is_swept_later(tmp_path):
     started = _start(
-        "store._rename = lambda *_: os.kill(os.getpid(), 9); data.prepare(config)", tmp_path
+        "store._rename_folder = lambda *_: os.kill(os.getpid(), 9); data.prepare_dataset(config)",
+        tmp_path,
     )
     started.communicate()
     assert started.returncode == -9

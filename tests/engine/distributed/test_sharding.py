@@ -397,10 +397,10 @@ def test_nothing_of_a_checkpoint_is_pickled(folder: Path, three: Seen) -> None:
 @pytest.mark.parametrize(
     ("mistake", "told"),
     [
-        ("damaged", r"Damaged: .*-1of2-\w+.safetensors was changed since it was written"),
-        ("missing", r"Damaged: .*No such file or directory: .*-1of2-\w+.safetensors'"),
-        ("no record", r"Damaged: .*/step-000000000002.json: No such file or directory"),
-        ("other", r"Mismatch: model.name: only the checkpoint has 3.bias"),
+        ("damaged", r"DamagedCheckpoint: .*-1of2-\w+.safetensors was changed since it was written"),
+        ("missing", r"DamagedCheckpoint: .*No such file or directory: .*-1of2-\w+.safetensors'"),
+        ("no record", r"DamagedCheckpoint: .*/step-000000000002.json: No such file or directory"),
+        ("other", r"StateMismatch: model.name: only the checkpoint has 3.bias"),
     ],
 )
 def test_what_is_no_checkpoint_of_this_model_is_told_alike_on_all_ranks(

@@ -442,9 +442,9 @@ def test_an_image_that_must_not_be_read_is_named(pets: Path) -> None:
 
 def test_folders_are_judged_without_pillow(pets: Path) -> None:
     code = (
-        "import sys; from tasks.engine.data.preparation import check; "
+        "import sys; from tasks.engine.data.preparation import check_data; "
         "from tasks.engine.settings.run_config import DataConfig; "
-        f"check(DataConfig(source='images', path={str(pets)!r})); print('PIL' in sys.modules)"
+        f"check_data(DataConfig(source='images', path={str(pets)!r})); print('PIL' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr

@@ -533,16 +533,18 @@ from pathlib import Path
 from tasks.engine.data import preparation as data
 from tasks.engine.settings.run_config import DataConfig
 config = DataConfig(path=sys.argv[1], cache=sys.argv[2], memory_mib=float(sys.argv[3]) or None)
-facts = data.prepare(config)
+facts = data.prepare_dataset(config)
 if sys.argv[4]:
     from tasks.engine.device import detection as device
     from tasks.engine.training import trainer as training
     from tasks.engine.settings.run_config import RunConfig
+    from tasks.engine.step.plan import make_plan
     plan = {"epochs": 1, "batch_size": int(sys.argv[4]), "compile": "off"}
     asked = RunConfig.model_validate({"data": config.model_dump(), "train": plan})
     folder = Path(sys.argv[2])
+    here = device.detect_best_device("cpu")
     trained = training.train(
-        asked, device.detect("cpu"), facts, folder=folder, log=lambda metrics, step: None
+        make_plan(asked, here, facts), folder=folder, log=lambda metrics, step: None
     )
     assert trained.tags["data.residency"] == ("host" if config.memory_mib else "device")
 # Not getrusage, which remembers what the process was before it became this one.

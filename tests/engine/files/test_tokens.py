@@ -187,8 +187,8 @@ def test_the_default_text_is_that_of_this_python_and_the_same_each_time(tmp_path
     assert b"PYTHON SOFTWARE FOUNDATION LICENSE" in text and b"assert" in text
     assert facts.train_rows > 1000 and facts.outputs == 256
     said = (
-        "import hashlib; from tasks.engine.files.tokens import default_text; "
-        "print(hashlib.sha256(default_text()).hexdigest())"
+        "import hashlib; from tasks.engine.files.tokens import build_default_text; "
+        "print(hashlib.sha256(build_default_text()).hexdigest())"
     )
     done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True)
     manifest = json.loads(Path(facts.folder, "manifest.json").read_text())

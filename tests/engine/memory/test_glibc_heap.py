@@ -17,8 +17,7 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C 
 STEPS = """
 import resource
 import psutil, torch
-from tasks.engine.memory import glibc_heap as heap
-from tasks.engine.memory.allocator_stats import give_back
+from tasks.engine.memory.allocator_stats import keep_heap, release_cached_memory
 MIB, STEPS = 64, 10
 PAGES = STEPS * MIB * 2**20 // resource.getpagesize()
 
@@ -32,10 +31,10 @@ def rss_mib():
     return psutil.Process().memory_info().rss / 2**20
 
 cpu = torch.device("cpu")
-with heap.kept(cpu):
+with keep_heap(cpu):
     faults()  # small blocks settle between the large ones at first
     kept, kept_mib = faults() / PAGES, rss_mib()
-give_back(cpu)
+release_cached_memory(cpu)
 print(kept, kept_mib - rss_mib())
 """
 

@@ -145,11 +145,11 @@ def test_a_disk_that_fills_up_is_one_sentence_and_leaves_nothing(
 import resource, sys
 import numpy as np, pyarrow as pa
 from tasks.engine.predict.request import Order
-from tasks.engine.predict.output_files import OutputError, opened
+from tasks.engine.predict.output_files import OutputError, open_output
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 order = Order("latest", "in.csv", "csv", {str(tmp_path / ("o." + ending))!r}, {ending!r})
 try:
-    with opened(order, text_width=3) as output:
+    with open_output(order, text_width=3) as output:
         for seed in range(100):
             output.write(pa.table({{"x": np.random.default_rng(seed).random(10_000)}}))
 except OutputError as error:

@@ -499,7 +499,7 @@ def test_importing_the_report_loads_neither_rich_nor_matplotlib_and_drawing_no_p
         "r.load_plotting()\n"
         "import tempfile, pathlib\n"
         "run = {'metrics': {'time/train_model_s': 1.0}}\n"
-        "with tempfile.TemporaryDirectory() as d: r.plots(run, pathlib.Path(d))\n"
+        "with tempfile.TemporaryDirectory() as d: r.draw_plots(run, pathlib.Path(d))\n"
         "print('matplotlib.pyplot' in sys.modules)"
     )
     root = Path(__file__).parents[3]

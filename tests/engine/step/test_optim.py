@@ -185,7 +185,8 @@ def test_a_first_step_imports_no_compiler() -> None:
         "import sys, torch\n"
         "from tasks.engine.step import optim\n"
         "p = torch.nn.Parameter(torch.ones(2)); p.sum().backward()\n"
-        "o = optim.make('adamw', [p], lr=.1, weight_decay=0., momentum=.9, beta2=.9)\n"
+        "o = optim.make_fused_optimizer("
+        "'adamw', [p], lr=.1, weight_decay=0., momentum=.9, beta2=.9)\n"
         "o.step(); o.zero_grad()\n"
         "sys.exit('torch._dynamo' in sys.modules)"
     )

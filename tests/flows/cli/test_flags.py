@@ -167,7 +167,7 @@ def test_every_example_of_the_help_is_understood(
 
 def test_help_and_errors_import_nothing_slow() -> None:
     code = (
-        "import sys; from flows.cli.flags import parse; parse([])\n"
+        "import sys; from flows.cli.flags import parse_training; parse_training([])\n"
         "print([m for m in ('torch', 'prefect', 'mlflow', 'numpy', 'rich') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -172,6 +172,9 @@ def test_only_the_parent_of_a_search_imports_optuna() -> None:
     assert users == {"tasks.comparison.search"}
     needs = "flows.compare, flows.train, tasks.comparison.page, tasks.comparison.trainings"
     words = "'--search', 'tpe', '--vary', 'optim.lr=1e-5..1'"
-    code = f"import sys, {needs}\nfrom flows.cli.compare_command import parse\nparse([{words}])\n"
+    code = (
+        f"import sys, {needs}\nfrom flows.cli.compare_command import parse_comparison as parse\n"
+        f"parse([{words}])\n"
+    )
     told = subprocess.run([PYTHON, "-c", f"{code}assert 'optuna' not in sys.modules"], check=False)
     assert told.returncode == 0

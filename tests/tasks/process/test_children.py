@@ -14,7 +14,7 @@ STARTS = textwrap.dedent(
     """
     import os, sys, time
     from tasks.process import children
-    process = children.start("tests.tasks.process.test_children")
+    process = children.start_child("tests.tasks.process.test_children")
     print(process.stdout.readline(), end="", flush=True)
     if os.fork() == 0:
         os.write(process.stdin.fileno(), b"a child's")

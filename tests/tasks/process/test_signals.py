@@ -35,16 +35,16 @@ CALLS = """
 import sys
 import library
 from tasks.process import signals
-from tasks.engine.base.import_paths import called
-signals.catch()
+from tasks.engine.base.import_paths import call_factory
+signals.install_signal_handlers()
 signals.PATIENCE_S = 0.5
-if {begun}: signals.begin()
+if {begun}: signals.enable_signal_exceptions()
 try:
-    called(library.{name}, {{"number": {number}}}, setting="s", path="p", refusal=ValueError)
+    call_factory(library.{name}, {{"number": {number}}}, setting="s", path="p", refusal=ValueError)
 except BaseException as error:
     print(type(error).__name__)
-    signals.finish()
-    sys.exit(signals.exit_code())
+    signals.disable_signal_exceptions()
+    sys.exit(signals.find_exit_code())
 """
 
 

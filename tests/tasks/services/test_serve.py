@@ -319,7 +319,7 @@ def test_ui_opens_on_our_runs_among_the_pages_for_training(
 
 TELLS = """
 import sys, time
-from tasks import serve
+from tasks.services import serve
 with serve._told_when_up(sys.argv[1]) as telling:
     telling.write("the page")
 time.sleep(float(sys.argv[2]))

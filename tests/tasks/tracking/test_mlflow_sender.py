@@ -61,8 +61,8 @@ FORKS = """
 import ctypes, os, sys, time
 from pathlib import Path
 from tasks.tracking.journal import Journal
-from tasks.tracking.where import Where
-where = Where.model_validate_json(sys.argv[1])
+from tasks.tracking.where import TrackingSettings
+where = TrackingSettings.model_validate_json(sys.argv[1])
 with Journal(where, Path(where.runs) / "one") as journal:
     journal.open(None)
     journal.create("one", params={}, tags={})
@@ -181,8 +181,8 @@ DIES = """
 import os, signal, sys, time
 from pathlib import Path
 from tasks.tracking.journal import Journal
-from tasks.tracking.where import Where
-where = Where.model_validate_json(sys.argv[1])
+from tasks.tracking.where import TrackingSettings
+where = TrackingSettings.model_validate_json(sys.argv[1])
 journal = Journal(where, Path(where.runs) / "dying").__enter__()
 journal.open(None)
 journal.create(name="dying", params={}, tags={})
@@ -584,9 +584,9 @@ def test_a_folder_that_is_removed_in_mid_run_is_written_anew(tmp_path: Path) -> 
 FIRST = """
 import sys
 from tasks.tracking import mlflow_store as tracking_store
-from tasks.tracking.where import Where
+from tasks.tracking.where import TrackingSettings
 tracking_store._provide_database = lambda *_: None
-where = Where.model_validate_json(sys.argv[1])
+where = TrackingSettings.model_validate_json(sys.argv[1])
 print(tracking_store.open_experiment(where)[1])
 """
 

@@ -31,8 +31,8 @@ UNLUCKY = """
 import json, sqlite3, sys
 from pathlib import Path
 from tasks.tracking.journal import Journal
-from tasks.tracking.where import TrackingError, Where
-where = Where.model_validate_json(sys.argv[1])
+from tasks.tracking.where import TrackingError, TrackingSettings
+where = TrackingSettings.model_validate_json(sys.argv[1])
 with Journal(where, Path(where.runs) / "unlucky") as journal:
     journal.open(None)
     journal.create(name="unlucky", params={}, tags=json.loads(sys.argv[2]))
