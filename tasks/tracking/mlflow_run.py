@@ -31,7 +31,7 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
 from tasks.engine.base.file_lock import FileLock
-from tasks.engine.device.nvml import Telemetry
+from tasks.engine.device.telemetry import Telemetry
 from tasks.engine.report import run_report
 from tasks.process.redaction import redact
 from tasks.tracking import logged_model

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from tasks.engine.files import arrays, tokens
-from tasks.engine.files.images import scan_image_folder
+from tasks.engine.files.image_folders import scan_image_folder
 from tasks.engine.files.source_data import (
     DataError,
     RawData,

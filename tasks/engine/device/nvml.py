@@ -1,13 +1,10 @@
 """Read what NVIDIA's management library (NVML) tells of the driver and its GPUs, without a CUDA
-context: free memory, the processes that hold memory, and, while a run uses a GPU, its load,
-power, heat, energy and throttling. GPUs are found by their UUID, since NVML's order is not
-PyTorch's. What the driver does not tell is absent; where NVML fails, its error is kept.
+context: free memory, and the processes that hold memory. Where NVML fails, its error is kept.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,88 +122,3 @@ def find_holders(uuid: str | None, nvml: Nvml) -> tuple[Holder, ...]:
     """Return the other processes on the GPU of this UUID; none where the driver does not
     tell."""
     return next((gpu.holders for gpu in nvml.gpus if gpu.uuid == uuid), ())
-
-
-# Reasons to run below full speed that a user can act on; not idleness or clocks asked for.
-_THROTTLES = (
-    "nvmlClocksThrottleReasonSwPowerCap",
-    "nvmlClocksThrottleReasonHwSlowdown",
-    "nvmlClocksThrottleReasonSwThermalSlowdown",
-    "nvmlClocksThrottleReasonHwThermalSlowdown",
-    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown",
-)
-
-
-class Telemetry:
-    """Samples one GPU. For an unknown GPU, or without NVML, every sample is empty."""
-
-    def __init__(self, uuid: str | None, nvml: Any = None, *, energy_j: float = 0.0) -> None:
-        """energy_j: that the run has used before."""
-        self._nvml = nvml
-        self._used_before_j = energy_j
-        self._handle: Any = None
-        self._is_open = False
-        self._energy_before_mj: float | None = None
-        if uuid is not None:
-            self._open(uuid)
-
-    def sample(self) -> dict[str, float]:
-        """Return metrics in the names of the run record; energy in joules, from the first
-        sample on."""
-        if self._handle is None:
-            return {}
-        nvml, gpu = self._nvml, self._handle
-        found = {
-            "gpu/utilization_pct": self._ask(lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
-            "gpu/power_w": self._ask(lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
-            "gpu/temperature_c": self._ask(
-                lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
-            ),
-            "gpu/energy_j": self._ask(self._energy_j),
-            "gpu/throttled": self._ask(self._throttled),
-        }
-        return {name: float(value) for name, value in found.items() if value is not None}
-
-    def close(self) -> None:
-        """Release the driver; samples are empty from here on."""
-        self._handle = None
-        if self._is_open:
-            self._is_open = False
-            self._nvml.nvmlShutdown()
-
-    def _open(self, uuid: str) -> None:
-        if self._nvml is None:
-            try:
-                import pynvml
-            except ImportError:
-                return
-            self._nvml = pynvml
-        full = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-        try:
-            self._nvml.nvmlInit()
-        except self._nvml.NVMLError:
-            return  # no driver here
-        self._is_open = True
-        try:
-            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(full)
-        except self._nvml.NVMLError:
-            self.close()  # not its GPU: nothing is known
-
-    def _ask(self, question: Callable[[], float]) -> float | None:
-        try:
-            return question()
-        except self._nvml.NVMLError:  # this GPU does not tell that
-            return None
-
-    def _energy_j(self) -> float:
-        now_mj = float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
-        if self._energy_before_mj is None:
-            self._energy_before_mj = now_mj
-        return self._used_before_j + (now_mj - self._energy_before_mj) / 1000
-
-    def _throttled(self) -> float:
-        reasons = self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)
-        mask = 0
-        for name in _THROTTLES:
-            mask |= getattr(self._nvml, name)
-        return float(bool(reasons & mask))

@@ -139,7 +139,8 @@ def test_an_exit_that_a_signal_asked_for_is_no_mistake_of_the_user(own: Own) -> 
     """Told apart by where it was raised: in this project, by tasks/signals.py."""
     own("mine", "import signal, os\ndef f():\n    os.kill(os.getpid(), signal.SIGTERM)\n")
     code = (
-        "from tasks.process import signals\nsignals.catch()\nsignals.begin()\n"
+        "from tasks.process import signals\nsignals.install_signal_handlers()\n"
+        "signals.enable_signal_exceptions()\n"
         "from tasks.engine.base.import_paths import import_callable\n"
         "from tasks.engine.base.import_paths import call_factory\n"
         "f = import_callable('mine:f', setting='a.b', refusal=ValueError)\n"

@@ -433,7 +433,8 @@ def _start(code: str, cache: Path) -> subprocess.Popen:
 
 
 def test_many_that_prepare_the_same_at_once_all_get_the_same(tmp_path):
-    code = "facts = data.prepare_dataset(config); print(facts.fingerprint, data.load_arrays(facts).train_x.sum())"
+    code = "facts = data.prepare_dataset(config); x = data.load_arrays(facts).train_x; "
+    code += "print(facts.fingerprint, x.sum())"
     started = [_start(code, tmp_path) for _ in range(4)]
     answers = {process.communicate()[0] for process in started}
     assert len(answers) == 1 and answers.pop().strip()

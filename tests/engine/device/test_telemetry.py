@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from tasks.engine.device.nvml import Telemetry
+from tasks.engine.device.telemetry import Telemetry
 
 UUID = "GPU-1234"
 

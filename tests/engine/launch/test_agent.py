@@ -239,14 +239,14 @@ def test_who_does_not_come_is_named_given_up_and_begun_again(
 
     asked = _on_checkpoint(tmp_path, stop) if fault == "is stopped" else lambda: None
     with caplog.at_level(logging.INFO, "tasks"):
-        facts, _ = _train(tmp_path, fault, timeout_s=10, asked=asked)
+        facts, _ = _train(tmp_path, fault, timeout_s=20, asked=asked)
     what = r"is at agents_own.py:\d+, forward" if fault == "hangs" else "tells nothing any more"
     named = rf"no step for \d+ s: rank 1 has not come \(.*, process \d+; it {what}\)"
-    given_up = r"\(given up after 10 s: launch.timeout_s\)"
+    given_up = r"\(given up after 20 s: launch.timeout_s\)"
     assert re.search(rf"{named} {given_up}", caplog.text), caplog.text
     assert re.match(rf"{named} \(Timed out waiting", facts.tags["ranks.lost"])
     assert facts.tags["ranks.restarts"] == "1" and facts.steps == 69
-    assert time.monotonic() - began_s < 60 and not _left()
+    assert time.monotonic() - began_s < 150 and not _left()
 
 
 def test_an_error_that_no_new_start_cures_is_raised_in_its_own_words(

@@ -117,7 +117,9 @@ def test_an_environment_whose_folder_mlflow_cannot_read_is_refused_in_a_sentence
     link = tmp_path / "of%20mine" / "mlflow"
     link.symlink_to(Path(mlflow.__file__).parent)
     asks = "import sys; from tasks.tracking import mlflow_store as s, where as w\n"
-    asks += "try: s.open_experiment(w.where())\nexcept w.TrackingError as e: print(e)"
+    asks += (
+        "try: s.open_experiment(w.read_tracking_settings())\nexcept w.TrackingError as e: print(e)"
+    )
     path = os.pathsep.join([str(link.parent), str(ROOT)])
     done = subprocess.run(
         [PYTHON, "-c", asks], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
