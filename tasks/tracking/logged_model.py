@@ -29,8 +29,8 @@ from mlflow.types import ColSpec, Schema, TensorSpec
 from mlflow.types.schema import AnyType
 
 from tasks.engine.models.checksums import write_checksums
-from tasks.engine.models.model_call import describe_inputs, is_structured
 from tasks.engine.models.raw_inputs import restore_raw_values
+from tasks.engine.models.structured_inputs import describe_inputs, is_structured
 
 if TYPE_CHECKING:
     from tasks.tracking.mlflow_run import SendingState
@@ -41,7 +41,6 @@ CODE = (
     "engine/__init__.py",
     "engine/base/__init__.py",
     "engine/base/import_paths.py",
-    "engine/base/import_paths.py",
     "engine/base/secret_names.py",
     "engine/models/__init__.py",
     "engine/models/builtin.py",
@@ -50,8 +49,7 @@ CODE = (
     "engine/models/own_factory.py",
     "engine/models/predictor.py",
     "engine/models/raw_inputs.py",
-    "engine/models/model_call.py",
-    "engine/models/builtin.py",
+    "engine/models/structured_inputs.py",
     "engine/settings/__init__.py",
     "engine/settings/model_args.py",
 )

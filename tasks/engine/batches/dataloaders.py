@@ -38,7 +38,7 @@ from tasks.engine.base.units import format_mebibytes
 from tasks.engine.batches.pinned_staging import PINNING, Mark
 from tasks.engine.files.source_data import DataError
 from tasks.engine.memory.memory_meter import is_oom
-from tasks.engine.models.model_call import LABELS
+from tasks.engine.models.structured_inputs import LABELS
 
 IGNORED = -100  # the label that PyTorch's losses skip by default
 REMEDY = "set data.task, and train.loss to a function of your own"

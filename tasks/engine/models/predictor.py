@@ -17,9 +17,10 @@ from torch import nn
 
 from tasks.engine.models.builtin import Standardize, Transformer, build_model
 from tasks.engine.models.checksums import check_checksums
-from tasks.engine.models.model_call import check_inputs, is_structured, split_inputs
+from tasks.engine.models.model_call import split_inputs
 from tasks.engine.models.own_factory import rebuild_model as build_again
 from tasks.engine.models.raw_inputs import make_array, make_inputs, refuse_no_number
+from tasks.engine.models.structured_inputs import check_inputs, is_structured
 
 ROWS = 4096  # rows predicted at once
 TOKENS = 1 << 14  # the same for a model of tokens

@@ -36,8 +36,8 @@ from tasks.engine.files.source_data import (
     format_list,
     shorten,
 )
-from tasks.engine.models.model_call import describe_inputs, is_structured
 from tasks.engine.models.raw_inputs import NOTHING
+from tasks.engine.models.structured_inputs import describe_inputs, is_structured
 from tasks.engine.predict.request import Order, list_parts, report_as_input
 from tasks.engine.settings.run_config import TABLE_FILES
 
