@@ -21,7 +21,7 @@ from tasks.engine.memory import leaks
 from tasks.engine.memory.memory_meter import MIB, MemoryMeter
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import optim
-from tasks.engine.step.plan import make_plan
+from tasks.engine.step.plan import Plan, make_plan
 from tasks.engine.training import shared_model, trainer
 from tasks.engine.training.admission import Admission
 from tasks.engine.training.oom_files import OutOfMemory
@@ -97,9 +97,8 @@ def _weights(facts: TrainFacts) -> dict[str, torch.Tensor]:
 def admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every training is let in, as where somebody else takes the memory after that."""
 
-    def let_in(config: RunConfig, *_: Any, **__: Any) -> Admission:
-        rows = -(-config.train.batch_size // config.train.accumulate)
-        return Admission(None, "", rows, "let in by a test")
+    def let_in(plan: Plan, **_: Any) -> Admission:
+        return Admission(None, "", plan.micro_batch, "let in by a test")
 
     monkeypatch.setattr(trainer, "admit_training", let_in)
     # Micro-batches are also halved where caches were given back in two windows running, and when a

@@ -88,8 +88,8 @@ class Heartbeats:
         return f"no step for {silent_s:.0f} s: {named}" if named else ""
 
     def _run(self) -> None:
-        tell_at_s = self._tell_after_s
-        while not self._over.wait(self._beat_s):
+        tell_at_s, is_over = self._tell_after_s, False
+        while not is_over:  # at once: one that stops before it has told of itself has no name
             try:
                 self._exchange()
             except RuntimeError as error:  # who keeps the store is gone, or stopped
@@ -100,6 +100,7 @@ class Heartbeats:
             elif silent_s >= tell_at_s and self._tells() and (told := self.describe_silence()):
                 tell_at_s = 2 * silent_s
                 log.warning("%s (given up after %g s: launch.timeout_s)", told, self._timeout_s)
+            is_over = self._over.wait(self._beat_s)
 
     def _exchange(self) -> None:
         """Tell of this rank, and read what the others have told where nothing goes on."""
