@@ -58,7 +58,9 @@ def address(place: Path) -> Iterator[str]:
         )
     assert server.stdout is not None
     try:
-        printed = re.search(r"MLflow: (http\S+)", server.stdout.readline())
+        lines = iter(server.stdout.readline, "")  # until it answers, it says that it starts
+        found = (re.search(r"MLflow: (http\S+)", line) for line in lines)
+        printed = next(filter(None, found), None)
         assert printed is not None, (place / "server.log").read_text()
         until = time.monotonic() + 120
         while not is_healthy(f"http://127.0.0.1:{port}/health"):
