@@ -17,7 +17,7 @@ from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.batches.dataloaders import ENDLESS
 from tasks.engine.device.detection import resolve_precision
 from tasks.engine.distributed.ranks import read_ranks_from_environment
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.run_config import RunConfig, TrainConfig
 from tasks.engine.step.cuda_graph import may_replay
 
 
@@ -58,15 +58,7 @@ class Plan:
 
     @property
     def schedule(self) -> Schedule:
-        t = self.settings.train
-        return Schedule(
-            epochs=t.epochs,
-            max_steps=t.max_steps,
-            batch_size=t.batch_size,
-            log_every=t.log_every,
-            patience=t.patience,
-            seed=t.seed,
-        )
+        return _make_schedule(self.settings.train)
 
     @property
     def micro_batch(self) -> int:
@@ -117,7 +109,7 @@ def make_plan(settings: RunConfig, device: DeviceFacts, data: DataFacts) -> Plan
         settings = _set_batch(settings, data.batch_rows)
     train = settings.train
     epoch_steps = ENDLESS if data.endless else math.ceil(data.train_rows / train.batch_size)
-    steps = min(train.epochs * epoch_steps, train.max_steps or train.epochs * epoch_steps)
+    steps = _make_schedule(train).count_steps(epoch_steps)
     precision = resolve_precision(train.precision, device)
     return Plan(
         settings,
@@ -128,6 +120,17 @@ def make_plan(settings: RunConfig, device: DeviceFacts, data: DataFacts) -> Plan
         steps=steps,
         epochs=math.ceil(steps / epoch_steps),
         may_replay=may_replay(settings, device, precision, steps=steps),
+    )
+
+
+def _make_schedule(train: TrainConfig) -> Schedule:
+    return Schedule(
+        epochs=train.epochs,
+        max_steps=train.max_steps,
+        batch_size=train.batch_size,
+        log_every=train.log_every,
+        patience=train.patience,
+        seed=train.seed,
     )
 
 
