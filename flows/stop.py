@@ -49,12 +49,20 @@ def main(argv: Sequence[str]) -> int:
     except TrackingError as error:
         print(error, file=sys.stderr)
         return 2
-    found = find_called_runs(asked.run, list_known_runs(runs))
-    alive = [run for run in found if run.live]
-    if len(alive) == 1:
-        return _stop_run(alive[0], now=asked.now)
-    print(_describe_refusal(asked.run, found, alive), file=sys.stderr)
-    return 2
+    until = time.monotonic() + LEAVE_S
+    while True:
+        found = find_called_runs(asked.run, list_known_runs(runs))
+        alive = [run for run in found if run.live]
+        if len(alive) != 1:
+            print(_describe_refusal(asked.run, found, alive), file=sys.stderr)
+            return 2
+        if (seen := _find_process(alive[0])) is not None:
+            return _stop_run(alive[0], *seen, now=asked.now)
+        if time.monotonic() > until:
+            why = "its process can't be seen from here: another container's, or an older version's"
+            print(f"RUN: {_describe_run(alive[0])} can't be stopped: {why}", file=sys.stderr)
+            return 1
+        time.sleep(ASK_EVERY_S)  # one that begins is announced at once, and one that ends let go
 
 
 def _describe_refusal(word: str, found: Sequence[KnownRun], alive: Sequence[KnownRun]) -> str:
@@ -80,15 +88,15 @@ def _describe_end(run: KnownRun) -> str:
     return f"{told}. Go on with: {run.resume}" if run.resume else told
 
 
-def _stop_run(run: KnownRun, *, now: bool) -> int:
-    live = next(
-        (one for one in find_live_runs() if (one.folder, one.pid) == (run.folder, run.pid)), None
-    )
-    process = find_process(live) if live is not None else None
-    if live is None or process is None:
-        why = "its process can't be seen from here: another container's, or an older version's"
-        print(f"RUN: {_describe_run(run)} can't be stopped: {why}", file=sys.stderr)
-        return 1
+def _find_process(run: KnownRun) -> tuple[LiveRun, psutil.Process] | None:
+    for live in find_live_runs():
+        if (live.folder, live.pid) == (run.folder, run.pid):
+            process = find_process(live)
+            return None if process is None else (live, process)
+    return None
+
+
+def _stop_run(run: KnownRun, live: LiveRun, process: psutil.Process, *, now: bool) -> int:
     try:
         process.terminate()
         how = "ends after its step, with a checkpoint" if run.state == "training" else "ends"

@@ -104,7 +104,9 @@ def test_a_run_whose_folder_was_removed_in_mid_run_is_found_and_gone_on_with(
             found[0].stat().st_size
         ):
             time.sleep(0.01)
-        (place / ".headroom" / "runs").rename(place / "gone")  # a run writes while a tree is removed
+        (place / ".headroom" / "runs").rename(
+            place / "gone"
+        )  # a run writes while a tree is removed
         shutil.rmtree(place / "gone")
         while not [*place.glob(".headroom/runs/*/config.yaml")]:
             time.sleep(0.01)

@@ -4,6 +4,7 @@ import json
 import signal
 import sqlite3
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from flows import stop
 from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.run.known_runs import KnownRun, find_called_runs, list_known_runs
 from tasks.run.live_runs import find_live_runs
+from tasks.run.run_folders import LOCK, RunStart
 from tests.conftest import PYTHON, ROOT, desk_environment
 
 Desk = Callable[..., subprocess.Popen[str]]
@@ -127,9 +129,13 @@ def test_one_word_means_one_training(
 
 
 def test_only_a_process_that_is_what_it_says_is_signalled(
-    ignores: subprocess.Popen[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ignores: subprocess.Popen[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Anybody may write a file that names somebody's process."""
+    monkeypatch.setattr(stop, "LEAVE_S", 0.2)
     for name, known in (
         ("another time", {"pid": ignores.pid, "started_at": 1.0}),
         ("nobody", {"pid": 2**22 + 1, "started_at": 1.0}),
@@ -139,6 +145,26 @@ def test_only_a_process_that_is_what_it_says_is_signalled(
             assert stop.main([name]) == 1
             assert "its process can't be seen from here" in capsys.readouterr().err
     assert ignores.poll() is None
+
+
+def test_one_that_ends_by_itself_meanwhile_was_not_unseen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that had taken back its announcement, and held its folder yet, was said to be of
+    another container; flows.stop returned 1."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEADROOM_LEASES", str(tmp_path / "leases"))
+    folder = tmp_path / ".headroom" / "runs" / "20261124-120000-abcdef01"
+    folder.mkdir(parents=True)
+    RunStart("abcdef0123", "1", "late").write(folder)
+    (folder / "run.json").write_text('{"status": "FINISHED"}')
+    lock = FileLock(folder / LOCK)
+    lock.take("")
+    letting_go = threading.Timer(0.3, lock.close)
+    letting_go.start()
+    assert stop.main(["late"]) == 2
+    letting_go.join()
+    assert "late (abcdef01) does not train: FINISHED" in capsys.readouterr().err
 
 
 def test_a_run_of_which_all_processes_were_killed_is_put_right_once(
