@@ -148,13 +148,12 @@ def test_only_a_process_that_is_what_it_says_is_signalled(
 
 
 def test_one_that_ends_by_itself_meanwhile_was_not_unseen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run that had taken back its announcement, and held its folder yet, was said to be of
     another container; flows.stop returned 1."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HEADROOM_LEASES", str(tmp_path / "leases"))
-    folder = tmp_path / ".headroom" / "runs" / "20261124-120000-abcdef01"
+    folder = place / ".headroom" / "runs" / "20261124-120000-abcdef01"
     folder.mkdir(parents=True)
     RunStart("abcdef0123", "1", "late").write(folder)
     (folder / "run.json").write_text('{"status": "FINISHED"}')
