@@ -35,8 +35,8 @@ from tasks.comparison.run_groups import Group, MeasuredRun, Points, group_runs
 from tasks.comparison.trainings import TrainingEnd
 from tasks.engine.base.units import format_number, make_printable
 from tasks.process.redaction import redact_command_line, redact_errors
+from tasks.run.findings import make_process_tags
 from tasks.run.flow_run import CalledFlow, show
-from tasks.run.record import make_process_tags
 from tasks.run.resume import make_timestamp
 from tasks.services import serve
 from tasks.tracking.where import TrackingError, read_tracking_settings

@@ -63,9 +63,9 @@ def train(
         )
         plan = run.begin(make_plan(settings, device, data))
         try:
-            run.trained(train_model(plan, run.past, run.folder, run.log, resumes=run.resumes))
+            run.keep_training(train_model(plan, run.past, run.folder, run.log, resumes=run.resumes))
         finally:
-            run.released(
+            run.keep_release(
                 release_memory(device, run.held_bytes, run.leaks, on_leak=settings.memory.on_leak)
             )
     return publish_run(run)

@@ -443,9 +443,9 @@ def _flow(place: Path, way: Way) -> None:
                     plan, record.past, record.folder, record.log, resumes=record.resumes
                 )
                 reached("trained")
-                record.trained(facts)
+                record.keep_training(facts)
             finally:
-                record.released(
+                record.keep_release(
                     release_memory.fn(
                         device, record.held_bytes, record.leaks, on_leak=config.memory.on_leak
                     )

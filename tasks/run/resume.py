@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
+from uuid import uuid4
 
 from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.base.file_lock import FileLock, is_held
@@ -42,6 +43,7 @@ from tasks.run.run_folders import (
     read_json,
     read_start,
 )
+from tasks.tracking.journal import RunGone
 from tasks.tracking.where import read_tracking_settings
 
 log = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ def make_default_name(config: RunConfig) -> str:
 
 
 def make_timestamp() -> str:
-    """The time in UTC, as the names of runs' folders have it."""
+    """Return the time in UTC, as the names of runs' folders have it."""
     return datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
 
 
@@ -130,11 +132,12 @@ def find_unfinished_folder(runs: Path, key: str) -> Path | None:
     return newest if list_steps(newest / CHECKPOINTS) or is_held(newest / LOCK) else None
 
 
-def held_key(runs: Path, key: str) -> KeyLock:
-    """The key, until it is closed: from before its run has a folder, so that of two first starts
-    one trains. Raises ConfigError where another process has it, or nothing can be written."""
+def lock_key(runs: Path, key: str) -> KeyLock:
+    """Return the key, held until it is closed: from before its run has a folder, so that of two
+    first starts one trains. Raises ConfigError where another process has it, or nothing can be
+    written."""
     try:
-        lock = KeyLock.taken(runs, key)
+        lock = KeyLock.take(runs, key)
     except OSError as error:
         raise ConfigError(f"runs: {runs} can't be written ({error.strerror})") from None
     if isinstance(lock, KeyLock):
@@ -147,7 +150,7 @@ def held_key(runs: Path, key: str) -> KeyLock:
 
 
 def is_key_held(runs: Path, key: str) -> bool:
-    """Whether a process trains under this key, or is about to."""
+    """Return whether a process trains under this key, or is about to."""
     return is_held(_key_file(runs, key))
 
 
@@ -162,8 +165,8 @@ class KeyLock:
     lock: FileLock
 
     @classmethod
-    def taken(cls, runs: Path, key: str) -> KeyLock | str:
-        """It, or who else has it. Raises OSError."""
+    def take(cls, runs: Path, key: str) -> KeyLock | str:
+        """Return it, or who else has it. Raises OSError."""
         path = _key_file(runs, key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         while True:
@@ -184,15 +187,98 @@ class KeyLock:
         self.lock.close()
 
 
-def taken(folder: Path) -> FileLock:
-    """The lock of a run that is to be gone on with. Raises ConfigError where another process has
-    it, and NothingKept where its checkpoints were removed until then."""
+def lock_resumed_folder(folder: Path) -> FileLock:
+    """Return the lock of a run that is to be gone on with. Raises ConfigError where another process
+    has it, and NothingKept where its checkpoints were removed until then."""
     if folder.is_dir():
         lock = lock_for_training(folder)
         if list_steps(folder / CHECKPOINTS):
             return lock
         lock.close()
     raise NothingKept(f"--resume {folder}: its checkpoints were removed; train without --resume")
+
+
+class RunClaim:
+    """Which run this process is: an earlier one that it goes on with, or a new one.
+
+    It holds the run's key and folder, so that nobody else trains it, until its context is left.
+    """
+
+    def __init__(
+        self, runs: Path, config: RunConfig, *, name: str | None, resume: str | None, key: str
+    ) -> None:
+        """name: of a new run. resume: which run to go on with. key: of this training, where its
+        settings give none. Raises ConfigError."""
+        self.key = config.run.key or key
+        self.anew = ""  # why the key does not go on with its last run
+        self._runs = runs
+        self._is_by_key = bool(self.key and not resume)
+        self._new_name = name or make_default_name(config)
+        with ExitStack() as locks:  # first of the key: of two who look for its run one finds it
+            if self.key:
+                locks.enter_context(lock_key(runs, self.key))
+            left = self._take_earlier(resume, locks)
+            self._locks = locks.pop_all()
+        self.resumes = left is not None
+        self.folder = left or self._new_folder()
+        self.start = read_start(self.folder) if left else None
+        self.earlier = self.start or find_failed_start(runs, self.key)  # whose retry this may be
+        self.name = self.start.name if self.start else self._new_name
+
+    def __enter__(self) -> RunClaim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._locks.close()
+
+    def _take_earlier(self, resume: str | None, locks: ExitStack) -> Path | None:
+        """Return the folder of the run to go on with, locked; None where a new one begins."""
+        find = find_resumed_folder if resume else find_unfinished_folder
+        left = find(self._runs, resume or self.key)
+        try:
+            if left is not None:
+                self._folder_lock = locks.enter_context(lock_resumed_folder(left))
+        except NothingKept as nothing:
+            if not self._is_by_key:
+                raise
+            self.anew, left = str(nothing), None
+        return left
+
+    def check(self, plan: Plan) -> None:
+        """Refuse to go on as another training. Where nothing is left to go on from, a key begins
+        a new run. Raises ConfigError."""
+        if self.resumes:
+            try:
+                check_resume(self.folder, plan)
+            except NothingKept as nothing:
+                self.begin_anew(nothing)
+
+    def begin_anew(self, why: ConfigError | RunGone) -> None:
+        """Leave the run of before, which can't be gone on with, for a new one of its key.
+
+        Raises NothingKept where that very run was asked for.
+        """
+        if not self._is_by_key:
+            raise NothingKept(
+                f"--resume {self.folder}: {why}; remove that folder, or train without --resume"
+            ) from None
+        self._folder_lock.close()
+        self.anew = f"{why}; its folder {self.folder} is left, remove it where nobody needs it"
+        self.resumes, self.folder = False, self._new_folder()
+        self.start = self.earlier = None
+        self.name = self._new_name
+
+    def hold_folder(self) -> None:
+        """Lock the folder of a run that has just got one. Raises ConfigError."""
+        self._locks.enter_context(lock_for_training(self.folder))
+
+    def write_start(self, start: RunStart) -> None:
+        """Keep how this start began."""
+        self.start = start
+        start.write(self.folder)
+
+    def _new_folder(self) -> Path:
+        return self._runs / f"{make_timestamp()}-{uuid4().hex[:8]}"
 
 
 def check_resume(folder: Path, plan: Plan) -> None:

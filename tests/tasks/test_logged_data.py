@@ -9,7 +9,7 @@ from pathlib import Path
 from tasks.engine.base.facts import Column
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.settings.run_config import DataConfig
-from tasks.run.record import SCHEMA_LIMIT, make_data_inputs
+from tasks.run.findings import SCHEMA_LIMIT, make_data_inputs
 
 
 def test_a_table_is_told_by_its_file_and_its_own_columns(place: Path) -> None:

@@ -13,12 +13,12 @@ from tasks.engine.base.file_lock import FileLock
 from tasks.engine.settings.read_settings import ConfigError, resolve_config
 from tasks.run.resume import (
     NothingKept,
-    held_key,
     is_key_held,
     lock_for_training,
+    lock_key,
+    lock_resumed_folder,
     make_default_name,
     make_timestamp,
-    taken,
 )
 from tasks.train_model import train_model
 
@@ -48,14 +48,14 @@ def test_a_long_name_says_how_much_it_leaves_out() -> None:
 
 def test_of_two_first_starts_of_a_key_one_has_it(tmp_path: Path) -> None:
     """Both trained: neither had a folder yet that the other could have seen."""
-    with held_key(tmp_path, "night"):
-        with held_key(tmp_path, "another"):
+    with lock_key(tmp_path, "night"):
+        with lock_key(tmp_path, "another"):
             assert is_key_held(tmp_path, "night") and not is_key_held(tmp_path, "none of them")
         told = f"^run.key: night is being trained by process {os.getpid()}; wait for it"
         with pytest.raises(ConfigError, match=told):
-            held_key(tmp_path, "night")
+            lock_key(tmp_path, "night")
     assert not [*(tmp_path / "keys").iterdir()], "its file goes with it"
-    held_key(tmp_path, "night").__exit__()
+    lock_key(tmp_path, "night").__exit__()
 
 
 def test_a_key_is_not_had_by_a_file_that_its_last_holder_removed(
@@ -71,16 +71,16 @@ def test_a_key_is_not_had_by_a_file_that_its_last_holder_removed(
         return real(lock, text)
 
     monkeypatch.setattr(FileLock, "take", take)
-    with held_key(tmp_path, "night") as key:
+    with lock_key(tmp_path, "night") as key:
         assert key.lock is not opened[0] and is_key_held(tmp_path, "night")
 
 
 def test_what_was_swept_before_its_lock_was_had_is_not_gone_on_with(tmp_path: Path) -> None:
     """It trained from step 0 in the same run, and told each point twice."""
     with pytest.raises(NothingKept, match="its checkpoints were removed; train without --resume$"):
-        taken(tmp_path / "gone")
+        lock_resumed_folder(tmp_path / "gone")
     with pytest.raises(NothingKept, match="its checkpoints were removed"):
-        taken(tmp_path)
+        lock_resumed_folder(tmp_path)
     taken_again = lock_for_training(tmp_path)  # it was given back
     taken_again.close()
     with pytest.raises(ConfigError, match="^--resume .*: its checkpoints were removed"):

@@ -17,7 +17,7 @@ from tasks.engine.base.facts import DataFacts
 from tasks.engine.data.preparation import load_arrays, prepare_dataset
 from tasks.engine.files.source_data import DataError
 from tasks.engine.settings.run_config import DataConfig
-from tasks.run.record import make_data_inputs
+from tasks.run.findings import make_data_inputs
 
 ROWS = 240
 RANDOM = np.random.default_rng(5)
