@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ class Optimizer:
         self.decays = [0.0 if id(p) in free else weight_decay for p in self.params]
         self._is_plain = all(get_local_part(p) is p and not p.is_complex() for p in self.params)
         self._applied = 0  # calls of the kernel that a step made before one of them failed
+        # What these calls are given, once the state is made: see _calls.
+        self._groups: list[tuple[float, list[nn.Parameter], list[list[Tensor]]]] | None = None
 
     def set_lr(self, lr: float) -> None:
         """Set the rate of the next steps; in place where steps are replayed, which read a
@@ -96,13 +98,27 @@ class Optimizer:
     def _with_grads(self) -> list[int]:
         return [i for i, p in enumerate(self.params) if p.grad is not None]
 
-    def _by_decay(self, which: list[int]) -> Iterator[tuple[float, list[int]]]:
-        """The same parameters, those of one weight decay at a time, for a call of the kernel each.
+    def _calls(self, *state: list[Tensor]) -> Iterator[tuple[float, list[list[Tensor]]]]:
+        """Yield the calls of the kernel that a step takes, one for each weight decay: the decay,
+        and the lists of parameters, gradients and of each `state`.
 
-        Where a call runs out of memory, the step is tried again: it begins at that call.
+        Where a call runs out of memory, the step is tried again: it begins at that call. The lists
+        are those of the step before where every parameter has a gradient again, as nearly always.
         """
-        for decay in sorted({self.decays[i] for i in which})[self._applied :]:
-            yield decay, [i for i in which if self.decays[i] == decay]
+        which = self._with_grads()
+        groups = self._groups if len(which) == len(self.params) else None
+        if groups is None:
+            groups = []
+            for decay in sorted({self.decays[i] for i in which}):
+                part = [i for i in which if self.decays[i] == decay]
+                kept: list[Sequence[Tensor]] = [self.params, *state]
+                lists = [self._local([tensors[i] for i in part]) for tensors in kept]
+                groups.append((decay, [self.params[i] for i in part], lists))
+            if self._is_plain and len(which) == len(self.params):
+                self._groups = groups
+        for decay, with_grads, (params, *others) in groups[self._applied :]:
+            gradients: list[Any] = [p.grad for p in with_grads]
+            yield decay, [params, self._local(gradients), *others]
             self._applied += 1
         self._applied = 0
 
@@ -137,24 +153,25 @@ class AdamW(Optimizer):
             count = torch.zeros((), dtype=torch.float32, device=self.params[0].device)
             self.steps = [count] * len(self.params)
             # All or nothing: where memory runs out in between, the step can be tried again.
-            self.means, self.squares = means, squares
+            self.means, self.squares, self._groups = means, squares, None
         which = self._with_grads()
         if len(which) < len(self.params) and len(set(map(id, self.steps))) == 1:
-            self.steps = [count.clone() for count in self.steps]
+            self.steps, self._groups = [count.clone() for count in self.steps], None
         counts = list({id(self.steps[i]): self.steps[i] for i in which}.values())
         # A step that is skipped for infinite gradients does not count.
         found_inf = getattr(self, "found_inf", None)
         taken = [1.0 if found_inf is None else 1.0 - found_inf] * len(counts)
         torch._foreach_add_(counts, taken)
         try:
-            for weight_decay, part in self._by_decay(which):
+            for weight_decay, lists in self._calls(self.means, self.squares, self.steps):
+                params, gradients, means, squares, steps = lists
                 torch._fused_adamw_(
-                    self._local([self.params[i] for i in part]),
-                    self._local([_require_gradient(self.params[i]) for i in part]),
-                    self._local([self.means[i] for i in part]),
-                    self._local([self.squares[i] for i in part]),
+                    params,
+                    gradients,
+                    means,
+                    squares,
                     [],
-                    [self.steps[i] for i in part],
+                    steps,
                     lr=self.lr,
                     beta1=self.beta1,
                     beta2=self.beta2,
@@ -184,6 +201,7 @@ class AdamW(Optimizer):
         self.squares = _lay_out_like(self.params, state["squares"])
         counts = [count.to(self.params[0].device) for count in state["steps"]]
         self.steps = counts * len(self.params) if len(counts) == 1 else counts
+        self._groups = None
 
 
 class Sgd(Optimizer):
@@ -206,12 +224,13 @@ class Sgd(Optimizer):
     def step(self) -> None:
         if self.momentum and not self.momenta:
             # From zeros the first step gives momentum * 0 + gradient: what torch.optim starts with.
-            self.momenta = [torch.zeros_like(p) for p in self.params]
-        for weight_decay, part in self._by_decay(self._with_grads()):
+            self.momenta, self._groups = [torch.zeros_like(p) for p in self.params], None
+        for weight_decay, lists in self._calls(*([self.momenta] if self.momentum else [])):
+            params, gradients, *momenta = lists
             torch._fused_sgd_(
-                self._local([self.params[i] for i in part]),
-                self._local([_require_gradient(self.params[i]) for i in part]),
-                self._local([self.momenta[i] for i in part]) if self.momentum else [],
+                params,
+                gradients,
+                momenta[0] if momenta else [],
                 weight_decay=weight_decay,
                 momentum=self.momentum,
                 lr=self.lr,
@@ -230,7 +249,7 @@ class Sgd(Optimizer):
         return {"momenta": list(self.momenta)}
 
     def restore(self, state: Any) -> None:
-        self.momenta = _lay_out_like(self.params, state["momenta"])
+        self.momenta, self._groups = _lay_out_like(self.params, state["momenta"]), None
 
 
 def _lay_out_like(parameters: list[nn.Parameter], kept: list[Tensor]) -> list[Tensor]:
@@ -241,11 +260,6 @@ def _lay_out_like(parameters: list[nn.Parameter], kept: list[Tensor]) -> list[Te
         torch.empty_like(p, requires_grad=False).copy_(shard_like(tensor, p))
         for p, tensor in zip(parameters, kept, strict=True)
     ]
-
-
-def _require_gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 def make_fused_optimizer(
