@@ -30,12 +30,12 @@ from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
 from tasks.prepare_data import prepare_data
 from tasks.release_memory import release_memory
-from tasks.run.flow_run import open_run, publish_run, run_name
+from tasks.run.flow_run import make_run_name, open_run, publish_run
 from tasks.train_model import train_model
 
 
 @called_from_python
-@flow(name="train", flow_run_name=run_name)
+@flow(name="train", flow_run_name=make_run_name)
 def train(
     config: RunConfig = RunConfig(),  # noqa: B008 (frozen; Prefect's form shows it)
     overrides: dict[str, Any] | None = None,

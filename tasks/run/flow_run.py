@@ -71,7 +71,7 @@ class CalledFlow(Flow[..., Any]):
         return self.call(super().__call__, *args, **kwargs)
 
     def serialize_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
-        """What Prefect keeps of them."""
+        """Return what Prefect keeps of them."""
         kept: dict[str, Any] = redact_nested(super().serialize_parameters(self.shown(parameters)))
         return kept
 
@@ -80,8 +80,8 @@ class Ended(RuntimeError):
     """A flow run that failed, in words that begin with the class of the failure."""
 
 
-def describe() -> dict[str, str]:
-    """Tags that lead from MLflow to this flow run; empty outside of one.
+def make_flow_run_tags() -> dict[str, str]:
+    """Return the tags that lead from MLflow to this flow run; empty outside of one.
 
     From here on Prefect's UI shows what the tasks log: by default a logger passes warnings only.
     """
@@ -112,13 +112,13 @@ def open_run(
     with redact_errors():
         run = Record(
             resolve_and_check(config, overrides),
-            flow_run=describe(),
+            flow_run=make_flow_run_tags(),
             name=flow_run.name,
-            waited_s=waited_s(),
+            waited_s=count_waited_s(),
             resume=resume,
-            key=own_key(),
+            key=make_own_key(),
         )
-    with retried(run), redact_errors(), run:
+    with schedule_retry(run), redact_errors(), run:
         yield run
 
 
@@ -126,26 +126,27 @@ def publish_run(run: Record) -> Any:
     """Put the report of a run that has ended where Prefect's UI shows it, and return the run as the
     flow's result: for Prefect in a state of its own where it is not done, did not pass its gate, or
     MLflow has not got all of it. Raises GateFailed where the gate is to fail."""
-    publish(run.run)
-    return ended_as(run.run)
+    publish_report(run.run)
+    return make_end_state(run.run)
 
 
-def own_key() -> str:
-    """What a flow run that Prefect starts again is known by; empty for one that is played once."""
+def make_own_key() -> str:
+    """Return what a flow run that Prefect starts again is known by; empty for one that runs
+    once."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun starts lost processes again
         return f"torchrun {os.environ.get('TORCHELASTIC_RUN_ID', '')}".strip()
     return f"flow run {flow_run.id}" if deployment.id and flow_run.id else ""
 
 
 @contextmanager
-def retried(record: Record) -> Iterator[None]:
+def schedule_retry(record: Record) -> Iterator[None]:
     """Under a worker, a failure inside that a new process may cure leaves the flow run to be
     started again; any other says its class in Prefect too."""
     try:
         yield
     except Exception as error:
         # A part of somebody's own flow has an error to tell there, in the same process.
-        if not own_key() or flow_run.id != os.environ.get("PREFECT__FLOW_RUN_ID"):
+        if not make_own_key() or flow_run.id != os.environ.get("PREFECT__FLOW_RUN_ID"):
             raise
         failure = record.failure or classify_failure(error)
         retry = plan_retry(record.folder, failure, record.config, starts=flow_run.run_count)
@@ -168,9 +169,9 @@ def retried(record: Record) -> Iterator[None]:
         raise Pause(state=answer.state) from None  # "needs to exit for resubmission"
 
 
-def run_name() -> str:
-    """What a training is called, in Prefect as in MLflow: as asked, else by what it trains on what
-    and when. Prefect asks for it when the flow begins."""
+def make_run_name() -> str:
+    """Return what a training is called, in Prefect as in MLflow: as asked, else by what it trains
+    on what and when. Prefect asks for it when the flow begins."""
     asked = flow_run.parameters or {}
     config = asked.get("config") or {}
     try:
@@ -182,8 +183,9 @@ def run_name() -> str:
     return make_default_name(config)
 
 
-def waited_s() -> float:
-    """Seconds that a person has waited for this run by now; a worker's process is there for it."""
+def count_waited_s() -> float:
+    """Return the seconds that a person has waited for this run by now; a worker's process is there
+    for it."""
     began = ASKED_AT.get()
     if began is None and "PREFECT__FLOW_RUN_ID" in os.environ:
         began = psutil.Process().create_time()
@@ -201,23 +203,23 @@ def _go_on(self: Console) -> None:
     return None
 
 
-def ended_as(run: dict[str, Any]) -> Any:
-    """The run; for Prefect in a state of its own where it is not done, did not pass its gate, or
-    MLflow has not got all of it. Raises GateFailed where the gate is to fail."""
+def make_end_state(run: dict[str, Any]) -> Any:
+    """Return the run; for Prefect in a state of its own where it is not done, did not pass its
+    gate, or MLflow has not got all of it. Raises GateFailed where the gate is to fail."""
     end = end_of(run, run.get("unsent", ""))
     if end.type == "FAILED":
         raise GateFailed(run)
     return Completed(name=end.name, message=end.message, data=run) if end.name else run
 
 
-def publish(run: Mapping[str, Any]) -> None:
+def publish_report(run: Mapping[str, Any]) -> None:
     """Put the report where Prefect's UI shows it."""
     text = run_report.make_markdown(run, open_command=run["open_command"] if run["run_id"] else "")
     show(text, f"run-{run['run_id'] or flow_run.id}", run["name"])  # MLflow may not know it yet
 
 
 def show(text: str, key: str, title: str) -> None:
-    """Markdown, as an artifact of this flow run; without it the run is what it is."""
+    """Show markdown, as an artifact of this flow run; without it the run is what it is."""
     try:
         create_markdown_artifact(text, key=key, description=title)
     except (TransportError, HTTPStatusError) as error:

@@ -235,14 +235,14 @@ def test_prefect_is_told_the_class_of_what_is_not_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
 ) -> None:
     record: Any = SimpleNamespace(folder=tmp_path, failure=None, config=RunConfig())
-    with pytest.raises(type(error)), flow_run.retried(record):
+    with pytest.raises(type(error)), flow_run.schedule_retry(record):
         raise error  # called from Python, or at a desk
-    monkeypatch.setattr(flow_run, "own_key", lambda: "flow run 1")
+    monkeypatch.setattr(flow_run, "make_own_key", lambda: "flow run 1")
     monkeypatch.setattr(flow_run, "flow_run", SimpleNamespace(id="1", run_count=1))
-    with pytest.raises(type(error)), flow_run.retried(record):
+    with pytest.raises(type(error)), flow_run.schedule_retry(record):
         raise error  # a part of somebody's own flow
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "1")
-    with pytest.raises(flow_run.Ended) as told, flow_run.retried(record):
+    with pytest.raises(flow_run.Ended) as told, flow_run.schedule_retry(record):
         raise error
     assert str(told.value) == said and told.value.__cause__ is error
 
