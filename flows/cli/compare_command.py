@@ -85,7 +85,7 @@ def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
 
     Raises ConfigError with every problem. --help prints and exits with 0.
     """
-    known, rest = _make_parser().parse_known_args(_tie_values(argv))
+    known, rest = _make_parser().parse_known_args(flags.tie_values(argv))
     problems = []
     reads = [f"--{name}" for name in ("runs", "last", "filter") if getattr(known, name) is not None]
     own = {"--vary": known.vary, "--devices": known.devices, "--search": known.search}
@@ -171,19 +171,6 @@ def _make_search(
         return search
     count = len(search.combinations)
     return replace(search, trials=min(known.trials or count, count))
-
-
-def _tie_values(argv: Sequence[str]) -> list[str]:
-    """Return the words with our own flags tied to their values, so that -1 is a value."""
-    own = ["--vary", "--devices", "--repeats", "--runs", "--last", "--filter"]
-    own += ["--search", "--trials", "--pruner", "--goal"]
-    words: list[str] = []
-    for word in argv:
-        if words and words[-1] in own and not word.startswith("--"):
-            words[-1] += f"={word}"
-        else:
-            words.append(word)
-    return words
 
 
 def _parse_count(text: str) -> int:
