@@ -15,14 +15,17 @@ from pydantic import Field, field_validator, model_validator
 
 from tasks.engine.base.field_types import (
     IMPORT_PATH,
+    PRINTABLE,
     Bool,
     Float,
     Int,
+    Name,
     Section,
     Text,
-    check_known_name,
     is_import_path,
+    require_known,
 )
+from tasks.engine.settings.model_args import BUILTIN_ARGS, find_argument_problems
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 _COUNT = re.compile(r"[1-9][0-9]{0,2}|10[01][0-9]|102[0-4]")
@@ -101,7 +104,7 @@ ENDINGS = {
 
 
 class DataConfig(Section):
-    source: Text = "digits"
+    source: Annotated[Text, require_known(SOURCES)] = "digits"
     """digits: 1,797 real handwritten digits that ship with scikit-learn, unless data.path is given,
     whose ending then decides; csv, tsv, parquet, npz, npy, safetensors: the file at data.path, of
     parquet also a folder of them; images: a folder with a folder of images for each class;
@@ -186,11 +189,6 @@ class DataConfig(Section):
         if not isinstance(path, str) or not path:
             return values
         return {**values, "source": ENDINGS.get(PurePath(path).suffix.lower(), "digits")}
-
-    @field_validator("source")
-    @classmethod
-    def _known_source(cls, name: str) -> str:
-        return check_known_name(name, SOURCES)
 
     @property
     def own_split(self) -> dict[str, Any]:
@@ -280,7 +278,6 @@ class DataConfig(Section):
         return self
 
 
-MODELS = ("linear", "mlp", "cnn", "transformer")
 FUSED = ("adamw", "sgd")
 TORCH_OPTIMIZERS = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam"),
@@ -318,7 +315,7 @@ class DeviceConfig(Section):
 
 
 class ModelConfig(Section):
-    name: Text = "mlp"
+    name: Annotated[Text, require_known(BUILTIN_ARGS)] = "mlp"
     """linear: one layer; mlp: fully connected; cnn: convolutions, for images; transformer: a GPT,
     for tokens; package.module:factory: your own, a class or function that gives an nn.Module."""
     args: dict[str, Any] = Field(default_factory=dict)
@@ -326,14 +323,16 @@ class ModelConfig(Section):
     transformer: layers, heads, width, dropout, positions (rope or learned). Your own is called with
     them, and with input_shape and outputs where it has parameters of these names."""
 
-    @field_validator("name")
-    @classmethod
-    def _known_model(cls, name: str) -> str:
-        return check_known_name(name, MODELS)
+    @model_validator(mode="after")
+    def _arguments_fit_model(self) -> ModelConfig:
+        wrong = [] if is_import_path(self.name) else find_argument_problems(self.name, self.args)
+        if wrong:
+            raise ValueError(f"args: {'; '.join(wrong)}")
+        return self
 
 
 class OptimConfig(Section):
-    name: Text = "adamw"
+    name: Annotated[Text, require_known((*FUSED, *TORCH_OPTIMIZERS))] = "adamw"
     """adamw, sgd: fused, and replayed from a graph where that is faster; Adam, RMSprop, ...: the
     class of torch.optim; package.module:Class: your own, called with the parameters and, where it
     has parameters of these names, with lr, weight_decay, momentum and betas."""
@@ -346,7 +345,7 @@ class OptimConfig(Section):
     """Momentum of SGD (Nesterov); AdamW's beta1."""
     beta2: Annotated[Float, Field(ge=0, lt=1)] = 0.999
     """AdamW's beta2."""
-    schedule: Text = "cosine"
+    schedule: Annotated[Text, require_known(SCHEDULES)] = "cosine"
     """Learning rate after the warm-up: falling along a cosine, or constant.
     package.module:function: your own, of the step (from 0) and the steps of the run, that gives the
     share of optim.lr there; without a warm-up."""
@@ -357,20 +356,15 @@ class OptimConfig(Section):
     clip_norm: Annotated[Float, Field(gt=0)] | None = None
     """Largest norm of all gradients together; larger ones are scaled down."""
 
-    @field_validator("name")
+    @field_validator("name", mode="before")
     @classmethod
-    def _known_optimizer(cls, name: str) -> str:
-        if name.lower() == "lbfgs":
+    def _without_closure(cls, name: Any) -> Any:
+        if isinstance(name, str) and name.lower() == "lbfgs":
             raise ValueError(
                 f"the steps of {name} need a closure that computes the loss anew, and batches here "
                 "are seen once; choose another"
             )
-        return check_known_name(name, (*FUSED, *TORCH_OPTIMIZERS))
-
-    @field_validator("schedule")
-    @classmethod
-    def _known_schedule(cls, name: str) -> str:
-        return check_known_name(name, SCHEDULES)
+        return name
 
 
 class TrainConfig(Section):
@@ -397,7 +391,7 @@ class TrainConfig(Section):
     compile: Literal["auto", "off", "default", "max"] = "auto"
     """torch.compile: off, its default mode, or max-autotune. auto: measured in the first steps, and
     done where what is left of the run repays it; on CUDA a small step is replayed as a graph."""
-    loss: Text = "auto"
+    loss: Annotated[Text, require_known(LOSSES)] = "auto"
     """auto: cross_entropy for a classification and for tokens, bce (binary cross entropy) for a
     multilabel, mse (mean squared error) for a regression; where inputs have an entry labels and the
     model returns a loss, that one. package.module:function: your own, of outputs and targets, the
@@ -432,11 +426,6 @@ class TrainConfig(Section):
                 f"must be a time such as 06:30 or 2030-01-31 06:30 (got {until[:80]!r})"
             ) from None
         return until
-
-    @field_validator("loss")
-    @classmethod
-    def _known_loss(cls, name: str) -> str:
-        return check_known_name(name, LOSSES)
 
     @field_validator("metrics")
     @classmethod
@@ -499,12 +488,11 @@ class GateConfig(Section):
 
 
 class RunSettings(Section):
-    name: Annotated[Text, Field(min_length=1, max_length=250)] | None = None
+    name: Name | None = None
     """Name of the run in MLflow. Default: model, source and time."""
-    experiment: Annotated[Text, Field(min_length=1, max_length=250)] | None = None
+    experiment: Name | None = None
     """MLflow experiment. Default: what mlflow.yaml says."""
-
-    key: Annotated[Text, Field(min_length=1, max_length=250)] | None = None
+    key: Name | None = None
     """Name of a training that may take several nights: another run with the same key goes on where
     the last one was ended, in the same MLflow run. A flow run that Prefect starts again does so by
     itself."""
@@ -514,22 +502,13 @@ class RunSettings(Section):
     The count begins anew once there is a newer checkpoint. 0: never."""
     retry_wait_s: Annotated[Float, Field(ge=0, le=600)] = 30.0
     """Seconds before the first of these; each next one waits twice as long, up to ten minutes."""
-    registered_model: Annotated[Text, Field(max_length=250)] = ""
+    registered_model: Annotated[Text, Field(max_length=250), PRINTABLE] = ""
     """Registered model in MLflow that the run's model becomes a version of: challenger where the
     run passed its gate, champion where it also has the best validation. Empty: none."""
-
-    @field_validator("name", "experiment", "key")
-    @classmethod
-    def _printable(cls, text: str | None) -> str | None:
-        if text is not None and (not text.isprintable() or not text.strip()):
-            raise ValueError("must be printable text on one line")
-        return text
 
     @field_validator("registered_model")
     @classmethod
     def _registrable(cls, name: str) -> str:
-        if name and (not name.isprintable() or not name.strip()):
-            raise ValueError("must be printable text on one line")
         if set(name) & set("/:") or name == "." or name.startswith(".."):
             raise ValueError(
                 f"must be a name that MLflow takes: without / and :, not beginning with .. "

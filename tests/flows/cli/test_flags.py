@@ -70,7 +70,7 @@ def test_a_bare_bool_means_true(words: list[str], value: bool) -> None:
 
 def test_a_number_below_zero_is_a_value_and_no_flag() -> None:
     """argparse of Python 3.11 takes -1e-3 for a flag."""
-    words = ["--model.args.low", "-1e-3", "--model.args.high", "-0.1"]
+    words = ["--model.name=mine:Net", "--model.args.low", "-1e-3", "--model.args.high", "-0.1"]
     assert parse_training(words).config.model.args == {"low": -1e-3, "high": -0.1}
 
 
