@@ -67,7 +67,8 @@ def _describe_plan(asked: ComparisonRequest) -> list[str]:
             f"{c.number}. {c.label}" + f", repeat {c.repeat}" * (c.repeat > 1) for c in asked.cells
         ]
     axes = {
-        n: v.said if isinstance(v, Range) else ", ".join(v) for n, v in asked.search.axes.items()
+        n: v.description if isinstance(v, Range) else ", ".join(v)
+        for n, v in asked.search.axes.items()
     }
     head = f"{asked.search.trials} trials by {asked.search.how}, pruner {asked.search.pruner}, of"
     return [head, *(f"{name}: {said}" for name, said in axes.items())]
@@ -116,13 +117,13 @@ def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
     if axes.get(grid.DEVICE) == [grid.ALL]:
         axes[grid.DEVICE] = grid.GridCheck([]).answer()
 
-    def resolved(settings: Mapping[str, str]) -> argparse.Namespace:
+    def resolve_words(settings: Mapping[str, str]) -> argparse.Namespace:
         return flags.parse_training([*rest, *(f"--{n}={v}" for n, v in settings.items())])
 
-    def config(settings: Mapping[str, str]) -> RunConfig:
-        return resolved(settings).config
+    def resolve_settings(settings: Mapping[str, str]) -> RunConfig:
+        return resolve_words(settings).config
 
-    search = None if known.search is None else _make_search(known, axes, rest, config)
+    search = None if known.search is None else _make_search(known, axes, rest, resolve_settings)
     if search is None:
         search_space.parse_ranges(axes, how="")
     combinations = (
@@ -130,8 +131,12 @@ def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
         if search is not None
         else search_space.make_combinations(axes)
     )
-    made = [] if reads else grid.make_cells(combinations, resolve=config, repeats=known.repeats)
-    base = resolved(made[0].settings if made else {})
+    made = (
+        []
+        if reads
+        else grid.make_cells(combinations, resolve=resolve_settings, repeats=known.repeats)
+    )
+    base = resolve_words(made[0].settings if made else {})
     ids = [] if known.runs is None else list(dict.fromkeys(known.runs.split(",")))
     return ComparisonRequest(
         words=list(argv),

@@ -103,7 +103,7 @@ def _draw_history(groups: Sequence[Group], goal: Goal) -> Figure | None:
             at, height = zip(*points, strict=True)
             axes.scatter(at, height, c=colour, marker=mark, label=state.lower())
     numbers, so_far = [n for n, _ in done], [v for _, v in done]
-    best = [goal.best(so_far[: at + 1]) for at in range(len(done))]
+    best = [goal.choose_best(so_far[: at + 1]) for at in range(len(done))]
     axes.step(
         [*numbers, max(values)], [*best, best[-1]], where="post", color=VERMILION, label="best"
     )
@@ -143,12 +143,12 @@ def _make_row_axes(groups: Sequence[Group], *, title: str) -> tuple[Axes, Figure
 
 
 def _draw_speed(groups: Sequence[Group]) -> Figure | None:
-    known = [group for group in groups if group.median(SPEED)][:MAX_GROUPS]
+    known = [group for group in groups if group.compute_median(SPEED)][:MAX_GROUPS]
     if not known:
         return None
     axes, figure = _make_row_axes(known, title="samples a second")
-    speeds = [group.median(SPEED) or 0.0 for group in known]
-    spreads = [group.spread(SPEED) or 0.0 for group in known]
+    speeds = [group.compute_median(SPEED) or 0.0 for group in known]
+    spreads = [group.compute_spread(SPEED) or 0.0 for group in known]
     axes.barh(range(len(known)), speeds, xerr=spreads, color=COLOURS[0], height=0.55)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlim(0, 1.18 * max(map(sum, zip(speeds, spreads, strict=True))))
@@ -192,7 +192,7 @@ def _draw_memory(groups: Sequence[Group]) -> Figure | None:
     The total is shown where all runs have the same.
     """
     figure = _draw_stacked(groups, compute_memory_parts, "MiB of tensors at the peak")
-    totals = {group.tag("device.total_mib") for group in groups if group.done}
+    totals = {group.find_tag("device.total_mib") for group in groups if group.done}
     if figure is None or len(totals) != 1 or not (total := next(iter(totals))):
         return figure
     axes = figure.axes[0]
@@ -265,8 +265,8 @@ def compare_groups(
     goal: of a search, which `told` has described in words already.
     """
     score, peak = goal.name if goal is not None else find_score(groups), find_peak_metric(groups)
-    known = [group for group in groups if group.median(SPEED)]
-    slowest = min(known, key=lambda group: group.median(SPEED) or 0.0, default=None)
+    known = [group for group in groups if group.compute_median(SPEED)]
+    slowest = min(known, key=lambda group: group.compute_median(SPEED) or 0.0, default=None)
     names = list(groups[0].settings)
     columns = {"#": [str(g.number) if g.called != g.label else "" for g in groups]} | {
         said: [group.settings[name] for group in groups]
@@ -290,15 +290,15 @@ def compare_groups(
         columns["speed-up"] = [_format_speed_up(group, slowest) for group in groups]
     columns["step ms"] = [format_with_spread(group, compute_step_ms) for group in groups]
     columns["epoch"] = [
-        _format_value(group.median(compute_epoch_s), format_seconds) for group in groups
+        _format_value(group.compute_median(compute_epoch_s), format_seconds) for group in groups
     ]
     columns["J/epoch"] = [
-        _format_value(group.median(compute_epoch_j), format_number) for group in groups
+        _format_value(group.compute_median(compute_epoch_j), format_number) for group in groups
     ]
     columns["peak" if peak.endswith("allocated_mib") else "peak of the process"] = [
-        _format_value(group.median(peak), format_mebibytes) for group in groups
+        _format_value(group.compute_median(peak), format_mebibytes) for group in groups
     ]
-    leaked = [group.median("memory/leaked_mib") for group in groups]
+    leaked = [group.compute_median("memory/leaked_mib") for group in groups]
     columns["leaked"] = [_format_value(value, format_mebibytes) for value in leaked if any(leaked)]
     kept = {name: cells for name, cells in columns.items() if any(cells)}
     failed = [(g, run) for g in groups for run in g.runs if run.status not in GOOD_STATES]

@@ -49,7 +49,7 @@ class LaunchConfig(Section):
 
     @field_validator("processes", mode="before")
     @classmethod
-    def _count(cls, value: Any) -> Any:
+    def _check_count(cls, value: Any) -> Any:
         text = str(value) if type(value) is int else value
         if text != "auto" and not (isinstance(text, str) and _COUNT.fullmatch(text)):
             raise ValueError("must be auto, or a whole number from 1 to 1,024")
@@ -57,7 +57,7 @@ class LaunchConfig(Section):
 
     @field_validator("nodes")
     @classmethod
-    def _names(cls, text: str) -> str:
+    def _check_names(cls, text: str) -> str:
         names = [name.strip() for name in text.split(",")] if text else []
         if not all(map(_NAME.fullmatch, names)) or len(names) == 1 or len({*names}) < len(names):
             raise ValueError("must be names of two or more machines, such as host1,host2")
@@ -182,7 +182,7 @@ class DataConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _source_by_ending(cls, values: Any) -> Any:
+    def _choose_source(cls, values: Any) -> Any:
         if not isinstance(values, dict) or values.get("source", "digits") != "digits":
             return values
         path = values.get("path")
@@ -197,7 +197,7 @@ class DataConfig(Section):
         return {n: v for n, v in given.items() if v != type(self).model_fields[n].default}
 
     @model_validator(mode="after")
-    def _path_fits_source(self) -> DataConfig:
+    def _check_path(self) -> DataConfig:
         takes = (*FILE_SOURCES, *TOKEN_SOURCES)
         has_default = self.source == "text" and self.path is None
         if self.source in takes and not self.path and not has_default:
@@ -218,7 +218,7 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _settings_fit_source(self) -> DataConfig:
+    def _check_settings(self) -> DataConfig:
         if self.args and not is_import_path(self.source):
             raise ValueError(
                 f"args: are for a source of your own, package.module:factory (got {self.source}); "
@@ -238,7 +238,7 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _split_fits_source(self) -> DataConfig:
+    def _check_split(self) -> DataConfig:
         if self.validation_fraction + self.test_fraction >= 1:
             raise ValueError(
                 f"test_fraction: {self.test_fraction:g} and data.validation_fraction "
@@ -264,7 +264,7 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _task_fits_source(self) -> DataConfig:
+    def _check_task(self) -> DataConfig:
         if self.source in TOKEN_SOURCES and self.task not in ("auto", "tokens"):
             raise ValueError(
                 f"task: must be auto or tokens for source {self.source} (got {self.task}); drop it"
@@ -302,13 +302,13 @@ class DeviceConfig(Section):
 
     @field_validator("name")
     @classmethod
-    def _known_form(cls, name: str) -> str:
+    def _check_form(cls, name: str) -> str:
         if not _DEVICE.fullmatch(name):
             raise ValueError("must be auto, cuda, cuda:INDEX, rocm, rocm:INDEX, xpu, mps or cpu")
         return name
 
     @model_validator(mode="after")
-    def _not_contradicting(self) -> DeviceConfig:
+    def _check_requirement(self) -> DeviceConfig:
         if self.require == "gpu" and self.name == "cpu":
             raise ValueError("name: is cpu but require is gpu; drop one of them")
         return self
@@ -324,7 +324,7 @@ class ModelConfig(Section):
     them, and with input_shape and outputs where it has parameters of these names."""
 
     @model_validator(mode="after")
-    def _arguments_fit_model(self) -> ModelConfig:
+    def _check_arguments(self) -> ModelConfig:
         wrong = [] if is_import_path(self.name) else find_argument_problems(self.name, self.args)
         if wrong:
             raise ValueError(f"args: {'; '.join(wrong)}")
@@ -358,7 +358,7 @@ class OptimConfig(Section):
 
     @field_validator("name", mode="before")
     @classmethod
-    def _without_closure(cls, name: Any) -> Any:
+    def _refuse_closures(cls, name: Any) -> Any:
         if isinstance(name, str) and name.lower() == "lbfgs":
             raise ValueError(
                 f"the steps of {name} need a closure that computes the loss anew, and batches here "
@@ -416,7 +416,7 @@ class TrainConfig(Section):
 
     @field_validator("until")
     @classmethod
-    def _time_of_day(cls, until: str | None) -> str | None:
+    def _check_time(cls, until: str | None) -> str | None:
         if until is None:
             return None
         try:
@@ -429,7 +429,7 @@ class TrainConfig(Section):
 
     @field_validator("metrics")
     @classmethod
-    def _imported_metrics(cls, metrics: dict[str, str]) -> dict[str, str]:
+    def _check_metrics(cls, metrics: dict[str, str]) -> dict[str, str]:
         for name, path in metrics.items():
             if not re.fullmatch(r"[A-Za-z0-9_ -]{1,50}", name):
                 raise ValueError(f"names must be letters, digits, _ and - (got {name[:80]!r})")
@@ -438,7 +438,7 @@ class TrainConfig(Section):
         return metrics
 
     @model_validator(mode="after")
-    def _micro_batch_holds_a_row(self) -> TrainConfig:
+    def _check_micro_batches(self) -> TrainConfig:
         if self.accumulate > self.batch_size:
             raise ValueError(
                 f"accumulate: must be at most train.batch_size "
@@ -508,7 +508,7 @@ class RunSettings(Section):
 
     @field_validator("registered_model")
     @classmethod
-    def _registrable(cls, name: str) -> str:
+    def _check_registrable(cls, name: str) -> str:
         if set(name) & set("/:") or name == "." or name.startswith(".."):
             raise ValueError(
                 f"must be a name that MLflow takes: without / and :, not beginning with .. "
