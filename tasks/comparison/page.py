@@ -39,7 +39,16 @@ from tasks.engine.base.units import (
     make_printable,
 )
 from tasks.engine.report.html_page import STYLE, embed_image, make_document
-from tasks.engine.report.plots import BLUE, GREEN, GREY, SKY, VERMILION, make_panels
+from tasks.engine.report.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    SKY,
+    VERMILION,
+    label_axes,
+    make_panels,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +57,6 @@ if TYPE_CHECKING:
 MAX_GROUPS = 12  # groups that a picture shows
 NEAR = 3  # times what was taken at most: a device that has more would leave no bars to see
 LETTERS = 34  # of a label
-INK = "#202020"
 # Okabe and Ito's, as in the plots of a run, with the others of theirs.
 OTHERS = ("#E69F00", "#CC79A7", "#999999", "#F0E442", "#000000")
 COLOURS = (BLUE, VERMILION, GREEN, SKY, *OTHERS)
@@ -107,10 +115,7 @@ def _draw_history(groups: Sequence[Group], goal: Goal) -> Figure | None:
     axes.step(
         [*numbers, max(values)], [*best, best[-1]], where="post", color=VERMILION, label="best"
     )
-    axes.set_title(f"{goal.name} by trial", loc="left", fontsize=11, fontweight="bold", color=INK)
-    axes.grid(axis="y", color="#E6E6E6", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.set_xlabel("trial", fontsize=9, color=GREY)
+    label_axes(axes, f"{goal.name} by trial", unit="trial")
     axes.locator_params(axis="x", integer=True)
     axes.legend(frameon=False, fontsize=8.5, handlelength=1.2)
     return axes.figure  # type: ignore[return-value]
@@ -133,12 +138,10 @@ def _make_row_axes(groups: Sequence[Group], *, title: str) -> tuple[Axes, Figure
         top=1 - 0.42 / figure.get_figheight(),
         bottom=0.55 / figure.get_figheight(),
     )
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
+    label_axes(axes, title, grid="x")
     axes.set_yticks(range(len(groups)), [_make_label(group) for group in groups], fontsize=9)
     axes.set_ylim(len(groups) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0, colors=INK)
-    axes.grid(axis="x", color="#E6E6E6", linewidth=0.7)
-    axes.set_axisbelow(True)
     return axes, figure
 
 
@@ -212,12 +215,8 @@ def _draw_loss(groups: Sequence[Group], series: Mapping[str, Points]) -> Figure 
     if not lines:
         return None
     by_step, by_time = make_panels(2)
-    titles = ((by_step, "training loss", "optimizer step"), (by_time, "by time", "s"))
-    for axes, title, unit in titles:
-        axes.set_xlabel(unit, fontsize=9, color=GREY)
-        axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
-        axes.grid(axis="y", color="#E6E6E6", linewidth=0.7)
-        axes.set_axisbelow(True)
+    label_axes(by_step, "training loss", unit="optimizer step")
+    label_axes(by_time, "by time", unit="s")
     for colour, (label, points) in zip(COLOURS, lines, strict=False):
         steps, times, values = zip(*points, strict=True)
         seconds = [(at - times[0]) / 1000 for at in times]
