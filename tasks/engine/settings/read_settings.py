@@ -247,38 +247,24 @@ def restore_config_secrets(config: RunConfig) -> RunConfig:
         config, lambda v, name: secret_names.restore_secrets(v, name, missing)
     )
     if missing:
-        told = "was hidden when it was kept; give it again: --{0}, or {1} in the environment"
-        raise ConfigError(
-            *(
-                f"{name}: {told.format(name, secret_names.make_variable_name(name))}"
-                for name in missing
-            )
-        )
+        told = "was hidden when it was kept; give it again:"
+        ways = [(name, secret_names.make_variable_name(name)) for name in missing]
+        raise ConfigError(*(f"{n}: {told} --{n}, or {v} in the environment" for n, v in ways))
     return config
 
 
 def find_secret_variables(config: RunConfig) -> dict[str, str]:
     """Return the environment variables that a process needs which is given the settings without
     their secrets."""
-    each = (
-        secret_names.find_secrets(values, name)
-        for name, values in _collect_arguments(config).items()
-    )
-    return {name: value for found in each for name, value in found.items()}
-
-
-def _collect_arguments(config: RunConfig) -> dict[str, dict[str, Any]]:
-    return {"data.args": config.data.args, "model.args": config.model.args}
+    of_data = secret_names.find_secrets(config.data.args, "data.args")
+    return of_data | secret_names.find_secrets(config.model.args, "model.args")
 
 
 def _change_arguments(
     config: RunConfig, change: Callable[[Mapping[str, Any], str], dict[str, Any]]
 ) -> RunConfig:
-    args = {name: change(values, name) for name, values in _collect_arguments(config).items()}
-    if args == _collect_arguments(config):
-        return config
-    data = config.data.model_copy(update={"args": args["data.args"]})
-    model = config.model.model_copy(update={"args": args["model.args"]})
+    data = config.data.model_copy(update={"args": change(config.data.args, "data.args")})
+    model = config.model.model_copy(update={"args": change(config.model.args, "model.args")})
     return config.model_copy(update={"data": data, "model": model})
 
 

@@ -7,6 +7,7 @@ values of a wrong type are refused, never converted.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
@@ -193,8 +194,11 @@ class DataConfig(Section):
     @property
     def own_split(self) -> dict[str, Any]:
         """Return the split settings (SPLIT_SETTINGS) that are not at their defaults."""
-        given = {name: getattr(self, name) for name in SPLIT_SETTINGS}
-        return {n: v for n, v in given.items() if v != type(self).model_fields[n].default}
+        return self._find_changed(SPLIT_SETTINGS)
+
+    def _find_changed(self, names: Iterable[str]) -> dict[str, Any]:
+        usual = type(self).model_construct()
+        return {n: v for n in names if (v := getattr(self, n)) != getattr(usual, n)}
 
     @model_validator(mode="after")
     def _check_path(self) -> DataConfig:
@@ -225,12 +229,8 @@ class DataConfig(Section):
                 "drop them"
             )
         # The others have no effect, and are told.
-        for name in ("drop", "missing", "na", "decimal", "split_column"):
-            takes, default = (
-                SOURCES_BY_SETTING[name],
-                type(self).model_fields[name].get_default(call_default_factory=True),
-            )
-            if getattr(self, name) != default and self.source not in takes:
+        for name in self._find_changed(("drop", "missing", "na", "decimal", "split_column")):
+            if self.source not in (takes := SOURCES_BY_SETTING[name]):
                 raise ValueError(
                     f"{name}: has no meaning for source {self.source}; drop it, or set data.source "
                     f"to one of {', '.join(takes)}"
