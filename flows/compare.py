@@ -110,8 +110,8 @@ def _train_all(asked: ComparisonRequest) -> int:
         source = trials or trainings.GridSource(comparison, asked.cells)
         tell = _make_teller(count, store, trials)
         trainings.run_trainings(comparison, source, runs=Path(chosen.runs), tell=tell)
-        runs = _read_measured(store, trials.cells() if trials else asked.cells, comparison)
-        groups = trials.groups(runs) if trials else group_runs(runs, asked.varied)
+        runs = _read_measured(store, trials.list_cells() if trials else asked.cells, comparison)
+        groups = trials.make_groups(runs) if trials else group_runs(runs, asked.varied)
         text, files = _write_report(store, groups, name, comparison.folder, trials)
         status = "FINISHED" if any(run.is_done for run in runs) else "FAILED"
     finally:
@@ -186,7 +186,7 @@ def _write_report(
 ) -> tuple[str, list[Path]]:
     """Print the table and write the page; return the report in Markdown, and the files."""
     goal = trials.goal if trials is not None else None
-    told = trials.told() if trials is not None else ()
+    told = trials.describe() if trials is not None else ()
     comparison = page.compare_groups(groups, title=title, goal=goal, told=told)
     shown = [group.done[0].run_id for group in groups if group.done][:MAX_GROUPS]
     series: dict[str, Points] = {
@@ -200,7 +200,7 @@ def _write_report(
     console.print(f"Page     {files[0]}", markup=False, soft_wrap=True)
     text = page.make_markdown(comparison)
     if trials is not None and trials.best is not None:
-        settings, again = trials.again()
+        settings, again = trials.make_best_command()
         store.tag(trials.comparison.run_id, {"best.command": again}, params=settings)
         console.print(f"Again    {again}", markup=False, soft_wrap=True)
         text += f"\n\n```\n{again}\n```"

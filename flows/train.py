@@ -24,7 +24,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.cli.from_python import called_from_python
+from flows.cli.from_python import make_called_flow
 from tasks.detect_device import detect_device
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
@@ -34,7 +34,7 @@ from tasks.run.flow_run import make_run_name, open_run, publish_run
 from tasks.train_model import train_model
 
 
-@called_from_python
+@make_called_flow
 @flow(name="train", flow_run_name=make_run_name)
 def train(
     config: RunConfig = RunConfig(),  # noqa: B008 (frozen; Prefect's form shows it)

@@ -67,7 +67,8 @@ def _describe_plan(asked: ComparisonRequest) -> list[str]:
             f"{c.number}. {c.label}" + f", repeat {c.repeat}" * (c.repeat > 1) for c in asked.cells
         ]
     axes = {
-        n: v.said if isinstance(v, Range) else ", ".join(v) for n, v in asked.search.axes.items()
+        n: v.description if isinstance(v, Range) else ", ".join(v)
+        for n, v in asked.search.axes.items()
     }
     head = f"{asked.search.trials} trials by {asked.search.how}, pruner {asked.search.pruner}, of"
     return [head, *(f"{name}: {said}" for name, said in axes.items())]
@@ -85,7 +86,7 @@ def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
 
     Raises ConfigError with every problem. --help prints and exits with 0.
     """
-    known, rest = _make_parser().parse_known_args(_tie_values(argv))
+    known, rest = _make_parser().parse_known_args(flags.tie_values(argv))
     problems = []
     reads = [f"--{name}" for name in ("runs", "last", "filter") if getattr(known, name) is not None]
     own = {"--vary": known.vary, "--devices": known.devices, "--search": known.search}
@@ -116,13 +117,13 @@ def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
     if axes.get(grid.DEVICE) == [grid.ALL]:
         axes[grid.DEVICE] = grid.GridCheck([]).answer()
 
-    def resolved(settings: Mapping[str, str]) -> argparse.Namespace:
+    def resolve_words(settings: Mapping[str, str]) -> argparse.Namespace:
         return flags.parse_training([*rest, *(f"--{n}={v}" for n, v in settings.items())])
 
-    def config(settings: Mapping[str, str]) -> RunConfig:
-        return resolved(settings).config
+    def resolve_settings(settings: Mapping[str, str]) -> RunConfig:
+        return resolve_words(settings).config
 
-    search = None if known.search is None else _make_search(known, axes, rest, config)
+    search = None if known.search is None else _make_search(known, axes, rest, resolve_settings)
     if search is None:
         search_space.parse_ranges(axes, how="")
     combinations = (
@@ -130,8 +131,12 @@ def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
         if search is not None
         else search_space.make_combinations(axes)
     )
-    made = [] if reads else grid.make_cells(combinations, resolve=config, repeats=known.repeats)
-    base = resolved(made[0].settings if made else {})
+    made = (
+        []
+        if reads
+        else grid.make_cells(combinations, resolve=resolve_settings, repeats=known.repeats)
+    )
+    base = resolve_words(made[0].settings if made else {})
     ids = [] if known.runs is None else list(dict.fromkeys(known.runs.split(",")))
     return ComparisonRequest(
         words=list(argv),
@@ -171,19 +176,6 @@ def _make_search(
         return search
     count = len(search.combinations)
     return replace(search, trials=min(known.trials or count, count))
-
-
-def _tie_values(argv: Sequence[str]) -> list[str]:
-    """Return the words with our own flags tied to their values, so that -1 is a value."""
-    own = ["--vary", "--devices", "--repeats", "--runs", "--last", "--filter"]
-    own += ["--search", "--trials", "--pruner", "--goal"]
-    words: list[str] = []
-    for word in argv:
-        if words and words[-1] in own and not word.startswith("--"):
-            words[-1] += f"={word}"
-        else:
-            words.append(word)
-    return words
 
 
 def _parse_count(text: str) -> int:

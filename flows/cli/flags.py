@@ -8,13 +8,25 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tasks.engine.base.secret_names import HIDDEN, is_secret
 from tasks.engine.settings.read_settings import ConfigError, resolve_config
-from tasks.engine.settings.table import MAPPINGS, Setting, describe_setting, list_settings
+from tasks.engine.settings.table import MAPPINGS, describe_setting, list_settings
 
+_VALUES = {
+    "--config": ("FILE", "Settings in YAML: sections, or dotted names."),
+    "--resume": (
+        "RUN",
+        "Go on with a run from its newest checkpoint: its id, its folder, or latest.",
+    ),
+    "--for": (
+        "GPU,GPU",
+        "With --forecast: on GPUs that are not here, such as t4, a100-40 or 24GiB.",
+    ),
+}
 _SWITCHES = {
     "--dry-run": "Print the resolved settings and the device decision; train nothing.",
     "--forecast": "Print the memory that the training will take, and if it fits; train nothing.",
@@ -22,7 +34,7 @@ _SWITCHES = {
     "--debug": "Show tracebacks and Prefect's own log.",
 }
 _ALONE = (*_SWITCHES, "-h", "--help")  # take no value
-_OPTIONS = (*_SWITCHES, "--help", "--config", "--resume", "--for")
+_OPTIONS = (*_SWITCHES, "--help", *_VALUES)
 _METAVARS = {
     "integer": "N",
     "number": "NUMBER",
@@ -30,6 +42,7 @@ _METAVARS = {
     "dictionary": "YAML",
     "boolean": "BOOL",
 }
+_BARE: dict[str, dict[str, Any]] = {"boolean": {"nargs": "?", "const": "true"}}  # may stand alone
 TITLES = {
     "device": "where to train",
     "data": "what to learn from",
@@ -72,14 +85,21 @@ def parse_training(argv: Sequence[str]) -> argparse.Namespace:
     ConfigError with every problem of the words, the file and the flags. --help prints and
     exits with 0.
     """
-    words, problems = _join_values(argv)
-    known, unknown = _make_parser().parse_known_args(words)
+    try:
+        known, unknown = _make_parser().parse_known_args(tie_values(argv))
+    except argparse.ArgumentError as error:  # a value that is missing, or one too many
+        raise ConfigError(f"{error.argument_name}: {error.message}; see --help") from None
     given: dict[str, list[Any]] = {k: v for k, v in vars(known).items() if isinstance(v, list)}
+    problems = []
     for word in unknown:
         name, equals, value = word.removeprefix("--").partition("=")
         near = [] if "." in name else get_close_matches(f"--{name[:80]}", _OPTIONS, 1, 0.75)
-        if near:
+        if not word.startswith("--") or word == "--":
+            problems.append(f"{word}: unknown word; settings are given as --section.name VALUE")
+        elif near:
             problems.append(f"--{name}: unknown option; did you mean {near[0]}?")
+        elif not equals and name.startswith(tuple(f"{mapping}." for mapping in MAPPINGS)):
+            problems.append(f"{name}: expected one argument; see --help")
         else:
             given.setdefault(name, []).append(value if equals else None)
     for name, values in given.items():
@@ -124,57 +144,23 @@ def make_resume_words(argv: Sequence[str], folder: Path) -> list[str]:
 
     Flags stay.
     """
-    words, _ = _join_values(argv)
-    kept = [word for word in words if word.partition("=")[0] not in ("--config", "--resume")]
+    replaced = ("--config", "--resume")
+    kept = [word for word in tie_values(argv) if word.partition("=")[0] not in replaced]
     return [*kept, f"--resume={folder}"]
 
 
-def _join_values(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words, each flag tied to its value by "=", and what is wrong with them.
-
-    So -0.1 is a value and no flag. Wrong are words that are no flags, lack a value, or have
-    one too many.
-    """
+def tie_values(argv: Sequence[str]) -> list[str]:
+    """Return the words, each flag tied to its value by "=", so that -1e-3 is a value and no
+    flag."""
     words: list[str] = []
-    problems: list[str] = []
-    rest = list(reversed(argv))
-    while rest:
-        word = rest.pop()
-        name, equals, value = word.partition("=")
-        if word in _ALONE:
-            words.append(word)
-        elif name in _ALONE:
-            problems.append(f"{name}: takes no value (got {value!r})")
-        elif not word.startswith("--") or name == "--":
-            problems.append(f"{word}: unknown word; settings are given as --section.name VALUE")
-        elif equals:
-            words.append(word)
-        elif rest and not rest[-1].startswith("--") and rest[-1] not in _ALONE:
-            words.append(f"{word}={rest.pop()}")
-        elif (example := _find_example(word)) == "true":
-            words.append(f"{word}=true")
-        elif example:
-            said = word.removeprefix("--") if "." in word else word
-            problems.append(f"{said}: needs a value, as in {word} {example}")
+    for word in argv:
+        last = words[-1] if words else ""
+        is_open = last.startswith("--") and "=" not in last and last not in ("--", *_ALONE)
+        if is_open and not word.startswith("--") and word not in _ALONE:
+            words[-1] += f"={word}"
         else:
             words.append(word)
-    return words, problems
-
-
-def _find_example(flag: str) -> str | None:
-    """Return an example value of the flag.
-
-    "true" if it may stand alone, None if it is unknown.
-    """
-    row = next((row for row in list_settings() if f"--{row.name}" == flag), None)
-    if row is None:
-        inner = flag.startswith(tuple(f"--{mapping}." for mapping in MAPPINGS))
-        return {"--config": "FILE", "--resume": "latest", "--for": "t4,24GiB"}.get(
-            flag, "YAML" if inner else None
-        )
-    if row.kind == "boolean":
-        return "true"
-    return _find_metavar(row) if row.default in ("null", "{}") else row.default
+    return words
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -183,51 +169,23 @@ def _make_parser() -> argparse.ArgumentParser:
         usage="python -m flows.train [--config FILE] [--resume RUN] [--NAME VALUE ...]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
-        formatter_class=_make_formatter,
+        formatter_class=partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=8, width=80
+        ),
         allow_abbrev=False,
         exit_on_error=False,
     )
-    parser.add_argument(
-        "--config",
-        dest="--config",
-        metavar="FILE",
-        action="append",
-        help="Settings in YAML: sections, or dotted names.",
-    )
-    parser.add_argument(
-        "--resume",
-        dest="--resume",
-        metavar="RUN",
-        action="append",
-        help="Go on with a run from its newest checkpoint: its id, its folder, or latest.",
-    )
-    parser.add_argument(
-        "--for",
-        dest="--for",
-        metavar="GPU,GPU",
-        action="append",
-        help="With --forecast: on GPUs that are not here, such as t4, a100-40 or 24GiB.",
-    )
-    for switch, text in _SWITCHES.items():
-        parser.add_argument(switch, action="store_true", help=text)
+    for name, (metavar, text) in _VALUES.items():
+        parser.add_argument(name, dest=name, metavar=metavar, action="append", help=text)
+    for name, text in _SWITCHES.items():
+        parser.add_argument(name, action="store_true", help=text)
     groups = {name: parser.add_argument_group(f"{name} ({text})") for name, text in TITLES.items()}
     for row in list_settings():
         groups[row.name.partition(".")[0]].add_argument(
             f"--{row.name}",
-            metavar=_find_metavar(row),
+            metavar=_METAVARS.get(row.kind.partition(" ")[0], "TEXT"),
             action="append",
-            help=_make_help(row),
+            help=describe_setting(row).replace("%", "%%"),
+            **_BARE.get(row.kind, {}),
         )
     return parser
-
-
-def _make_formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=8, width=80)
-
-
-def _find_metavar(row: Setting) -> str:
-    return _METAVARS.get(row.kind.partition(" ")[0], "TEXT")
-
-
-def _make_help(row: Setting) -> str:
-    return describe_setting(row).replace("%", "%%")

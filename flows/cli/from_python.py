@@ -73,7 +73,7 @@ def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
     )
 
 
-def called_from_python(flow: Flow[..., Any]) -> CalledFlow:
+def make_called_flow(flow: Flow[..., Any]) -> CalledFlow:
     """Return the flow of `config`, `overrides` and `resume`, for who calls it: from Python with all
     that the command does, in Prefect's form with its settings in groups."""
     made = CalledFlow(

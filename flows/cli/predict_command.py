@@ -88,11 +88,6 @@ def parse_prediction(argv: Sequence[str]) -> dict[str, Any]:
             values = values[-1]
         if values is not None:
             given[name] = values
-    limit = given.get("limit_mib")
-    try:
-        given |= {} if limit is None else {"limit_mib": float(limit)}
-    except ValueError:
-        problems.append(f"limit_mib: must be a number (got {limit!r})")
     if problems:
         raise ConfigError(*problems)
     if "keep" in given:
@@ -111,7 +106,8 @@ def _make_parser() -> argparse.ArgumentParser:
         exit_on_error=False,
     )
     for name, (value, text) in _VALUES.items():
-        parser.add_argument(name, metavar=value, action="append", help=text)
+        kind = float if value == "NUMBER" else str
+        parser.add_argument(name, metavar=value, type=kind, action="append", help=text)
     for name, text in _SWITCHES.items():
         parser.add_argument(name, action="store_true", help=text)
     return parser

@@ -75,7 +75,7 @@ def _make_line(
 
 
 def _make_row_cells(run: KnownRun) -> dict[str, str]:
-    def of(done: int | None, whole: int | None) -> str:
+    def format_count(done: int | None, whole: int | None) -> str:
         return "" if done is None else f"{done:,}" + (f"/{whole:,}" if whole else "")
 
     time = "" if run.total_s is None else format_seconds(run.total_s)
@@ -87,8 +87,8 @@ def _make_row_cells(run: KnownRun) -> dict[str, str]:
         "id": make_printable(run.run_id, limit=60)[:8],
         "state": make_printable(run.state, limit=20),
         "device": make_printable(run.device, limit=12),
-        "step": of(run.step, run.steps),
-        "epoch": of(run.epoch, run.epochs),
+        "step": format_count(run.step, run.steps),
+        "epoch": format_count(run.epoch, run.epochs),
         "time": time,
         "loss": "" if run.loss is None else format_number(run.loss),
         "samples/s": "" if run.samples_per_s is None else f"{run.samples_per_s:,.0f}",

@@ -51,11 +51,13 @@ def compute_time_parts(group: Group) -> dict[str, float]:
     are timed waits for the device after each of them: where the phases take longer than a
     step does in all, each gets its share of the step.
     """
-    speed, steps = group.median(SPEED), group.median(STEPS)
+    speed, steps = group.compute_median(SPEED), group.compute_median(STEPS)
     if not speed or not steps:
         return {}
     whole, step_ms = 1e6 / speed, 1000 / steps
-    known = {name: ms for key, name in PHASES.items() if (ms := group.median(key)) is not None}
+    known = {
+        name: ms for key, name in PHASES.items() if (ms := group.compute_median(key)) is not None
+    }
     scale = whole / max(step_ms, sum(known.values()))
     parts = {name: milliseconds * scale for name, milliseconds in known.items()}
     return {**parts, OTHER: whole - sum(parts.values())}
@@ -66,10 +68,10 @@ def compute_memory_parts(group: Group) -> dict[str, float]:
 
     Empty where it is not known.
     """
-    peak = group.median(PEAKS[0])
+    peak = group.compute_median(PEAKS[0])
     if peak is None:
         return {}
-    parts = {n: mib for key, n in OWNERS.items() if (mib := group.median(key)) is not None}
+    parts = {n: mib for key, n in OWNERS.items() if (mib := group.compute_median(key)) is not None}
     return {**parts, OTHER: peak - sum(parts.values())}
 
 
@@ -86,9 +88,9 @@ def describe_differences(groups: Sequence[Group]) -> list[str]:
     timed = [group for group in groups if compute_time_parts(group)]
     if len(timed) < 2:
         return []
-    base = max(timed, key=lambda group: group.median(SPEED) or 0.0)
+    base = max(timed, key=lambda group: group.compute_median(SPEED) or 0.0)
     lines = [_describe_best(groups)]
-    for group in sorted(timed, key=lambda group: -(group.median(SPEED) or 0.0)):
+    for group in sorted(timed, key=lambda group: -(group.compute_median(SPEED) or 0.0)):
         if group is not base:
             said = [_describe_slowness(group, base), _describe_memory(group, base)]
             if any(said):
@@ -99,7 +101,7 @@ def describe_differences(groups: Sequence[Group]) -> list[str]:
             f"{format_percent(MIN_SINGLE_DIFFERENCE)} is not told, "
             "nor are speeds where the steps do the same work."
         )
-    waits = [waited for group in timed if (waited := group.median(CORE_WAIT) or 0.0) > BUSY]
+    waits = [waited for group in timed if (waited := group.compute_median(CORE_WAIT) or 0.0) > BUSY]
     if waits:
         lines.append(
             f"In {len(waits)} of {len(timed)} other work on the machine had the cores that threads "
@@ -110,10 +112,10 @@ def describe_differences(groups: Sequence[Group]) -> list[str]:
 
 def is_different(one: Group, other: Group, metric: str) -> bool:
     """Return whether the medians lie further apart than the runs of both groups do."""
-    a, b = one.median(metric), other.median(metric)
+    a, b = one.compute_median(metric), other.compute_median(metric)
     if a is None or b is None:
         return False
-    spreads = [group.spread(metric) for group in (one, other)]
+    spreads = [group.compute_spread(metric) for group in (one, other)]
     known = [spread for spread in spreads if spread is not None]
     least = (MIN_DIFFERENCE if len(known) == 2 else MIN_SINGLE_DIFFERENCE) * max(abs(a), abs(b))
     return abs(a - b) > max(sum(known), least)
@@ -140,10 +142,10 @@ def _is_chance(group: Group, base: Group) -> bool:
 
     Only the machine differed.
     """
-    is_known = bool(group.tag("alike")) and len(group.done) == len(base.done) == 1
+    is_known = bool(group.find_tag("alike")) and len(group.done) == len(base.done) == 1
     mine, its = group.settings, base.settings
     names = [n for n in {**mine, **its} if mine.get(n) != its.get(n)]
-    is_same = all(group.tag(name) == base.tag(name) for name in ("alike", *COMPUTED))
+    is_same = all(group.find_tag(name) == base.find_tag(name) for name in ("alike", *COMPUTED))
     return is_known and is_same and all(name.startswith(SAME_WORK) for name in names)
 
 
@@ -151,11 +153,11 @@ def _explain_phase(phase: str, group: Group, base: Group) -> str:
     told = []
     asked = {name.rpartition(".")[2] for name in group.settings}  # which says it already
     for name in WHY.get(phase, ()):
-        mine, its = group.tag(name), base.tag(name)
+        mine, its = group.find_tag(name), base.find_tag(name)
         if name in asked or (name == "micro_batch" and "batch_size" in asked):
             continue
         if mine and its and mine != its:
-            reason = group.tag(f"{name}.reason")
+            reason = group.find_tag(f"{name}.reason")
             told.append(f"{name} {mine} against {its}" + (f": {reason}" if reason else ""))
     return f" ({'; '.join(told)})" if told else ""
 
@@ -188,14 +190,13 @@ def _describe_memory(group: Group, base: Group) -> str:
 def _describe_best(groups: Sequence[Group]) -> str:
     """Return in words which group learned best, where that is more than chance."""
     score = find_score(groups)
-    judged = [group for group in groups if group.median(score) is not None] if score else []
+    judged = [group for group in groups if group.compute_median(score) is not None] if score else []
     sign = 1 if score in LOWER_IS_BETTER else -1
-    judged.sort(key=lambda group: sign * (group.median(score) or 0.0))
+    judged.sort(key=lambda group: sign * (group.compute_median(score) or 0.0))
     if len(judged) < 2 or not is_different(judged[0], judged[1], score):
         return ""
-    return (
-        f"{judged[0].called} has the best {score}: {format_number(judged[0].median(score) or 0.0)}"
-    )
+    best = format_number(judged[0].compute_median(score) or 0.0)
+    return f"{judged[0].called} has the best {score}: {best}"
 
 
 def compute_speed_up(group: Group, slowest: Group) -> tuple[float, float] | None:
@@ -203,8 +204,11 @@ def compute_speed_up(group: Group, slowest: Group) -> tuple[float, float] | None
 
     The second is computed from the spreads of both. None where a speed is not known.
     """
-    mine, its = group.median(SPEED), slowest.median(SPEED)
+    mine, its = group.compute_median(SPEED), slowest.compute_median(SPEED)
     if not mine or not its:
         return None
-    off = [(g.spread(SPEED) or 0.0) / (g.median(SPEED) or 1.0) for g in (group, slowest)]
+    off = [
+        (g.compute_spread(SPEED) or 0.0) / (g.compute_median(SPEED) or 1.0)
+        for g in (group, slowest)
+    ]
     return mine / its, mine / its * sum(off)

@@ -39,7 +39,16 @@ from tasks.engine.base.units import (
     make_printable,
 )
 from tasks.engine.report.html_page import STYLE, embed_image, make_document
-from tasks.engine.report.plots import BLUE, GREEN, GREY, SKY, VERMILION, make_panels
+from tasks.engine.report.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    SKY,
+    VERMILION,
+    label_axes,
+    make_panels,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +57,6 @@ if TYPE_CHECKING:
 MAX_GROUPS = 12  # groups that a picture shows
 NEAR = 3  # times what was taken at most: a device that has more would leave no bars to see
 LETTERS = 34  # of a label
-INK = "#202020"
 # Okabe and Ito's, as in the plots of a run, with the others of theirs.
 OTHERS = ("#E69F00", "#CC79A7", "#999999", "#F0E442", "#000000")
 COLOURS = (BLUE, VERMILION, GREEN, SKY, *OTHERS)
@@ -103,14 +111,11 @@ def _draw_history(groups: Sequence[Group], goal: Goal) -> Figure | None:
             at, height = zip(*points, strict=True)
             axes.scatter(at, height, c=colour, marker=mark, label=state.lower())
     numbers, so_far = [n for n, _ in done], [v for _, v in done]
-    best = [goal.best(so_far[: at + 1]) for at in range(len(done))]
+    best = [goal.choose_best(so_far[: at + 1]) for at in range(len(done))]
     axes.step(
         [*numbers, max(values)], [*best, best[-1]], where="post", color=VERMILION, label="best"
     )
-    axes.set_title(f"{goal.name} by trial", loc="left", fontsize=11, fontweight="bold", color=INK)
-    axes.grid(axis="y", color="#E6E6E6", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.set_xlabel("trial", fontsize=9, color=GREY)
+    label_axes(axes, f"{goal.name} by trial", unit="trial")
     axes.locator_params(axis="x", integer=True)
     axes.legend(frameon=False, fontsize=8.5, handlelength=1.2)
     return axes.figure  # type: ignore[return-value]
@@ -133,22 +138,20 @@ def _make_row_axes(groups: Sequence[Group], *, title: str) -> tuple[Axes, Figure
         top=1 - 0.42 / figure.get_figheight(),
         bottom=0.55 / figure.get_figheight(),
     )
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
+    label_axes(axes, title, grid="x")
     axes.set_yticks(range(len(groups)), [_make_label(group) for group in groups], fontsize=9)
     axes.set_ylim(len(groups) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0, colors=INK)
-    axes.grid(axis="x", color="#E6E6E6", linewidth=0.7)
-    axes.set_axisbelow(True)
     return axes, figure
 
 
 def _draw_speed(groups: Sequence[Group]) -> Figure | None:
-    known = [group for group in groups if group.median(SPEED)][:MAX_GROUPS]
+    known = [group for group in groups if group.compute_median(SPEED)][:MAX_GROUPS]
     if not known:
         return None
     axes, figure = _make_row_axes(known, title="samples a second")
-    speeds = [group.median(SPEED) or 0.0 for group in known]
-    spreads = [group.spread(SPEED) or 0.0 for group in known]
+    speeds = [group.compute_median(SPEED) or 0.0 for group in known]
+    spreads = [group.compute_spread(SPEED) or 0.0 for group in known]
     axes.barh(range(len(known)), speeds, xerr=spreads, color=COLOURS[0], height=0.55)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlim(0, 1.18 * max(map(sum, zip(speeds, spreads, strict=True))))
@@ -192,7 +195,7 @@ def _draw_memory(groups: Sequence[Group]) -> Figure | None:
     The total is shown where all runs have the same.
     """
     figure = _draw_stacked(groups, compute_memory_parts, "MiB of tensors at the peak")
-    totals = {group.tag("device.total_mib") for group in groups if group.done}
+    totals = {group.find_tag("device.total_mib") for group in groups if group.done}
     if figure is None or len(totals) != 1 or not (total := next(iter(totals))):
         return figure
     axes = figure.axes[0]
@@ -212,12 +215,8 @@ def _draw_loss(groups: Sequence[Group], series: Mapping[str, Points]) -> Figure 
     if not lines:
         return None
     by_step, by_time = make_panels(2)
-    titles = ((by_step, "training loss", "optimizer step"), (by_time, "by time", "s"))
-    for axes, title, unit in titles:
-        axes.set_xlabel(unit, fontsize=9, color=GREY)
-        axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
-        axes.grid(axis="y", color="#E6E6E6", linewidth=0.7)
-        axes.set_axisbelow(True)
+    label_axes(by_step, "training loss", unit="optimizer step")
+    label_axes(by_time, "by time", unit="s")
     for colour, (label, points) in zip(COLOURS, lines, strict=False):
         steps, times, values = zip(*points, strict=True)
         seconds = [(at - times[0]) / 1000 for at in times]
@@ -265,8 +264,8 @@ def compare_groups(
     goal: of a search, which `told` has described in words already.
     """
     score, peak = goal.name if goal is not None else find_score(groups), find_peak_metric(groups)
-    known = [group for group in groups if group.median(SPEED)]
-    slowest = min(known, key=lambda group: group.median(SPEED) or 0.0, default=None)
+    known = [group for group in groups if group.compute_median(SPEED)]
+    slowest = min(known, key=lambda group: group.compute_median(SPEED) or 0.0, default=None)
     names = list(groups[0].settings)
     columns = {"#": [str(g.number) if g.called != g.label else "" for g in groups]} | {
         said: [group.settings[name] for group in groups]
@@ -290,15 +289,15 @@ def compare_groups(
         columns["speed-up"] = [_format_speed_up(group, slowest) for group in groups]
     columns["step ms"] = [format_with_spread(group, compute_step_ms) for group in groups]
     columns["epoch"] = [
-        _format_value(group.median(compute_epoch_s), format_seconds) for group in groups
+        _format_value(group.compute_median(compute_epoch_s), format_seconds) for group in groups
     ]
     columns["J/epoch"] = [
-        _format_value(group.median(compute_epoch_j), format_number) for group in groups
+        _format_value(group.compute_median(compute_epoch_j), format_number) for group in groups
     ]
     columns["peak" if peak.endswith("allocated_mib") else "peak of the process"] = [
-        _format_value(group.median(peak), format_mebibytes) for group in groups
+        _format_value(group.compute_median(peak), format_mebibytes) for group in groups
     ]
-    leaked = [group.median("memory/leaked_mib") for group in groups]
+    leaked = [group.compute_median("memory/leaked_mib") for group in groups]
     columns["leaked"] = [_format_value(value, format_mebibytes) for value in leaked if any(leaked)]
     kept = {name: cells for name, cells in columns.items() if any(cells)}
     failed = [(g, run) for g in groups for run in g.runs if run.status not in GOOD_STATES]

@@ -34,7 +34,7 @@ class Goal:
     name: str
     is_lower_better: bool
 
-    def best(self, values: Iterable[float]) -> float:
+    def choose_best(self, values: Iterable[float]) -> float:
         return min(values) if self.is_lower_better else max(values)
 
 
@@ -86,21 +86,21 @@ class Group:
         states = [run.status for run in self.runs if not run.is_done]
         return ", ".join(dict.fromkeys(states)) or "FINISHED"
 
-    def values(self, of: str | Callable[[MeasuredRun], float | None]) -> list[float]:
+    def list_values(self, of: str | Callable[[MeasuredRun], float | None]) -> list[float]:
         """Return the values of its finished runs, of a metric or of a function of a run."""
         ask = (lambda run: run.metrics.get(of)) if isinstance(of, str) else of
         return [value for run in self.done if (value := ask(run)) is not None]
 
-    def median(self, of: str | Callable[[MeasuredRun], float | None]) -> float | None:
-        values = self.values(of)
+    def compute_median(self, of: str | Callable[[MeasuredRun], float | None]) -> float | None:
+        values = self.list_values(of)
         return statistics.median(values) if values else None
 
-    def spread(self, of: str | Callable[[MeasuredRun], float | None]) -> float | None:
+    def compute_spread(self, of: str | Callable[[MeasuredRun], float | None]) -> float | None:
         """Return half of the way from the least to the largest value; None for a single run."""
-        values = self.values(of)
+        values = self.list_values(of)
         return (max(values) - min(values)) / 2 if len(values) > 1 else None
 
-    def tag(self, name: str) -> str:
+    def find_tag(self, name: str) -> str:
         return next((run.tags[name] for run in self.done or self.runs if name in run.tags), "")
 
 
@@ -190,7 +190,7 @@ def compute_epoch_j(run: MeasuredRun) -> float | None:
 
 def format_with_spread(group: Group, of: str | Callable[[MeasuredRun], float | None]) -> str:
     """Return the median in words, and half the range of its runs behind it."""
-    median, spread = group.median(of), group.spread(of)
+    median, spread = group.compute_median(of), group.compute_spread(of)
     if median is None:
         return ""
     return format_number(median) + (f" \u00b1 {format_number(spread)}" if spread else "")

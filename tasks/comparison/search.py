@@ -82,18 +82,18 @@ class Trials:
                 left.append(trial)
         return left
 
-    def next(self, device: str) -> Cell | None:
+    def take_next(self, device: str) -> Cell | None:
         for trial in self._left:
             if trial.user_attrs.get("device", device) == device:
                 self._left.remove(trial)
-                return self.cell(trial)
-        if self._drawn() >= self.search.trials:
+                return self.make_cell(trial)
+        if self._count_drawn() >= self.search.trials:
             return None
         drawn = self.draw()
         drawn.set_user_attr("device", device)
-        return self.cell(self.study.trials[drawn.number])
+        return self.make_cell(self.study.trials[drawn.number])
 
-    def _drawn(self) -> int:
+    def _count_drawn(self) -> int:
         trials = self.study.get_trials(deepcopy=False)
         return sum(trial.state != TrialState.WAITING for trial in trials)
 
@@ -102,27 +102,27 @@ class Trials:
 
         A search that goes on draws what it would have drawn.
         """
-        count = self._drawn()
+        count = self._count_drawn()
         seeds = np.random.SeedSequence((self.base.train.seed, count))
         self.study.sampler = _make_sampler(self.search.how, int(seeds.generate_state(1)[0]))
         if self.search.how == "grid":  # Optuna's sampler of that name is not for ask and tell
             self.study.enqueue_trial(self.search.combinations[count], skip_if_exists=True)
         return self.study.ask(self._distributions)
 
-    def cell(self, trial: FrozenTrial) -> Cell:
+    def make_cell(self, trial: FrozenTrial) -> Cell:
         settings = format_params(self.search.axes, trial.params)
         try:
-            config = self.search.resolve({**settings, **self._device(trial)})
+            config = self.search.resolve({**settings, **self._find_device(trial)})
         except ConfigError as error:
             return Cell(trial.number + 1, settings, self.base, refused="; ".join(error.problems))
         return Cell(trial.number + 1, settings, config)
 
-    def _device(self, trial: FrozenTrial) -> dict[str, str]:
+    def _find_device(self, trial: FrozenTrial) -> dict[str, str]:
         """Return the device that the trial began on, where several may be used."""
         devices = self.search.devices
         return {DEVICE: trial.user_attrs.get("device", devices[0])} if devices else {}
 
-    def pruned(self, cell: Cell, folder: Path) -> bool:
+    def is_pruned(self, cell: Cell, folder: Path) -> bool:
         """Return whether the training ends here, by the epochs since the last look."""
         if self.search.pruner == "none":
             return False
@@ -146,7 +146,7 @@ class Trials:
         )
         return True
 
-    def over(self, cell: Cell, ended: TrainingEnd, folder: Path | None) -> TrainingEnd:
+    def take_end(self, cell: Cell, ended: TrainingEnd, folder: Path | None) -> TrainingEnd:
         """Keep how the training ended, then tell the study.
 
         A search that is ended in between tells the study when it goes on.
@@ -174,22 +174,22 @@ class Trials:
         done = [one for one in self.comparison.ended.values() if one.value is not None]
         if not done:
             return None
-        best = self.goal.best(one.value for one in done if one.value is not None)
+        best = self.goal.choose_best(one.value for one in done if one.value is not None)
         return min((one for one in done if one.value == best), key=lambda one: one.number)
 
-    def again(self) -> tuple[dict[str, str], str]:
+    def make_best_command(self) -> tuple[dict[str, str], str]:
         """Return the settings of the best trial, and the command that trains it again."""
         assert self.best is not None
         trial = self.study.trials[self.best.number - 1]
         settings = format_params(self.search.axes, trial.params)
-        asked = {**settings, **self._device(trial)}
+        asked = {**settings, **self._find_device(trial)}
         flags = [word for name, value in asked.items() for word in (f"--{name}", value)]
         words = ["python", "-m", "flows.train", *self.search.words, *flags]
         return settings, shlex.join(words)
 
-    def groups(self, runs: Sequence[MeasuredRun]) -> list[Group]:
+    def make_groups(self, runs: Sequence[MeasuredRun]) -> list[Group]:
         """Return a group for each trial, those that finished first, the best of them on top."""
-        trials = zip(self.cells(), runs, strict=True)
+        trials = zip(self.list_cells(), runs, strict=True)
         found = [Group(cell.settings, [run], cell.number, is_trial=True) for cell, run in trials]
 
         def rank(group: Group) -> tuple[int, float, int]:
@@ -201,10 +201,10 @@ class Trials:
 
         return sorted(found, key=rank)
 
-    def cells(self) -> list[Cell]:
-        return [self.cell(trial) for trial in self.study.trials[: self._drawn()]]
+    def list_cells(self) -> list[Cell]:
+        return [self.make_cell(trial) for trial in self.study.trials[: self._count_drawn()]]
 
-    def told(self) -> list[str]:
+    def describe(self) -> list[str]:
         """Return the search in sentences."""
         ends = [one.status for one in self.comparison.ended.values()]
         counts = {"finished": ends.count("FINISHED"), "pruned": ends.count("PRUNED")}
@@ -212,7 +212,7 @@ class Trials:
         parts = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
         lines = [f"{len(ends)} trials by {self.search.how}: {parts}"]
         if self.best is not None:
-            label = self.cell(self.study.trials[self.best.number - 1]).label
+            label = self.make_cell(self.study.trials[self.best.number - 1]).label
             value = format_number(self.best.value or 0.0)
             lines.insert(0, f"#{self.best.number} has the best {self.goal.name}: {value} ({label})")
         if counts["finished"] >= WEIGHED and len(self._distributions) > 1:
@@ -267,7 +267,7 @@ def format_params(axes: Axes, params: dict[str, Any]) -> dict[str, str]:
     return {
         name: "-"
         if name not in params
-        else axis.text(params[name])
+        else axis.format_value(params[name])
         if isinstance(axis, Range)
         else str(params[name])
         for name, axis in axes.items()

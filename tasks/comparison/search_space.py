@@ -55,10 +55,10 @@ class Range:
         return self.low > 0 and self.high >= LOG_FROM * self.low
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         return "..".join(self.ends) + ", by powers of ten" * self.is_log
 
-    def text(self, value: float) -> str:
+    def format_value(self, value: float) -> str:
         """Return the number as a setting, with few digits where that stays in the range."""
         if self.is_whole:
             return str(int(value))

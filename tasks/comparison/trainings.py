@@ -108,13 +108,13 @@ class Source(Protocol):
     @property
     def devices(self) -> Sequence[str]: ...
 
-    def next(self, device: str) -> Cell | None:
+    def take_next(self, device: str) -> Cell | None:
         """Return the training for a device that is free; None where there is none for it."""
 
-    def pruned(self, cell: Cell, folder: Path) -> bool:
+    def is_pruned(self, cell: Cell, folder: Path) -> bool:
         """Return whether the training ends here, by what is in its run's folder so far."""
 
-    def over(self, cell: Cell, ended: TrainingEnd, folder: Path | None) -> TrainingEnd:
+    def take_end(self, cell: Cell, ended: TrainingEnd, folder: Path | None) -> TrainingEnd:
         """Take how the training ended; return it as it is kept."""
 
 
@@ -136,16 +136,16 @@ class GridSource:
     def devices(self) -> Sequence[str]:
         return sorted(self._queues, key=lambda device: device == "cpu")
 
-    def next(self, device: str) -> Cell | None:
+    def take_next(self, device: str) -> Cell | None:
         others = (cell for cell in self._grid if cell.device != "cpu")
         if device == "cpu" and any(cell.number not in self.comparison.ended for cell in others):
             return None
         return self._queues[device].pop(0) if self._queues[device] else None
 
-    def pruned(self, cell: Cell, folder: Path) -> bool:
+    def is_pruned(self, cell: Cell, folder: Path) -> bool:
         return False
 
-    def over(self, cell: Cell, ended: TrainingEnd, folder: Path | None) -> TrainingEnd:
+    def take_end(self, cell: Cell, ended: TrainingEnd, folder: Path | None) -> TrainingEnd:
         return self.comparison.add(ended)
 
 
@@ -165,7 +165,7 @@ class _LiveTraining:
         elif now > self.look_at and self.kill_at == float("inf"):
             self.look_at = now + LOOK_S
             self.folder = self.folder or _find_folder(comparison, self.cell, runs)
-            if self.folder is not None and source.pruned(self.cell, self.folder):
+            if self.folder is not None and source.is_pruned(self.cell, self.folder):
                 self.process.terminate()
                 self.kill_at = now + END_S
 
@@ -183,18 +183,18 @@ def run_trainings(
     in its middle goes on from its checkpoint.
     """
 
-    def over(cell: Cell, ended: TrainingEnd) -> None:
-        tell(cell, source.over(cell, ended, _find_folder(comparison, cell, runs)))
+    def end_training(cell: Cell, ended: TrainingEnd) -> None:
+        tell(cell, source.take_end(cell, ended, _find_folder(comparison, cell, runs)))
 
     live: dict[str, _LiveTraining] = {}
     try:
         while True:
             for device in source.devices:
-                while device not in live and (cell := source.next(device)) is not None:
+                while device not in live and (cell := source.take_next(device)) is not None:
                     if cell.refused:
-                        over(cell, TrainingEnd(cell.number, "FAILED", error=cell.refused))
+                        end_training(cell, TrainingEnd(cell.number, "FAILED", error=cell.refused))
                     elif (ended := _find_missed_end(comparison, cell, runs)) is not None:
-                        source.over(cell, ended, _find_folder(comparison, cell, runs))
+                        source.take_end(cell, ended, _find_folder(comparison, cell, runs))
                     else:
                         tell(cell, None)
                         live[device] = _LiveTraining(cell, _start_training(comparison, cell))
@@ -205,7 +205,9 @@ def run_trainings(
                     one.follow(comparison, source, runs)
                 else:
                     del live[device]
-                    over(one.cell, _read_end(comparison, one.cell, one.process.returncode, runs))
+                    end_training(
+                        one.cell, _read_end(comparison, one.cell, one.process.returncode, runs)
+                    )
             time.sleep(POLL_S)
     finally:
         _stop_processes([one.process for one in live.values()])

@@ -221,7 +221,7 @@ def test_a_prediction_that_is_ended_leaves_nothing(there: Trained, tmp_path: Pat
         (["--inptu", "x.csv"], "--inptu: unknown word; did you mean --input?"),
         (["--input", "a.csv", "--input", "b.csv"], "--input: is given 2 times; keep one"),
         (["--input"], "--input: expected one argument"),
-        (["--limit_mib", "much"], "limit_mib: must be a number (got 'much')"),
+        (["--limit_mib", "much"], "--limit_mib: invalid float value: 'much'"),
         (["--input", "nowhere.csv", "--output", "o.csv"], "nowhere.csv' does not exist"),
     ],
 )

@@ -309,7 +309,7 @@ def test_a_leak_is_found_and_its_owner_named(on_leak: str, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("sections", "kind", "message"),
     [
-        ({"model": {"args": {"hiden": [3]}}}, ConfigError, "model.args: 'hiden' is unknown"),
+        ({"model": {"name": "nowhere:Net"}}, ConfigError, "model.name: there is no module nowhere"),
         ({"data": {"source": "csv", "path": "no.csv"}}, DataError, "data.path: .*no.csv"),
         ({"train": {"batch_size": 5000}}, ConfigError, "train.batch_size: must be at most the 14"),
         ({"train": {"loss": "mse"}}, ConfigError, "train.loss: mse does not fit"),

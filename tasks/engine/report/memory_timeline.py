@@ -24,7 +24,7 @@ from tasks.engine.memory.allocation_log import (
 )
 from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS, OWNERS
 from tasks.engine.report.html_page import STYLE, embed_image, make_document
-from tasks.engine.report.plots import GREY, make_panels
+from tasks.engine.report.plots import GREY, INK, make_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +44,7 @@ COLOURS = {
     "graph": "#7f3b08",
     REST: "#8a929c",
 }
-INK, RED = "#202020", "#b3261e"
+RED = "#b3261e"
 LETTER = 0.008  # of the picture's width
 
 Point = tuple[int, Mapping[str, int]]  # an allocation, and the bytes of each owner after it

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tasks.engine.base.units import format_number, format_percent
 from tasks.engine.report.report_sections import PARTS, Block, draw_confusion_matrix, make_report
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, told apart by every kind of eye: https://jfly.uni-koeln.de/color/
 BLUE, VERMILION, GREEN, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#56B4E9", "#595959"
+INK = "#202020"
+TITLE: dict[str, Any] = {"loc": "left", "fontsize": 11, "fontweight": "bold", "color": INK}
 INCHES = (8.0, 4.6)
 DPI = 150
 MOST_POINTS = 4000  # of one line; the picture is 1,200 pixels wide
@@ -163,12 +165,17 @@ def make_panels(count: int) -> list[Axes]:
     return list(axes)
 
 
-def _draw_lines(ax: Axes, lines: list[Line], title: str) -> None:
-    ax.set_title(title, loc="left", fontsize=11, fontweight="bold", color="#202020")
-    ax.set_xlabel("optimizer step", fontsize=9, color=GREY)
-    ax.locator_params(axis="x", integer=True, nbins=7)
-    ax.grid(axis="y", color="#E6E6E6", linewidth=0.7)
+def label_axes(ax: Axes, title: str, *, unit: str = "", grid: Literal["x", "y"] = "y") -> None:
+    """Write the title above and the unit below, and draw a light grid behind."""
+    ax.set_title(title, **TITLE)
+    ax.set_xlabel(unit, fontsize=9, color=GREY)
+    ax.grid(axis=grid, color="#E6E6E6", linewidth=0.7)
     ax.set_axisbelow(True)
+
+
+def _draw_lines(ax: Axes, lines: list[Line], title: str) -> None:
+    label_axes(ax, title, unit="optimizer step")
+    ax.locator_params(axis="x", integer=True, nbins=7)
     for label, colour, points in lines:
         x, y = zip(*points, strict=True)
         marker = "o" if len(points) < 2 else ""
@@ -203,7 +210,7 @@ def _draw_bar_charts(blocks: Sequence[Block], colour: str) -> Figure | None:
 
 def _draw_bars(ax: Axes, block: Block, colour: str) -> None:
     """Draw horizontal bars, the first on top, each with its size written at its end."""
-    ax.set_title(block.title, loc="left", fontsize=11, fontweight="bold", color="#202020")
+    ax.set_title(block.title, **TITLE)
     places = range(len(block.bars))
     ax.barh(places, [bar.length for bar in block.bars], color=colour, height=0.55)
     ax.set_yticks(places, [bar.label for bar in block.bars], fontsize=10)
@@ -211,14 +218,11 @@ def _draw_bars(ax: Axes, block: Block, colour: str) -> None:
     ax.set_xlim(0, 1.6)  # room for the words
     ax.set_xticks([])
     ax.spines["bottom"].set_visible(False)
-    ax.tick_params(axis="y", length=0, colors="#202020")
+    ax.tick_params(axis="y", length=0, colors=INK)
     for place, bar in zip(places, block.bars, strict=True):
         share = "" if bar.share is None else f"   {format_percent(bar.share)}"
         ax.text(bar.length + 0.02, place, bar.value + share, va="center", fontsize=10)
 
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 TITLES = {
     "speed/samples_per_s": "samples a second",

@@ -19,6 +19,9 @@ from tasks.engine.base.units import (
     make_printable,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Numbers = Mapping[str, float]
 
 
@@ -109,9 +112,6 @@ def make_bars(
 def _compute_share(size: float, whole: float | None) -> float | None:
     return min(1.0, max(0.0, size / whole)) if whole and whole > 0 else None
 
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PARTS = {"val": "validation", "test": "test"}
 HEAD = ("class", "rows", "precision", "recall", "F1")

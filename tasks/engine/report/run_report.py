@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.engine.base.units import format_command, format_percent
 from tasks.engine.report import html_page, plots
-from tasks.engine.report import plots as drawing
 from tasks.engine.report.report_sections import Block, Grid, Report, Section, make_report
 
 if TYPE_CHECKING:
@@ -133,9 +132,6 @@ class _Rule:
         yield Segment(drawn + half, console.get_style("cyan"))
 
 
-if TYPE_CHECKING:
-    from rich.console import Group
-
 MARKDOWN_LIMIT = 8000  # characters; MLflow cuts a longer tag in silence
 COMMAND_LIMIT = 1000
 BAR_WIDTH = 20
@@ -158,13 +154,13 @@ def make_html(run: Mapping[str, Any], plot_files: Iterable[Path], *, open_comman
 def draw_plots(run: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write loss.png, time.png, memory.png, PART_confusion.png and trend.png into `folder`,
     those whose data exist, and return their paths."""
-    return [*drawing.draw_run_plots(run, folder), *plots.draw_trend(run, folder)]
+    return [*plots.draw_run_plots(run, folder), *plots.draw_trend(run, folder)]
 
 
 def load_plotting() -> None:
     """Import matplotlib and make its list of fonts before plots are needed, since that takes
     time."""
-    drawing.load_matplotlib()
+    plots.load_matplotlib()
 
 
 def make_markdown(run: Mapping[str, Any], *, open_command: str) -> str:

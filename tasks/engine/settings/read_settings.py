@@ -24,7 +24,6 @@ from ruamel.yaml.error import YAMLError
 from tasks.engine.base import secret_names
 from tasks.engine.base.field_types import is_import_path
 from tasks.engine.base.import_paths import find_allow_problem, find_import_problem
-from tasks.engine.settings.model_args import find_argument_problems
 from tasks.engine.settings.run_config import SOURCES_BY_SETTING, TOKEN_SOURCES, RunConfig
 from tasks.engine.settings.table import (
     MAPPINGS,
@@ -99,16 +98,15 @@ def parse_document(text: str) -> Document:
         if (root := yaml.compose(text)) is not None:
             document.line = root.start_mark.line + 1
             document.value = _read_value(root, yaml.constructor, "", document)
-    except YAMLError as error:
+    except (YAMLError, ValueError, LookupError, OverflowError, RecursionError) as error:
+        # Those of Python are of !!int x, !!bool x, "\UFFFFFFFF", [[[[...
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        at = mark.index if mark else getattr(error, "position", 0)
+        at = mark.index if mark else getattr(error, "position", None)
         words = (getattr(error, name, None) for name in ("context", "problem", "reason"))
-        why = " ".join(filter(None, words))
+        why = " ".join(filter(None, words)) or str(error)
         hint = "; indent with spaces" if "'\\t'" in why else ""
-        raise SettingsProblem(f"is not YAML: {why}{hint}", text.count("\n", 0, at) + 1) from error
-    except (ValueError, LookupError, OverflowError, RecursionError) as error:
-        # Of !!int x, !!bool x, "\UFFFFFFFF", [[[[...
-        raise SettingsProblem(f"is not YAML: {error}") from error
+        line = None if at is None else text.count("\n", 0, at) + 1
+        raise SettingsProblem(f"is not YAML: {why}{hint}", line) from error
     return document
 
 
@@ -204,13 +202,31 @@ def resolve_config(file: str | None, flags: Mapping[str, Any]) -> RunConfig:
     return _validate(sections, document.lines, file, told)
 
 
-def override_config(config: RunConfig, overrides: Mapping[str, Any] | None) -> RunConfig:
+def override_config(
+    config: RunConfig, overrides: Mapping[str, Any] | None, *, called: str = "overrides"
+) -> RunConfig:
     """Return `config` with `overrides` (sections or dotted names, values of the right type)
     applied.
 
+    called: what the caller knows them by. Raises ConfigError with every problem.
+    """
+    if overrides is None or overrides == {}:
+        return config
+    if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
+        rule = "must be a dict of settings, such as {'optim.lr': 0.01}"
+        raise ConfigError(f"{called}: {rule} (got {format_value(overrides)})")
+    sections = config.model_dump()
+    _put_settings(sections, overrides)
+    return _validate(sections, {}, None, [])
+
+
+def make_config(settings: Mapping[str, Any]) -> RunConfig:
+    """Return the config of a plain dict, in sections or by dotted names, as a notebook has
+    them.
+
     Raises ConfigError with every problem.
     """
-    return _override_one(config, "overrides", overrides) if overrides else config
+    return override_config(RunConfig(), settings, called="config")
 
 
 def hide_config_secrets(config: RunConfig) -> RunConfig:
@@ -231,57 +247,25 @@ def restore_config_secrets(config: RunConfig) -> RunConfig:
         config, lambda v, name: secret_names.restore_secrets(v, name, missing)
     )
     if missing:
-        told = "was hidden when it was kept; give it again: --{0}, or {1} in the environment"
-        raise ConfigError(
-            *(
-                f"{name}: {told.format(name, secret_names.make_variable_name(name))}"
-                for name in missing
-            )
-        )
+        told = "was hidden when it was kept; give it again:"
+        ways = [(name, secret_names.make_variable_name(name)) for name in missing]
+        raise ConfigError(*(f"{n}: {told} --{n}, or {v} in the environment" for n, v in ways))
     return config
 
 
 def find_secret_variables(config: RunConfig) -> dict[str, str]:
     """Return the environment variables that a process needs which is given the settings without
     their secrets."""
-    each = (
-        secret_names.find_secrets(values, name)
-        for name, values in _collect_arguments(config).items()
-    )
-    return {name: value for found in each for name, value in found.items()}
-
-
-def _collect_arguments(config: RunConfig) -> dict[str, dict[str, Any]]:
-    return {"data.args": config.data.args, "model.args": config.model.args}
+    of_data = secret_names.find_secrets(config.data.args, "data.args")
+    return of_data | secret_names.find_secrets(config.model.args, "model.args")
 
 
 def _change_arguments(
     config: RunConfig, change: Callable[[Mapping[str, Any], str], dict[str, Any]]
 ) -> RunConfig:
-    args = {name: change(values, name) for name, values in _collect_arguments(config).items()}
-    if args == _collect_arguments(config):
-        return config
-    data = config.data.model_copy(update={"args": args["data.args"]})
-    model = config.model.model_copy(update={"args": args["model.args"]})
+    data = config.data.model_copy(update={"args": change(config.data.args, "data.args")})
+    model = config.model.model_copy(update={"args": change(config.model.args, "model.args")})
     return config.model_copy(update={"data": data, "model": model})
-
-
-def make_config(settings: Mapping[str, Any]) -> RunConfig:
-    """Return the config of a plain dict, in sections or by dotted names, as a notebook has
-    them.
-
-    Raises ConfigError with every problem.
-    """
-    return _override_one(RunConfig(), "config", settings)
-
-
-def _override_one(config: RunConfig, name: str, settings: Mapping[str, Any]) -> RunConfig:
-    if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
-        rule = "must be a dict of settings, such as {'optim.lr': 0.01}"
-        raise ConfigError(f"{name}: {rule} (got {format_value(settings)})")
-    sections = config.model_dump()
-    _put_settings(sections, settings)
-    return _validate(sections, {}, None, [])
 
 
 def _parse_flag(name: str, value: Any) -> Any:
@@ -356,10 +340,8 @@ def _make_problem(error: Mapping[str, Any], lines: Mapping[str, int]) -> Setting
         near = (line for key, line in lines.items() if key.startswith(f"{name}."))
         own = f"{name}.{text.partition(':')[0]}"
         return SettingsProblem(f"{name}.{text}", lines.get(own, next(near, None)))
-    if about == "extra_forbidden":
-        text, got = describe_unknown_setting(name), ""
-    elif about == "model_type":
-        text = describe_unknown_setting(name)
+    if about in ("extra_forbidden", "model_type"):  # no setting, a section that is no mapping
+        text, got = describe_unknown_setting(name), got if about == "model_type" else ""
     elif about == "string_type" and isinstance(value, int | float):
         got += "; put it in quotes"
     elif isinstance(value, str) and about.endswith("_type") and _NUMERAL.fullmatch(value):
@@ -441,14 +423,10 @@ def find_import_paths(config: RunConfig) -> dict[str, str]:
 
 
 def check_imports(config: RunConfig) -> None:
-    """Raise ConfigError with every path and argument that can't be used; nothing is
-    imported."""
+    """Raise ConfigError with every import path that can't be used; nothing is imported."""
     found = [
         find_import_problem(setting, path) for setting, path in find_import_paths(config).items()
     ]
     told = list(dict.fromkeys(text for text in (find_allow_problem(), *found) if text is not None))
-    if not is_import_path(config.model.name):
-        wrong = find_argument_problems(config.model.name, config.model.args)
-        told += [f"model.args: {text}" for text in wrong]
     if told:
         raise ConfigError(*told)

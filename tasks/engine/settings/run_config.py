@@ -7,6 +7,7 @@ values of a wrong type are refused, never converted.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
@@ -15,14 +16,17 @@ from pydantic import Field, field_validator, model_validator
 
 from tasks.engine.base.field_types import (
     IMPORT_PATH,
+    PRINTABLE,
     Bool,
     Float,
     Int,
+    Name,
     Section,
     Text,
-    check_known_name,
     is_import_path,
+    require_known,
 )
+from tasks.engine.settings.model_args import BUILTIN_ARGS, find_argument_problems
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 _COUNT = re.compile(r"[1-9][0-9]{0,2}|10[01][0-9]|102[0-4]")
@@ -46,7 +50,7 @@ class LaunchConfig(Section):
 
     @field_validator("processes", mode="before")
     @classmethod
-    def _count(cls, value: Any) -> Any:
+    def _check_count(cls, value: Any) -> Any:
         text = str(value) if type(value) is int else value
         if text != "auto" and not (isinstance(text, str) and _COUNT.fullmatch(text)):
             raise ValueError("must be auto, or a whole number from 1 to 1,024")
@@ -54,7 +58,7 @@ class LaunchConfig(Section):
 
     @field_validator("nodes")
     @classmethod
-    def _names(cls, text: str) -> str:
+    def _check_names(cls, text: str) -> str:
         names = [name.strip() for name in text.split(",")] if text else []
         if not all(map(_NAME.fullmatch, names)) or len(names) == 1 or len({*names}) < len(names):
             raise ValueError("must be names of two or more machines, such as host1,host2")
@@ -101,7 +105,7 @@ ENDINGS = {
 
 
 class DataConfig(Section):
-    source: Text = "digits"
+    source: Annotated[Text, require_known(SOURCES)] = "digits"
     """digits: 1,797 real handwritten digits that ship with scikit-learn, unless data.path is given,
     whose ending then decides; csv, tsv, parquet, npz, npy, safetensors: the file at data.path, of
     parquet also a folder of them; images: a folder with a folder of images for each class;
@@ -179,7 +183,7 @@ class DataConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _source_by_ending(cls, values: Any) -> Any:
+    def _choose_source(cls, values: Any) -> Any:
         if not isinstance(values, dict) or values.get("source", "digits") != "digits":
             return values
         path = values.get("path")
@@ -187,19 +191,17 @@ class DataConfig(Section):
             return values
         return {**values, "source": ENDINGS.get(PurePath(path).suffix.lower(), "digits")}
 
-    @field_validator("source")
-    @classmethod
-    def _known_source(cls, name: str) -> str:
-        return check_known_name(name, SOURCES)
-
     @property
     def own_split(self) -> dict[str, Any]:
         """Return the split settings (SPLIT_SETTINGS) that are not at their defaults."""
-        given = {name: getattr(self, name) for name in SPLIT_SETTINGS}
-        return {n: v for n, v in given.items() if v != type(self).model_fields[n].default}
+        return self._find_changed(SPLIT_SETTINGS)
+
+    def _find_changed(self, names: Iterable[str]) -> dict[str, Any]:
+        usual = type(self).model_construct()
+        return {n: v for n in names if (v := getattr(self, n)) != getattr(usual, n)}
 
     @model_validator(mode="after")
-    def _path_fits_source(self) -> DataConfig:
+    def _check_path(self) -> DataConfig:
         takes = (*FILE_SOURCES, *TOKEN_SOURCES)
         has_default = self.source == "text" and self.path is None
         if self.source in takes and not self.path and not has_default:
@@ -220,19 +222,15 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _settings_fit_source(self) -> DataConfig:
+    def _check_settings(self) -> DataConfig:
         if self.args and not is_import_path(self.source):
             raise ValueError(
                 f"args: are for a source of your own, package.module:factory (got {self.source}); "
                 "drop them"
             )
         # The others have no effect, and are told.
-        for name in ("drop", "missing", "na", "decimal", "split_column"):
-            takes, default = (
-                SOURCES_BY_SETTING[name],
-                type(self).model_fields[name].get_default(call_default_factory=True),
-            )
-            if getattr(self, name) != default and self.source not in takes:
+        for name in self._find_changed(("drop", "missing", "na", "decimal", "split_column")):
+            if self.source not in (takes := SOURCES_BY_SETTING[name]):
                 raise ValueError(
                     f"{name}: has no meaning for source {self.source}; drop it, or set data.source "
                     f"to one of {', '.join(takes)}"
@@ -240,7 +238,7 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _split_fits_source(self) -> DataConfig:
+    def _check_split(self) -> DataConfig:
         if self.validation_fraction + self.test_fraction >= 1:
             raise ValueError(
                 f"test_fraction: {self.test_fraction:g} and data.validation_fraction "
@@ -266,7 +264,7 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _task_fits_source(self) -> DataConfig:
+    def _check_task(self) -> DataConfig:
         if self.source in TOKEN_SOURCES and self.task not in ("auto", "tokens"):
             raise ValueError(
                 f"task: must be auto or tokens for source {self.source} (got {self.task}); drop it"
@@ -280,7 +278,6 @@ class DataConfig(Section):
         return self
 
 
-MODELS = ("linear", "mlp", "cnn", "transformer")
 FUSED = ("adamw", "sgd")
 TORCH_OPTIMIZERS = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam"),
@@ -305,20 +302,20 @@ class DeviceConfig(Section):
 
     @field_validator("name")
     @classmethod
-    def _known_form(cls, name: str) -> str:
+    def _check_form(cls, name: str) -> str:
         if not _DEVICE.fullmatch(name):
             raise ValueError("must be auto, cuda, cuda:INDEX, rocm, rocm:INDEX, xpu, mps or cpu")
         return name
 
     @model_validator(mode="after")
-    def _not_contradicting(self) -> DeviceConfig:
+    def _check_requirement(self) -> DeviceConfig:
         if self.require == "gpu" and self.name == "cpu":
             raise ValueError("name: is cpu but require is gpu; drop one of them")
         return self
 
 
 class ModelConfig(Section):
-    name: Text = "mlp"
+    name: Annotated[Text, require_known(BUILTIN_ARGS)] = "mlp"
     """linear: one layer; mlp: fully connected; cnn: convolutions, for images; transformer: a GPT,
     for tokens; package.module:factory: your own, a class or function that gives an nn.Module."""
     args: dict[str, Any] = Field(default_factory=dict)
@@ -326,14 +323,16 @@ class ModelConfig(Section):
     transformer: layers, heads, width, dropout, positions (rope or learned). Your own is called with
     them, and with input_shape and outputs where it has parameters of these names."""
 
-    @field_validator("name")
-    @classmethod
-    def _known_model(cls, name: str) -> str:
-        return check_known_name(name, MODELS)
+    @model_validator(mode="after")
+    def _check_arguments(self) -> ModelConfig:
+        wrong = [] if is_import_path(self.name) else find_argument_problems(self.name, self.args)
+        if wrong:
+            raise ValueError(f"args: {'; '.join(wrong)}")
+        return self
 
 
 class OptimConfig(Section):
-    name: Text = "adamw"
+    name: Annotated[Text, require_known((*FUSED, *TORCH_OPTIMIZERS))] = "adamw"
     """adamw, sgd: fused, and replayed from a graph where that is faster; Adam, RMSprop, ...: the
     class of torch.optim; package.module:Class: your own, called with the parameters and, where it
     has parameters of these names, with lr, weight_decay, momentum and betas."""
@@ -346,7 +345,7 @@ class OptimConfig(Section):
     """Momentum of SGD (Nesterov); AdamW's beta1."""
     beta2: Annotated[Float, Field(ge=0, lt=1)] = 0.999
     """AdamW's beta2."""
-    schedule: Text = "cosine"
+    schedule: Annotated[Text, require_known(SCHEDULES)] = "cosine"
     """Learning rate after the warm-up: falling along a cosine, or constant.
     package.module:function: your own, of the step (from 0) and the steps of the run, that gives the
     share of optim.lr there; without a warm-up."""
@@ -357,20 +356,15 @@ class OptimConfig(Section):
     clip_norm: Annotated[Float, Field(gt=0)] | None = None
     """Largest norm of all gradients together; larger ones are scaled down."""
 
-    @field_validator("name")
+    @field_validator("name", mode="before")
     @classmethod
-    def _known_optimizer(cls, name: str) -> str:
-        if name.lower() == "lbfgs":
+    def _refuse_closures(cls, name: Any) -> Any:
+        if isinstance(name, str) and name.lower() == "lbfgs":
             raise ValueError(
                 f"the steps of {name} need a closure that computes the loss anew, and batches here "
                 "are seen once; choose another"
             )
-        return check_known_name(name, (*FUSED, *TORCH_OPTIMIZERS))
-
-    @field_validator("schedule")
-    @classmethod
-    def _known_schedule(cls, name: str) -> str:
-        return check_known_name(name, SCHEDULES)
+        return name
 
 
 class TrainConfig(Section):
@@ -397,7 +391,7 @@ class TrainConfig(Section):
     compile: Literal["auto", "off", "default", "max"] = "auto"
     """torch.compile: off, its default mode, or max-autotune. auto: measured in the first steps, and
     done where what is left of the run repays it; on CUDA a small step is replayed as a graph."""
-    loss: Text = "auto"
+    loss: Annotated[Text, require_known(LOSSES)] = "auto"
     """auto: cross_entropy for a classification and for tokens, bce (binary cross entropy) for a
     multilabel, mse (mean squared error) for a regression; where inputs have an entry labels and the
     model returns a loss, that one. package.module:function: your own, of outputs and targets, the
@@ -422,7 +416,7 @@ class TrainConfig(Section):
 
     @field_validator("until")
     @classmethod
-    def _time_of_day(cls, until: str | None) -> str | None:
+    def _check_time(cls, until: str | None) -> str | None:
         if until is None:
             return None
         try:
@@ -433,14 +427,9 @@ class TrainConfig(Section):
             ) from None
         return until
 
-    @field_validator("loss")
-    @classmethod
-    def _known_loss(cls, name: str) -> str:
-        return check_known_name(name, LOSSES)
-
     @field_validator("metrics")
     @classmethod
-    def _imported_metrics(cls, metrics: dict[str, str]) -> dict[str, str]:
+    def _check_metrics(cls, metrics: dict[str, str]) -> dict[str, str]:
         for name, path in metrics.items():
             if not re.fullmatch(r"[A-Za-z0-9_ -]{1,50}", name):
                 raise ValueError(f"names must be letters, digits, _ and - (got {name[:80]!r})")
@@ -449,7 +438,7 @@ class TrainConfig(Section):
         return metrics
 
     @model_validator(mode="after")
-    def _micro_batch_holds_a_row(self) -> TrainConfig:
+    def _check_micro_batches(self) -> TrainConfig:
         if self.accumulate > self.batch_size:
             raise ValueError(
                 f"accumulate: must be at most train.batch_size "
@@ -499,12 +488,11 @@ class GateConfig(Section):
 
 
 class RunSettings(Section):
-    name: Annotated[Text, Field(min_length=1, max_length=250)] | None = None
+    name: Name | None = None
     """Name of the run in MLflow. Default: model, source and time."""
-    experiment: Annotated[Text, Field(min_length=1, max_length=250)] | None = None
+    experiment: Name | None = None
     """MLflow experiment. Default: what mlflow.yaml says."""
-
-    key: Annotated[Text, Field(min_length=1, max_length=250)] | None = None
+    key: Name | None = None
     """Name of a training that may take several nights: another run with the same key goes on where
     the last one was ended, in the same MLflow run. A flow run that Prefect starts again does so by
     itself."""
@@ -514,22 +502,13 @@ class RunSettings(Section):
     The count begins anew once there is a newer checkpoint. 0: never."""
     retry_wait_s: Annotated[Float, Field(ge=0, le=600)] = 30.0
     """Seconds before the first of these; each next one waits twice as long, up to ten minutes."""
-    registered_model: Annotated[Text, Field(max_length=250)] = ""
+    registered_model: Annotated[Text, Field(max_length=250), PRINTABLE] = ""
     """Registered model in MLflow that the run's model becomes a version of: challenger where the
     run passed its gate, champion where it also has the best validation. Empty: none."""
 
-    @field_validator("name", "experiment", "key")
-    @classmethod
-    def _printable(cls, text: str | None) -> str | None:
-        if text is not None and (not text.isprintable() or not text.strip()):
-            raise ValueError("must be printable text on one line")
-        return text
-
     @field_validator("registered_model")
     @classmethod
-    def _registrable(cls, name: str) -> str:
-        if name and (not name.isprintable() or not name.strip()):
-            raise ValueError("must be printable text on one line")
+    def _check_registrable(cls, name: str) -> str:
         if set(name) & set("/:") or name == "." or name.startswith(".."):
             raise ValueError(
                 f"must be a name that MLflow takes: without / and :, not beginning with .. "

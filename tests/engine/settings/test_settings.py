@@ -301,7 +301,7 @@ def test_nested_and_dotted_names_mean_the_same_and_flags_win(tmp_path: Path) -> 
     ],
 )
 def test_a_flag_is_read_by_the_kind_of_its_setting(name: str, text: Any, value: Any) -> None:
-    flat = resolve_config(None, {name: text}).flat()
+    flat = resolve_config(None, {"model.name": "mine:Net", name: text}).flat()
     assert flat["model.args" if name.startswith("model.args") else name] == value
 
 
@@ -492,7 +492,8 @@ def test_a_problem_survives_pickling() -> None:
 )
 def test_written_settings_read_back_as_they_were(tmp_path: Path, text: str) -> None:
     config = override_config(
-        RunConfig(), {"run.name": text, "optim.lr": 1e-7, "model.args.x": [text]}
+        RunConfig(),
+        {"run.name": text, "optim.lr": 1e-7, "model": {"name": "mine:Net", "args.x": [text]}},
     )
     file = tmp_path / "config.yaml"
     file.write_text(dump_yaml(config.model_dump()))
@@ -609,15 +610,14 @@ def test_a_setting_without_meaning_is_no_param_of_the_run() -> None:
     assert not read_settings.describe_unused_settings(RunConfig())
 
 
-def test_arguments_of_a_built_in_model_are_checked_by_the_settings_alone() -> None:
-    """They were built, and refused, after the data had been prepared."""
-    config = make_config({"model.args": {"hidden": 256, "droput": 0.1}})
-    with pytest.raises(ConfigError) as caught:
-        read_settings.check_imports(config)
-    assert caught.value.problems == (
-        "model.args: hidden must be a list of whole numbers from 1 to 1,048,576, such as [256] "
-        "(got 256)",
-        "model.args: 'droput' is unknown; the model mlp takes hidden, dropout; "
+def test_arguments_of_a_built_in_model_are_told_with_the_other_mistakes(tmp_path: Path) -> None:
+    """They were told once all else was right, and without their line."""
+    file = tmp_path / "config.yaml"
+    file.write_text("optim: {lr: 0}\nmodel:\n  args: {hidden: 256, droput: 0.1}\n")
+    assert _said(str(file)) == (
+        f"{file}:1 optim.lr: must be greater than 0 (got 0)",
+        f"{file}:3 model.args: hidden must be a list of whole numbers from 1 to 1,048,576, "
+        "such as [256] (got 256); 'droput' is unknown; the model mlp takes hidden, dropout; "
         "did you mean dropout?",
     )
 

@@ -68,6 +68,12 @@ def test_a_bare_bool_means_true(words: list[str], value: bool) -> None:
     assert parse_training(words).config.train.deterministic is value
 
 
+def test_a_number_below_zero_is_a_value_and_no_flag() -> None:
+    """argparse of Python 3.11 takes -1e-3 for a flag."""
+    words = ["--model.name=mine:Net", "--model.args.low", "-1e-3", "--model.args.high", "-0.1"]
+    assert parse_training(words).config.model.args == {"low": -1e-3, "high": -0.1}
+
+
 def test_arguments_of_the_model_are_yaml_json_or_one_by_one() -> None:
     words = ["--model.args.dropout", "0.1", "--model.args", '{"hidden": [64]}']
     assert parse_training(words).config.model.args == {"hidden": [64], "dropout": 0.1}
@@ -79,14 +85,14 @@ def test_arguments_of_the_model_are_yaml_json_or_one_by_one() -> None:
     [
         (["--optim.lr", "-0.1"], "optim.lr: must be greater than 0 (got -0.1)"),
         (["--optim.lr", "-.inf"], "optim.lr: must be a finite number (got -inf)"),
-        (["--optim.lr"], "optim.lr: needs a value, as in --optim.lr 0.002"),
-        (["--optim.lr", "--dry-run"], "optim.lr: needs a value, as in --optim.lr 0.002"),
-        (["--data.path"], "data.path: needs a value, as in --data.path TEXT"),
-        (["--model.args.x"], "model.args.x: needs a value, as in --model.args.x YAML"),
-        (["--config"], "--config: needs a value, as in --config FILE"),
+        (["--optim.lr"], "--optim.lr: expected one argument; see --help"),
+        (["--optim.lr", "--dry-run"], "--optim.lr: expected one argument; see --help"),
+        (["--data.path"], "--data.path: expected one argument; see --help"),
+        (["--model.args.x"], "model.args.x: expected one argument; see --help"),
+        (["--config"], "--config: expected one argument; see --help"),
         (["--config", "a", "--config=b"], "--config: is given 2 times ('a', then 'b'); keep one"),
         (["--optim.lr=1", "--optim.lr", "2"], "optim.lr: is given 2 times ('1', then '2'); keep"),
-        (["--dry-run=no"], "--dry-run: takes no value (got 'no')"),
+        (["--dry-run=no"], "--dry-run: ignored explicit argument 'no'; see --help"),
         (["--dry-run", "no"], "no: unknown word; settings are given as --section.name VALUE"),
         (["train"], "train: unknown word; settings are given as --section.name VALUE"),
         (["-v"], "-v: unknown word; settings are given as --section.name VALUE"),

@@ -47,11 +47,11 @@ def _finish(trials: Trials, cell: Cell, value: float) -> TrainingEnd:
     folder.mkdir(exist_ok=True)
     (folder / "run.json").write_text(json.dumps({"metrics": {trials.goal.name: value}}))
     ended = TrainingEnd(cell.number, "FINISHED", f"id{cell.number}", error="terminated")  # too late
-    return trials.over(cell, ended, folder)
+    return trials.take_end(cell, ended, folder)
 
 
 def _next(trials: Trials) -> Cell:
-    cell = trials.next("auto")
+    cell = trials.take_next("auto")
     assert cell is not None
     return cell
 
@@ -64,7 +64,7 @@ def test_tpe_draws_nearer_than_chance(tmp_path: Path) -> None:
             cell = _next(trials)
             found.append(_far(cell))
             _finish(trials, cell, found[-1])
-        assert trials.next("auto") is None, "more trials than were asked for"
+        assert trials.take_next("auto") is None, "more trials than were asked for"
         assert trials.best is not None and trials.best.value == min(found)
     late = {how: statistics.median(found[20:]) for how, found in drawn.items()}
     assert late["tpe"] < late["random"] / 2, late
@@ -113,18 +113,18 @@ def test_a_poor_training_is_ended_by_the_epochs_that_it_logs(tmp_path: Path) -> 
         cell = _next(trials)
         folder = tmp_path / f"journal{cell.number}"
         folder.mkdir()
-        assert not trials.pruned(cell, folder), "it has told nothing yet"
+        assert not trials.is_pruned(cell, folder), "it has told nothing yet"
         with open(folder / "metrics.jsonl", "ab", buffering=0) as journal:
             for epoch, value in enumerate(values, 1):
                 metrics = {"val/loss": value, "val/accuracy": 0.1, "train/epoch": float(epoch)}
                 append_line(journal, make_line(metrics, 10 * epoch, unix_ms=1))
                 append_line(journal, make_line({"train/loss": 1.0}, 10 * epoch + 1, unix_ms=1))
-                is_pruned = trials.pruned(cell, folder)
+                is_pruned = trials.is_pruned(cell, folder)
                 assert is_pruned == (cell.number == 3 and epoch >= 2), f"epoch {epoch}"
-                assert not trials.pruned(cell, folder), "of one look at an epoch"
+                assert not trials.is_pruned(cell, folder), "of one look at an epoch"
         if not is_pruned:
             _finish(trials, cell, min(values))
-    ended = trials.over(cell, TrainingEnd(3, "KILLED", "c"), folder)
+    ended = trials.take_end(cell, TrainingEnd(3, "KILLED", "c"), folder)
     assert ended.status == "PRUNED" and ended.error.startswith("after epoch 3: val/loss 0.8")
     told = trials.study.trials[2]
     assert told.state.name == "PRUNED" and told.intermediate_values == {1: 0.9, 2: 0.9, 3: 0.8}
@@ -134,28 +134,28 @@ def test_a_combination_that_is_refused_is_a_failed_trial(tmp_path: Path) -> None
     words = ["--vary", "train.batch_size=4,64", "--vary", "train.accumulate=1,8"]
     trials = _trials(tmp_path / "study", *words, how="grid")
     drawn = [_next(trials) for _ in range(4)]
-    assert trials.next("auto") is None
+    assert trials.take_next("auto") is None
     assert [cell.settings["train.batch_size"] for cell in drawn] == ["4", "4", "64", "64"]
     assert [bool(cell.refused) for cell in drawn] == [False, True, False, False]
     assert "must be at most train.batch_size" in drawn[1].refused
     values = (0.5, math.nan, 0.3, math.nan)
     for cell, value in zip(drawn, values, strict=True):
         if cell.refused:
-            trials.over(cell, TrainingEnd(cell.number, "FAILED", error=cell.refused), None)
+            trials.take_end(cell, TrainingEnd(cell.number, "FAILED", error=cell.refused), None)
         else:
             _finish(trials, cell, value)
     ended = trials.comparison.ended
     assert [ended[n].error for n in (1, 3, 4)] == ["", "", "val/loss: is nan"]
     assert trials.best is not None and trials.best.number == 3
-    settings, command = trials.again()
+    settings, command = trials.make_best_command()
     assert settings == drawn[2].settings
     assert command == "python -m flows.train --train.batch_size 64 --train.accumulate 1"
     runs = [
         MeasuredRun(f"{n}", "", trials.comparison.ended[n].status, metrics={"val/loss": value})
         for n, value in enumerate(values, 1)
     ]
-    assert [group.number for group in trials.groups(runs)] == [3, 1, 2, 4]
-    assert trials.told()[-1] == "4 trials by grid: 2 finished, 2 failed"
+    assert [group.number for group in trials.make_groups(runs)] == [3, 1, 2, 4]
+    assert trials.describe()[-1] == "4 trials by grid: 2 finished, 2 failed"
 
 
 def test_what_the_settings_weigh_is_told_of_many(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_what_the_settings_weigh_is_told_of_many(tmp_path: Path) -> None:
     for _ in range(12):
         cell = _next(trials)
         _finish(trials, cell, float(cell.settings["model.args.dropout"]))
-    weights = trials.told()[-1]
+    weights = trials.describe()[-1]
     assert "come from (fANOVA): model.args.dropout 9" in weights or "dropout 100 %" in weights
 
 

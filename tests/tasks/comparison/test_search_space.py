@@ -36,9 +36,9 @@ def test_two_powers_of_ten_are_searched_as_such() -> None:
 
 def test_a_number_is_short_and_stays_in_its_range() -> None:
     wide, narrow = Range(("1e-5", "1"), False), Range(("0.123456", "0.123459"), False)
-    assert wide.text(0.00316227766) == "0.003162" and wide.text(1e-5) == "1e-05"
-    assert 0.123456 <= float(narrow.text(0.1234567)) <= 0.123459
-    assert Range(("1", "9"), True).text(7) == "7"
+    assert wide.format_value(0.00316227766) == "0.003162" and wide.format_value(1e-5) == "1e-05"
+    assert 0.123456 <= float(narrow.format_value(0.1234567)) <= 0.123459
+    assert Range(("1", "9"), True).format_value(7) == "7"
 
 
 @pytest.mark.parametrize(

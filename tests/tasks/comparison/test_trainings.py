@@ -44,11 +44,11 @@ def test_the_cpu_trains_when_no_gpu_does_since_it_would_take_the_cores_that_feed
     source = GridSource(comparison, grid)
     assert list(source.devices) == ["cuda:0", "cpu"]
     for number in (3, 4):
-        assert source.next("cpu") is None
-        cell = source.next("cuda:0")
+        assert source.take_next("cpu") is None
+        cell = source.take_next("cuda:0")
         assert cell is not None and cell.number == number
-        source.over(cell, TrainingEnd(number, "FAILED"), None)
-    assert [source.next(device) for device in source.devices] == [None, grid[0]]
+        source.take_end(cell, TrainingEnd(number, "FAILED"), None)
+    assert [source.take_next(device) for device in source.devices] == [None, grid[0]]
 
 
 def test_the_same_words_go_on_only_with_what_is_not_over_and_nobody_holds(tmp_path: Path) -> None:
