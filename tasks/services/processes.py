@@ -181,10 +181,10 @@ def make_log_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.log"
 
 
-def make_start_error(name: str, folder: Path, *, lines: int = 15) -> ServeError:
+def make_start_error(name: str, folder: Path) -> ServeError:
     """Return an error that shows the end of a part's log."""
     path = make_log_path(folder, name)
-    tail = path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
+    tail = path.read_text(errors="replace").splitlines()[-15:] if path.exists() else []
     said = "\n".join([f"{name} ended while starting; its last lines:", *tail, str(path)])
     return ServeError(redact(said))
 
