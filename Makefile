@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train test test-all test-cuda test-ui lint docs ui serve serve-down team team-down bench mutants chaos clean
+.PHONY: help setup train test test-all test-cuda test-ui lint docs ui serve serve-down bench mutants chaos clean
 
 help:
 	@echo 'make train        train on the best device here:  make train ARGS="--train.epochs 5"'
@@ -14,8 +14,6 @@ help:
 	@echo 'make ui           the runs in MLflow, at the address that it prints'
 	@echo 'make serve        Prefect server, worker, schedules and MLflow on this machine'
 	@echo 'make serve-down   end exactly those'
-	@echo 'make team         the same for a team: PostgreSQL, an S3 store, two workers as two hosts'
-	@echo 'make team-down    end exactly those; what they keep stays'
 	@echo 'make lint         formatter, linter, type checker'
 	@echo 'make docs         what the pages show of the code, written anew: rooms, settings'
 	@echo 'make bench        the benchmarks'
@@ -73,13 +71,7 @@ serve: .venv/.ready
 serve-down: .venv/.ready
 	$(BIN)/python -m tasks.services.serve down
 
-team: .venv/.team
-	$(BIN)/python -m tasks.services.team up
-
-team-down: .venv/.ready
-	$(BIN)/python -m tasks.services.team down
-
-# What asks PostgreSQL and S3; nothing else needs it.
+# What asks PostgreSQL and S3, for the tests of a team's stores; nothing else needs it.
 .venv/.team: .venv/.ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[team]'
 	@touch $@

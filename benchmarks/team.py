@@ -1,6 +1,6 @@
 """What trainings cost the servers of a team (docs/team.md): processor time, requests and bytes,
 measured on PostgreSQL on this machine; and by simulation what that makes of 1,000 GPUs and of
-10,000 runs a day. Needs what `make team` needs.
+10,000 runs a day. Needs PostgreSQL, `git` and the extra `team`; what it starts is compose.yaml's.
 
 `python -m benchmarks.team [RUNS]`
 """
@@ -8,29 +8,22 @@ measured on PostgreSQL on this machine; and by simulation what that makes of 1,0
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-from uuid import uuid4
 
 import psutil
 from mlflow import MlflowClient
 from mlflow.entities import Metric
-from sqlalchemy import create_engine, text
 
 from benchmarks.conditions import publish
 from benchmarks.queueing import simulate
 from tasks.process.prefect_http import call_api
-from tasks.services.processes import find_parts
-from tasks.services.team_stores import Stores
+from tests.team import Team, run_team
 
 RUNS = 12
 REQUESTS = 400
@@ -41,43 +34,30 @@ RUNS_A_DAY, DAY_S = 10_000, 86_400
 GPUS = 1_000
 POLL_S, BEAT_S = 10.0, 30.0  # of Prefect's worker, by default
 FLUSHES_S = (2, 10, 30)  # flush_s of mlflow.yaml
-PORTS = ("PREFECT", "MLFLOW", "S3", "POSTGRES")
 
 
-@dataclass(frozen=True)
-class Team:
-    """A service that is up for this benchmark alone."""
+def _measure_cpu_s(team: Team) -> dict[str, float]:
+    """Processor time that each server has taken by now, with what it started."""
+    parts = {**team.parts, "postgres": team.postgres.process}
+    return {name: _cpu_s(parts[name]) for name in SERVERS}
 
-    folder: Path
 
-    def address(self, part: str) -> str:
-        return find_parts(self.folder)[part].address
-
-    def cpu_s(self) -> dict[str, float]:
-        """Processor time that each server has taken by now, with what it started."""
-        return {name: _cpu_s(find_parts(self.folder)[name].process) for name in SERVERS}
-
-    def stored(self) -> dict[str, float]:
-        """Bytes and transactions of the databases, and bytes of the S3 store."""
-        login = Stores(self.folder, self.address("postgres"), "", {}).make_server_env()[1]
-        engine = create_engine(login["MLFLOW_BACKEND_STORE_URI"])
-        asked = "SELECT datname, pg_database_size(datname), xact_commit FROM pg_stat_database"
-        asked += " WHERE datname IN ('mlflow', 'prefect')"
-        try:
-            with engine.connect() as opened:
-                opened.execute(text("CHECKPOINT"))
-                rows = opened.execute(text(asked)).all()
-        finally:
-            engine.dispose()
-        found = {f"{name} bytes": float(size) for name, size, _ in rows}
-        found |= {f"{name} transactions": float(count) for name, _, count in rows}
-        kept = (f for f in (self.folder / "s3" / "mlflow").rglob("*") if f.is_file())
-        return found | {"s3 bytes": float(sum(f.stat().st_size for f in kept))}
+def _measure_stored(team: Team) -> dict[str, float]:
+    """Bytes and transactions of the databases, and bytes of the S3 store."""
+    asked = "SELECT datname, pg_database_size(datname), xact_commit FROM pg_stat_database"
+    asked += " WHERE datname IN ('mlflow', 'prefect')"
+    team.postgres.query("CHECKPOINT")
+    rows: list[Any] = team.postgres.query(asked)
+    found = {f"{name} bytes": float(size) for name, size, _ in rows}
+    found |= {f"{name} transactions": float(count) for name, _, count in rows}
+    kept = (f for f in (team.folder / "s3" / "mlflow").rglob("*") if f.is_file())
+    return found | {"s3 bytes": float(sum(f.stat().st_size for f in kept))}
 
 
 def main(runs: int) -> None:
     """Measure, simulate, print, keep."""
-    with _up() as team:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
+    with run_team(Path(__file__).parents[1], env) as team:
         publish("team", "What trainings cost a team's servers", _lines(team, runs))
 
 
@@ -92,9 +72,9 @@ All servers and the trainings share this machine. Processor time of a server: of
 | processor ms | {" | ".join(SERVERS)} |
 |:--|{"--:|" * len(SERVERS)}
 | a second in which nothing is trained, two workers | {_row(idle.values())} |"""
-    before = team.stored()
+    before = _measure_stored(team)
     each, took_s = _of_runs(team, runs, idle)
-    stored = {name: (after - before[name]) / runs for name, after in team.stored().items()}
+    stored = {name: (after - before[name]) / runs for name, after in _measure_stored(team).items()}
     yield f"| a run, from its order to its end (mlp on digits, 3 epochs) | {_row(each.values())} |"
     batch = _of_requests(team, _batches(team), idle)
     yield f"| a request with {PER_BATCH} metrics of a step | {_row(batch.values())} |"
@@ -232,10 +212,10 @@ def _beats(team: Team) -> Callable[[int], Any]:
 
 def _spent(team: Team, play: Callable[[], Any]) -> tuple[dict[str, float], float]:
     """Processor seconds of each server while it plays, and the seconds of that."""
-    before, begun = team.cpu_s(), time.monotonic()
+    before, begun = _measure_cpu_s(team), time.monotonic()
     play()
     took_s = time.monotonic() - begun
-    return {name: after - before[name] for name, after in team.cpu_s().items()}, took_s
+    return {name: after - before[name] for name, after in _measure_cpu_s(team).items()}, took_s
 
 
 def _cpu_s(process: psutil.Process) -> float:
@@ -255,24 +235,6 @@ def _row(seconds: Any) -> str:
 
 def _span(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
-
-
-@contextmanager
-def _up() -> Iterator[Team]:
-    project = Path(__file__).parents[1]
-    # Not in the folder of temporary files, which may be closed to PostgreSQL's user.
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as named:
-        Path(named).chmod(0o711)
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
-        first = 20_000 + uuid4().int % 20_000
-        env |= {f"HEADROOM_{name}_PORT": str(first + n) for n, name in enumerate(PORTS)}
-        env |= {"HEADROOM_TEAM_FOLDER": f"{named}/team", "HEADROOM_TEAM_NETWORK": "10.83.203"}
-        team = [sys.executable, "-m", "tasks.services.team"]
-        subprocess.run([*team, "up"], cwd=project, env=env, check=True, stdout=subprocess.DEVNULL)
-        try:
-            yield Team(Path(named) / "team")
-        finally:
-            subprocess.run([*team, "down"], cwd=project, env=env, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

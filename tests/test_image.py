@@ -7,12 +7,11 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ import pytest
 from ruamel.yaml import YAML
 from sqlalchemy import make_url
 
-from tasks.services import team, team_stores
-from tasks.services.processes import SettingError
 from tests.conftest import free_port
+from tests.team import fill_environment, find_postgres_programs, run_postgres
 
 ROOT = Path(__file__).parent.parent
 COMPOSE = YAML(typ="safe").load(ROOT / "compose.yaml")
@@ -44,16 +42,6 @@ COPIED = [
     i for i, (word, rest) in enumerate(LAYERS) if word == "RUN" and "pip install" in rest
 )
 SECRET = """@:/#%?'" $HOME${x} \\b`id`&=+,;|<>()[]{}*~!^\u00fc end"""
-
-
-def _environment(service: str, **given: str) -> dict[str, str]:
-    """What a container of it is started with, as Compose fills in the variables."""
-
-    def filled(found: re.Match[str]) -> str:
-        return given.get(found[1], found[2] or "")
-
-    told = SERVICES[service]["environment"].items()
-    return {k: re.sub(r"\$\{(\w+)(?::[-?]([^}]*))?\}", filled, str(v)) for k, v in told}
 
 
 def test_the_image_is_made_of_files_that_are_sent_to_it() -> None:
@@ -106,7 +94,7 @@ def test_the_image_has_what_its_deployments_need() -> None:
     deployments = YAML(typ="safe").load(ROOT / "prefect-team.yaml")["deployments"]
     names = {deployment["name"] for deployment in deployments}
     (deployed,) = re.findall(r"--name (\S+)", SERVICES["deploy"]["entrypoint"][-1])
-    assert deployed in names and team.DEPLOYMENTS[-1] in names
+    assert {deployed, "train-team"} == names
     assert "prefect-team.yaml" in {name for _, name in COPIED}
     assert ("WORKDIR", SERVICES["deploy"]["working_dir"]) in LAYERS
     assert any(rest.startswith("apt-get") and " git " in rest for _, rest in LAYERS)
@@ -142,7 +130,8 @@ def test_compose_has_what_it_names() -> None:
     arguments = {name for service in OURS.values() for name in service["build"]["args"]}
     assert arguments == {rest.partition("=")[0] for word, rest in LAYERS if word == "ARG"}
     told = SERVICES["mlflow"]["environment"].keys() | SERVICES["prefect"]["environment"].keys()
-    assert told >= {*team_stores.STORE_VARIABLES} - {"AWS_SESSION_TOKEN"}
+    stores = {"MLFLOW_BACKEND_STORE_URI", "PREFECT_SERVER_DATABASE_CONNECTION_URL"}
+    assert told >= stores | {"MLFLOW_ARTIFACTS_DESTINATION"}
 
 
 def test_compose_takes_its_passwords_from_the_environment_and_refuses_without() -> None:
@@ -162,15 +151,20 @@ def test_compose_takes_its_passwords_from_the_environment_and_refuses_without() 
 
 def test_a_password_of_any_characters_opens_the_databases_of_compose() -> None:
     """Only letters and digits did: it was pasted into URIs as it is."""
-    with _postgres(SECRET) as port:
+    pytest.importorskip("psycopg2", reason="headroom[team] is not installed")
+    if find_postgres_programs() is None:
+        pytest.skip("PostgreSQL is not installed")
+    with run_postgres(SECRET) as postgres:
         for name, variable in (
-            ("mlflow", team_stores.MLFLOW_DATABASE),
-            ("prefect", team_stores.PREFECT_DATABASE),
+            ("mlflow", "MLFLOW_BACKEND_STORE_URI"),
+            ("prefect", "PREFECT_SERVER_DATABASE_CONNECTION_URL"),
         ):
-            told = _environment(name, POSTGRES_PASSWORD=SECRET)
+            told = fill_environment(name, POSTGRES_PASSWORD=SECRET)
             url = make_url(told[variable])
             assert url.password is None and url.database == name
-            here = url.set(host="127.0.0.1", port=port).render_as_string(hide_password=False)
+            here = url.set(host="127.0.0.1", port=postgres.port).render_as_string(
+                hide_password=False
+            )
             assert _connects(here, {"PGPASSWORD": told["PGPASSWORD"]}) == ""
             assert "password" in _connects(here, {"PGPASSWORD": "another"})
 
@@ -178,12 +172,12 @@ def test_a_password_of_any_characters_opens_the_databases_of_compose() -> None:
 def test_a_password_of_any_characters_opens_the_store_of_compose(tmp_path: Path) -> None:
     boto3 = pytest.importorskip("boto3", reason="headroom[team] is not installed")
     pytest.importorskip("nanio", reason="headroom[team] is not installed")
-    port, s3 = free_port(), _environment("s3", S3_PASSWORD=SECRET)
+    port, s3 = free_port(), fill_environment("s3", S3_PASSWORD=SECRET)
     shell, flag, line = SERVICES["s3"]["entrypoint"]
     folder, s3["NANIO_DATA_DIR"] = s3["NANIO_DATA_DIR"], str(tmp_path)
     line = line.replace(f"{folder}/", f"{tmp_path}/").replace("0.0.0.0", f"127.0.0.1 --port {port}")
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **s3}
-    mlflow = _environment("mlflow", S3_PASSWORD=SECRET)
+    mlflow = fill_environment("mlflow", S3_PASSWORD=SECRET)
     with subprocess.Popen([shell, flag, line], env=env, cwd=tmp_path) as served:
         try:
             client: Any = boto3.client(
@@ -193,7 +187,9 @@ def test_a_password_of_any_characters_opens_the_store_of_compose(tmp_path: Path)
                 aws_access_key_id=mlflow["AWS_ACCESS_KEY_ID"],
                 aws_secret_access_key=mlflow["AWS_SECRET_ACCESS_KEY"],
             )
-            while not team_stores._is_listening("127.0.0.1", port):
+            while True:
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                    break
                 assert served.poll() is None
                 time.sleep(0.1)
             bucket = mlflow["MLFLOW_ARTIFACTS_DESTINATION"].partition("//")[2]
@@ -211,43 +207,13 @@ def test_docker_reads_compose_and_hands_passwords_on_as_they_are() -> None:
     done = subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True)
     read = YAML(typ="safe").load(done.stdout)["services"]
     for name in ("postgres", "s3", "mlflow", "prefect"):
-        filled = _environment(name, POSTGRES_PASSWORD=SECRET, S3_PASSWORD=SECRET)
+        filled = fill_environment(name, POSTGRES_PASSWORD=SECRET, S3_PASSWORD=SECRET)
         # It prints what it would read again, where $ begins a variable.
         assert {k: v.replace("$$", "$") for k, v in read[name]["environment"].items()} == filled
 
 
 def _text(name: str) -> str:
     return (ROOT / name).read_text()
-
-
-@contextmanager
-def _postgres(password: str) -> Iterator[int]:
-    """The port of PostgreSQL with both databases, whose user has this password."""
-    pytest.importorskip("psycopg2", reason="headroom[team] is not installed")
-    # Not below pytest's own folder, which is closed to the user that PostgreSQL runs as.
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as named:
-        Path(named).chmod(0o711)
-        try:
-            programs = team_stores._find_postgres_programs(Path(named) / "data")
-        except SettingError:
-            pytest.skip("PostgreSQL is not installed")
-        user, port = team_stores._find_unprivileged_user(), free_port()
-        team_stores._make_cluster(Path(named) / "data", programs, password, user)
-        options = ["-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories="]
-        with subprocess.Popen(
-            [programs / "postgres", "-D", Path(named) / "data", "-p", str(port), *options],
-            cwd="/",
-            user=user,
-            group=user,
-            stderr=subprocess.DEVNULL,
-        ) as served:
-            try:
-                while not team_stores._is_listening("127.0.0.1", port):
-                    assert served.poll() is None
-                    time.sleep(0.1)
-                yield port
-            finally:
-                served.terminate()
 
 
 CONNECT = """

@@ -25,7 +25,6 @@ from tasks.process.redaction import redact
 
 MARK = "HEADROOM_SERVE"  # in the environment of all we start: the value is drawn once for a folder
 PART = "HEADROOM_SERVE_PART"  # and of which part it is: its name and address
-STORES = ("postgres", "s3")  # the parts that the others write to
 WORKER = "worker"  # how the names of those parts begin that have runs as their children
 KEEPER = "keeper"  # the part that starts the others again
 
@@ -63,11 +62,9 @@ def start_part(
     folder: Path,
     env: Mapping[str, str],
     cwd: Path,
-    user: str | None = None,
 ) -> Part:
     """Start one process in a session of its own; what it prints goes to `folder`/`name`.log, and
-    what the last one printed to `name`.1.log. user: whose it becomes, where this process is
-    root's."""
+    what the last one printed to `name`.1.log."""
     path = make_log_path(folder, name)
     with suppress(FileNotFoundError):
         path.rename(make_log_path(folder, f"{name}.1"))
@@ -81,9 +78,6 @@ def start_part(
             cwd=cwd,
             env={**env, PART: f"{name} {address}"},
             start_new_session=True,
-            user=user,
-            group=user,
-            extra_groups=[] if user else None,
         )
     try:
         started = psutil.Process(process.pid)
@@ -187,10 +181,10 @@ def make_log_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.log"
 
 
-def make_start_error(name: str, folder: Path, *, lines: int = 15) -> ServeError:
+def make_start_error(name: str, folder: Path) -> ServeError:
     """Return an error that shows the end of a part's log."""
     path = make_log_path(folder, name)
-    tail = path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
+    tail = path.read_text(errors="replace").splitlines()[-15:] if path.exists() else []
     said = "\n".join([f"{name} ended while starting; its last lines:", *tail, str(path)])
     return ServeError(redact(said))
 
@@ -206,17 +200,17 @@ def read_port(variable: str, default: int) -> int:
     return int(text)
 
 
-def require_free_port(port: int, variable: str, host: str = "127.0.0.1") -> None:
+def require_free_port(port: int, variable: str) -> None:
     """Raise ServeError where another process listens on that port."""
     with closing(socket.socket()) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers will
         try:
-            probe.bind((host, port))
+            probe.bind(("127.0.0.1", port))
             return
         except OSError as error:
             reason = _describe_port_holder(port) or error.strerror
     raise ServeError(
-        f"{variable}: port {port} on {host} can't be had: {reason}; end that, or choose another "
+        f"{variable}: port {port} on 127.0.0.1 can't be had: {reason}; end that, or choose another "
         f"port: {variable}={port + 1 if port < 65535 else port - 1}"
     )
 

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -55,17 +55,7 @@ def main(argv: Sequence[str]) -> int:
         "ui": run_mlflow_ui,
         "keep": keep,
     }
-    return run_action(argv, actions, "tasks.services.serve", __doc__)
-
-
-def run_action(
-    argv: Sequence[str], actions: Mapping[str, Callable[[], int]], module: str, about: str | None
-) -> int:
-    """Run one of the actions, named on the command line; print what is wrong in a sentence.
-
-    Returns the exit code.
-    """
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    parser = argparse.ArgumentParser(prog="python -m tasks.services.serve", description=__doc__)
     parser.add_argument("action", choices=list(actions))
     action = parser.parse_args(argv).action
     home.provide()
@@ -84,65 +74,50 @@ def run_action(
 
 def start_service() -> int:
     """Bring everything up, or print that it is up, and print the addresses."""
-    print(_describe_addresses(start_missing_parts(FOLDER, _make_plan).addresses))
+    print(_describe_addresses(start_missing_parts().addresses))
     return 0
 
 
-def start_missing_parts(
-    folder: Path,
-    planned: Callable[[Mapping[str, Part]], service.ServicePlan],
-    *,
-    is_keeper: bool = False,
-) -> service.ServicePlan:
-    """The plan, of which everything is up. planned: makes one, given what is up. is_keeper: whether
-    it is this process that will look after it."""
+def start_missing_parts(*, is_keeper: bool = False) -> service.ServicePlan:
+    """The plan, of which everything is up. is_keeper: whether it is this process that will look
+    after it."""
     signal.signal(signal.SIGTERM, _exit_on_signal)
     # A worker ends itself by SIGINT. Started from a script's background job it would inherit that
     # SIGINT is ignored, and then never end.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with hold_service_lock(folder):
-        alive = keeper.with_keeper(find_parts(folder)) if is_keeper else find_parts(folder)
-        plan = planned(alive)
+    with hold_service_lock(FOLDER):
+        alive = keeper.with_keeper(find_parts(FOLDER)) if is_keeper else find_parts(FOLDER)
+        plan = _make_plan(alive)
         gone = ", ".join(name for name in plan.addresses if name not in alive)
         if not gone:
             if not is_keeper:
                 print("It is up already.")
         else:
             if alive:
-                print(f"{gone}: had ended (logs: {folder}), and is started again.", flush=True)
+                print(f"{gone}: had ended (logs: {FOLDER}), and is started again.", flush=True)
             service.bring_up(plan, alive)
     return plan
 
 
 def stop_service() -> int:
     """End what `up` started, and nothing else."""
-    return stop_parts(FOLDER)
-
-
-def stop_parts(folder: Path) -> int:
-    """End the parts that are up of the service that has this folder."""
-    service.end_keeper(folder)  # which may just be starting something, and would go on
-    with hold_service_lock(folder):
-        names = find_parts(folder)
-        service.take_down(folder)
+    service.end_keeper(FOLDER)  # which may just be starting something, and would go on
+    with hold_service_lock(FOLDER):
+        names = find_parts(FOLDER)
+        service.take_down(FOLDER)
     print("Down: " + ", ".join(names) + "." if names else "Nothing is up.")
     return 0
 
 
 def print_status() -> int:
     """Print what is up. Returns 1 where something that was brought up is not."""
-    return print_parts(FOLDER, _list_parts())
-
-
-def print_parts(folder: Path, names: Sequence[str]) -> int:
-    """Print which of these parts are up. Returns 1 where one is not."""
-    alive = find_parts(folder)
+    alive = find_parts(FOLDER)
     if not alive:
         print("Nothing is up.")
         return 1
-    states = {name: _describe_state(name, alive.get(name)) for name in names}
+    states = {name: _describe_state(name, alive.get(name)) for name in _list_parts()}
     for name, state in states.items():
-        known = alive[name].address if name in alive else f"log: {make_log_path(folder, name)}"
+        known = alive[name].address if name in alive else f"log: {make_log_path(FOLDER, name)}"
         print(f"{name:8} {state:10} {known}")
     return 0 if set(states.values()) == {"up"} else 1
 
@@ -156,7 +131,7 @@ def keep() -> int:
             api = find_parts(FOLDER)["prefect"].address + "/api"
             send_later.start(chosen, api)
 
-    keeper.keep(FOLDER, lambda: start_missing_parts(FOLDER, _make_plan, is_keeper=True), send)
+    keeper.keep(FOLDER, lambda: start_missing_parts(is_keeper=True), send)
     return 0
 
 
@@ -292,12 +267,11 @@ def _make_plan(up: Mapping[str, Part]) -> service.ServicePlan:
         experiment=chosen.experiment,
         runs=[(socket.gethostname(), Path(chosen.runs))],
         addresses=addresses,
-        programs={KEEPER: service.Program([sys.executable, "-m", "tasks.services.serve", "keep"])},
     )
 
 
 def choose_addresses(
-    ports: Mapping[str, tuple[str, int]], up: Mapping[str, Part], *, host: str = "127.0.0.1"
+    ports: Mapping[str, tuple[str, int]], up: Mapping[str, Part]
 ) -> dict[str, str]:
     """Return the addresses of parts whose ports the environment may name.
 
@@ -307,13 +281,13 @@ def choose_addresses(
     found = {name: up[name].address for name in ports if name in up}
     for name, (variable, usual) in ports.items():
         if name not in up:
-            address = f"http://{host}:{read_port(variable, usual)}"
+            address = f"http://127.0.0.1:{read_port(variable, usual)}"
             if other := next((n for n, a in found.items() if a == address), None):
                 both = address.rpartition(":")[2]
                 raise SettingError(
                     f"{variable}: must differ from {ports[other][0]} (both are {both})"
                 )
-            require_free_port(read_port(variable, usual), variable, host)
+            require_free_port(read_port(variable, usual), variable)
             found[name] = address
     return found
 
@@ -326,7 +300,8 @@ def _describe_state(name: str, part: Part | None) -> str:
 
 
 def _describe_addresses(addresses: Mapping[str, str]) -> str:
-    run = make_train_command(addresses, "train-on-demand")
+    api = f"PREFECT_API_URL={addresses['prefect']}/api"
+    run = f"{api} {_quote_command('prefect')} deployment run train/train-on-demand"
     log = FOLDER.relative_to(PROJECT)
     return "\n".join(
         [
@@ -340,12 +315,6 @@ def _describe_addresses(addresses: Mapping[str, str]) -> str:
             "stop       make serve-down",
         ]
     )
-
-
-def make_train_command(addresses: Mapping[str, str], deployment: str) -> str:
-    """Return the command by which a person starts a training."""
-    api = f"PREFECT_API_URL={addresses['prefect']}/api"
-    return f"{api} {_quote_command('prefect')} deployment run train/{deployment}"
 
 
 def _find_mlflow_page(addresses: Mapping[str, str]) -> str:

@@ -28,7 +28,6 @@ from tasks.services.processes import (
     KEEPER,
     MARK,
     PART,
-    STORES,
     WORKER,
     Part,
     ServeError,
@@ -59,8 +58,8 @@ def take_down(folder: Path, *, but: Collection[str] = ()) -> None:
     spares = bool(but) or not workers or "prefect" not in up
     if not spares:
         _end_workers(folder, workers, f"{up['prefect'].address}/api")
-    # The keeper first, which would start the others again; the stores last: still written to.
-    for name, part in sorted(up.items(), key=lambda p: (p[0] in STORES, p[0] != KEEPER)):
+    # The keeper first, which would start the others again.
+    for name, part in sorted(up.items(), key=lambda p: p[0] != KEEPER):
         if name in but:
             continue
         if spares and name.startswith(WORKER):
@@ -159,12 +158,10 @@ OTHERS = ("PREFECT_API_KEY", "PREFECT_UI_API_URL", "PREFECT_SERVER_UI_API_URL", 
 
 @dataclass(frozen=True)
 class Program:
-    """How a part is started, where that is not as `make serve` does it."""
+    """How a part is started."""
 
     command: Sequence[str]
-    env: Mapping[str, str] = field(default_factory=dict)  # of this part alone: its passwords
-    user: str | None = None  # whose it becomes, where this process is root's
-    is_ready: Callable[[], bool] | None = None  # where no health endpoint tells
+    env: Mapping[str, str] = field(default_factory=dict)  # of this part alone
 
 
 @dataclass(frozen=True)
@@ -177,13 +174,6 @@ class ServicePlan:
     experiment: str
     runs: Sequence[tuple[str, Path]]  # of the runs' journals: hosts, as the runs call them
     addresses: Mapping[str, str]  # by part; no mlflow where a tracking server has the runs
-    programs: Mapping[str, Program] = field(default_factory=dict)  # by part
-    deployments: Sequence[str] = ("--all",)  # as `prefect deploy` is told
-    env: Mapping[str, str] = field(default_factory=dict)  # of all parts
-
-    @property
-    def host(self) -> str:
-        return urlsplit(self.addresses["prefect"]).hostname or "127.0.0.1"
 
     @property
     def api(self) -> str:
@@ -193,21 +183,16 @@ class ServicePlan:
 def bring_up(plan: ServicePlan, up: Mapping[str, Part]) -> None:
     """Start the parts of the plan that are not `up`, and wait until each is ready.
 
-    The stores come first; then Prefect's server and MLflow at once; the deployments; the
-    workers. A training that goes on, though the process that started it died, is left alone,
-    and ended with the service. Raises ServeError, with the end of the log of what failed.
+    Prefect's server and MLflow come first, at once; then the deployments; the worker. A training
+    that goes on, though the process that started it died, is left alone, and ended with the
+    service. Raises ServeError, with the end of the log of what failed.
     """
     found = dict(up)
     try:
         missing = [name for name in plan.addresses if name not in up]
-        if "prefect" not in plan.programs:
-            if "prefect" in missing:
-                require_own_home(plan.folder, local_prefect.find_prefect_home().absolute())
-            _provide_database()
-        stores = [name for name in missing if name in STORES]
-        found |= {name: _start_from_plan(name, plan) for name in stores}
-        for name in stores:
-            _wait_until_ready(name, found[name], plan, plan.programs[name].is_ready)
+        if "prefect" in missing:
+            require_own_home(plan.folder, local_prefect.find_prefect_home().absolute())
+        _provide_database()
         found |= {name: _start_from_plan(name, plan) for name in missing if name in HEALTH}
         _wait_until_ready("prefect", found["prefect"], plan)
         if any(name == "prefect" or name.startswith(WORKER) for name in missing):
@@ -232,7 +217,7 @@ def bring_up(plan: ServicePlan, up: Mapping[str, Part]) -> None:
 
 def _start_from_plan(name: str, plan: ServicePlan) -> Part:
     address = plan.addresses[name]
-    program = plan.programs.get(name) or make_program(name, address)
+    program = make_program(name, address)
     env = {**_make_environment(plan), **program.env}
     return start_part(
         name,
@@ -241,13 +226,13 @@ def _start_from_plan(name: str, plan: ServicePlan) -> Part:
         folder=plan.folder,
         env=env,
         cwd=plan.project,
-        user=program.user,
     )
 
 
 def _start_keeper(plan: ServicePlan) -> None:
     """As a unit of systemd where that starts it again too, else as the others."""
-    program, address = plan.programs[KEEPER], plan.addresses[KEEPER]
+    address = plan.addresses[KEEPER]
+    program = make_program(KEEPER, address)
     if not systemd_unit.is_possible():
         _start_from_plan(KEEPER, plan)
         return
@@ -270,6 +255,8 @@ def make_program(name: str, address: str) -> Program:
         return Program(
             [*python, "tasks.services.serve", "ui"], {"HEADROOM_MLFLOW_PORT": str(url.port)}
         )
+    if name == KEEPER:
+        return Program([*python, "tasks.services.serve", "keep"])
     worker = [*prefect, "worker", "start", "--pool", prefect_http.POOL, "--type", "process"]
     # One GPU, one run; the next waits.
     return Program([*worker, "--name", address, "--limit", "1"])
@@ -296,7 +283,7 @@ def _deploy(plan: ServicePlan, up: Mapping[str, Part]) -> None:
         print(f"Skipped {missed} scheduled run(s) whose time passed; the latest takes their place.")
     if prefect_http.is_paused(plan.api):
         print("The work pool is paused, so nothing will run. In Prefect's UI it can be resumed.")
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", *plan.deployments]
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     env, nothing = _make_environment(plan), subprocess.DEVNULL
     with open(make_log_path(plan.folder, "deploy"), "w") as log:
         done = subprocess.run(
@@ -329,7 +316,7 @@ def _make_environment(plan: ServicePlan) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in OTHERS}
     # Leases in memory would be lost with the server, and their slots taken for ever.
     leases = "prefect.server.concurrency.lease_storage.filesystem"
-    not_proxied = ",".join(filter(None, [os.environ.get("NO_PROXY"), plan.host]))
+    not_proxied = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
     return {
         **kept,
         "PREFECT_API_URL": plan.api,
@@ -342,7 +329,6 @@ def _make_environment(plan: ServicePlan) -> dict[str, str]:
         "MLFLOW_TRACKING_URI": plan.tracking_uri,
         "MLFLOW_EXPERIMENT_NAME": plan.experiment,
         "NO_PROXY": not_proxied,
-        **plan.env,
         MARK: provide_mark(plan.folder),
     }
 

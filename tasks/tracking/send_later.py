@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -60,11 +60,10 @@ def become(chosen: TrackingSettings, prefect_api: str) -> NoReturn:
     os.execve(sys.executable, [sys.executable, "-m", __spec__.name], environment(os.environ))
 
 
-def start(chosen: TrackingSettings, prefect_api: str, *, inside: Sequence[str] = ()) -> None:
-    """The same as a process of its own, which outlives this one. inside: the words that bring a
-    command to another host."""
+def start(chosen: TrackingSettings, prefect_api: str) -> None:
+    """The same as a process of its own, which outlives this one."""
     one = subprocess.Popen(
-        [*inside, sys.executable, "-m", __spec__.name],
+        [sys.executable, "-m", __spec__.name],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

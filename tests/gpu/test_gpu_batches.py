@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tasks.engine.accounts.throughput import find_peak_flops, measure_peak_flops
 from tasks.engine.batches.dataloaders import LoaderBatches
 from tasks.engine.batches.dataset_batches import (
     ResidentBatches,
@@ -19,7 +18,6 @@ from tasks.engine.batches.dataset_batches import (
 )
 from tasks.engine.batches.rank_share import RankShare
 from tasks.engine.data.preparation import view_token_rows
-from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory.leaks import release_device_memory, take_baseline
 
 if not torch.cuda.is_available():
@@ -181,14 +179,3 @@ def test_a_loaders_pinned_batches_are_moved() -> None:
     assert marks == ["data_wait", "h2d"] * 3 and fed.reason.endswith("this process, pinned")
     assert torch.equal(torch.cat([y for _, y in found]).cpu(), torch.arange(20))
     assert {x.device for x, _ in found} == {GPU}
-
-
-@pytest.mark.real_gpu("a stand-in multiplies as fast as the host")
-def test_a_measured_peak_is_below_the_data_sheets_and_near_it() -> None:
-    facts = detect_best_device("cuda")
-    for precision in ("fp32", "bf16") if facts.bf16 else ("fp32",):
-        found = measure_peak_flops(GPU, precision)
-        assert found is not None and found.flops_per_s > 1e11
-        told = find_peak_flops(facts, precision)
-        if told is not None:
-            assert 0.4 < found.flops_per_s / told.flops_per_s < 1.05

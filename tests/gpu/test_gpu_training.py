@@ -3,11 +3,13 @@
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tasks.engine.accounts import throughput
 from tasks.engine.accounts.step_metrics import Diverged
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
@@ -148,7 +150,11 @@ def test_a_recorded_step_reaches_what_the_plain_one_reaches(tmp_path: Path, sett
     assert auto["val/loss"] == pytest.approx(off["val/loss"], rel=0.02)
 
 
-def test_a_transformer_learns_on_a_gpu_and_knows_its_share_of_the_peak(tmp_path: Path) -> None:
+def test_a_transformer_learns_on_a_gpu_and_knows_its_share_of_the_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sheet = SimpleNamespace(fp32=1e6, source="a sheet that lists this device")
+    monkeypatch.setattr(throughput, "_SHEETS", {torch.cuda.get_device_name(0): sheet})
     facts, _, _ = _train(
         tmp_path,
         data={"cache": str(tmp_path / "data"), "source": "text", "context": 64},
@@ -157,7 +163,7 @@ def test_a_transformer_learns_on_a_gpu_and_knows_its_share_of_the_peak(tmp_path:
         optim={"lr": 0.01},
     )
     assert facts.metrics["val/perplexity"] < 20
-    assert 0 < facts.metrics["speed/mfu"] < 1 and facts.tags["device.peak_source"]
+    assert 0 < facts.metrics["speed/mfu"] < 1 and facts.tags["device.peak_source"] == sheet.source
 
 
 def test_deterministic_runs_repeat_bit_for_bit(tmp_path: Path) -> None:

@@ -1,27 +1,27 @@
-"""Reads arrays from NPY, NPZ and safetensors files without ever unpickling. The headers are
-parsed here, and what they claim is compared with the bytes that are there before memory is
-taken or anything is unpacked; numpy's own reader trusts them. Arrays are mapped where the file
+"""Reads arrays from NPY, NPZ and safetensors files without ever unpickling. numpy and safetensors
+parse the headers; what an NPY header claims is compared with the bytes that are there before
+memory is taken or anything is unpacked, since numpy trusts it. Arrays are mapped where the file
 allows it, so that a file may be larger than memory. It refuses arrays of objects, types that
 numpy has no numbers for, and files of which some bytes belong to no array.
 """
 
 from __future__ import annotations
 
-import ast
-import json
 import lzma
 import math
 import struct
+import warnings
 import zipfile
 import zlib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO, Any
 
 import numpy as np
+from numpy.lib.format import read_array_header_1_0, read_array_header_2_0, read_magic
 from safetensors import SafetensorError, safe_open
 
 from tasks.engine.files.source_data import (
@@ -35,9 +35,6 @@ from tasks.engine.files.source_data import (
     shorten,
 )
 from tasks.engine.settings.run_config import DataConfig
-
-MOST_VALUES = 2**62
-LONGEST_TYPE = 64  # as text; what numpy.save writes takes less than 20
 
 
 @dataclass(frozen=True)
@@ -54,53 +51,53 @@ class ArrayHeader:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+# What numpy raises for one header or another, of those that a fuzzer made too.
+BAD_HEADER = (
+    ValueError,
+    TypeError,
+    LookupError,
+    SyntaxError,
+    TokenError,
+    RecursionError,
+    MemoryError,
+    OverflowError,
+)
+
+
 def parse_header(file: IO[bytes], what: str) -> ArrayHeader:
     """Parse the header of an array whose bytes begin here.
 
     Errors: DataError where there is none, or where the array is of objects or records.
     """
-    magic = file.read(8)
-    wide = magic[6:7] in (b"\x02", b"\x03")
-    length_bytes = file.read(4 if wide else 2)
-    if magic[:6] != b"\x93NUMPY" or magic[6:7] not in (b"\x01", b"\x02", b"\x03"):
-        raise DataError(
-            f"data.path: {what} is no array (it starts with {magic[:6]!r}), and a pickle is never "
-            "loaded; save it with numpy.savez or numpy.save"
-        )
-    length = int.from_bytes(length_bytes, "little")
-    text = file.read(min(length, 65536))
     try:
-        said = ast.literal_eval(text.decode("latin-1").strip())
-        descr, fortran, shape = said["descr"], said["fortran_order"], said["shape"]
-        sound = isinstance(shape, tuple) and all(
-            type(n) is int and 0 <= n < MOST_VALUES for n in shape
-        )
-        if not sound or type(fortran) is not bool or is_too_large(shape):
-            raise ValueError("shape or order")
-        plain = isinstance(descr, str) and "," not in descr and "(" not in descr
-        if isinstance(descr, str) and len(descr) > LONGEST_TYPE:
-            raise ValueError("no type")
-        dtype = np.dtype(descr) if plain else np.dtype(object)
-        if dtype.itemsize == 0:
-            raise ValueError("values of no size")
-    except (ValueError, TypeError, SyntaxError, KeyError, RecursionError, MemoryError):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of headers that Python 2 wrote
+            version = read_magic(file)
+            if version not in ((1, 0), (2, 0)):  # 3.0 is for records
+                raise ValueError(f"format {version}")
+            read = read_array_header_1_0 if version == (1, 0) else read_array_header_2_0
+            shape, fortran, dtype = read(file)
+    except BAD_HEADER as error:
+        words = shorten(str(error).partition("\n")[0], 120)
         raise DataError(
-            f"data.path: {what} has a damaged header ({shorten(text)}); write it anew"
+            f"data.path: {what} is no array that numpy can read ({words}), and a pickle is never "
+            "loaded; save it anew with numpy.savez or numpy.save"
         ) from None
-    if not plain:
-        raise DataError(f"data.path: {what} is an array of records; save plain numbers")
     if dtype.hasobject:
         raise DataError(
             f"data.path: {what} is an array of Python objects (a pickle), which is never loaded; "
             "save it as numbers or text, e.g. with .astype(str)"
         )
-    return ArrayHeader(dtype, shape, fortran, len(magic) + len(length_bytes) + length)
-
-
-def is_too_large(shape: Sequence[int]) -> bool:
-    """Return whether a shape is beyond what numpy can hold: its axes, or the count of its
-    values."""
-    return len(shape) > 32 or math.prod(shape) > MOST_VALUES
+    if dtype.names is not None or dtype.subdtype is not None:
+        raise DataError(f"data.path: {what} is an array of records; save plain numbers")
+    # numpy takes what it reads as it is, and cannot hold all of it.
+    most = math.prod(max(1, length) for length in shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or len(shape) > 32 or not 0 < most < 2**63:
+        raise DataError(
+            f"data.path: {what} has a damaged header (it claims the shape {shorten(shape)} of "
+            f"{shorten(dtype.str)}); write it anew"
+        )
+    return ArrayHeader(dtype, shape, fortran, file.tell())
 
 
 def check_array_size(header: ArrayHeader, there_bytes: int, what: str) -> None:
@@ -367,13 +364,12 @@ def _read_rows(file: IO[bytes], header: ArrayHeader, rows: int) -> np.ndarray:
     """The next rows of an array; its rows lie together, or these are all of them."""
     shape = (rows, *header.shape[1:])
     flat = np.empty(math.prod(shape) * header.dtype.itemsize, dtype=np.uint8)
-    filled = 0
-    while filled < flat.size:
-        part = file.read(min(flat.size - filled, 1 << 24))
-        if not part:
+    rest = flat.data
+    while rest:
+        read = file.readinto(rest[: 1 << 24])  # type: ignore[attr-defined]
+        if not read:
             raise EOFError("an array is cut off")
-        flat[filled : filled + len(part)] = np.frombuffer(part, dtype=np.uint8)
-        filled += len(part)
+        rest = rest[read:]
     return flat.view(header.dtype).reshape(shape, order="F" if header.fortran else "C")
 
 
@@ -396,7 +392,6 @@ def _convert_text(target: np.ndarray, what: str) -> np.ndarray:
     return labels
 
 
-METADATA = "__metadata__"
 TYPES = {
     "BOOL": "|b1",
     "U8": "|u1",
@@ -413,10 +408,6 @@ TYPES = {
     "BF16": "<u2",  # the upper half of a float32; numpy has no such type
 }
 BLOCK_VALUES = 1 << 20
-
-
-class _HeaderError(Exception):
-    """What is wrong with a header, to follow the file's name."""
 
 
 @dataclass(frozen=True)
@@ -457,105 +448,32 @@ def _collect_headers(tensors: Mapping[str, StoredTensor]) -> dict[str, ArrayHead
 
 
 def _read_tensors(path: Path) -> dict[str, StoredTensor]:
-    """All arrays of the file; raises DataError where its header and its bytes do not fit."""
-    file_bytes = path.stat().st_size
+    """Return all arrays of the file. The library refuses a header whose arrays overlap, leave a
+    byte between them or do not end where the file ends, so the sizes tell where each begins."""
+    tensors = {}
     try:
-        text, start = _read_header_text(path, file_bytes)
-        said = _parse_json_header(text)
-        check_array_count(len(said), path.name)
-        tensors = {name: _parse_tensor(name, entry, start) for name, entry in said.items()}
-        _check_places(tensors, start, file_bytes)
-        with safe_open(path, framework="numpy"):  # the format's own library has the last word
-            pass
-    except DataError:
-        raise
-    except _HeaderError as wrong:
-        raise DataError(f"data.path: {path.name} {wrong}; write it anew") from None
-    except (SafetensorError, OSError, ValueError) as error:
+        with open(path, "rb") as head:
+            start = 8 + int.from_bytes(head.read(8), "little")
+        with safe_open(path, framework="numpy") as file:
+            names = file.offset_keys()  # in the order of their bytes
+            check_array_count(len(names), path.name)
+            for name in names:
+                part = file.get_slice(name)
+                kind, shape = part.get_dtype(), tuple(part.get_shape())
+                if kind not in TYPES:
+                    raise DataError(
+                        f"data.path: {path.name} array {shorten(name)} is of type {kind}, but only "
+                        f"{', '.join(TYPES)} are read; save it as one of them"
+                    )
+                header = ArrayHeader(np.dtype(TYPES[kind]), shape, False, start)
+                tensors[name] = StoredTensor(kind, header)
+                start += header.value_bytes
+    except (SafetensorError, OSError) as error:
         raise DataError(
             f"data.path: {path.name} is damaged or no safetensors file "
             f"({shorten(str(error), 120)}); copy or write it anew"
         ) from None
     return tensors
-
-
-def _read_header_text(path: Path, file_bytes: int) -> tuple[bytes, int]:
-    """Return the header, and where the values begin. It is below 16 MiB, else
-    `find_source_file` would not have taken the file for one of tensors."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if 8 + length > file_bytes:
-            raise _HeaderError(
-                f"claims a header of {length:,} bytes but holds {file_bytes:,} in all: it is cut "
-                "off or no safetensors file"
-            )
-        return file.read(length), 8 + length
-
-
-def _parse_json_header(text: bytes) -> dict[str, Any]:
-    """The header's arrays by name, each written once."""
-    try:
-        said = json.loads(text.decode("utf-8"), object_pairs_hook=_refuse_repeated)
-    except UnicodeDecodeError:
-        raise _HeaderError("has a header that is not UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise _HeaderError(f"has a damaged header ({shorten(str(error), 80)})") from None
-    if not isinstance(said, dict):
-        raise _HeaderError(f"has a damaged header ({shorten(said)})")
-    said.pop(METADATA, None)
-    return said
-
-
-def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen = Counter(name for name, _ in pairs)
-        twice = next(name for name, times in seen.items() if times > 1)
-        raise _HeaderError(f"has two entries named {shorten(twice)} in its header")
-    return found
-
-
-def _parse_tensor(name: str, said: Any, start: int) -> StoredTensor:
-    what = f"array {shorten(name)}"
-    try:
-        kind, shape, (begin, end) = said["dtype"], said["shape"], said["data_offsets"]
-        counts = (*shape, begin, end)
-        if not all(type(n) is int and 0 <= n < MOST_VALUES for n in counts) or is_too_large(shape):
-            raise ValueError("no counts")
-    except (ValueError, TypeError, KeyError):
-        raise _HeaderError(f"{what} has a damaged entry ({shorten(said)}) in the header") from None
-    if not isinstance(kind, str) or kind not in TYPES:
-        raise _HeaderError(
-            f"{what} is of type {shorten(kind)}, but only {', '.join(TYPES)} are read"
-        )
-    header = ArrayHeader(np.dtype(TYPES[kind]), tuple(shape), False, start + begin)
-    if header.value_bytes != end - begin:
-        raise _HeaderError(
-            f"{what} claims {header.shape} values of {kind} ({format_size(header.value_bytes)}) "
-            "but has "
-            f"a place of {end - begin:,} bytes"
-        )
-    return StoredTensor(kind, header)
-
-
-def _check_places(tensors: Mapping[str, StoredTensor], start: int, file_bytes: int) -> None:
-    """Each array begins where another ends: none overlap, and no byte is left over."""
-    at, before = start, ""
-    for name, tensor in sorted(tensors.items(), key=lambda item: _find_place(item[1])):
-        header = tensor.header
-        if header.start < at:
-            raise _HeaderError(f"has arrays that overlap: {format_list([before, name])}")
-        if header.start > at:
-            raise _HeaderError(f"has {header.start - at:,} bytes that no array claims")
-        at, before = header.start + header.value_bytes, name
-    if at > file_bytes:
-        raise _HeaderError(f"claims {at:,} bytes but holds {file_bytes:,}: it is cut off")
-    if at < file_bytes:
-        raise _HeaderError(f"has {file_bytes - at:,} bytes that no array claims")
-
-
-def _find_place(tensor: StoredTensor) -> tuple[int, int]:
-    return tensor.header.start, tensor.header.value_bytes
 
 
 def _load_values(path: Path, tensor: StoredTensor) -> np.ndarray:

@@ -242,10 +242,7 @@ class AllocationLog(TorchDispatchMode):
 
     def owners_at_peak(self) -> dict[str, int]:
         """Return the bytes by owner at the peak of this step."""
-        found: dict[str, int] = defaultdict(int)
-        for entry in self.at_peak():
-            found[entry.owner] += entry.bytes
-        return dict(found)
+        return sum_by_owner(self.at_peak())
 
     def timeline(self) -> list[tuple[int, dict[str, int]]]:
         """Return the bytes by owner where this step began, and after each of its
@@ -317,10 +314,7 @@ class AllocationLog(TorchDispatchMode):
         )
 
     def _size_bytes(self, tensor: Tensor) -> int:
-        return self._rounded(Tensor.untyped_storage(tensor).nbytes())
-
-    def _rounded(self, size_bytes: int) -> int:
-        return self._block(size_bytes)
+        return self._block(Tensor.untyped_storage(tensor).nbytes())
 
     def _entry(self, tensor: Tensor, *, line: str, what: str) -> Entry | None:
         """The entry of the tensor's storage, made where there is none yet."""
@@ -346,7 +340,7 @@ class AllocationLog(TorchDispatchMode):
         self._allocations += len(sizes)
         for at, size_bytes in enumerate(sizes, first):
             died = self._allocations + 1
-            size = self._rounded(size_bytes)
+            size = self._block(size_bytes)
             entry = Entry(None, size, at, line, what, owner=LIBRARIES, died=died)
             self._gone.append(entry)
             self._unphased.append(entry)
@@ -373,6 +367,14 @@ class AllocationLog(TorchDispatchMode):
     def _all(self) -> Iterator[Entry]:
         yield from self._gone
         yield from self._live.values()
+
+
+def sum_by_owner(entries: Iterable[Entry]) -> dict[str, int]:
+    """Return the bytes by owner."""
+    found: dict[str, int] = defaultdict(int)
+    for entry in entries:
+        found[entry.owner] += entry.bytes
+    return dict(found)
 
 
 def _get_storage_key(tensor: Tensor) -> int:

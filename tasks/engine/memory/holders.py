@@ -70,14 +70,6 @@ def find_live_tensors(device: torch.device) -> list[LiveTensor]:
         return [live for live in lives if _is_on_device(live.storage, device)]
 
 
-def count_unique_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the tensors' storages, each counted once; meta tensors count
-    nothing."""
-    with torch._C.DisableTorchFunction():
-        sizes = {s._cdata: s.nbytes() for tensor in tensors for s in find_storages(tensor)}
-    return sum(sizes.values())
-
-
 def find_storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     """Return the storages with real memory behind a tensor: one, a sparse tensor's several, or
     none."""

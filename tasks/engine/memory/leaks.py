@@ -27,6 +27,7 @@ from tasks.engine.memory.allocator_stats import (
     release_cached_memory,
 )
 from tasks.engine.memory.holders import GRADIENT, SAVED, Holders, LiveTensor, find_live_tensors
+from tasks.engine.memory.memory_meter import count_allocated_bytes
 
 # Until the process ends.
 _kept_tensors: list[Tensor] = []
@@ -102,7 +103,7 @@ def take_baseline(device: torch.device | str) -> Baseline:
     before = {live.key: live.bytes for live in lives}
     refs = {live.key: StorageWeakRef(live.storage) for live in lives}
     found = Baseline(
-        _count_bytes_in_use(device, lives), _measure_taken(device), before, tuple(refs.values())
+        count_allocated_bytes(device, lives), _measure_taken(device), before, tuple(refs.values())
     )
     _baselines[str(device)] = found
     return found
@@ -146,7 +147,7 @@ def release_device_memory(
     release_cached_memory(device)
     seen = is_clean and device.type == "cpu"  # which has no caches: the first look was the proof
     lives = [] if seen else find_live_tensors(device)
-    after_bytes = found_bytes if seen else _count_bytes_in_use(device, lives)
+    after_bytes = found_bytes if seen else count_allocated_bytes(device, lives)
     above = max(0, after_bytes - baseline_bytes)
     taken = _measure_taken(device)
     reserved_bytes = _compute_growth(taken.reserved, known.taken.reserved) if known else None
@@ -204,7 +205,7 @@ def _list_unreturned(
 
 
 def _report_broken_device(device: torch.device, baseline_bytes: int) -> ReleaseFacts:
-    in_use = make_allocator(device).read().get("allocated", 0)  # by PyTorch's own books
+    in_use = count_allocated_bytes(device)  # by PyTorch's own books
     return ReleaseFacts(
         baseline_bytes=baseline_bytes,
         before_bytes=in_use,
@@ -239,7 +240,7 @@ def _check_in_use(device: torch.device, before: dict[int, int]) -> tuple[int, bo
     """Return the bytes in use, and whether nothing new is; in a function, so that what it saw
     can be freed."""
     lives = find_live_tensors(device)
-    return _count_bytes_in_use(device, lives), not _find_leaks(lives, before)
+    return count_allocated_bytes(device, lives), not _find_leaks(lives, before)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -248,12 +249,6 @@ class _Leak:
 
     bytes: int
     ways: tuple[LiveTensor, ...]
-
-
-def _count_bytes_in_use(device: torch.device, lives: list[LiveTensor]) -> int:
-    if device.type == "cpu":
-        return sum({live.key: live.bytes for live in lives}.values())
-    return make_allocator(device).read().get("allocated", 0)
 
 
 def _find_leaks(lives: list[LiveTensor], before: dict[int, int]) -> list[_Leak]:

@@ -13,8 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from tasks.engine.base.field_types import is_import_path
-from tasks.engine.base.units import format_mebibytes, format_number, make_printable
-from tasks.engine.memory.allocation_log import ACTIVATIONS, MIB, REST, AllocationLog, Entry
+from tasks.engine.base.units import format_mebibytes
+from tasks.engine.memory.allocation_log import (
+    ACTIVATIONS,
+    MIB,
+    REST,
+    AllocationLog,
+    Entry,
+    sum_by_owner,
+)
 from tasks.engine.settings.run_config import TOKEN_SOURCES, RunConfig
 
 # All count in steps of 1024, also those that write "GB", as older ones on Metal do.
@@ -135,30 +142,6 @@ class OomExplanation:
             parts.append(f"most is held by {owner.replace('_', ' ')}: {share}")
         return "; ".join([*parts, self.remedy])
 
-    def markdown(self) -> str:
-        """Return the sentence, and a table of the largest holders."""
-        lines = [f"**Out of memory.** {_escape_cell(self.sentence)}"]
-        if self.told.idle_bytes is not None:
-            lines += ["", f"Reserved, and in no tensor: {_format_size(self.told.idle_bytes)}."]
-        if self.fragmentation_pct is not None:
-            lines += ["", f"Fragmentation: {format_number(self.fragmentation_pct)} %."]
-        if self.holdings:
-            lines += [
-                "",
-                "| held by | size | tensors | the largest | line |",
-                "|:--|--:|--:|:--|:--|",
-            ]
-        for held in self.holdings:
-            cells = (
-                held.owner,
-                _format_size(held.bytes),
-                format_number(held.count),
-                held.what,
-                held.line,
-            )
-            lines.append(f"| {' | '.join(_escape_cell(cell) for cell in cells)} |")
-        return "\n".join(lines) + "\n"
-
     def to_json(self) -> str:
         return json.dumps({**asdict(self), "sentence": self.sentence}, indent=1)
 
@@ -201,7 +184,7 @@ def explain_oom(
         if phase == "training":
             phase = "backward" if done[-1:] == ["forward"] else "forward"
         ledger.end_failed_phase(phase)
-    owners = _sum_by_owner(held)
+    owners = sum_by_owner(held)
     told = parse_oom_message(text)
     if told.idle_bytes is None and {"reserved", "allocated"} <= set(allocator):
         told = replace(told, idle_bytes=allocator["reserved"] - allocator["allocated"])
@@ -280,13 +263,6 @@ def _suggest_shrinking(owner: str, config: RunConfig, precision: str) -> tuple[s
     return "data.context" if is_text else "model.args", ways
 
 
-def _sum_by_owner(held: Iterable[Entry]) -> dict[str, int]:
-    found: dict[str, int] = defaultdict(int)
-    for entry in held:
-        found[entry.owner] += entry.bytes
-    return dict(found)
-
-
 def _group_holdings(held: Iterable[Entry]) -> tuple[Holding, ...]:
     """Group the entries by owner and line; `held` has the largest first."""
     groups: dict[tuple[str, str], list[Entry]] = defaultdict(list)
@@ -306,7 +282,3 @@ def _join_sizes(sizes: Sequence[int]) -> str:
 
 def _format_size(size_bytes: int) -> str:
     return format_mebibytes(size_bytes / MIB)
-
-
-def _escape_cell(text: str) -> str:
-    return make_printable(text, limit=1000).replace("|", "\\|")

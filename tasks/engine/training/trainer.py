@@ -18,7 +18,7 @@ from tasks.engine.accounts.accounts import Accounts
 from tasks.engine.accounts.step_metrics import Log
 from tasks.engine.accounts.throughput import (
     PeakFlops,
-    choose_peak_flops,
+    find_peak_flops,
     make_peak_tags,
     make_rates,
 )
@@ -214,7 +214,7 @@ def _take_place(plan: Plan, checked: ModelCheck, order: Order) -> Iterator[_Plac
         if plan.device.index is not None and device.type != "cpu":
             stack.enter_context(torch.accelerator.device_index(plan.device.index))
         stack.enter_context(use_own_stream(device))
-        peak = choose_peak_flops(plan.device, plan.precision, task=plan.data.task)
+        peak = find_peak_flops(plan.device, plan.precision)
         if device.type != "cpu":
             release_cached_memory(
                 device
@@ -268,9 +268,7 @@ class _Trained:
             optimizer=parts.optimizer,
             rate=make_schedule(plan.settings.optim, steps=steps),
             accounts=parts.accounts,
-            speeds=make_rates(
-                plan.data, work=work, peak_flops_per_s=peak.flops_per_s if peak else None
-            ),
+            speeds=make_rates(plan.data, work=work, peak=peak),
             best=parts.best,
             outputs=parts.outputs,
             checkpoints=self.checkpoints,

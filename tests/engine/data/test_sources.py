@@ -348,7 +348,9 @@ def test_a_pickle_in_an_npz_is_refused_by_name_and_never_runs(tmp_path, monkeypa
     inside = io.BytesIO()
     with zipfile.ZipFile(inside, "w") as archive:
         archive.writestr("x.npy", pickle.dumps(Payload()))
-    with pytest.raises(DataError, match="array 'x' is no array .*a pickle is never loaded"):
+    with pytest.raises(
+        DataError, match="array 'x' is no array that .*a pickle is never loaded; save it"
+    ):
         prepare_dataset(_config(tmp_path, "npz", inside.getvalue()))
     assert not Path("payload-ran").exists()
 

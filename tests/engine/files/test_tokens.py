@@ -284,7 +284,7 @@ OBJECTS = _npy(np.array([{}, 1], dtype=object))
         ("a.txt", b"plain text", "a.txt must end in .npy .*; rename it, or for plain text set"),
         ("a.npy", b"", "is empty"),
         ("a.bin", b"", "is empty"),
-        ("a.npy", COUNT.tobytes(), r"a.npy is no array \(it starts with"),
+        ("a.npy", COUNT.tobytes(), r"a.npy is no array .*; save it anew with"),
         ("a.npy", pickle.dumps([1, 2]), "a pickle is never loaded"),
         ("a.npy", OBJECTS, r"an array of Python objects \(a pickle\), which is never loaded"),
         ("a.npy", _npy(COUNT)[:-3], "it is cut off; write it anew"),

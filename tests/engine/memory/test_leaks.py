@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tasks.engine.memory import leaks
+from tasks.engine.memory import leaks, memory_meter
 from tasks.engine.memory.holders import GRADIENT, LiveTensor, find_live_tensors, find_storages
 from tasks.engine.memory.leaks import NO_HOLDER, release_device_memory, take_baseline
 from tasks.engine.memory.memory_meter import clear_frames, count_allocated_bytes
@@ -473,6 +473,7 @@ def books(monkeypatch):
 
     monkeypatch.setattr(leaks, "_baselines", {})
     monkeypatch.setattr(leaks, "make_allocator", source)
+    monkeypatch.setattr(memory_meter, "make_allocator", source)
     monkeypatch.setattr(leaks, "find_live_tensors", lambda device: [])
     monkeypatch.setattr(leaks, "release_cached_memory", lambda device: None)
     monkeypatch.setattr(leaks, "count_pool_bytes", lambda device: told.pools)

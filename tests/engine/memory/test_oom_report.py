@@ -226,7 +226,6 @@ def test_memory_that_lies_in_pieces_is_said_and_what_to_do_about_it():
     why = explained(AllocationLog(CPU), text, device="cuda:0", allocator=pool)
     assert "PYTORCH_ALLOC_CONF to expandable_segments:True" in why.remedy
     assert why.fragmentation_pct == 25
-    assert "Fragmentation: 25 %." in why.markdown()
     silent = explained(AllocationLog(CPU), allocator=pool)
     assert silent.told.idle_bytes == 300
     assert "ALLOC_CONF" not in silent.remedy
@@ -237,10 +236,9 @@ def test_what_nobody_told_is_not_said():
     assert (why.owners, why.holdings, why.fragmentation_pct) == ({}, (), None)
     for word in ("asked", "free", "held", "None", "micro"):
         assert word not in why.sentence
-        assert word not in why.markdown()
 
 
-def test_the_explanation_is_small_plain_json_and_its_table_holds():
+def test_the_explanation_is_small_plain_json():
     ledger, text = failed(limit_bytes=50_000, hidden=16, rows=500)
     for entry in ledger.list_at_failure():
         entry.line = "a|b.py:1 forward\n" + 2000 * "x"
@@ -249,6 +247,4 @@ def test_the_explanation_is_small_plain_json_and_its_table_holds():
     assert told["sentence"] == why.sentence
     assert told["owners"] == dict(why.owners)
     assert "\n" not in why.sentence
-    rows = [line for line in why.markdown().splitlines() if line.startswith("|")]
-    assert len(rows) == 2 + len(why.holdings) <= 7
-    assert {row.replace("\\|", "").count("|") for row in rows} == {6}
+    assert len(told["holdings"]) == len(why.holdings) <= 5

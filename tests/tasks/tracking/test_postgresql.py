@@ -4,32 +4,25 @@ where the database is killed."""
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
+import secrets
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
-from sqlalchemy import create_engine, text
 
-from tasks.services import processes
-from tasks.services.service import Program
-from tasks.services.team_stores import Stores
 from tasks.tracking.journal import SENDING_LOCK, Journal, read_series
 from tasks.tracking.where import TrackingError, TrackingSettings
-from tests.conftest import desk_environment, free_port
+from tests.conftest import desk_environment
+from tests.team import Postgres, find_postgres_programs, run_postgres
 
 pytest.importorskip("psycopg2", reason="headroom[team] is not installed")
-if not (shutil.which("initdb") or list(Path("/usr/lib/postgresql").glob("*/bin/initdb"))):
+if find_postgres_programs() is None:
     pytest.skip("PostgreSQL is not installed", allow_module_level=True)
 
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
@@ -37,66 +30,10 @@ AT_ONCE, STEPS = 64, 20
 METRICS = ("train/loss", "train/step_ms", "memory/peak_mib")
 
 
-@dataclass
-class Database:
-    """A PostgreSQL that can be killed and started again."""
-
-    folder: Path
-    program: Program
-    uri: str
-    password: str
-
-    def start(self) -> None:
-        """Return once it takes connections."""
-        self.process = processes.start_part(
-            "postgres",
-            self.program.command,
-            address="",
-            folder=self.folder,
-            env=os.environ,
-            cwd=Path("/"),
-            user=self.program.user,
-        ).process
-        assert self.program.is_ready is not None
-        until = time.monotonic() + 60
-        while not self.program.is_ready():
-            assert time.monotonic() < until, processes.make_log_path(
-                self.folder, "postgres"
-            ).read_text()
-            time.sleep(0.1)
-
-    def kill(self) -> None:
-        """As a power cut: its own processes follow when they see that it is gone."""
-        family = [self.process, *self.process.children(recursive=True)]
-        for process in family:
-            process.send_signal(signal.SIGKILL)
-        assert not processes.await_end(family, wait_s=20)
-        # Collected by who started it: else the next one takes a zombie for a server that is up.
-        self.process.wait(timeout=20)
-
-    def query(self, asked: str) -> list[tuple[object, ...]]:
-        engine = create_engine(self.uri)
-        try:
-            with engine.connect() as opened:
-                return [tuple(row) for row in opened.execute(text(asked))]
-        finally:
-            engine.dispose()
-
-
 @pytest.fixture(scope="module")
-def database() -> Iterator[Database]:
-    # Not below pytest's own folder, which is closed to the user that PostgreSQL runs as.
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as named:
-        folder = Path(named)
-        folder.chmod(0o711)
-        at = f"postgresql://127.0.0.1:{free_port()}"
-        stores = Stores(folder, at, "", {"MLFLOW_ARTIFACTS_DESTINATION": "s3://elsewhere"})
-        uri = stores.make_server_env()[1]["MLFLOW_BACKEND_STORE_URI"]
-        program = stores.programs()["postgres"]
-        made = Database(folder, program, uri, stores.passwords["postgres"])
-        made.start()
+def database() -> Iterator[Postgres]:
+    with run_postgres(secrets.token_urlsafe(24)) as made:
         yield made
-        processes.end_processes([made.process], wait_s=5)
 
 
 def _where(tmp_path: Path, uri: str, **more: object) -> TrackingSettings:
@@ -124,7 +61,7 @@ def _log(journal: Journal, steps: range) -> None:
         journal.log(dict.fromkeys(METRICS, 1 / step), step)
 
 
-def test_what_is_sent_twice_is_there_once(database: Database, tmp_path: Path) -> None:
+def test_what_is_sent_twice_is_there_once(database: Postgres, tmp_path: Path) -> None:
     where = _where(tmp_path, database.uri)
     folder = tmp_path / "runs" / "one"
     with Journal(where, folder) as journal:
@@ -146,7 +83,7 @@ def test_what_is_sent_twice_is_there_once(database: Database, tmp_path: Path) ->
 
 @pytest.mark.timeout(600)
 def test_of_64_at_once_none_is_lost_and_every_metric_is_there_once(
-    database: Database, tmp_path: Path
+    database: Postgres, tmp_path: Path
 ) -> None:
     """Each has a sending process of its own, and the first of them make the tables."""
     database.query("SELECT 1")
@@ -186,7 +123,7 @@ def test_of_64_at_once_none_is_lost_and_every_metric_is_there_once(
 
 
 def test_a_database_that_is_killed_in_mid_run_costs_nothing(
-    database: Database, tmp_path: Path
+    database: Postgres, tmp_path: Path
 ) -> None:
     where = _where(tmp_path, database.uri, experiment="killed", give_up_s=1)
     folder = tmp_path / "runs" / "one"
@@ -220,7 +157,7 @@ def test_a_database_that_is_killed_in_mid_run_costs_nothing(
     [("/nowhere", 'database "nowhere" does not exist'), (":pw@", "password authentication failed")],
 )
 def test_a_database_that_is_not_there_is_one_sentence_before_anything_is_spent(
-    database: Database, place: Path, wrong: str, said: str
+    database: Postgres, place: Path, wrong: str, said: str
 ) -> None:
     uri = database.uri.replace(f":{database.password}@" if wrong == ":pw@" else "/mlflow", wrong)
     done = subprocess.run(
@@ -236,7 +173,7 @@ def test_a_database_that_is_not_there_is_one_sentence_before_anything_is_spent(
     assert "Traceback" not in done.stderr
 
 
-def test_a_training_is_whole_there_and_holds_no_password(database: Database, place: Path) -> None:
+def test_a_training_is_whole_there_and_holds_no_password(database: Postgres, place: Path) -> None:
     """In none of its files, tags, params or metrics, nor in what it says."""
     done = subprocess.run(
         [sys.executable, "-m", "flows.train", "--train.epochs", "2", "--run.name", "whole"],
