@@ -24,8 +24,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_rank_is_what_a_launcher_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attempts.rank_here() == 1
-    monkeypatch.delenv("RANK")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
     assert attempts.rank_here() == 0 and not attempts.is_launched()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert attempts.rank_here() == 0
 
 
 @pytest.mark.parametrize(
@@ -36,13 +39,17 @@ def test_the_rank_is_what_a_launcher_has_set(monkeypatch: pytest.MonkeyPatch) ->
         ("WORLD_SIZE", None, r"WORLD_SIZE: must be a whole number .*it is not set"),
         ("LOCAL_RANK", "x", r"LOCAL_RANK: must be a whole number \(got 'x'\)"),
         ("MASTER_ADDR", None, r"MASTER_ADDR: is not set, while RANK and WORLD_SIZE are"),
-        ("MASTER_PORT", "http", r"MASTER_PORT: must be a whole number \(got 'http'\)"),
+        ("MASTER_PORT", "http", r"MASTER_PORT: must be a port, 1 to 65535 \(got 'http'\)"),
+        ("MASTER_PORT", "0", r"MASTER_PORT: must be a port, 1 to 65535 \(got '0'\)"),
+        ("MASTER_PORT", "99999", r"MASTER_PORT: must be a port, 1 to 65535 \(got '99999'\)"),
+        ("RANK", None, "RANK: is not set, while WORLD_SIZE is 2; set it to the number of"),
     ],
 )
 def test_what_a_launcher_must_set_is_asked_for_by_name(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str | None, words: str
 ) -> None:
-    """Each was found by PyTorch, minutes later, in words of its own."""
+    """Each was found by PyTorch, minutes later, in words of its own; without RANK each trained
+    alone, as often as there were processes."""
     if value is None:
         monkeypatch.delenv(name)
     else:
