@@ -8,7 +8,8 @@ from tasks.engine.device.detection import DeviceError, detect_best_device
 from tasks.engine.distributed.ranks import read_ranks_from_environment
 from tasks.engine.launch import attempts, processes
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import DeviceConfig
+from tasks.engine.settings.run_config import DeviceConfig, RunConfig
+from tasks.run.preflight import resolve_and_check
 
 SET = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29400"}
 NAMES = (*SET, "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID")
@@ -56,6 +57,12 @@ def test_what_a_launcher_must_set_is_asked_for_by_name(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"^{words}"):
         attempts.rank_here()
+
+
+def test_a_call_from_python_is_refused_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ConfigError, match="^RANK: is not set, while WORLD_SIZE is 2"):
+        resolve_and_check(RunConfig(), None)
 
 
 @pytest.mark.parametrize(("visible", "name"), [(1, "cuda:0"), (2, None)])
