@@ -116,6 +116,9 @@ def run_with_server(play: Callable[[], int], *, debug: bool) -> int:
         except OSError as error:
             print(f"PREFECT_HOME: {home}: {error.strerror}", file=sys.stderr)
             return 2
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return 2
         _set_up_prefect(api_url, debug=debug)
         return _run_reporting_errors(play, debug=debug)
 

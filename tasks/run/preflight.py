@@ -17,6 +17,7 @@ from tasks.engine.base.units import format_mebibytes
 from tasks.engine.data.preparation import check_data, prepare_dataset
 from tasks.engine.device.detection import DeviceError, check_memory_limit, resolve_precision
 from tasks.engine.files.source_data import DataError
+from tasks.engine.launch import attempts
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import (
     ConfigError,
@@ -80,10 +81,10 @@ BAD_INPUT = (ConfigError, DataError, ModelError, DeviceError, TrackingError, Unf
 
 
 def resolve_and_check(config: RunConfig, overrides: Mapping[str, Any] | None) -> RunConfig:
-    """Return the settings with `overrides` applied, import paths and data's head checked.
-
-    Raises ConfigError or DataError.
+    """Return the settings with `overrides` applied; import paths, data's head and what a launcher
+    has set are checked. Raises ConfigError or DataError.
     """
+    attempts.rank_here()
     config = restore_config_secrets(override_config(config, overrides))
     check_imports(config)
     check_data(config.data)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tasks.engine.base.file_lock import is_held
+from tasks.engine.settings.read_settings import ConfigError
 
 LINGER_S = 20.0  # after the last run: events are written within seconds; a next run finds it ready
 # Of a request: for 30 s, in which a server that starts again is back. Prefect's own 5 are a minute.
@@ -83,8 +84,10 @@ def is_temporary_api(api_url: str) -> bool:
 def share_server(folder: Path) -> Iterator[str]:
     """Start or join the shared server, and yield the address of its API.
 
-    It stays for the block. Raises OSError where `folder` can't be written.
+    It stays for the block. Raises OSError where `folder` can't be written, and ConfigError where
+    this machine does not reach itself.
     """
+    _require_loopback()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "headroom-runs.lock", "a") as runs:
         flock(runs, LOCK_SH)  # waits while a server that saw no run left ends itself
@@ -92,6 +95,17 @@ def share_server(folder: Path) -> Iterator[str]:
             flock(start, LOCK_EX)
             url = _join_or_start(folder)
         yield url
+
+
+def _require_loopback() -> None:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("127.0.0.1", 9))  # of a datagram: it looks for a way, and sends nothing
+    except OSError as error:
+        raise ConfigError(
+            f"PREFECT_API_URL: names no server, and one here would not be reached at 127.0.0.1 "
+            f"({error.strerror}); turn on the loopback device (`ip link set lo up`)"
+        ) from None
 
 
 def _join_or_start(folder: Path) -> str:

@@ -13,6 +13,7 @@ from tasks.engine.accounts.step_metrics import Diverged
 from tasks.engine.checkpoint.checkpoints import NoRoom
 from tasks.engine.device.detection import DeviceError, TemporaryDeviceError
 from tasks.engine.files.source_data import DataError
+from tasks.engine.launch.agent import LostProcess
 from tasks.engine.memory.oom_report import OomExplanation, OomMessage
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
@@ -74,6 +75,7 @@ CASES = {
         "device_lost",
         "always",
     ),
+    "a process": (LostProcess("rank 1 was ended by SIGKILL"), "process_lost", "never"),
     "assert": (_cuda("device-side assert triggered"), "user_code", "never"),
     "no kernel": (_cuda("no kernel image is available for execution"), "user_code", "never"),
     "resources": (RuntimeError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"), "user_code", "never"),

@@ -110,7 +110,8 @@ class Heartbeats:
         self._number += 1
         beat = Beat(self._number, calls, f"{platform.node()}, process {os.getpid()}", self._place())
         self._store.set(f"beat/{self._rank}", beat.write())
-        if now_s - self._moved_s < self._tell_after_s / 2:
+        # So early that it is known of each, when it is told of, whether it still tells anything.
+        if now_s - self._moved_s < self._tell_after_s - (BEATS + 2) * self._beat_s:
             self._seen, self._beats = {}, []
             return
         keys = [f"beat/{rank}" for rank in range(self._size)]

@@ -42,7 +42,7 @@ _GONE = re.compile(
     r"|no route to host|unreachable|failed to (recv|send)",
     re.IGNORECASE,
 )
-_THEIRS = re.compile(r"gloo|NCCL|TCPStore|c10d|socket", re.IGNORECASE)
+_THEIRS = re.compile(r"gloo|NCCL|TCPStore|c10d", re.IGNORECASE)
 _FRAMES = "\nException raised from "  # PyTorch's own, in C++
 WORDS = 600  # characters of an error
 log = logging.getLogger(__name__)
@@ -259,7 +259,8 @@ def _wait_for_all(store: Any, ranks: Ranks, wait_s: float) -> None:
         if waited_s > wait_s:
             raise LostRank(
                 f"launch.wait_s: {text} of {ranks.size} did not come to {_meeting_place()} within "
-                f"{wait_s:g} s"
+                f"{wait_s:g} s",
+                missing,
             )
         if not is_told and waited_s > WAITED_S:
             log.warning("%s of %d: waited for, up to %g s", text, ranks.size, wait_s)

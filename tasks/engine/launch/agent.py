@@ -27,6 +27,7 @@ import psutil
 
 from tasks.engine.accounts.step_metrics import Log
 from tasks.engine.base.facts import DeviceFacts, TrainFacts
+from tasks.engine.launch.parent import PARENT
 from tasks.engine.launch.processes import count_threads
 from tasks.engine.launch.rank import ADDRESS, Job
 from tasks.engine.training.loop import StopCheck
@@ -34,6 +35,7 @@ from tasks.engine.training.loop import StopCheck
 ASK_EVERY_S = 0.1
 EASINGS = 10  # times that all may begin again with half the rows of a micro-batch
 END_S = 10.0  # for processes that were told to end
+LAUNCH_S = 60.0  # for a launcher to start them: it waits 30 s for one that hears no signal
 SETTLE_S = 1.0  # for what the ranks have sent before their launcher ended
 LINES = 5  # of what the processes printed, where none of them told why it ended
 log = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ def train_in_processes(
     Raises what the first failing of them raised, LostProcess where they were lost too often, and
     RuntimeError where they ended without a word.
     """
-    heard = _RankMessages(restarts, log, asked)
+    heard = _RankMessages(restarts, log, asked, wait_s=job.config.launch.wait_s)
     while True:
         with _launch_ranks(job, device, processes=processes, restarts=restarts) as ranks:
             facts = heard.wait_for_result(ranks)
@@ -75,6 +77,9 @@ class _LaunchedRanks:
         self.messages: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self.lead: Connection | None = None
         self._connections: list[Connection] = []
+        self._lock = threading.Lock()
+        self._here = 0  # ranks that are connected
+        self._alone_s = time.monotonic()  # since when none is
         self._processes: dict[int, psutil.Process] = {}  # by rank
         self._is_over = False
 
@@ -87,11 +92,13 @@ class _LaunchedRanks:
                 if self._is_over:  # it waited here before the listener was closed
                     connection.close()
                     return
-                connection.send((job, device))
-                threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+                told = connection, (job, device)
+                threading.Thread(target=self._serve, args=told, daemon=True).start()
 
-    def _read(self, connection: Connection) -> None:
-        with suppress(OSError, EOFError):
+    def _serve(self, connection: Connection, job: tuple[Job, DeviceFacts]) -> None:
+        """Give one rank its job, and hear it until it is gone; it may be before it has that."""
+        with self._counted(), suppress(OSError, EOFError):
+            connection.send(job)
             while True:
                 message = connection.recv()
                 if message[:2] == ("here", 0):  # the lead
@@ -101,17 +108,37 @@ class _LaunchedRanks:
                         self._processes[message[1]] = psutil.Process(message[3])
                 self.messages.put(message)
 
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._lock:
+            self._here += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._here, self._alone_s = self._here - 1, time.monotonic()
+
+    def alone_s(self) -> float:
+        """Return for how long none of the ranks has been there."""
+        with self._lock:
+            return 0.0 if self._here else time.monotonic() - self._alone_s
+
     def printed(self) -> str:
         return self._printed.read_text(errors="replace").strip()
 
     def kill(self, numbers: Iterable[int]) -> None:
         """Kill these ranks: what is stopped, or waits in a driver, hears nothing else."""
-        for number in numbers:
-            with suppress(KeyError, psutil.NoSuchProcess):
-                self._processes[number].kill()
+        _kill(self._processes[number] for number in numbers if number in self._processes)
+
+    def kill_launcher(self) -> None:
+        """Kill it, and those that it has started: it may be stopped, as they may."""
+        started = _list_children(self.process)
+        self.process.kill()
+        _kill(started)
 
     def end(self) -> None:
         """Return when the launcher and its ranks have ended, by themselves or killed."""
+        started = _list_children(self.process)
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)  # it ends its processes first
             _wait_for_end(self.process)
@@ -120,16 +147,16 @@ class _LaunchedRanks:
             # A rank whose launcher is gone ends by it. To close it is not enough: a thread reads.
             with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as line:
                 line.shutdown(socket.SHUT_RDWR)
-        _, alive = psutil.wait_procs([*self._processes.values()], END_S)
-        self.kill(self._processes)
+        _, alive = psutil.wait_procs([*{*self._processes.values(), *started}], END_S)
+        _kill(alive)
         psutil.wait_procs(alive, END_S)
 
 
 class _RankMessages:
     """What the ranks have told so far, whoever launched them."""
 
-    def __init__(self, restarts: int, log: Log, asked: StopCheck) -> None:
-        self._most, self._log, self._asked = restarts, log, asked
+    def __init__(self, restarts: int, log: Log, asked: StopCheck, *, wait_s: float) -> None:
+        self._most, self._log, self._asked, self._wait_s = restarts, log, asked, wait_s
         self._stop: Any = None  # that the lead was told of
         self._failed: Exception | None = None
         self._left = False
@@ -139,6 +166,7 @@ class _RankMessages:
         self._is_easing = False
         self._lost: list[str] = []  # why, each time
         self._is_lost = False  # and will begin again
+        self._given_up = ""  # why the launcher is killed
         self._logged: dict[str, int] = {}  # last steps, by the name of a metric
 
     def wait_for_result(self, ranks: _LaunchedRanks) -> TrainFacts | None:
@@ -155,6 +183,10 @@ class _RankMessages:
                     return None
             if self._failed is not None:
                 raise self._failed
+            patience_s = LAUNCH_S + self._wait_s
+            if ranks.alone_s() > patience_s and ranks.process.poll() is None:
+                self._given_up = f"their launcher started none of them within {patience_s:g} s"
+                ranks.kill_launcher()
             if self._left:
                 _wait_for_end(ranks.process)
                 self._stop.act()
@@ -181,7 +213,9 @@ class _RankMessages:
             name, level, text = told
             logging.getLogger(name).log(level, "%s", text)
         elif kind == "failed":
-            self._failed = told[0]
+            if self._failed is None:
+                log.warning("rank %d failed, which ends the others", rank)
+            self._failed = self._failed or told[0]
         elif kind == "too large":
             self._eased += not self._is_easing  # more than one may say so
             self._is_easing = True
@@ -231,7 +265,8 @@ class _RankMessages:
                 f"({said[:600] or 'they printed nothing'})"
             )
         self._is_lost = False
-        self._lose(f"their launcher was ended by {_name(number)}")
+        self._lose(self._given_up or f"their launcher was ended by {_name(number)}")
+        self._given_up = ""
         self._before = self._restarts + 1
         self._begin_again(self._before)
         if self._failed is not None:
@@ -271,7 +306,8 @@ def _launch_ranks(
         with printed.open("wb") as output:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                    *(sys.executable, "-m", "tasks.engine.launch.parent"),
+                    *("torch.distributed.run", "--standalone", "--local-addr=localhost"),
                     *(f"--nproc-per-node={processes}", f"--max-restarts={restarts + EASINGS}"),
                     *("--monitor-interval=0.1", "-m", "tasks.engine.launch.rank"),
                 ],
@@ -293,7 +329,20 @@ def _make_environment(address: str, processes: int) -> dict[str, str]:
     project = str(Path(__file__).parents[3])
     path = os.pathsep.join(p for p in (project, os.environ.get("PYTHONPATH")) if p)
     given = {"OMP_NUM_THREADS": str(count_threads(processes)), **os.environ}
-    return given | {ADDRESS: address, "PYTHONPATH": path}
+    return given | {ADDRESS: address, PARENT: str(os.getpid()), "PYTHONPATH": path}
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _list_children(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    try:
+        return psutil.Process(process.pid).children()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _wait_for_end(process: subprocess.Popen[bytes]) -> None:

@@ -28,6 +28,12 @@ def rank_here() -> int:
     Raises ConfigError where what the launcher must set is missing or makes no sense.
     """
     if not is_launched():
+        size_text = os.environ.get("WORLD_SIZE", "") or "1"
+        if not size_text.isdecimal() or int(size_text) > 1:
+            raise ConfigError(
+                f"RANK: is not set, while WORLD_SIZE is {size_text:.40}; set it to the number of "
+                "this process, from 0 on, or unset WORLD_SIZE to train alone"
+            )
         return 0
     found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
     for name, text in found.items():
@@ -46,10 +52,9 @@ def rank_here() -> int:
             f"{missing[0]}: is not set, while RANK and WORLD_SIZE are; give the host of rank 0 as "
             "MASTER_ADDR and a free port of it as MASTER_PORT"
         )
-    if size > 1 and not os.environ["MASTER_PORT"].isdecimal():
-        raise ConfigError(
-            f"MASTER_PORT: must be a whole number (got {os.environ['MASTER_PORT']!r:.40})"
-        )
+    port = os.environ.get("MASTER_PORT", "")
+    if size > 1 and not (port.isdecimal() and 0 < int(port) < 2**16):
+        raise ConfigError(f"MASTER_PORT: must be a port, 1 to 65535 (got {port!r:.40})")
     return rank
 
 

@@ -6,6 +6,11 @@ to it.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from tasks.engine.launch.parent import end_with_parent
+
+    end_with_parent()  # before PyTorch is imported: that takes seconds
+
 import logging
 import os
 import pickle
@@ -13,6 +18,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Client, Connection
@@ -58,7 +64,12 @@ from tasks.engine.training.shared_model import MicroBatchTooLarge, summarize_ran
 MIB = 1024**2
 ADDRESS = "HEADROOM_RANKS"  # where a rank finds the process that asked for it
 LEAVE_S = 10  # for a checkpoint of all, after a signal
+FIRST_S = 1.0  # for the rank that has failed to say so itself
 _logger = logging.getLogger("tasks.engine.launch.rank")  # also of a process that runs this file
+
+
+class FailedRank(RuntimeError):
+    """Another rank failed, in these words: its error itself is there."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,7 @@ def train_together(
     is_flow: this is the process of the flow, which will look for its leaks itself.
 
     Raises what trainer.train raises, MicroBatchTooLarge among it, of which those who begin
-    again will know; LostRank where another rank is gone, and RuntimeError with its words where
+    again will know; LostRank where another rank is gone, and FailedRank with its words where
     another one failed.
     """
     tried: list[int] = []
@@ -153,12 +164,12 @@ def _agree_on_folder(job: Job, ranks: Ranks) -> Path:
     return folder if sees[ranks.rank] else job.folder
 
 
-def _failure_of_another(meeting: Meeting, error: Exception) -> RuntimeError | LostRank:
+def _failure_of_another(meeting: Meeting, error: Exception) -> FailedRank | LostRank:
     """Return what ends this rank since another one is gone: the words of that one, where it left
     some; else who has not come, and what this rank heard."""
     lost = meeting.lost(error)  # by now: for the words it waits
     failed = read_failure(meeting.store)
-    return lost if failed is None else RuntimeError(failed)
+    return lost if failed is None else FailedRank(failed)
 
 
 def _describe_start(job: Job, device: DeviceFacts) -> dict[str, Any]:
@@ -221,8 +232,12 @@ class _ReceivedStops:
 def main() -> int:
     """Return the exit code: 0 where all was reported, AGAIN where the launcher is to start all
     anew."""
-    ranks, connection = read_ranks_from_environment(), Client(os.environ[ADDRESS])
-    job, first = connection.recv()
+    ranks = read_ranks_from_environment()
+    try:
+        connection = Client(os.environ[ADDRESS])
+        job, first = connection.recv()
+    except (EOFError, OSError):  # nobody is left to hear it; another code would begin all anew
+        return 0
     sender = _Sender(connection, ranks)
     logging.getLogger("tasks").addHandler(sender)
     logging.getLogger("tasks").setLevel(logging.INFO)
@@ -242,6 +257,8 @@ def main() -> int:
         sender.send("lost", str(error), error.missing)
         return AGAIN
     except Exception as error:
+        if isinstance(error, FailedRank):
+            time.sleep(FIRST_S)
         sender.send("failed", _make_sendable(error))
     else:
         sender.send("done", facts if ranks.is_lead else None)

@@ -6,10 +6,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 import torch
 
 from tasks.engine.base.facts import TrainFacts
+from tasks.engine.checkpoint.kept_steps import list_steps
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
 from tasks.engine.launch import agent
@@ -43,6 +46,8 @@ from torch import nn
 class Linear(nn.Module):
     def __init__(self, outputs, fault=""):
         super().__init__()
+        # The name of a machine may have an address that is out of reach, or none.
+        assert os.environ["MASTER_ADDR"] == "localhost", os.environ["MASTER_ADDR"]
         assert not {"prefect", "mlflow"} & set(sys.modules), "a rank has imported them"
         self.layer, self.fault, self.calls = nn.Linear(64, outputs), fault, 0
 
@@ -76,6 +81,7 @@ def _train(
     epochs: int = 3,
     parallel: str = "auto",
     timeout_s: float = 600,
+    wait_s: float = 600,
     **more: Any,
 ) -> tuple[TrainFacts, list]:
     config = RunConfig.model_validate(
@@ -84,7 +90,7 @@ def _train(
             "model": {"name": "agents_own:Linear", "args": {"fault": fault}},
             "train": {"epochs": epochs, "parallel": parallel},
             "checkpoint": {"every_steps": 10, "every_s": None},
-            "launch": {"timeout_s": timeout_s},
+            "launch": {"timeout_s": timeout_s, "wait_s": wait_s},
         }
     )
     logged: list[tuple[str, int]] = []
@@ -171,10 +177,10 @@ def test_processes_that_are_lost_again_and_again_end_the_training(own: Own, tmp_
 
 def _on_checkpoint(folder: Path, act: Callable[[], None], times: int = 1) -> Callable[[], None]:
     """What the agent asks, whether to stop: it acts once after each checkpoint, so many times."""
-    seen: list[set[str]] = []
+    seen: list[list[int]] = []
 
     def asked() -> None:
-        there = {entry.name for entry in (folder / "checkpoints").glob("*")}
+        there = list_steps(folder / "checkpoints")  # written to their end
         if there and len(seen) < times and there not in seen and _left():
             seen.append(there)
             act()
@@ -281,25 +287,79 @@ def test_a_stop_leaves_a_checkpoint_and_is_done_here(own: Own, tmp_path: Path) -
     assert not _left()
 
 
-def test_no_process_outlives_the_one_that_asked_for_it(own: Own, tmp_path: Path) -> None:
+def _find_marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            is_alive = process.status() != psutil.STATUS_ZOMBIE
+            found += [process] * (is_alive and process.environ().get("TESTS_MARK") == mark)
+    return found
+
+
+@pytest.mark.parametrize("when", ["starting", "training", "stopped"])
+def test_no_process_outlives_the_one_that_asked_for_it(own: Own, tmp_path: Path, when: str) -> None:
+    """Its launcher started them a dozen times more where it was killed before they were there; one
+    that was stopped stayed."""
+    if when == "stopped" and sys.platform != "linux":
+        pytest.skip("only Linux kills what is stopped")
     own("agents_own", MODEL)
     script = (
         "import sys; from pathlib import Path; from tests.engine.launch.test_agent import _train;"
         f"_train(Path({str(tmp_path)!r}), epochs=5000)"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), "."])}
+    env["TESTS_MARK"] = str(tmp_path)
     process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=env)
     try:
         until = time.monotonic() + 120
-        while not (tmp_path / "checkpoints").is_dir():
+        is_there = (tmp_path / "checkpoints").is_dir
+        while not (psutil.Process(process.pid).children() if when == "starting" else is_there()):
             assert time.monotonic() < until and process.poll() is None
-            time.sleep(0.1)
+            time.sleep(0.02 if when == "starting" else 0.1)
         children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) == 3  # the launcher and two ranks
+        assert len(children) == 3 or when == "starting"  # the launcher and two ranks
+        if when == "stopped":
+            for one in children:
+                one.suspend()
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    _, alive = psutil.wait_procs(children, timeout=20)
-    for one in alive:
+    until = time.monotonic() + 20
+    while (left := _find_marked(str(tmp_path))) and time.monotonic() < until:
+        time.sleep(0.1)
+    for one in left:
         one.kill()
-    assert not alive
+    assert not left
+
+
+def test_one_that_is_gone_before_it_has_its_job_keeps_no_other_from_its_own(tmp_path: Path) -> None:
+    """Nobody was given one any more, and the training waited for ever."""
+    with Listener() as listener, subprocess.Popen([sys.executable, "-c", ""]) as launcher:
+        ranks = agent._LaunchedRanks(launcher, tmp_path / "printed")
+        Client(listener.address).close()
+        job = ("a job", "a device")
+        threading.Thread(target=ranks.accept, args=(listener, *job), daemon=True).start()
+        with Client(listener.address) as second:
+            assert second.poll(10) and second.recv() == job
+        ranks.end()
+
+
+def test_a_launcher_that_starts_nobody_is_given_up_and_all_begin_again(
+    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was stopped at the start: the run was RUNNING for ever."""
+    own("agents_own", MODEL)
+    monkeypatch.setattr(agent, "LAUNCH_S", 0.0)
+    stopped: list[psutil.Process] = []
+
+    def stop() -> None:
+        while not stopped:
+            stopped.extend(_left())
+            time.sleep(0.01)
+        stopped[0].suspend()
+
+    threading.Thread(target=stop, daemon=True).start()
+    facts, _ = _train(tmp_path, wait_s=20)
+    told = "their launcher started none of them within 20 s"
+    assert facts.tags["ranks.restarts"] == "1" and facts.tags["ranks.lost"] == told
+    assert facts.steps == 69 and not stopped[0].is_running() and not _left()

@@ -8,7 +8,8 @@ from tasks.engine.device.detection import DeviceError, detect_best_device
 from tasks.engine.distributed.ranks import read_ranks_from_environment
 from tasks.engine.launch import attempts, processes
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import DeviceConfig
+from tasks.engine.settings.run_config import DeviceConfig, RunConfig
+from tasks.run.preflight import resolve_and_check
 
 SET = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host1", "MASTER_PORT": "29400"}
 NAMES = (*SET, "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID")
@@ -24,8 +25,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_rank_is_what_a_launcher_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attempts.rank_here() == 1
-    monkeypatch.delenv("RANK")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
     assert attempts.rank_here() == 0 and not attempts.is_launched()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert attempts.rank_here() == 0
 
 
 @pytest.mark.parametrize(
@@ -36,19 +40,29 @@ def test_the_rank_is_what_a_launcher_has_set(monkeypatch: pytest.MonkeyPatch) ->
         ("WORLD_SIZE", None, r"WORLD_SIZE: must be a whole number .*it is not set"),
         ("LOCAL_RANK", "x", r"LOCAL_RANK: must be a whole number \(got 'x'\)"),
         ("MASTER_ADDR", None, r"MASTER_ADDR: is not set, while RANK and WORLD_SIZE are"),
-        ("MASTER_PORT", "http", r"MASTER_PORT: must be a whole number \(got 'http'\)"),
+        ("MASTER_PORT", "http", r"MASTER_PORT: must be a port, 1 to 65535 \(got 'http'\)"),
+        ("MASTER_PORT", "0", r"MASTER_PORT: must be a port, 1 to 65535 \(got '0'\)"),
+        ("MASTER_PORT", "99999", r"MASTER_PORT: must be a port, 1 to 65535 \(got '99999'\)"),
+        ("RANK", None, "RANK: is not set, while WORLD_SIZE is 2; set it to the number of"),
     ],
 )
 def test_what_a_launcher_must_set_is_asked_for_by_name(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str | None, words: str
 ) -> None:
-    """Each was found by PyTorch, minutes later, in words of its own."""
+    """Each was found by PyTorch, minutes later, in words of its own; without RANK each trained
+    alone, as often as there were processes."""
     if value is None:
         monkeypatch.delenv(name)
     else:
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"^{words}"):
         attempts.rank_here()
+
+
+def test_a_call_from_python_is_refused_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ConfigError, match="^RANK: is not set, while WORLD_SIZE is 2"):
+        resolve_and_check(RunConfig(), None)
 
 
 @pytest.mark.parametrize(("visible", "name"), [(1, "cuda:0"), (2, None)])
