@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from tasks.engine.files import csv_blocks
+from tasks.engine.files import text_tables
 from tasks.engine.files.source_data import DataError
 from tasks.engine.predict import input_batches
 from tasks.engine.predict.input_batches import (
@@ -84,7 +84,7 @@ def test_numbers_that_begin_whole_may_go_on_with_fractions_and_holes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A guess by a file's first block would refuse the second."""
-    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(text_tables, "BLOCK_BYTES", 64)
     lines = [f"{i},{i}" for i in range(40)] + ["0.5,", "1e3,2"]
     found = _read(_write(tmp_path, "a,b\n" + "\n".join(lines) + "\n"), AB)
     assert len(found) > 3
@@ -151,7 +151,7 @@ def test_what_is_wrong_in_text_is_told_by_row_and_column(
 
 
 def test_a_wrong_cell_far_down_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(text_tables, "BLOCK_BYTES", 256)
     lines = ["1,2"] * 500 + ["1,NA", "n/a?,2"]
     told = _refused(_write(tmp_path, "a,b\n" + "\n".join(lines) + "\n"), AB)
     assert "row 502 below the header, column 'a': must be a number (got 'n/a?')" in told
@@ -160,11 +160,10 @@ def test_a_wrong_cell_far_down_is_found(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_row_that_is_longer_than_a_block_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(csv_blocks, "LONGEST_BYTES", 64)
+    monkeypatch.setattr(text_tables, "BLOCK_BYTES", 64)
     told = _refused(_write(tmp_path, "a,b,note\n1,2,x\n1,2," + "x" * 300 + "\n1,2,x\n"), AB)
     assert told.startswith("input: rows.csv has a row of more than 64 B")
-    assert "(from byte 15 on); mend it" in told
+    assert told.endswith("or a quote that is never closed; mend it")
 
 
 def test_a_column_to_keep_must_be_there(tmp_path: Path) -> None:
