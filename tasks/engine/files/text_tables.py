@@ -117,7 +117,11 @@ def _stream_rows(
     file.seek(table.start)
     yield from pa_csv.open_csv(
         file,
-        read_options=pa_csv.ReadOptions(block_size=table.block_bytes, column_names=names),
+        read_options=pa_csv.ReadOptions(
+            block_size=table.block_bytes,
+            column_names=names,
+            use_threads=keep is None,  # else Arrow does not count the rows
+        ),
         parse_options=pa_csv.ParseOptions(
             delimiter=table.mark, newlines_in_values=True, invalid_row_handler=keep
         ),

@@ -234,6 +234,20 @@ def test_rows_are_the_same_however_they_are_cut_into_blocks(tmp_path, monkeypatc
         preparation.prepare_dataset(config)
 
 
+def test_a_bad_row_is_told_by_its_number_however_many_threads_arrow_has(tmp_path, monkeypatch):
+    """It was row None with more than one."""
+    monkeypatch.setattr(text_tables, "BLOCK_BYTES", 64)
+    before = pa.cpu_count()
+    pa.set_cpu_count(2)
+    try:
+        with pytest.raises(DataError) as told:
+            text = "a,b,y\n" + "1,2,0\n" * 40 + "1,2\n" + "1,2,1\n" * 90 + "3,4,5,6\n"
+            preparation.prepare_dataset(_config(tmp_path, text))
+    finally:
+        pa.set_cpu_count(before)
+    assert str(told.value).startswith("data.path: given.csv row 41 below the header: has 2 cells")
+
+
 def test_parquet_dictionaries_are_categories_even_of_numerals(tmp_path):
     zips = pa.array(["8001", "3000", "8001", None] * 5).dictionary_encode()
     table = pa.table({"zip": zips, "y": [0, 1] * 10})
