@@ -8,7 +8,7 @@ import costs 0.3 s, is never touched.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -79,9 +79,9 @@ class ChosenColumns:
         return self.names[self.target]
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """The names of those that are learnt from, and the target's."""
-        return (*self.feature_names, self.target_name)
+    def places(self) -> tuple[int, ...]:
+        """Of those that are learnt from, and the target's."""
+        return (*self.features, self.target)
 
 
 def choose_columns(names: Sequence[str], data: DataConfig, label: str) -> ChosenColumns:
@@ -176,7 +176,6 @@ def refuse_no_header(names: Sequence[str], label: str) -> None:
 
 
 MIB = 1024**2
-SMALLEST_ROW_BYTES = 6  # a target of one byte, its label, three masks
 SPLIT_BYTES = {"random": 0, "time": 32, "group": 80}  # a row: keys, sorted, and their groups
 WORK_BYTES = 24 * MIB  # blocks under way
 BLOCK_BYTES = 4 * MIB  # of numbers; smaller ones take longer, for what each block costs
@@ -212,49 +211,15 @@ def read_text_table(data: DataConfig) -> RawData:
 
     spelling = Spelling(data.decimal, tuple(NOTHING if data.na is None else data.na))
     origin = ColumnSource(label, BELOW, chosen.target_name, data.missing, spelling, written)
-    builder = TableBuilder(
-        chosen,
-        data,
-        [ColumnSummary(name, origin, pa.string(), ways=WAYS) for name in chosen.columns],
-    )
-    places = list(range(len(chosen.columns)))
-    while places:
-        of_file = [(*chosen.features, chosen.target)[place] for place in places]
-        start = 0
-        for rows, _ in read_text_rows(table, of_file):
-            builder.add(places, rows, start=start, block_rows=rows.num_rows)
-            start += rows.num_rows
-        places = builder.start_stale_anew()
-    if data.split_column is None:
-        return builder.raw()
-    place = [table.names.index(data.split_column)]
-    return builder.raw(rows.column(0) for rows, _ in read_text_rows(table, place))
+    text = pa.string()
+    columns = [ColumnSummary(table.names[i], origin, text, ways=WAYS) for i in chosen.places]
+    builder = TableBuilder(chosen, columns, data)
+    return builder.read(lambda places: (rows for rows, _ in read_text_rows(table, places)))
 
 
 def check_parquet(data: DataConfig) -> None:
     """Raises DataError for Parquet whose schema cannot be learnt from."""
     _open_parquet(data)
-
-
-def _open_parquet(data: DataConfig) -> ParquetTable:
-    files = find_source_files(data)
-    label = files[0].name if len(files) == 1 else files[0].parent.name
-    fields, counts = read_common_schema(files)
-    chosen = choose_columns([field.name for field in fields], data, label)
-    problems = []
-    if sum(counts) <= 0 or min(counts) < 0:
-        problems.append(f"data.path: {label} has no rows; write some")
-    for field in (fields[i] for i in (*chosen.features, chosen.target)):
-        kind = classify_type(field.type)
-        if kind not in OF_USE or (kind == DATE and field.name == chosen.target_name):
-            problems.append(
-                describe_refused_type(
-                    field.name, str(field.type), target=chosen.target_name, label=label
-                )
-            )
-    if problems:
-        raise DataError("\n".join(problems))
-    return ParquetTable(files, counts, label, [field.type for field in fields], chosen)
 
 
 @dataclass(frozen=True)
@@ -267,10 +232,22 @@ class ParquetTable:
     types: Sequence[pa.DataType]
     chosen: ChosenColumns
 
-    def read(self, names: list[str], rows: int) -> Iterator[pa.RecordBatch]:
-        """Yield so many rows of these columns at once, of all files."""
-        for path, count in zip(self.files, self.counts, strict=True):
-            yield from read_parquet_batches(path, names, count, rows)
+
+def _open_parquet(data: DataConfig) -> ParquetTable:
+    files = find_source_files(data)
+    label = files[0].name if len(files) == 1 else files[0].parent.name
+    fields, counts = read_common_schema(files)
+    chosen = choose_columns([field.name for field in fields], data, label)
+    problems = []
+    if sum(counts) <= 0 or min(counts) < 0:
+        problems.append(f"data.path: {label} has no rows; write some")
+    for name, kind in ((fields[i].name, fields[i].type) for i in chosen.places):
+        found, target = classify_type(kind), chosen.target_name
+        if found not in OF_USE or (found == DATE and name == target):
+            problems.append(describe_refused_type(name, str(kind), target=target, label=label))
+    if problems:
+        raise DataError("\n".join(problems))
+    return ParquetTable(files, counts, label, [field.type for field in fields], chosen)
 
 
 def read_parquet(data: DataConfig) -> RawData:
@@ -278,29 +255,19 @@ def read_parquet(data: DataConfig) -> RawData:
     1 over all files."""
     table = _open_parquet(data)
     chosen, allowed = table.chosen, compute_allowed_bytes(data)
-    _check_row_memory(sum(table.counts), data, table.label, row_bytes=SMALLEST_ROW_BYTES)
+    block_rows = max(1024, min(BLOCK_BYTES, allowed // 128) // (8 * len(chosen.features)))
+
+    def read(places: Sequence[int]) -> Iterator[pa.RecordBatch]:
+        names = [chosen.names[i] for i in places]
+        for path, count in zip(table.files, table.counts, strict=True):
+            yield from read_parquet_batches(path, names, count, block_rows)
+
     spelling = Spelling(na=tuple(data.na or ()))
     origin = ColumnSource(table.label, "", chosen.target_name, data.missing, spelling, None)
-    types = [table.types[place] for place in (*chosen.features, chosen.target)]
-    builder = TableBuilder(
-        chosen,
-        data,
-        [
-            ColumnSummary(name, origin, kind)
-            for name, kind in zip(chosen.columns, types, strict=True)
-        ],
-    )
-    rows = max(1024, min(BLOCK_BYTES, allowed // 128) // (8 * len(chosen.features)))
-    places = [len(chosen.features), *range(len(chosen.features))]  # the target first
-    together = max(1, allowed // 4 // PAGE_BYTES)
-    for some in (places[at : at + together] for at in range(0, len(places), together)):
-        start = 0
-        for batch in table.read([chosen.columns[place] for place in some], rows):
-            builder.add(some, batch, start=start, block_rows=rows)
-            start += batch.num_rows
-    if data.split_column is None:
-        return builder.raw()
-    return builder.raw(batch.column(0) for batch in table.read([data.split_column], rows))
+    columns = [ColumnSummary(chosen.names[i], origin, table.types[i]) for i in chosen.places]
+    builder = TableBuilder(chosen, columns, data)
+    builder.expect(sum(table.counts), block_rows=block_rows)
+    return builder.read(read, together=max(1, allowed // 4 // PAGE_BYTES))
 
 
 class TableBuilder:
@@ -308,53 +275,66 @@ class TableBuilder:
     summary of each column, of which the target's is the last."""
 
     def __init__(
-        self, chosen: ChosenColumns, data: DataConfig, columns: list[ColumnSummary]
+        self, chosen: ChosenColumns, columns: list[ColumnSummary], data: DataConfig
     ) -> None:
-        self._columns, self._origin, self._data = columns, columns[-1].origin, data
-        self._chosen = chosen
+        self._chosen, self._columns, self._data = chosen, columns, data
+        self._origin = columns[-1].origin
         self._store = RowStore(len(columns) - 1, resolve_cache_folder(data))
         self._targets: list[np.ndarray] = []
         columns[-1].most = None
 
-    def add(
-        self, places: Sequence[int], rows: pa.RecordBatch, *, start: int, block_rows: int
-    ) -> None:
-        """Add rows of the columns at these places; start: the first of them."""
-        end = start + rows.num_rows
-        if end > self._store.rows:
-            self._store.reserve(end - self._store.rows, block_rows=block_rows)
-            row_bytes = self.row_bytes
-            _check_row_memory(end, self._data, self._origin.label, row_bytes=row_bytes)
-        given = list(zip(places, rows.columns, strict=True))
+    def expect(self, rows: int, *, block_rows: int) -> None:
+        """Make room for so many rows more. Raises DataError where there is none."""
+        rows_then = self._store.rows + rows
+        _check_row_memory(rows_then, self._data, self._origin.label, row_bytes=self.row_bytes)
+        self._store.reserve(rows, block_rows=block_rows)
 
-        def add_columns(some: list[tuple[int, pa.Array]]) -> None:
-            for place, array in some:
+    def read(
+        self,
+        source: Callable[[Sequence[int]], Iterator[pa.RecordBatch]],
+        *,
+        together: int = 1 << 30,
+    ) -> RawData:
+        """Read and return the whole table. source: yields all rows of the columns at some places,
+        of which so many are read together.
+
+        Raises DataError with a line for each column at fault.
+        """
+        left = [len(self._columns) - 1, *range(len(self._columns) - 1)]  # the target first
+        while left:
+            for some in (left[at : at + together] for at in range(0, len(left), together)):
+                start = 0
+                for rows in source([self._chosen.places[i] for i in some]):
+                    self._add(some, rows.columns, start)
+                    start += rows.num_rows
+            left = [i for i in left if self._columns[i].is_stale]
+            for i in left:
+                self._columns[i] = self._columns[i].start_anew()
+        by = self._data.split_column
+        split_by = () if by is None else source([self._chosen.names.index(by)])
+        return self._make_raw(rows.column(0) for rows in split_by)
+
+    def _add(self, places: Sequence[int], given: Sequence[pa.Array], start: int) -> None:
+        """Add rows of some columns; start: the first of them."""
+        end = start + len(given[0])
+        if end > self._store.rows:
+            self.expect(end - self._store.rows, block_rows=len(given[0]))
+        if self._store.columns in places and not start:
+            self._targets = []
+
+        def add_some(first: int) -> None:
+            for place, array in list(zip(places, given, strict=True))[first::threads]:
                 column = self._columns[place]
                 values = column.add(array)
-                if values is None:
-                    continue
-                if place < self._store.columns:
+                if values is not None and place < self._store.columns:
                     self._store.put(place, start, values)
-                else:
+                elif values is not None:
                     self._targets.append(_shrink_integers(values, column.kind))
 
         threads = count_usable_threads()
-        groups = [given[first::threads] for first in range(threads)]
-        deque(map_in_order(add_columns, groups, threads=threads), maxlen=0)
+        deque(map_in_order(add_some, range(threads), threads=threads), maxlen=0)
 
-    def start_stale_anew(self) -> list[int]:
-        """Drop the columns of which some rows are of another type than those before them, and
-        return their places: they are to be added once more."""
-        stale = [place for place, column in enumerate(self._columns) if column.is_stale]
-        for place in stale:
-            self._columns[place] = self._columns[place].start_anew()
-            if place == len(self._columns) - 1:
-                self._targets = []
-        return stale
-
-    def raw(self, split_by: Iterable[pa.Array] = ()) -> RawData:
-        """Return the whole table. split_by: the column to split by. Raises DataError with a line
-        for each column at fault."""
+    def _make_raw(self, split_by: Iterable[pa.Array]) -> RawData:
         label, note, data = self._origin.label, self._origin.note, self._data
         *features, target = self._columns
         if not target.rows:
