@@ -29,6 +29,7 @@ from tasks.engine.files.columns import (
 )
 from tasks.engine.files.number_formats import Spelling, is_number
 from tasks.engine.files.parquet_parts import read_common_schema, read_parquet_batches
+from tasks.engine.files.prepared_cache import check_disk_room
 from tasks.engine.files.row_parts import compute_split_keys
 from tasks.engine.files.source_data import (
     MOST_SHOWN,
@@ -287,6 +288,7 @@ class TableBuilder:
         """Make room for so many rows more. Raises DataError where there is none."""
         rows_then = self._store.rows + rows
         _check_row_memory(rows_then, self._data, self._origin.label, row_bytes=self.row_bytes)
+        check_disk_room(resolve_cache_folder(self._data), 8 * rows * self._store.columns)
         self._store.reserve(rows, block_rows=block_rows)
 
     def read(

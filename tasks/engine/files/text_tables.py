@@ -9,7 +9,7 @@ import csv
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ MARKS = {"csv": ",", "tsv": "\t"}  # where the first line does not tell
 OTHER_MARKS = ",;\t|"
 BLOCK_BYTES = 2 << 20  # of text: larger blocks leave the processor's cache
 HEAD_BYTES = 1 << 16  # that are read at once until the first line ends
-LONGEST_BYTES = 16 << 20  # of a header
+LONGEST_BYTES = 16 << 20  # of a header, and of a row
+TOO_LONG = "straddling"  # in what Arrow says of a row that is longer than a block
 BELOW = " below the header"
 
 
@@ -34,7 +35,7 @@ class TextTable:
     mark: str  # between two cells
     names: tuple[str, ...]  # of the columns; in a file to predict one may be there twice
     start: int  # where the rows begin, in bytes
-    block_bytes: int  # of text that is parsed at once, and the longest row
+    block_bytes: int  # of text that is parsed at once
 
 
 def open_text_table(path: Path, source: str, *, allowed_bytes: int = 1 << 30) -> TextTable:
@@ -85,13 +86,21 @@ def read_text_rows(table: TextTable, places: Sequence[int]) -> Iterator[tuple[pa
 
     Errors: DataError for rows of another width than the header, and for what is not UTF-8.
     """
-    with pa.OSFile(os.fsencode(table.path)) as file:
+    # Closed with the last reference to it: Arrow reads ahead in a thread of its own.
+    seen, file = 0, pa.OSFile(os.fsencode(table.path))
+    for size_bytes in (table.block_bytes, LONGEST_BYTES):  # where a row fits into no block
+        skipped = 0
         try:
-            for cells in _stream_rows(table, file, places):
-                if cells.num_rows:
-                    yield cells, file.tell()
+            for cells in _stream_rows(replace(table, block_bytes=size_bytes), file, places):
+                known = min(seen - skipped, cells.num_rows)
+                skipped, rest = skipped + known, cells.slice(known)
+                if rest.num_rows:
+                    yield rest, file.tell()
+                    seen = skipped = seen + rest.num_rows
+            return
         except pa.ArrowException as error:
-            raise DataError(_describe_bad_rows(table, str(error))) from None
+            if TOO_LONG not in str(error) or size_bytes >= LONGEST_BYTES:
+                raise DataError(_describe_bad_rows(table, str(error))) from None
 
 
 def read_cell(table: TextTable, place: int, row: int) -> str:
@@ -141,10 +150,10 @@ def _describe_bad_rows(table: TextTable, said: str) -> str:
                 line.decode("utf-8")
             except UnicodeDecodeError as error:  # in a bad row pyarrow would print a traceback
                 return _describe_not_utf8(label, number, error)
-    if "straddling" in said:
+    if TOO_LONG in said:
         return (
-            f"data.path: {label} has a row of more than {format_size(table.block_bytes)}, or a "
-            "quote that is never closed; mend it"
+            f"data.path: {label} has a row of more than {format_size(LONGEST_BYTES)}, or a quote "
+            "that is never closed; mend it"
         )
     bad: list[Any] = []
 
@@ -152,7 +161,8 @@ def _describe_bad_rows(table: TextTable, said: str) -> str:
         bad.append(row)
         return "skip"
 
-    with pa.OSFile(os.fsencode(table.path)) as file, suppress(pa.ArrowException):
+    file = pa.OSFile(os.fsencode(table.path))
+    with suppress(pa.ArrowException):
         for _ in _stream_rows(table, file, [0], keep):
             if bad:
                 break

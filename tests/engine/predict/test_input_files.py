@@ -157,10 +157,21 @@ def test_a_wrong_cell_far_down_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     assert "row 502 below the header, column 'a': must be a number (got 'n/a?')" in told
 
 
-def test_a_row_that_is_longer_than_a_block_is_one_sentence(
+def test_a_row_that_is_longer_than_a_block_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text_tables, "BLOCK_BYTES", 64)
+    rows = "".join(f"{i},{i},x\n\n" for i in range(40))
+    path = _write(tmp_path, "a,b,note\n" + rows + "40,40," + "x" * 300 + "\n" + rows)
+    found = pd.concat([batch.rows for batch in _read(path, AB)])
+    assert found["a"].tolist() == [*range(41), *range(40)]
+
+
+def test_a_row_of_more_than_16_mib_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_tables, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(text_tables, "LONGEST_BYTES", 64)
     told = _refused(_write(tmp_path, "a,b,note\n1,2,x\n1,2," + "x" * 300 + "\n1,2,x\n"), AB)
     assert told.startswith("input: rows.csv has a row of more than 64 B")
     assert told.endswith("or a quote that is never closed; mend it")
