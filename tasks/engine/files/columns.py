@@ -204,6 +204,8 @@ class ColumnSummary:
         """Describe why this target can't be learnt, or this feature not learnt from; None
         where it can."""
         is_target, kind = self.name == self.origin.target, self.kind
+        if self.origin.written and self.words and all(map(CLOCK.fullmatch, self.words)):
+            kind = "time of day"
         setting = "data.target" if is_target else "data.path"
         where = f"{setting}: {self.origin.label} column {shorten(self.name)}"
         if kind not in OF_USE or (is_target and kind == DATE):
@@ -257,8 +259,6 @@ class ColumnSummary:
     def _text_problem(self) -> str | None:
         """Why text is rather a column of numbers. Whole numbers are text where some begin with a
         zero, as zip codes do."""
-        if self.kind == TEXT and self.origin.written and all(map(CLOCK.fullmatch, self.words)):
-            return describe_refused_type(self.name, "time", target="", label=self.origin.label)
         texts, amounts = int(self.forms.sum()), int(self.forms[[NUMERAL, WRITTEN]].sum())
         is_text = self.kind == CATEGORY or 2 * self.forms[WORDS] > texts
         if is_text or (self.forms[CODE] and not amounts):

@@ -248,6 +248,13 @@ def test_a_bad_row_is_told_by_its_number_however_many_threads_arrow_has(tmp_path
     assert str(told.value).startswith("data.path: given.csv row 41 below the header: has 2 cells")
 
 
+def test_codes_stay_codes_where_a_word_for_missing_is_among_them(tmp_path):
+    """A cell NaN made fractions of a block, and 007 became 7."""
+    text = "zip,y\n" + "007,0\n010,1\nNaN,0\n123,1\n" * 6
+    facts = preparation.prepare_dataset(_config(tmp_path, text, missing="drop"))
+    assert facts.columns == (Column("zip", "category", ("007", "010", "123")),)
+
+
 def test_parquet_dictionaries_are_categories_even_of_numerals(tmp_path):
     zips = pa.array(["8001", "3000", "8001", None] * 5).dictionary_encode()
     table = pa.table({"zip": zips, "y": [0, 1] * 10})
@@ -677,6 +684,8 @@ def test_a_stray_cell_among_dates_is_told_and_not_the_dates(tmp_path):
     clock = "at,y\n" + "".join(f"{i % 24:02d}:30:00,{i % 2}\n" for i in range(90))
     with pytest.raises(DataError, match=r"'at' holds times of day; write them with their dates"):
         preparation.prepare_dataset(_config(tmp_path, clock))
+    with pytest.raises(DataError, match=r"'at' is of type 'time of day'; a target must be numbers"):
+        preparation.prepare_dataset(_config(tmp_path, clock, target="at"))
     with pytest.raises(DataError, match=r"a target must be numbers, booleans or text"):
         preparation.prepare_dataset(_config(tmp_path, _dated().to_csv(index=False), target="day"))
 
