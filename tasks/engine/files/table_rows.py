@@ -1,6 +1,6 @@
-"""Keeps the features of a table as numbers in a file that has no name, so that nothing is left of
-it, and hands them out block by block: a table may be larger than memory. It refuses a disk that
-has no room, by the setting data.cache.
+"""Keeps the features of a table as numbers, in memory or in a file that has no name, so that
+nothing is left of it, and hands them out block by block: a table may be larger than memory. It
+refuses a disk that has no room, by the setting data.cache.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,18 +55,32 @@ def map_in_order(work: Callable[[T], R], items: Iterable[T], *, threads: int) ->
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def read_ahead(items: Iterable[T]) -> Iterator[T]:
+    """Yield the items, while a thread makes the next one."""
+    coming = iter(items)
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(lambda: list(islice(coming, 1)))
+        while found := following.result():
+            following = pool.submit(lambda: list(islice(coming, 1)))
+            yield from found
+
+
 class RowStore:
     """Blocks of float64 values, each (columns, rows), for rows that follow each other."""
 
-    def __init__(self, columns: int, folder: Path) -> None:
+    def __init__(self, columns: int, folder: Path, *, is_small: bool = False) -> None:
+        """is_small: they lie in memory, and not in a file in this folder."""
         self.columns = columns
         self.starts = [0]  # of each block, and the number of rows at the end
         self._folder = folder
         with prepared_cache.refuse_unwritable(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115, closed with the store
-        weakref.finalize(self, file.close)
-        self._file = file.fileno()
+            if is_small:
+                self._file = os.memfd_create("rows")
+            else:
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder) as file:
+                    self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
 
     @property
     def rows(self) -> int:

@@ -7,7 +7,7 @@ import costs 0.3 s, is never touched.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -45,12 +45,7 @@ from tasks.engine.files.source_data import (
     resolve_cache_folder,
     shorten,
 )
-from tasks.engine.files.table_rows import (
-    RowStore,
-    Table,
-    count_usable_threads,
-    map_in_order,
-)
+from tasks.engine.files.table_rows import VALUE_BYTES, RowStore, Table, read_ahead
 from tasks.engine.files.text_tables import (
     BELOW,
     TextTable,
@@ -178,6 +173,7 @@ def refuse_no_header(names: Sequence[str], label: str) -> None:
 
 MIB = 1024**2
 SPLIT_BYTES = {"random": 0, "time": 32, "group": 80}  # a row: keys, sorted, and their groups
+KEPT = 4  # a fourth of the memory may hold the features; else they lie in a file
 WORK_BYTES = 24 * MIB  # blocks under way
 BLOCK_BYTES = 4 * MIB  # of numbers; smaller ones take longer, for what each block costs
 PAGE_BYTES = 4 * MIB  # of each Parquet column that is being read: pages of 1 MiB, packed and not
@@ -214,7 +210,8 @@ def read_text_table(data: DataConfig) -> RawData:
     origin = ColumnSource(label, BELOW, chosen.target_name, data.missing, spelling, written)
     text = pa.string()
     columns = [ColumnSummary(table.names[i], origin, text, ways=WAYS) for i in chosen.places]
-    builder = TableBuilder(chosen, columns, data)
+    # A cell takes a byte at least, that of the mark behind it.
+    builder = TableBuilder(chosen, columns, data, VALUE_BYTES * table.path.stat().st_size)
     return builder.read(lambda places: (rows for rows, _ in read_text_rows(table, places)))
 
 
@@ -256,7 +253,7 @@ def read_parquet(data: DataConfig) -> RawData:
     1 over all files."""
     table = _open_parquet(data)
     chosen, allowed = table.chosen, compute_allowed_bytes(data)
-    block_rows = max(1024, min(BLOCK_BYTES, allowed // 128) // (8 * len(chosen.features)))
+    block_rows = max(1024, min(BLOCK_BYTES, allowed // 128) // (VALUE_BYTES * len(chosen.features)))
 
     def read(places: Sequence[int]) -> Iterator[pa.RecordBatch]:
         names = [chosen.names[i] for i in places]
@@ -266,8 +263,9 @@ def read_parquet(data: DataConfig) -> RawData:
     spelling = Spelling(na=tuple(data.na or ()))
     origin = ColumnSource(table.label, "", chosen.target_name, data.missing, spelling, None)
     columns = [ColumnSummary(chosen.names[i], origin, table.types[i]) for i in chosen.places]
-    builder = TableBuilder(chosen, columns, data)
-    builder.expect(sum(table.counts), block_rows=block_rows)
+    rows = sum(table.counts)
+    builder = TableBuilder(chosen, columns, data, VALUE_BYTES * rows * len(chosen.features))
+    builder.expect(rows, block_rows=block_rows)
     return builder.read(read, together=max(1, allowed // 4 // PAGE_BYTES))
 
 
@@ -276,11 +274,14 @@ class TableBuilder:
     summary of each column, of which the target's is the last."""
 
     def __init__(
-        self, chosen: ChosenColumns, columns: list[ColumnSummary], data: DataConfig
+        self, chosen: ChosenColumns, columns: list[ColumnSummary], data: DataConfig, most_bytes: int
     ) -> None:
+        """most_bytes: of the features, at most."""
         self._chosen, self._columns, self._data = chosen, columns, data
         self._origin = columns[-1].origin
-        self._store = RowStore(len(columns) - 1, resolve_cache_folder(data))
+        is_small = most_bytes <= compute_allowed_bytes(data) // KEPT
+        folder = resolve_cache_folder(data)
+        self._store = RowStore(len(columns) - 1, folder, is_small=is_small)
         self._targets: list[np.ndarray] = []
         columns[-1].most = None
 
@@ -288,7 +289,7 @@ class TableBuilder:
         """Make room for so many rows more. Raises DataError where there is none."""
         rows_then = self._store.rows + rows
         _check_row_memory(rows_then, self._data, self._origin.label, row_bytes=self.row_bytes)
-        check_disk_room(resolve_cache_folder(self._data), 8 * rows * self._store.columns)
+        check_disk_room(resolve_cache_folder(self._data), VALUE_BYTES * rows * self._store.columns)
         self._store.reserve(rows, block_rows=block_rows)
 
     def read(
@@ -306,7 +307,7 @@ class TableBuilder:
         while left:
             for some in (left[at : at + together] for at in range(0, len(left), together)):
                 start = 0
-                for rows in source([self._chosen.places[i] for i in some]):
+                for rows in read_ahead(source([self._chosen.places[i] for i in some])):
                     self._add(some, rows.columns, start)
                     start += rows.num_rows
             left = [i for i in left if self._columns[i].is_stale]
@@ -324,17 +325,13 @@ class TableBuilder:
         if self._store.columns in places and not start:
             self._targets = []
 
-        def add_some(first: int) -> None:
-            for place, array in list(zip(places, given, strict=True))[first::threads]:
-                column = self._columns[place]
-                values = column.add(array)
-                if values is not None and place < self._store.columns:
-                    self._store.put(place, start, values)
-                elif values is not None:
-                    self._targets.append(_shrink_integers(values, column.kind))
-
-        threads = count_usable_threads()
-        deque(map_in_order(add_some, range(threads), threads=threads), maxlen=0)
+        for place, array in zip(places, given, strict=True):
+            column = self._columns[place]
+            values = column.add(array)
+            if values is not None and place < self._store.columns:
+                self._store.put(place, start, values)
+            elif values is not None:
+                self._targets.append(_shrink_integers(values, column.kind))
 
     def _make_raw(self, split_by: Iterable[pa.Array]) -> RawData:
         label, note, data = self._origin.label, self._origin.note, self._data

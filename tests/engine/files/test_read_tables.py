@@ -487,12 +487,18 @@ def test_several_columns_of_0_and_1_in_an_npz_are_prepared_as_labels(tmp_path):
 
 
 def test_columns_of_parquet_that_are_read_in_turns_are_those_of_a_csv(tmp_path, monkeypatch):
-    """And nothing is left of the file that they are kept in."""
+    """However they are kept; and nothing is left of the file."""
+    monkeypatch.setattr(tables, "KEPT", 1 << 60)
     text = "a,b,c,y\n" + "".join(f"{i},{i % 3},{'uv'[i % 2]},{i % 2}\n" for i in range(5000))
-    plain = preparation.prepare_dataset(_config(tmp_path, text))
+    config = _config(tmp_path, text)
+    plain = preparation.prepare_dataset(config)
+    monkeypatch.undo()
+    other = config.model_copy(update={"cache": str(tmp_path / "in memory")})
+    assert preparation.prepare_dataset(other).fingerprint == plain.fingerprint
     columns = {"a": range(5000), "b": [i % 3 for i in range(5000)], "c": ["u", "v"] * 2500}
     table = pa.table({**columns, "y": [0, 1] * 2500})
     parquet.write_table(table, tmp_path / "t.parquet", row_group_size=1700)
+    monkeypatch.setattr(tables, "KEPT", 1 << 60)
     monkeypatch.setattr(tables, "PAGE_BYTES", 1 << 60)  # one column at a time
     monkeypatch.setattr(tables, "BLOCK_BYTES", 1)
     stored = preparation.prepare_dataset(
@@ -505,7 +511,8 @@ def test_columns_of_parquet_that_are_read_in_turns_are_those_of_a_csv(tmp_path, 
     assert {path.name for path in (tmp_path / "cache").iterdir()} == folders
 
 
-def test_features_for_which_the_disk_has_no_room_are_told_by_data_cache(tmp_path):
+def test_features_for_which_the_disk_has_no_room_are_told_by_data_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "KEPT", 1 << 60)
     config = _config(tmp_path, "a,y\n" + "".join(f"{i}.5,{i % 2}\n" for i in range(9000)))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
