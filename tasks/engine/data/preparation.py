@@ -29,7 +29,6 @@ from tasks.engine.data.sources import (
     list_source_files,
 )
 from tasks.engine.files import prepared_cache
-from tasks.engine.files.columns import Table
 from tasks.engine.files.encoding import (
     Moments,
     compute_mean_deviation,
@@ -45,6 +44,7 @@ from tasks.engine.files.prepared_cache import (
 from tasks.engine.files.row_parts import RowParts, split_rows
 from tasks.engine.files.scaling import Scaling, measure_scaling, scale_features
 from tasks.engine.files.source_data import DataError, RawData, check_memory, resolve_cache_folder
+from tasks.engine.files.table_rows import Table
 from tasks.engine.files.targets import (
     LARGEST_TARGET,
     Labels,

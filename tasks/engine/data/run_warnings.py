@@ -15,8 +15,8 @@ from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.units import format_number, format_percent
 from tasks.engine.data.scores import MEAN, MEDIAN
 from tasks.engine.files import scaling
-from tasks.engine.files.columns import Table
 from tasks.engine.files.source_data import RawData, shorten
+from tasks.engine.files.table_rows import Table
 from tasks.engine.files.targets import Labels, iterate_row_blocks
 
 MOST_LOOKED_UP = 1 << 14  # validation rows; their share among more than these is told of as many
@@ -202,8 +202,11 @@ def _find_answer(raw: RawData) -> str | None:
         target = raw.target[part]
         if not is_text:  # almost always the first row alone tells
             there = there[columns[there, 0] == target[0]]
-        words = (None,) * len(columns) if table is None else table.words
-        equal = [np.array_equal(_decode_column(columns[i], words[i]), target) for i in there]
+        words = [None if table is None else table.columns[i].words for i in there]
+        equal = [
+            np.array_equal(_decode_column(columns[i], known), target)
+            for i, known in zip(there, words, strict=True)
+        ]
         there = there[np.array(equal, dtype=bool)]
         if not len(there):
             return None
@@ -216,10 +219,11 @@ def _read_columns(raw: RawData) -> Iterator[tuple[slice, np.ndarray]]:
     if not isinstance(table, Table):
         yield from ((part, x.T) for part, x in scaling.iterate_feature_blocks(raw))
         return
-    for index, start in zip(range(len(table.spool)), table.starts(), strict=False):
-        values = table.block(index)
+    for part, values in table.map_blocks(
+        lambda start, values: (slice(start, start + values.shape[1]), values)
+    ):
         if values.size:
-            yield slice(start, start + values.shape[1]), values
+            yield part, values
 
 
 def _decode_column(values: np.ndarray, words: tuple[str, ...] | None) -> np.ndarray:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from tasks.engine.base.facts import Column
-from tasks.engine.files.columns import MOST_CATEGORIES, Table
-from tasks.engine.files.csv_blocks import count_usable_threads, map_in_order
 from tasks.engine.files.scaling import LARGEST_SCALED, Scaling
 from tasks.engine.files.source_data import DataError, RawData, format_list, shorten
+from tasks.engine.files.table_rows import MOST_CATEGORIES, Table
 
 MISSING_CATEGORY, OTHER = "missing", "other"
 FEWEST_ROWS = 5  # of a text that gets an input of its own where there are too many texts
@@ -73,25 +71,16 @@ class Encoding:
         Errors: DataError where a value lies so far from the training rows that it is no
         number.
         """
-        table: Table = self.raw.features
-        for start, parts in map_in_order(
-            self._encode_block,
-            zip(range(len(table.spool)), table.starts(), strict=False),
-            threads=2,
-        ):
-            for part in parts:
-                yield slice(start, start + len(part)), part
-                start += len(part)
+        for parts in self.raw.features.map_blocks(self._encode_block, threads=2):
+            yield from parts
 
-    def _encode_block(self, block: tuple[int, int]) -> tuple[int, list[np.ndarray]]:
-        index, start = block
-        table: Table = self.raw.features
-        values = table.block(index)
-        width = len(self.scaling.offset)
-        rows = max(1, BLOCK_VALUES // width)
-        parts = [values[:, at : at + rows] for at in range(0, values.shape[1], rows)]
-        return start, [
-            self._inputs(part, start + i * rows) for i, part in enumerate(parts) if part.size
+    def _encode_block(self, start: int, values: np.ndarray) -> list[tuple[slice, np.ndarray]]:
+        rows = max(1, BLOCK_VALUES // len(self.scaling.offset))
+        cuts = range(0, values.shape[1], rows)
+        parts = ((start + at, values[:, at : at + rows]) for at in cuts)
+        return [
+            (slice(first, first + part.shape[1]), self._inputs(part, first))
+            for first, part in parts
         ]
 
     def _inputs(self, values: np.ndarray, start: int) -> np.ndarray:
@@ -100,7 +89,7 @@ class Encoding:
         inputs = np.zeros((values.shape[1], len(self.scaling.offset)), dtype=np.float32)
         numeric = table.numeric
         numbers = table.numbers(values)
-        if table.missing == "mean" and any(table.holes):
+        if table.missing == "mean" and any(column.holes for column in table.columns):
             numbers = np.where(np.isnan(numbers), self._fills[:, None], numbers)
         offset, scale = (of[self._places][:, None] for of in vars(self.scaling).values())
         # Tiny deviations make huge values; they are looked for right below.
@@ -146,27 +135,25 @@ def fit_encoding(raw: RawData, *, for_training: np.ndarray, scale: bool) -> Enco
     places: list[int] = []
     codes, at = [], 0
     means, counted = iter(moments.mean.tolist()), iter(counts)
-    dates = table.dates or ((),) * len(table.words)
-    for name, words, whole, holes, parts in zip(
-        table.names, table.words, table.whole, table.holes, dates, strict=True
-    ):
-        if words is None and parts:
-            of_parts = tuple(next(means) for _ in parts)
-            columns.append(Column(name, "date", parts, of_parts if fills else None))
-            places += range(at, at + len(parts))
-            at += len(parts)
-        elif words is None:
-            mean = next(means)
-            columns.append(Column(name, "number", fill=mean if fills else None, whole=whole))
-            places.append(at)
-            at += 1
-        else:
+    for column in table.columns:
+        name = column.name
+        if column.words is not None:
+            missing = fills and column.holes > 0
+            values, place = _choose_values(column.words, next(counted), missing=missing)
             fill = MISSING_CATEGORY if fills else None
-            values, place = _choose_values(words, next(counted), missing=fills and holes > 0)
-            rest = OTHER if len(words) > MOST_CATEGORIES and OTHER in values else None
+            rest = OTHER if len(column.words) > MOST_CATEGORIES and OTHER in values else None
             columns.append(Column(name, "category", values, fill, rest=rest))
             codes.append(np.where(place < 0, -1, place + at))
             at += len(values)
+            continue
+        of = tuple(next(means) for _ in column.parts or (name,))
+        if column.parts:
+            columns.append(Column(name, "date", column.parts, of if fills else None))
+        else:
+            fill = of[0] if fills else None
+            columns.append(Column(name, "number", fill=fill, whole=column.whole))
+        places += range(at, at + len(of))
+        at += len(of)
     _refuse_useless(raw, columns, dict(zip(table.owners, moments.count, strict=True)))
     offsets, scales = np.zeros(at), np.ones(at)
     if scale:
@@ -185,31 +172,24 @@ def fit_encoding(raw: RawData, *, for_training: np.ndarray, scale: bool) -> Enco
 def _measure_columns(table: Table, for_training: np.ndarray) -> tuple[Moments, list[np.ndarray]]:
     """Of the training rows' numbers the moments, and how often each code is there in all rows, by
     category. All blocks are added in their order. for_training: (rows,) booleans."""
-    items = zip(range(len(table.spool)), table.starts(), strict=False)
-    blocks = map_in_order(
-        partial(_measure_block, table, for_training), items, threads=count_usable_threads()
-    )
+    numeric = table.numeric
+    holes = table.kept is None and any(c.holes for c in table.columns if c.words is None)
+    words = [column.words for column in table.columns if column.words is not None]
+
+    def measure(start: int, values: np.ndarray) -> tuple[Moments, list[np.ndarray]]:
+        chosen = for_training[start : start + values.shape[1]].astype(np.float64)
+        counts = [
+            np.bincount(codes[~np.isnan(codes)].astype(np.int64), minlength=len(known))
+            for codes, known in zip(values[~numeric], words, strict=True)
+        ]
+        return compute_moments(table.numbers(values), chosen, holes=holes), counts
+
+    blocks = table.map_blocks(measure)
     moments, counts = next(blocks)
     for more, others in blocks:
         moments = moments.plus(more)
         counts = [a + b for a, b in zip(counts, others, strict=True)]
     return moments, counts
-
-
-def _measure_block(
-    table: Table, for_training: np.ndarray, block: tuple[int, int]
-) -> tuple[Moments, list[np.ndarray]]:
-    index, start = block
-    values, numeric = table.block(index), table.numeric
-    chosen = for_training[start : start + values.shape[1]].astype(np.float64)
-    numbers = table.numbers(values)
-    holes = table.kept is None and bool(np.array(table.holes)[numeric].any())
-    words = [w for w in table.words if w is not None]
-    counts = [
-        np.bincount(codes[~np.isnan(codes)].astype(np.int64), minlength=len(known))
-        for codes, known in zip(values[~numeric], words, strict=True)
-    ]
-    return compute_moments(numbers, chosen, holes=holes), counts
 
 
 def _choose_values(
@@ -255,8 +235,8 @@ def _refuse_useless(raw: RawData, columns: list[Column], counts: dict[int, float
 
 def _list_notes(table: Table, columns: list[Column]) -> tuple[str, ...]:
     notes = []
-    for column, holes in zip(columns, table.holes, strict=True):
-        name = shorten(column.name)
+    for column, learnt in zip(columns, table.columns, strict=True):
+        name, holes = shorten(column.name), learnt.holes
         if holes and column.kind == "number" and column.fill is not None:
             notes.append(
                 f"{holes:,} missing values of {name} became {column.fill:.6g}, the mean of the "

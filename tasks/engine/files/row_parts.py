@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import compute
 
+from tasks.engine.files.columns import DATES, find_stray_cell, parse_cells, trim_cells
+from tasks.engine.files.number_formats import Spelling
 from tasks.engine.files.source_data import DataError, RawData, shorten
 from tasks.engine.files.targets import (
     STREAM,
@@ -27,30 +31,30 @@ TYPES = (
     *(pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_decimal),
     *(pa.types.is_date, pa.types.is_timestamp, pa.types.is_string, pa.types.is_null),
 )
+TIMES = (pa.int64(), pa.float64(), *DATES[:2])  # what cells of text may be as times
 EXAMPLES = "2026-11-22 or 2026-11-22T18:30:00"
 
 
 def compute_split_keys(
-    blocks: Iterable[pa.Array], data: DataConfig, *, label: str, note: str, nothing: Iterable[str]
+    blocks: Iterable[pa.Array], data: DataConfig, *, label: str, note: str, spelling: Spelling
 ) -> np.ndarray:
     """Compute the split keys: (rows,) int64 or float64 times, or uint64 groups. label, note:
-    of the rows, for the message. nothing: words that mean missing.
+    of the rows, for the message. spelling: of cells of text.
 
     Errors: DataError.
     """
-    column = _KeyColumn(data, label, note, nothing)
+    column = _KeyColumn(data, label, note, spelling)
     found = [column.keys(block) for block in blocks]
     column.refuse_holes()
     return np.concatenate(found)
 
 
 class _KeyColumn:
-    def __init__(self, data: DataConfig, label: str, note: str, nothing: Iterable[str]) -> None:
-        self._data, self._label, self._note = data, label, note
-        self._nothing = ["", *nothing]
+    def __init__(self, data: DataConfig, label: str, note: str, spelling: Spelling) -> None:
+        self._data, self._label, self._note, self._spelling = data, label, note, spelling
         self._rows = self._holes = self._first = 0
         self._is_date: bool | None = None
-        self._kind: pa.DataType | None = None
+        self._ways = list(TIMES)  # first that of the block before
 
     def keys(self, array: pa.Array) -> np.ndarray:
         """Of the next rows."""
@@ -64,9 +68,7 @@ class _KeyColumn:
                 f"type {str(array.type)[:60]!r}; write it as numbers, dates or text"
             )
         if pa.types.is_string(array.type):
-            array = compute.utf8_trim_whitespace(array)
-            empty = compute.is_in(array, value_set=pa.array(self._nothing, pa.string()))
-            array = compute.if_else(empty, pa.scalar(None, pa.string()), array)
+            array = trim_cells(array, self._spelling)
         missing = compute.is_null(array, nan_is_null=True)
         holes = compute.sum(missing).as_py() or 0
         if holes and not self._holes:
@@ -89,7 +91,7 @@ class _KeyColumn:
 
     def _convert_times(self, array: pa.Array) -> np.ndarray:
         if pa.types.is_string(array.type):
-            array = self._parsed(array)
+            array = self._parse(array)
         is_date = pa.types.is_temporal(array.type)
         if self._is_date not in (None, is_date):
             self._refuse(0, array, "other rows hold " + ("numbers" if is_date else "dates"))
@@ -97,38 +99,24 @@ class _KeyColumn:
         if is_date:
             if pa.types.is_date(array.type):
                 array = array.cast(pa.timestamp("us"))
-            width = pa.int32() if array.type.bit_width == 32 else pa.int64()
-            array = array.cast(width).cast(pa.int64())
+            array = array.cast(pa.int64())
         elif not pa.types.is_signed_integer(array.type):
             array = array.cast(pa.float64(), safe=False)
         return np.from_dlpack(array).copy()  # not what lies in Arrow's memory
 
-    def _parsed(self, texts: pa.Array) -> pa.Array:
+    def _parse(self, texts: pa.Array) -> pa.Array:
         """Numbers, or dates and times as ISO 8601 writes them."""
-        plain = texts
-        if self._data.decimal == ",":
-            plain = compute.replace_substring(texts, ",", ".")
-        kinds = (
-            (plain, pa.int64()),
-            (plain, pa.float64()),
-            (texts, pa.timestamp("us")),
-            (texts, pa.timestamp("us", "UTC")),
-        )
-        first = [pair for pair in kinds if pair[1] == self._kind]  # that of the block before
-        for given, kind in (*first, *kinds):
-            try:
-                found = given.cast(kind)
-            except pa.ArrowInvalid:
-                continue
-            self._kind = kind
-            return found
-        for row, text in enumerate(texts):  # the one at fault
-            if not any(_is_parsable(text, kind) for _, kind in kinds):
-                self._refuse(row, texts, f"write it as a number, or as {EXAMPLES}")
+        for kind in self._ways:
+            with suppress(pa.ArrowInvalid):
+                found = parse_cells(texts, kind, self._spelling)
+                self._ways = [kind, *TIMES]
+                return found
+        row = find_stray_cell(texts, TIMES, self._spelling)
+        if row < len(texts):
+            self._refuse(row, texts, f"write it as a number, or as {EXAMPLES}")
         self._refuse(0, texts, "the rows near it are written otherwise; write all alike")
-        raise AssertionError
 
-    def _refuse(self, row: int, array: pa.Array, why: str) -> None:
+    def _refuse(self, row: int, array: pa.Array, why: str) -> NoReturn:
         raise DataError(
             f"data.split_column: {self._at(self._rows + row)} must be a time (got "
             f"{shorten(str(array[row].as_py()))}): {why}"
@@ -137,14 +125,6 @@ class _KeyColumn:
     def _at(self, row: int) -> str:
         column = shorten(self._data.split_column)
         return f"{self._label} row {row + 1}{self._note}, column {column}:"
-
-
-def _is_parsable(text: pa.Scalar, kind: pa.DataType) -> bool:
-    try:
-        text.cast(kind)
-    except pa.ArrowInvalid:
-        return False
-    return True
 
 
 def _hash_cells(array: pa.Array) -> np.ndarray:

@@ -1,48 +1,35 @@
-"""Reads CSV, TSV and Parquet into the columns of a table. The names of the columns decide
-early, from the first line or the schema, which are left out, which is the target and which are
-learnt from; then the rows are read in blocks, so that a table may be larger than memory. It
-refuses what can't be learnt from all at once, each column by its name and its first bad cell.
-Importing this costs pyarrow's 0.1 s, so it is imported only where such a file is read; pandas
-(0.3 s more) is never touched.
+"""Reads CSV, TSV and Parquet into the columns of a table. The names of the columns decide early,
+from the first line or the schema, which are left out, which is the target and which are learnt
+from; then the rows are read in blocks, so that a table may be larger than memory. It refuses what
+can't be learnt from all at once, each column by its name and its first bad cell. pandas, whose
+import costs 0.3 s, is never touched.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import parquet
 
 from tasks.engine.files.columns import (
     CATEGORY,
     DATE,
-    MIXED,
-    NUMBER,
     OF_USE,
     TEXT,
+    WAYS,
     ColumnSource,
     ColumnSummary,
-    Spool,
-    Table,
     classify_type,
     describe_refused_type,
 )
-from tasks.engine.files.csv_blocks import (
-    BELOW,
-    BROKEN,
-    TextTable,
-    open_text_table,
-    parse_as_text,
-    read_cell,
-    read_csv_blocks,
-)
 from tasks.engine.files.number_formats import Spelling, is_number
+from tasks.engine.files.parquet_parts import read_common_schema, read_parquet_batches
+from tasks.engine.files.prepared_cache import check_disk_room
 from tasks.engine.files.row_parts import compute_split_keys
 from tasks.engine.files.source_data import (
     MOST_SHOWN,
@@ -58,7 +45,15 @@ from tasks.engine.files.source_data import (
     resolve_cache_folder,
     shorten,
 )
-from tasks.engine.models.raw_inputs import DATE_PARTS, NOTHING
+from tasks.engine.files.table_rows import VALUE_BYTES, RowStore, Table, read_ahead
+from tasks.engine.files.text_tables import (
+    BELOW,
+    TextTable,
+    open_text_table,
+    read_cell,
+    read_text_rows,
+)
+from tasks.engine.models.raw_inputs import NOTHING
 from tasks.engine.settings.run_config import DataConfig
 
 
@@ -78,6 +73,11 @@ class ChosenColumns:
     @property
     def target_name(self) -> str:
         return self.names[self.target]
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Of those that are learnt from, and the target's."""
+        return (*self.features, self.target)
 
 
 def choose_columns(names: Sequence[str], data: DataConfig, label: str) -> ChosenColumns:
@@ -171,168 +171,12 @@ def refuse_no_header(names: Sequence[str], label: str) -> None:
         )
 
 
-PANDAS_INDEX = "__index_level_"
-BUFFER_BYTES = 256 * 1024  # read at once of a column, instead of all of it in a row group
-
-
-@dataclass(frozen=True)
-class ParquetParts:
-    """Parquet files of one schema."""
-
-    files: tuple[Path, ...]
-    counts: tuple[int, ...]  # rows of each, as it claims
-    label: str
-    chosen: ChosenColumns
-
-    @property
-    def rows(self) -> int:
-        return sum(self.counts)
-
-    def batches(self, *, together: int, rows: int) -> Iterator[tuple[list[int], pa.RecordBatch]]:
-        """Yield so many rows of so many columns at once, the target first: their places among
-        the features (the target's is after the last), and their values. All rows pass before
-        the next columns. Errors: DataError for a file that is damaged."""
-        features = self.chosen.features
-        places = [len(features), *range(len(features))]
-        for at in range(0, len(places), together):
-            group = sorted(places[at : at + together])
-            wanted = [self.chosen.names[(*features, self.chosen.target)[place]] for place in group]
-            for path, count in zip(self.files, self.counts, strict=True):
-                yield from (
-                    (group, batch) for batch in read_parquet_batches(path, wanted, count, rows)
-                )
-
-    def column(self, name: str, *, rows: int) -> Iterator[pa.Array]:
-        """Yield a column of all files, so many rows at once. Errors: DataError as
-        `batches`."""
-        for path, count in zip(self.files, self.counts, strict=True):
-            yield from (
-                batch.column(0) for batch in read_parquet_batches(path, [name], count, rows)
-            )
-
-
-def read_parquet_batches(
-    path: Path, names: list[str], count: int, rows: int
-) -> Iterator[pa.RecordBatch]:
-    """Yield so many rows of these columns at once. count: of the file's rows, as it claims.
-
-    Errors: DataError for a file that is damaged.
-    """
-    seen = 0
-    with open_parquet_file(path) as file, _refuse_damaged(path):
-        for batch in file.iter_batches(batch_size=rows, columns=names):
-            batch.validate(full=True)
-            seen += batch.num_rows
-            if seen <= count:
-                yield batch.select(names)
-        if seen != count:
-            raise ValueError(f"it claims {count:,} rows and holds {seen:,}")
-
-
-def open_parquet_parts(files: Sequence[Path], data: DataConfig) -> ParquetParts:
-    """Open Parquet files and compare their schemas.
-
-    Errors: DataError where they differ, hold no rows, or have columns of no use.
-    """
-    first: list[pa.Field] = []
-    counts = []
-    label = files[0].name if len(files) == 1 else files[0].parent.name
-    for path in files:
-        with open_parquet_file(path) as file, _refuse_damaged(path):
-            fields = list_fields(file.schema_arrow)
-            counts.append(file.metadata.num_rows)
-        first = first or fields
-        _refuse_different_columns(first, fields, files[0].name, path.name)
-    chosen = choose_columns([field.name for field in first], data, label)
-    judged = [first[i] for i in (*chosen.features, chosen.target)]
-    problems = []
-    if sum(counts) <= 0 or min(counts) < 0:
-        problems.append(f"data.path: {label} has no rows; write some")
-    problems += [
-        describe_refused_type(field.name, str(field.type), target=chosen.target_name, label=label)
-        for field in judged
-        if (kind := classify_type(field.type)) not in (*OF_USE, TEXT)
-        or (kind == DATE and field.name == chosen.target_name)
-    ]
-    if problems:
-        raise DataError("\n".join(problems))
-    return ParquetParts(tuple(files), tuple(counts), label, chosen)
-
-
-def list_fields(schema: pa.Schema) -> list[pa.Field]:
-    """Return the columns of a table, without those that pandas keeps its index in and
-    hides."""
-    return [field for field in schema if not field.name.startswith(PANDAS_INDEX)]
-
-
-def _refuse_different_columns(
-    first: Sequence[pa.Field], fields: Sequence[pa.Field], name: str, other: str
-) -> None:
-    mine, theirs = (
-        {field.name: _describe_type(field.type) for field in of} for of in (first, fields)
-    )
-    for column in {**mine, **theirs}:
-        here, there = theirs.get(column, "missing"), mine.get(column, "missing")
-        if here != there:
-            raise DataError(
-                f"data.path: {other} column {shorten(column)} is {here}, but in {name} it is "
-                f"{there}; write all parts alike, or move it elsewhere"
-            )
-
-
-def _describe_type(kind: pa.DataType) -> str:
-    # How wide the indices of a dictionary are depends on how many values a part happens to have.
-    plain = f"dictionary of {kind.value_type}" if pa.types.is_dictionary(kind) else str(kind)
-    return f"of type {plain}"
-
-
-def open_parquet_file(path: Path) -> parquet.ParquetFile:
-    """Open a Parquet file, of which nothing but its schema is read. Errors: DataError."""
-    with _refuse_damaged(path):
-        return parquet.ParquetFile(
-            path, page_checksum_verification=True, buffer_size=BUFFER_BYTES, pre_buffer=False
-        )
-
-
-@contextmanager
-def _refuse_damaged(path: Path) -> Iterator[None]:
-    """What Arrow says of a file is that it is damaged."""
-    try:
-        yield
-    except BROKEN as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(
-            f"data.path: {path.name} is damaged or no Parquet file "
-            f"({shorten(str(error), 160)}); copy or write it anew"
-        ) from None
-
-
 MIB = 1024**2
-SMALLEST_ROW_BYTES = 6  # a target of one byte, its label, three masks
 SPLIT_BYTES = {"random": 0, "time": 32, "group": 80}  # a row: keys, sorted, and their groups
+KEPT = 4  # a fourth of the memory may hold the features; else they lie in a file
 WORK_BYTES = 24 * MIB  # blocks under way
 BLOCK_BYTES = 4 * MIB  # of numbers; smaller ones take longer, for what each block costs
 PAGE_BYTES = 4 * MIB  # of each Parquet column that is being read: pages of 1 MiB, packed and not
-
-
-@dataclass(frozen=True)
-class TableBudget:
-    """How a table is read within its memory: bytes kept, rows of a block, columns at once."""
-
-    kept_bytes: int  # of columns, before they go to a file
-    block_rows: int  # of a block whose size is chosen
-    together: int  # Parquet columns that are read at once
-
-
-def plan_table_budget(data: DataConfig, *, columns: int) -> TableBudget:
-    """Plan how to read a table within the host memory that preparing may take."""
-    allowed = compute_allowed_bytes(data)
-    return TableBudget(
-        kept_bytes=allowed // 4,
-        block_rows=max(1024, min(BLOCK_BYTES, allowed // 128) // (8 * columns)),
-        together=max(1, allowed // 4 // PAGE_BYTES),
-    )
 
 
 def check_text_table(data: DataConfig) -> None:
@@ -343,9 +187,8 @@ def check_text_table(data: DataConfig) -> None:
 
 
 def _open_text(data: DataConfig) -> TextTable:
-    spelling = Spelling(data.decimal, tuple(NOTHING if data.na is None else data.na))
     allowed = compute_allowed_bytes(data)
-    table = open_text_table(find_source_file(data), data.source, spelling, allowed_bytes=allowed)
+    table = open_text_table(find_source_file(data), data.source, allowed_bytes=allowed)
     refuse_no_header(table.names, table.path.name)
     return table
 
@@ -359,134 +202,162 @@ def read_text_table(data: DataConfig) -> RawData:
     table = _open_text(data)
     label = table.path.name
     chosen = choose_columns(table.names, data, label)
-    allowed = plan_table_budget(data, columns=len(chosen.features))
 
-    def cell(name: str, row: int) -> str:
+    def written(name: str, row: int) -> str:
         return read_cell(table, table.names.index(name), row)
 
-    origin = ColumnSource(label, BELOW, chosen.target_name, data.missing, table.spelling, cell)
-    builder = TableBuilder(chosen, origin, data, allowed)
-    places = [*chosen.features, chosen.target]
-    for batch, _ in read_csv_blocks(table, places):
-        builder.spool.reserve(batch.num_rows, block_rows=batch.num_rows)
-        builder.add(range(len(places)), batch)
-    mixed = builder.forget_mixed()
-    if mixed:  # looked like numbers in some blocks: read as text in all of them
-        again = [places[i] for i in mixed]
-        for batch, _ in read_csv_blocks(table, again, [parse_as_text(again)]):
-            builder.add(mixed, batch)
-    if data.split_column is None:
-        return builder.raw()
-    place = [table.names.index(data.split_column)]
-    column = (
-        block.cells.column(0) for block in read_csv_blocks(table, place, [parse_as_text(place)])
-    )
-    return builder.raw(_read_split_keys(column, data, origin))
+    spelling = Spelling(data.decimal, tuple(NOTHING if data.na is None else data.na))
+    origin = ColumnSource(label, BELOW, chosen.target_name, data.missing, spelling, written)
+    text = pa.string()
+    columns = [ColumnSummary(table.names[i], origin, text, ways=WAYS) for i in chosen.places]
+    # A cell takes a byte at least, that of the mark behind it.
+    builder = TableBuilder(chosen, columns, data, VALUE_BYTES * table.path.stat().st_size)
+    return builder.read(lambda places: (rows for rows, _ in read_text_rows(table, places)))
 
 
 def check_parquet(data: DataConfig) -> None:
     """Raises DataError for Parquet whose schema cannot be learnt from."""
-    open_parquet_parts(find_source_files(data), data)
+    _open_parquet(data)
+
+
+@dataclass(frozen=True)
+class ParquetTable:
+    """Parquet files of one schema."""
+
+    files: Sequence[Path]
+    counts: Sequence[int]  # rows of each, as it claims
+    label: str
+    types: Sequence[pa.DataType]
+    chosen: ChosenColumns
+
+
+def _open_parquet(data: DataConfig) -> ParquetTable:
+    files = find_source_files(data)
+    label = files[0].name if len(files) == 1 else files[0].parent.name
+    fields, counts = read_common_schema(files)
+    chosen = choose_columns([field.name for field in fields], data, label)
+    problems = []
+    if sum(counts) <= 0 or min(counts) < 0:
+        problems.append(f"data.path: {label} has no rows; write some")
+    for name, kind in ((fields[i].name, fields[i].type) for i in chosen.places):
+        found, target = classify_type(kind), chosen.target_name
+        if found not in OF_USE or (found == DATE and name == target):
+            problems.append(describe_refused_type(name, str(kind), target=target, label=label))
+    if problems:
+        raise DataError("\n".join(problems))
+    return ParquetTable(files, counts, label, [field.type for field in fields], chosen)
 
 
 def read_parquet(data: DataConfig) -> RawData:
-    """Read a Parquet file, or all in a folder, in the order of their names; page checksums are
-    verified where a file has them. Rows are counted from 1 over all files."""
-    parts = open_parquet_parts(find_source_files(data), data)
-    chosen = parts.chosen
-    _check_row_memory(parts.rows, data, parts.label, row_bytes=SMALLEST_ROW_BYTES)
-    allowed = plan_table_budget(data, columns=len(chosen.features))
+    """Read a Parquet file, or all in a folder, in the order of their names. Rows are counted from
+    1 over all files."""
+    table = _open_parquet(data)
+    chosen, allowed = table.chosen, compute_allowed_bytes(data)
+    block_rows = max(1024, min(BLOCK_BYTES, allowed // 128) // (VALUE_BYTES * len(chosen.features)))
+
+    def read(places: Sequence[int]) -> Iterator[pa.RecordBatch]:
+        names = [chosen.names[i] for i in places]
+        for path, count in zip(table.files, table.counts, strict=True):
+            yield from read_parquet_batches(path, names, count, block_rows)
+
     spelling = Spelling(na=tuple(data.na or ()))
-    origin = ColumnSource(parts.label, "", chosen.target_name, data.missing, spelling, None)
-    builder = TableBuilder(chosen, origin, data, allowed)
-    builder.spool.reserve(parts.rows, block_rows=allowed.block_rows)
-    for places, batch in parts.batches(together=allowed.together, rows=allowed.block_rows):
-        builder.add(places, batch)
-    if data.split_column is None:
-        return builder.raw()
-    column = parts.column(data.split_column, rows=allowed.block_rows)
-    return builder.raw(_read_split_keys(column, data, origin))
-
-
-def _read_split_keys(
-    column: Iterable[pa.Array], data: DataConfig, origin: ColumnSource
-) -> np.ndarray:
-    words = origin.spelling.missing_words
-    return compute_split_keys(column, data, label=origin.label, note=origin.note, nothing=words)
+    origin = ColumnSource(table.label, "", chosen.target_name, data.missing, spelling, None)
+    columns = [ColumnSummary(chosen.names[i], origin, table.types[i]) for i in chosen.places]
+    rows = sum(table.counts)
+    builder = TableBuilder(chosen, columns, data, VALUE_BYTES * rows * len(chosen.features))
+    builder.expect(rows, block_rows=block_rows)
+    return builder.read(read, together=max(1, allowed // 4 // PAGE_BYTES))
 
 
 class TableBuilder:
-    """Collects the blocks of a table: numbers and codes of features in a spool, the target
-    beside it, and a summary of each column."""
+    """Collects the blocks of a table: the features in a store, the target beside it, and a
+    summary of each column, of which the target's is the last."""
 
     def __init__(
-        self, chosen: ChosenColumns, origin: ColumnSource, data: DataConfig, allowed: TableBudget
+        self, chosen: ChosenColumns, columns: list[ColumnSummary], data: DataConfig, most_bytes: int
     ) -> None:
-        self._names, self._notes = chosen.feature_names, chosen.notes
-        self._origin, self._data = origin, data
-        count, folder = len(self._names), resolve_cache_folder(data)
-        self.spool = Spool(count, folder=folder, kept_bytes=allowed.kept_bytes)
-        self._columns = [self._column(place) for place in range(count + 1)]  # the target is last
+        """most_bytes: of the features, at most."""
+        self._chosen, self._columns, self._data = chosen, columns, data
+        self._origin = columns[-1].origin
+        is_small = most_bytes <= compute_allowed_bytes(data) // KEPT
+        folder = resolve_cache_folder(data)
+        self._store = RowStore(len(columns) - 1, folder, is_small=is_small)
         self._targets: list[np.ndarray] = []
+        columns[-1].most = None
 
-    def _column(self, place: int) -> ColumnSummary:
-        if place == len(self._names):
-            return ColumnSummary(self._origin.target, self._origin, most=None)
-        return ColumnSummary(self._names[place], self._origin)
+    def expect(self, rows: int, *, block_rows: int) -> None:
+        """Make room for so many rows more. Raises DataError where there is none."""
+        rows_then = self._store.rows + rows
+        _check_row_memory(rows_then, self._data, self._origin.label, row_bytes=self.row_bytes)
+        check_disk_room(resolve_cache_folder(self._data), VALUE_BYTES * rows * self._store.columns)
+        self._store.reserve(rows, block_rows=block_rows)
 
-    def add(self, places: Sequence[int], batch: pa.RecordBatch) -> None:
-        """Add the next rows of the columns at these places, for which the spool has room."""
-        for place, array in zip(places, batch.columns, strict=True):
-            start = self._columns[place].rows
-            values = self._columns[place].add(array)
-            if place < len(self._names):
-                self.spool.put(place, start, values)
-            elif len(values):
-                self._targets.append(_shrink_integers(values, self._columns[place].kind()))
-        _check_row_memory(self.spool.rows, self._data, self._origin.label, row_bytes=self.row_bytes)
+    def read(
+        self,
+        source: Callable[[Sequence[int]], Iterator[pa.RecordBatch]],
+        *,
+        together: int = 1 << 30,
+    ) -> RawData:
+        """Read and return the whole table. source: yields all rows of the columns at some places,
+        of which so many are read together.
 
-    def forget_mixed(self) -> list[int]:
-        """Drop the columns that were numbers in some blocks and text in others, and return
-        their places: they are to be added once more, as text."""
-        mixed = [i for i, column in enumerate(self._columns) if column.kind() == MIXED]
-        for place in mixed:
-            self._columns[place] = self._column(place)
-            if place == len(self._names):
-                self._targets = []
-        return mixed
+        Raises DataError with a line for each column at fault.
+        """
+        left = [len(self._columns) - 1, *range(len(self._columns) - 1)]  # the target first
+        while left:
+            for some in (left[at : at + together] for at in range(0, len(left), together)):
+                start = 0
+                for rows in read_ahead(source([self._chosen.places[i] for i in some])):
+                    self._add(some, rows.columns, start)
+                    start += rows.num_rows
+            left = [i for i in left if self._columns[i].is_stale]
+            for i in left:
+                self._columns[i] = self._columns[i].start_anew()
+        by = self._data.split_column
+        split_by = () if by is None else source([self._chosen.names.index(by)])
+        return self._make_raw(rows.column(0) for rows in split_by)
 
-    def raw(self, split_keys: np.ndarray | None = None) -> RawData:
-        """Return the whole table. split_keys: of all rows. Raises DataError with a line for
-        each column at fault."""
-        label, (*features, target) = self._origin.label, self._columns
-        if not self.spool.rows:
-            raise DataError(f"data.path: {label} has no rows{self._origin.note}; write some")
+    def _add(self, places: Sequence[int], given: Sequence[pa.Array], start: int) -> None:
+        """Add rows of some columns; start: the first of them."""
+        end = start + len(given[0])
+        if end > self._store.rows:
+            self.expect(end - self._store.rows, block_rows=len(given[0]))
+        if self._store.columns in places and not start:
+            self._targets = []
+
+        for place, array in zip(places, given, strict=True):
+            column = self._columns[place]
+            values = column.add(array)
+            if values is not None and place < self._store.columns:
+                self._store.put(place, start, values)
+            elif values is not None:
+                self._targets.append(_shrink_integers(values, column.kind))
+
+    def _make_raw(self, split_by: Iterable[pa.Array]) -> RawData:
+        label, note, data = self._origin.label, self._origin.note, self._data
+        *features, target = self._columns
+        if not target.rows:
+            raise DataError(f"data.path: {label} has no rows{note}; write some")
         problems = [said for column in (target, *features) if (said := column.problem())]
         if problems:
             more = len(problems) - MOST_SHOWN
             rest = [f"data.path: and {more} more columns like these"] if more > 0 else []
             raise DataError("\n".join(problems[:MOST_SHOWN] + rest))
-        table = Table(
-            names=self._names,
-            words=tuple(tuple(c.words) if c.kind() == CATEGORY else None for c in features),
-            dates=tuple(
-                DATE_PARTS[: 5 if c.has_times else 4] if c.kind() == DATE else () for c in features
-            ),
-            whole=tuple(c.kind() == NUMBER and c.whole for c in features),
-            holes=tuple(c.holes for c in features),
-            spool=self.spool,
-            missing=self._data.missing,
-        )
-        notes = list(self._notes)
+        keys = None
+        if data.split_column is not None:
+            spelling = self._origin.spelling
+            keys = compute_split_keys(split_by, data, label=label, note=note, spelling=spelling)
+        notes = list(self._chosen.notes)
         for column in features:
             if column.na:
                 name, words = shorten(column.name), format_list(sorted(column.na))
                 notes.append(f"{words} was read as missing in {name} (data.na)")
+        table = Table(tuple(c.learnt() for c in features), self._store, data.missing)
         values, kept = self._target(), None
-        if self._data.missing == "drop" and any(table.holes):
-            kept = table.whole_rows()
-            table, values = table.only(kept), values[kept]
-            split_keys = None if split_keys is None else split_keys[kept]
+        if data.missing == "drop" and any(column.holes for column in features):
+            kept = table.find_whole_rows()
+            table, values = replace(table, kept=kept), values[kept]
+            keys = None if keys is None else keys[kept]
             left_out = len(kept) - len(table)
             if not len(table):
                 raise DataError(
@@ -497,21 +368,21 @@ class TableBuilder:
         return RawData(
             features=table,
             target=values,
-            feature_names=self._names,
+            feature_names=self._chosen.feature_names,
             target_name=target.name,
             label=label,
-            row_note=self._origin.note,
+            row_note=note,
             notes=tuple(notes),
             kept=kept,
-            split_keys=split_keys,
-            decimal=self._data.decimal if self._origin.written else None,
-            na=self._data.na,
+            split_keys=keys,
+            decimal=data.decimal if self._origin.written else None,
+            na=data.na,
         )
 
     def _target(self) -> np.ndarray:
-        values, known = np.concatenate(self._targets), self._columns[-1].words
+        values, known = np.concatenate(self._targets), self._columns[-1].learnt().words
         self._targets = []
-        if self._columns[-1].kind() == NUMBER:
+        if known is None:
             return values
         words = np.empty(len(known), dtype=object)
         words[:] = list(known)
@@ -524,14 +395,13 @@ class TableBuilder:
         and in order."""
         kinds = {values.dtype for values in self._targets}
         value_bytes = np.result_type(*kinds).itemsize if kinds else 1
-        text_bytes = 8 if self._columns[-1].kind() == CATEGORY else 0
-        split_bytes = SPLIT_BYTES[self._data.split]
-        return 2 * value_bytes + 4 + text_bytes + split_bytes
+        text_bytes = 8 if self._columns[-1].kind in (TEXT, CATEGORY) else 0
+        return 2 * value_bytes + 4 + text_bytes + SPLIT_BYTES[self._data.split]
 
 
 def _shrink_integers(values: np.ndarray, kind: str) -> np.ndarray:
     """Of the target: in the smallest type of whole numbers that holds them, if they are such."""
-    if kind == CATEGORY:
+    if kind in (TEXT, CATEGORY):
         values = np.where(np.isnan(values), -1, values).astype(np.int64)
     if values.dtype.kind in "iu":
         ends = (np.min_scalar_type(int(end)) for end in (values.min(), values.max()))

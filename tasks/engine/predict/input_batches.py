@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import compute
 
-from tasks.engine.files import arrays, tables
-from tasks.engine.files.columns import CATEGORY, DATE, EMPTY, NUMBER, TEXT, classify_type
-from tasks.engine.files.csv_blocks import (
-    BELOW,
-    ParseTypes,
-    TextTable,
-    open_text_table,
-    parse_as_text,
-    read_csv_blocks,
+from tasks.engine.files import arrays
+from tasks.engine.files.columns import (
+    CATEGORY,
+    DATE,
+    EMPTY,
+    NUMBER,
+    TEXT,
+    classify_type,
+    find_stray_cell,
+    parse_cells,
 )
 from tasks.engine.files.number_formats import Spelling
+from tasks.engine.files.parquet_parts import read_parquet_batches, read_schema
 from tasks.engine.files.source_data import (
     DataError,
     check_memory,
@@ -36,6 +37,7 @@ from tasks.engine.files.source_data import (
     format_list,
     shorten,
 )
+from tasks.engine.files.text_tables import BELOW, TextTable, open_text_table, read_text_rows
 from tasks.engine.models.raw_inputs import NOTHING
 from tasks.engine.models.structured_inputs import describe_inputs, is_structured
 from tasks.engine.predict.request import Order, list_parts, report_as_input
@@ -176,25 +178,24 @@ def read_csv(order: Order, needs: Needs) -> Iterator[Batch]:
     """Yield the rows of comma- or tab-separated UTF-8 text whose first line names the
     columns."""
     table, chosen = _open_text(order, needs)
-    names, kinds, path, first = table.names, dict(chosen), table.path, 0
-    used = [name for name in names if name in kinds or name in order.keep]
-    numbers = [name for name in used if kinds.get(name) == "number"]
-    places = [names.index(name) for name in used]
+    kinds, label, first = dict(chosen), table.path.name, 0
     # What is only kept stays as it is written: 007 is no 7.
-    types = [pa.float64() if name in numbers else pa.string() for name in used]
-    with report_as_input(path):
-        ways = [ParseTypes(dict(zip(places, types, strict=True))), parse_as_text(places)]
-        for cells, end in read_csv_blocks(table, places, ways):
-            rows = cells.rename_columns(used)
-            for name in numbers:
-                if rows[name].type == pa.string():
-                    column = _parse_numbers(rows[name], f"{path.name} row", first, name, needs)
-                    rows = rows.set_column(used.index(name), name, column)
-            yield _make_batch(rows, chosen, order, path.name, first, end, BELOW)
-            first += len(rows)
+    used = [name for name in table.names if name in kinds or name in order.keep]
+    with report_as_input(table.path):
+        for cells, end in read_text_rows(table, [table.names.index(name) for name in used]):
+            columns = {
+                name: _parse_numbers(column, f"{label} row", first, name, needs)
+                if kinds.get(name) == "number"
+                else column
+                for name, column in zip(used, cells.columns, strict=True)
+            }
+            rows = pa.record_batch(columns)
+            yield _make_batch(rows, chosen, order, label, first, end, BELOW)
+            first += rows.num_rows
     if not first:
+        types = [pa.float64() if kinds.get(name) == "number" else pa.string() for name in used]
         none = pa.schema(list(zip(used, types, strict=True))).empty_table()
-        yield _make_batch(none, chosen, order, path.name, 0, path.stat().st_size, BELOW)
+        yield _make_batch(none, chosen, order, label, 0, table.path.stat().st_size, BELOW)
 
 
 def read_parquet(order: Order, needs: Needs) -> Iterator[Batch]:
@@ -206,7 +207,7 @@ def read_parquet(order: Order, needs: Needs) -> Iterator[Batch]:
         names, first = [name for name, _ in chosen], 0
         wanted = [*names, *(name for name in order.keep if name not in names)]
         with report_as_input(path):
-            for part in tables.read_parquet_batches(path, wanted, count, PARQUET_ROWS):
+            for part in read_parquet_batches(path, wanted, count, PARQUET_ROWS):
                 done += len(part)
                 yield _make_batch(part, chosen, order, path.name, first, done, "")
                 first += len(part)
@@ -218,8 +219,8 @@ def count_parquet_rows(order: Order) -> int:
     """Count the rows of the file or of all parts, by their metadata."""
     total = 0
     for path in list_parts(Path(order.input)):
-        with report_as_input(path), tables.open_parquet_file(path) as file:
-            total += file.metadata.num_rows
+        with report_as_input(path):
+            total += read_schema(path)[1]
     return total
 
 
@@ -241,38 +242,32 @@ def _open_text(order: Order, needs: Needs) -> tuple[TextTable, ChosenColumns]:
     """The table as it is to be read, and the model's columns."""
     path = Path(order.input)
     with report_as_input(path):
-        table = open_text_table(path, order.reads, Spelling(needs.decimal, needs.na))
+        table = open_text_table(path, order.reads)
     return table, _choose_columns(table.names, path.name, order, needs)
 
 
 def _parse_numbers(cells: pa.Array, rows: str, first: int, name: str, needs: Needs) -> pa.Array:
-    """The numbers or booleans of a block that is not all numbers, or the first cell that is none.
+    """The numbers or booleans of a block. Raises DataError with the first cell that is none.
     first: the number of its first row, from 0."""
-    cells = compute.utf8_trim_whitespace(cells)
-    missing = compute.is_in(cells, pa.array(["", *needs.na]))
-    cells = compute.if_else(missing, pa.scalar(None, pa.string()), cells)
-    with suppress(pa.ArrowInvalid):
-        return cells.cast(pa.bool_())
-    comma, values = needs.decimal == ",", []
-    for row, text in enumerate(cells.to_pylist(), first + 1):
-        try:
-            plain = text and ("no" if comma and "." in text else text.replace(needs.decimal, "."))
-            values.append(None if text is None else float(plain))
-        except ValueError:
-            mark = ", with a decimal comma as data.decimal of the training" if comma else ""
-            raise DataError(
-                f"input: {rows} {row}{BELOW}, column {shorten(name)}: must be a number{mark} (got "
-                f"{shorten(text)}); mend the cell"
-            ) from None
-    return pa.array(values, pa.float64())
+    spelling = Spelling(needs.decimal, needs.na)
+    for kind in (pa.float64(), pa.bool_()):
+        with suppress(pa.ArrowInvalid):
+            return parse_cells(cells, kind, spelling)
+    row = find_stray_cell(cells, [pa.float64()], spelling)
+    mark = ", with a decimal comma as data.decimal of the training" if needs.decimal == "," else ""
+    raise DataError(
+        f"input: {rows} {first + row + 1}{BELOW}, column {shorten(name)}: must be a number{mark} "
+        f"(got {shorten(cells[row].as_py().strip())}); mend the cell"
+    )
 
 
 def _read_part_schema(
     path: Path, order: Order, needs: Needs
 ) -> tuple[pa.Schema, int, ChosenColumns]:
     """Of a Parquet file its schema, how many rows it claims, and the model's columns."""
-    with report_as_input(path), tables.open_parquet_file(path) as file:
-        schema, count = pa.schema(tables.list_fields(file.schema_arrow)), file.metadata.num_rows
+    with report_as_input(path):
+        fields, count = read_schema(path)
+    schema = pa.schema(fields)
     chosen = _choose_columns(schema.names, path.name, order, needs)
     problems = []
     for name, kind in chosen:

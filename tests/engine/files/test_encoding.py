@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from sklearn.impute import SimpleImputer
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 from tasks.engine.files import encoding
-from tasks.engine.files.columns import Spool, Table
+from tasks.engine.files.columns import LearntColumn
 from tasks.engine.files.source_data import DataError, RawData
+from tasks.engine.files.table_rows import RowStore, Table
 
 RED, WORDS = 1, ("red", "blue", "never", "green")
 
@@ -24,20 +26,17 @@ def _raw(
     kept: np.ndarray | None = None,
 ) -> RawData:
     """Of columns of numbers and of codes of words, in blocks of so many rows."""
-    spool = Spool(len(columns), folder=Path("unused"), kept_bytes=1 << 30)
-    spool.reserve(len(columns[0]), block_rows=block_rows)
+    with TemporaryDirectory() as folder:  # of which nothing is needed later
+        store = RowStore(len(columns), Path(folder))
+    store.reserve(len(columns[0]), block_rows=block_rows)
     for i, column in enumerate(columns):
-        spool.put(i, 0, column)
+        store.put(i, 0, column)
     names = tuple("abcdef"[: len(columns)])
-    table = Table(
-        names,
-        words or (None,) * len(columns),
-        (False,) * len(columns),
-        tuple(int(np.isnan(column).sum()) for column in columns),
-        spool,
-        missing,
-        kept,
+    learnt = tuple(
+        LearntColumn(name, known, holes=int(np.isnan(column).sum()))
+        for name, column, known in zip(names, columns, words or (None,) * len(columns), strict=True)
     )
+    table = Table(learnt, store, missing, kept)
     return RawData(table, np.zeros(0), names, "y", "given.csv", kept=kept)
 
 

@@ -22,9 +22,7 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 from tasks.engine.base.facts import Column
 from tasks.engine.data import preparation
-from tasks.engine.files import csv_blocks, tables
-from tasks.engine.files.columns import Spool
-from tasks.engine.files.number_formats import Spelling
+from tasks.engine.files import tables, text_tables
 from tasks.engine.files.source_data import DataError
 from tasks.engine.models.raw_inputs import make_inputs, restore_raw_values
 from tasks.engine.settings.run_config import DataConfig
@@ -175,12 +173,12 @@ def test_a_thousand_values_and_text_with_few_numerals_are_categories(tmp_path):
 
 def test_a_column_that_becomes_text_in_a_later_block_is_judged_as_a_whole(tmp_path, monkeypatch):
     """Story: numbers of the first block must keep their spelling once the column is a category."""
-    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(text_tables, "BLOCK_BYTES", 64)
     cells = ["007"] * 8 + ["x"] * 20
     text = "a,b,y\n" + "".join(f"{c},{i}.5,{i % 2}\n" for i, c in enumerate(cells))
     config = _config(tmp_path, text)
-    table = csv_blocks.open_text_table(Path(config.path), "csv", Spelling())
-    assert len(list(csv_blocks._read_line_blocks(table))) > 3
+    table = text_tables.open_text_table(Path(config.path), "csv")
+    assert len(list(text_tables.read_text_rows(table, [0]))) > 3
     facts = preparation.prepare_dataset(config)
     assert facts.feature_names == ("a=007", "a=x", "b")
     assert _rows(facts)[0][:, 0].sum() == 8
@@ -189,17 +187,9 @@ def test_a_column_that_becomes_text_in_a_later_block_is_judged_as_a_whole(tmp_pa
         preparation.prepare_dataset(_config(tmp_path, broken))
 
 
-def test_a_code_is_seen_wherever_in_a_block_it_stands() -> None:
-    for before in range(20):
-        for cell, is_code in (("007", True), ("0.7", False), ("700", False)):
-            lines = ("1.5,10,-2\n" * 3)[:before].rpartition(",")[0]
-            text = f"{lines},{cell},10" if lines else f"{cell},10"
-            assert csv_blocks._may_hold_codes(text.encode()) == is_code, text
-
-
 def test_words_for_missing_are_known_among_numbers_that_had_none_so_far(tmp_path, monkeypatch):
     """Story: where the first block holds only numbers, cells are no longer compared with them."""
-    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(text_tables, "BLOCK_BYTES", 64)
     lines = [f"{i}.5,{i % 7},{i % 2}\n" for i in range(60)]
     words = csv.ConvertOptions().null_values
     assert {"", "NA", "NaN", "-1.#IND"} <= set(words)
@@ -218,7 +208,7 @@ def test_words_for_missing_are_known_among_numbers_that_had_none_so_far(tmp_path
 
 
 def test_a_target_that_becomes_text_in_a_later_block_keeps_its_spelling(tmp_path, monkeypatch):
-    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(text_tables, "BLOCK_BYTES", 64)
     text = "a,y\n" + "".join(f"{i}.5,{'01' if i < 20 else 'no'}\n" for i in range(40))
     facts = preparation.prepare_dataset(_config(tmp_path, text))
     assert facts.class_names == ("01", "no") and facts.class_rows == (16, 16)
@@ -226,7 +216,7 @@ def test_a_target_that_becomes_text_in_a_later_block_keeps_its_spelling(tmp_path
 
 @pytest.mark.parametrize("block_bytes", [64, 1 << 20])
 def test_rows_are_the_same_however_they_are_cut_into_blocks(tmp_path, monkeypatch, block_bytes):
-    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(text_tables, "BLOCK_BYTES", block_bytes)
     lines = "".join(f'{i},"two\nlines, ""{i % 3}""",{i % 2}\r\n' for i in range(50))
     facts = preparation.prepare_dataset(_config(tmp_path, "a,b,y\r\n" + lines))
     assert facts.feature_names == ("a", *(f'b=two\nlines, "{i}"' for i in range(3)))
@@ -242,6 +232,27 @@ def test_rows_are_the_same_however_they_are_cut_into_blocks(tmp_path, monkeypatc
         text[42] = b"1,\xff,0\n"
         Path(config.path).write_bytes(b"".join(text))
         preparation.prepare_dataset(config)
+
+
+def test_a_bad_row_is_told_by_its_number_however_many_threads_arrow_has(tmp_path, monkeypatch):
+    """It was row None with more than one."""
+    monkeypatch.setattr(text_tables, "BLOCK_BYTES", 64)
+    before = pa.cpu_count()
+    pa.set_cpu_count(2)
+    try:
+        with pytest.raises(DataError) as told:
+            text = "a,b,y\n" + "1,2,0\n" * 40 + "1,2\n" + "1,2,1\n" * 90 + "3,4,5,6\n"
+            preparation.prepare_dataset(_config(tmp_path, text))
+    finally:
+        pa.set_cpu_count(before)
+    assert str(told.value).startswith("data.path: given.csv row 41 below the header: has 2 cells")
+
+
+def test_codes_stay_codes_where_a_word_for_missing_is_among_them(tmp_path):
+    """A cell NaN made fractions of a block, and 007 became 7."""
+    text = "zip,y\n" + "007,0\n010,1\nNaN,0\n123,1\n" * 6
+    facts = preparation.prepare_dataset(_config(tmp_path, text, missing="drop"))
+    assert facts.columns == (Column("zip", "category", ("007", "010", "123")),)
 
 
 def test_parquet_dictionaries_are_categories_even_of_numerals(tmp_path):
@@ -260,7 +271,7 @@ def test_a_table_becomes_what_pandas_and_scikit_learn_make_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, block_bytes: int
 ) -> None:
     """Types that later blocks widen, words for missing, quotes and booleans among them."""
-    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(text_tables, "BLOCK_BYTES", block_bytes)
     random, rows = np.random.default_rng(5), 300
     frame = pd.DataFrame(
         {
@@ -278,7 +289,7 @@ def test_a_table_becomes_what_pandas_and_scikit_learn_make_of_it(
     if source == "parquet":
         frame.to_parquet(path, row_group_size=70)
     else:
-        frame.to_csv(path, index=False, sep=csv_blocks.MARKS[source])
+        frame.to_csv(path, index=False, sep=text_tables.MARKS[source])
     facts = preparation.prepare_dataset(
         DataConfig(path=str(path), cache=str(tmp_path / "cache"), missing="mean")
     )
@@ -475,40 +486,34 @@ def test_several_columns_of_0_and_1_in_an_npz_are_prepared_as_labels(tmp_path):
 # Memory
 
 
-def _tight(monkeypatch, block_bytes: int = 512, kept_bytes: int = 1000) -> None:
-    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", block_bytes)
-    tight = tables.TableBudget(kept_bytes, block_rows=16, together=1)
-    monkeypatch.setattr(tables, "plan_table_budget", lambda *_, **more: tight)
-
-
-def test_rows_beyond_the_limit_go_to_a_file_that_is_gone_at_once(tmp_path, monkeypatch):
-    opened, to_file = [], Spool._to_file
-    monkeypatch.setattr(Spool, "_to_file", lambda self: (opened.append(1), to_file(self)))
-    text = "a,b,c,y\n" + "".join(f"{i},{i % 3},{'uv'[i % 2]},{i % 2}\n" for i in range(500))
+def test_columns_of_parquet_that_are_read_in_turns_are_those_of_a_csv(tmp_path, monkeypatch):
+    """However they are kept; and nothing is left of the file."""
+    monkeypatch.setattr(tables, "KEPT", 1 << 60)
+    text = "a,b,c,y\n" + "".join(f"{i},{i % 3},{'uv'[i % 2]},{i % 2}\n" for i in range(5000))
     config = _config(tmp_path, text)
-    columns = {"a": range(500), "b": [i % 3 for i in range(500)], "c": ["u", "v"] * 250}
-    parquet.write_table(pa.table({**columns, "y": [0, 1] * 250}), tmp_path / "t.parquet")
-    stored = DataConfig(path=str(tmp_path / "t.parquet"), cache=str(tmp_path / "stored"))
-    kept = preparation.prepare_dataset(config)
-    assert not opened
-    _tight(monkeypatch)
-    spooled = preparation.prepare_dataset(
-        config.model_copy(update={"cache": str(tmp_path / "other")})
+    plain = preparation.prepare_dataset(config)
+    monkeypatch.undo()
+    other = config.model_copy(update={"cache": str(tmp_path / "in memory")})
+    assert preparation.prepare_dataset(other).fingerprint == plain.fingerprint
+    columns = {"a": range(5000), "b": [i % 3 for i in range(5000)], "c": ["u", "v"] * 2500}
+    table = pa.table({**columns, "y": [0, 1] * 2500})
+    parquet.write_table(table, tmp_path / "t.parquet", row_group_size=1700)
+    monkeypatch.setattr(tables, "KEPT", 1 << 60)
+    monkeypatch.setattr(tables, "PAGE_BYTES", 1 << 60)  # one column at a time
+    monkeypatch.setattr(tables, "BLOCK_BYTES", 1)
+    stored = preparation.prepare_dataset(
+        DataConfig(path=str(tmp_path / "t.parquet"), cache=str(tmp_path / "cache"))
     )
-    assert (
-        len(opened) == 1
-        and preparation.prepare_dataset(stored).feature_names == spooled.feature_names
-    )
-    assert len(opened) == 2
-    for other in (spooled, preparation.prepare_dataset(stored)):
-        for mine, theirs in zip(_rows(kept), _rows(other), strict=True):
-            np.testing.assert_allclose(mine, theirs, atol=1e-4)
-    assert [p.name for p in (tmp_path / "other").iterdir()] == [Path(spooled.folder).name]
+    assert stored.feature_names == plain.feature_names
+    for mine, theirs in zip(_rows(plain), _rows(stored), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-3)
+    folders = {Path(facts.folder).name for facts in (plain, stored)}
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == folders
 
 
-def test_a_spool_for_which_the_disk_has_no_room_is_told_by_data_cache(tmp_path, monkeypatch):
+def test_features_for_which_the_disk_has_no_room_are_told_by_data_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "KEPT", 1 << 60)
     config = _config(tmp_path, "a,y\n" + "".join(f"{i}.5,{i % 2}\n" for i in range(9000)))
-    _tight(monkeypatch)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
@@ -686,6 +691,8 @@ def test_a_stray_cell_among_dates_is_told_and_not_the_dates(tmp_path):
     clock = "at,y\n" + "".join(f"{i % 24:02d}:30:00,{i % 2}\n" for i in range(90))
     with pytest.raises(DataError, match=r"'at' holds times of day; write them with their dates"):
         preparation.prepare_dataset(_config(tmp_path, clock))
+    with pytest.raises(DataError, match=r"'at' is of type 'time of day'; a target must be numbers"):
+        preparation.prepare_dataset(_config(tmp_path, clock, target="at"))
     with pytest.raises(DataError, match=r"a target must be numbers, booleans or text"):
         preparation.prepare_dataset(_config(tmp_path, _dated().to_csv(index=False), target="day"))
 

@@ -1,5 +1,6 @@
 """Rows to predict come in order, batch by batch, and what is wrong is told by file, row, column."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from tasks.engine.files import csv_blocks
+from tasks.engine.data import preparation
+from tasks.engine.files import text_tables
 from tasks.engine.files.source_data import DataError
+from tasks.engine.models.raw_inputs import make_inputs
 from tasks.engine.predict import input_batches
 from tasks.engine.predict.input_batches import (
     Batch,
@@ -21,6 +24,7 @@ from tasks.engine.predict.input_batches import (
     read_needs,
 )
 from tasks.engine.predict.request import Order
+from tasks.engine.settings.run_config import DataConfig
 
 AB = Needs("classification", "csv", (2,), (("a", "number"), ("b", "number")), width=2)
 COLOURED = Needs("classification", "csv", (3,), (("a", "number"), ("colour", "category")))
@@ -84,7 +88,7 @@ def test_numbers_that_begin_whole_may_go_on_with_fractions_and_holes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A guess by a file's first block would refuse the second."""
-    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(text_tables, "BLOCK_BYTES", 64)
     lines = [f"{i},{i}" for i in range(40)] + ["0.5,", "1e3,2"]
     found = _read(_write(tmp_path, "a,b\n" + "\n".join(lines) + "\n"), AB)
     assert len(found) > 3
@@ -150,21 +154,58 @@ def test_what_is_wrong_in_text_is_told_by_row_and_column(
     assert told.startswith("input: rows.csv") and said in told and "\n" not in told
 
 
+@pytest.mark.parametrize("block_bytes", [512, 1 << 20])
+def test_a_file_is_predicted_from_as_it_was_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    """Cells of each kind, in all the ways that they may be written."""
+    monkeypatch.setattr(text_tables, "BLOCK_BYTES", block_bytes)
+    numbers, truths = ("1,5", " 2", "NA", "-3e1", "nan", "+4", ""), ("True", "FALSE", "true", " ")
+    days = ("2026-01-02T03:04:00+01:00", "", "2025-12-31 23:59Z", "NULL")
+    words, codes = ('"a, ""b"""', " c ", "NA", "\u00fcber"), ("007", "10", "0", "99", "")
+    lines = [
+        f"{i};{numbers[i % 7]};{truths[i % 4]};{days[i % 4]};{words[i % 4]};{codes[i % 5]};{i % 2}"
+        for i in range(300)
+    ]
+    path = _write(tmp_path, "\ufeffid;n;truth;day;word;code;y\r\n" + "\r\n".join(lines))
+    asked = {"missing": "mean", "decimal": ",", "scale": False, "cache": str(tmp_path / "c")}
+    facts = preparation.prepare_dataset(DataConfig(path=str(path), **asked))
+    kinds = ["number", "number", "number", "date", "category", "category"]
+    assert [column.kind for column in facts.columns or ()] == kinds
+    arrays = preparation.load_arrays(facts)
+    trained = np.concatenate([arrays.train_x, arrays.val_x])
+    columns = [asdict(column) for column in facts.columns or ()]
+    spec = {"task": facts.task, "source": "csv", "input_shape": [1], "feature_names": []}
+    needs = read_needs({**spec, "columns": columns, "decimal": facts.decimal, "na": facts.na})
+    found = [make_inputs(batch.rows, columns, missing="mean").x for batch in _read(path, needs)]
+    np.testing.assert_array_equal(np.concatenate(found), trained[np.argsort(trained[:, 0])])
+
+
 def test_a_wrong_cell_far_down_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(text_tables, "BLOCK_BYTES", 256)
     lines = ["1,2"] * 500 + ["1,NA", "n/a?,2"]
     told = _refused(_write(tmp_path, "a,b\n" + "\n".join(lines) + "\n"), AB)
     assert "row 502 below the header, column 'a': must be a number (got 'n/a?')" in told
 
 
-def test_a_row_that_is_longer_than_a_block_is_one_sentence(
+def test_a_row_that_is_longer_than_a_block_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(csv_blocks, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(csv_blocks, "LONGEST_BYTES", 64)
+    monkeypatch.setattr(text_tables, "BLOCK_BYTES", 64)
+    rows = "".join(f"{i},{i},x\n\n" for i in range(40))
+    path = _write(tmp_path, "a,b,note\n" + rows + "40,40," + "x" * 300 + "\n" + rows)
+    found = pd.concat([batch.rows for batch in _read(path, AB)])
+    assert found["a"].tolist() == [*range(41), *range(40)]
+
+
+def test_a_row_of_more_than_16_mib_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_tables, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(text_tables, "LONGEST_BYTES", 64)
     told = _refused(_write(tmp_path, "a,b,note\n1,2,x\n1,2," + "x" * 300 + "\n1,2,x\n"), AB)
     assert told.startswith("input: rows.csv has a row of more than 64 B")
-    assert "(from byte 15 on); mend it" in told
+    assert told.endswith("or a quote that is never closed; mend it")
 
 
 def test_a_column_to_keep_must_be_there(tmp_path: Path) -> None:

@@ -1,0 +1,195 @@
+"""Keeps the features of a table as numbers, in memory or in a file that has no name, so that
+nothing is left of it, and hands them out block by block: a table may be larger than memory. It
+refuses a disk that has no room, by the setting data.cache.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from tasks.engine.files import prepared_cache
+from tasks.engine.files.columns import LearntColumn
+from tasks.engine.models.raw_inputs import compute_date_parts
+
+T = TypeVar("T")
+R = TypeVar("R")
+MOST_THREADS = 8
+VALUE_BYTES = 8
+MOST_CATEGORIES = 1000  # inputs that a column of text becomes
+
+
+def count_usable_threads() -> int:
+    """Return the number of processors that this process may use, at most 8: beyond that, one
+    thread cannot hand out work fast enough."""
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0))))
+
+
+def map_in_order(work: Callable[[T], R], items: Iterable[T], *, threads: int) -> Iterator[R]:
+    """Yield work(item) for each item, in the items' order; at most `threads` + 1 are under way, so
+    that their memory is bounded.
+
+    Raises what `work` raises, at its turn. Closed early, it waits for what is under way.
+    """
+    pool = ThreadPoolExecutor(threads)
+    under_way: deque[Future[R]] = deque()
+    try:
+        for item in items:
+            under_way.append(pool.submit(work, item))
+            if len(under_way) > threads:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def read_ahead(items: Iterable[T]) -> Iterator[T]:
+    """Yield the items, while a thread makes the next one."""
+    coming = iter(items)
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(lambda: list(islice(coming, 1)))
+        while found := following.result():
+            following = pool.submit(lambda: list(islice(coming, 1)))
+            yield from found
+
+
+class RowStore:
+    """Blocks of float64 values, each (columns, rows), for rows that follow each other."""
+
+    def __init__(self, columns: int, folder: Path, *, is_small: bool = False) -> None:
+        """is_small: they lie in memory, and not in a file in this folder."""
+        self.columns = columns
+        self.starts = [0]  # of each block, and the number of rows at the end
+        self._folder = folder
+        with prepared_cache.refuse_unwritable(folder):
+            if is_small:
+                self._file = os.memfd_create("rows")
+            else:
+                folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder) as file:
+                    self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
+
+    @property
+    def rows(self) -> int:
+        return self.starts[-1]
+
+    def reserve(self, rows: int, *, block_rows: int) -> None:
+        """Make room for so many rows more, in blocks of `block_rows`, to be filled by `put`."""
+        end = self.rows + rows
+        self.starts += [*range(self.rows + block_rows, end, block_rows), end]
+
+    def put(self, column: int, start: int, values: np.ndarray) -> None:
+        """Store values of one column, from row `start` on."""
+        block = bisect_right(self.starts, start) - 1
+        while len(values):
+            first, last = self.starts[block], self.starts[block + 1]
+            part, values = values[: last - start], values[last - start :]
+            at = (first * self.columns + column * (last - first) + start - first) * VALUE_BYTES
+            view = np.ascontiguousarray(part, dtype=np.float64).data.cast("B")
+            with prepared_cache.refuse_unwritable(self._folder):
+                while len(view):
+                    wrote = os.pwrite(self._file, view, at)
+                    view, at = view[wrote:], at + wrote
+            start, block = last, block + 1
+
+    def read(self) -> Iterator[np.ndarray]:
+        """Yield the values of each block, (columns, rows)."""
+        for first, last in pairwise(self.starts):
+            values = np.empty((self.columns, last - first))
+            at = first * self.columns * VALUE_BYTES
+            with prepared_cache.refuse_unwritable(self._folder):
+                if not prepared_cache.fill_from_file(values, self._file, at):
+                    raise OSError("it ended early")
+            yield values
+
+
+@dataclass(frozen=True)
+class Table:
+    """Feature columns; a value that is missing is NaN."""
+
+    columns: tuple[LearntColumn, ...]
+    store: RowStore
+    missing: str  # fail, drop or mean
+    kept: np.ndarray | None = None  # (rows of the file,) booleans; None: all
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows = self.store.rows if self.kept is None else int(self.kept.sum())
+        return rows, len(self.columns)
+
+    @property
+    def inputs(self) -> int:
+        """About how many inputs the columns become."""
+        words = [column.words for column in self.columns if column.words is not None]
+        return sum(min(len(w), MOST_CATEGORIES) + 1 for w in words) + len(self.owners)
+
+    @property
+    def owners(self) -> list[int]:
+        """Of each number of a row, as `numbers` tells them, the column that it is of."""
+        columns = enumerate(self.columns)
+        return [i for i, c in columns if c.words is None for _ in c.parts or (i,)]
+
+    @property
+    def numeric(self) -> np.ndarray:
+        """Which columns hold numbers or dates, (columns,) booleans."""
+        return np.array([column.words is None for column in self.columns], dtype=bool)
+
+    def numbers(self, values: np.ndarray) -> np.ndarray:
+        """Return, of (columns, rows) values, the numbers and the parts of dates, (numbers,
+        rows)."""
+        if not any(column.parts for column in self.columns):
+            return values if self.numeric.all() else values[self.numeric]
+        found = [
+            compute_date_parts(given, column.parts) if column.parts else given[None]
+            for given, column in zip(values, self.columns, strict=True)
+            if column.words is None
+        ]
+        return np.concatenate(found) if found else values[:0]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        """All rows as float64, codes for categories."""
+        blocks = self.map_blocks(lambda _, values: values.T)
+        return np.ascontiguousarray(np.concatenate(list(blocks)))
+
+    def map_blocks(
+        self, work: Callable[[int, np.ndarray], R], *, threads: int | None = None
+    ) -> Iterator[R]:
+        """Yield work(start, values) of the rows that count, block by block: the place of its
+        first row among them, and (columns, rows) float64."""
+
+        return map_in_order(
+            lambda block: work(*block), self._cut_rows(), threads=threads or count_usable_threads()
+        )
+
+    def _cut_rows(self) -> Iterator[tuple[int, np.ndarray]]:
+        start = 0
+        for (first, last), values in zip(
+            pairwise(self.store.starts), self.store.read(), strict=True
+        ):
+            if self.kept is not None:
+                values = values[:, self.kept[first:last]]
+            yield start, values
+            start += values.shape[1]
+
+    def find_whole_rows(self) -> np.ndarray:
+        """Return which rows miss nothing, (rows of the file,) booleans."""
+        some = [i for i, column in enumerate(self.columns) if column.holes]
+        everything = replace(self, kept=None)
+        found = everything.map_blocks(lambda _, values: ~np.isnan(values[some]).any(axis=0))
+        return np.concatenate(list(found))
