@@ -109,7 +109,7 @@ def defer_signals() -> Iterator[Callable[[], int | None]]:
     before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}
     came: list[int] = []
 
-    def later(number: int, frame: FrameType | None) -> None:
+    def put_off(number: int, frame: FrameType | None) -> None:
         waits = came and came[0] != signal.SIGUSR1
         if number == signal.SIGUSR1:
             came[:] = came or [number]
@@ -147,7 +147,7 @@ def defer_signals() -> Iterator[Callable[[], int | None]]:
     def give_back() -> None:
         put(before)
 
-    put(dict.fromkeys(before, later))
+    put(dict.fromkeys(before, put_off))
     _waiting = deliver
     try:
         yield lambda: came[0] if came else None

@@ -33,7 +33,7 @@ from tasks.engine.report import run_report
 from tasks.engine.settings.read_settings import ConfigError, make_config, override_config
 from tasks.engine.settings.run_config import RunConfig
 from tasks.process import signals
-from tasks.process.prefect_http import end_of
+from tasks.process.prefect_http import make_flow_run_end
 from tasks.process.redaction import redact, redact_errors, redact_logs, redact_nested, remove_login
 from tasks.run.failures import classify_failure
 from tasks.run.gate import GateFailed
@@ -206,7 +206,7 @@ def _go_on(self: Console) -> None:
 def make_end_state(run: dict[str, Any]) -> Any:
     """Return the run; for Prefect in a state of its own where it is not done, did not pass its
     gate, or MLflow has not got all of it. Raises GateFailed where the gate is to fail."""
-    end = end_of(run, run.get("unsent", ""))
+    end = make_flow_run_end(run, run.get("unsent", ""))
     if end.type == "FAILED":
         raise GateFailed(run)
     return Completed(name=end.name, message=end.message, data=run) if end.name else run

@@ -198,7 +198,7 @@ class Session:
         Its server may be gone, or ask for a password: then the next run does it.
         """
         assert self.where is not None
-        prefect_http.set_right(self.prefect_api, Path(self.where.runs))
+        prefect_http.correct_flow_runs(self.prefect_api, Path(self.where.runs))
 
     def close(self, run: dict[str, Any]) -> dict[str, float]:
         """End the run, trying again until `give_up_s` have passed."""

@@ -22,7 +22,7 @@ from mlflow.exceptions import MlflowException
 
 from tasks.engine.base.file_lock import is_held
 from tasks.process import prefect_http
-from tasks.process.prefect_http import lives
+from tasks.process.prefect_http import is_run_alive
 from tasks.process.redaction import redact
 from tasks.tracking.journal import BEGIN, SENDING_LOCK, START, RunGone, read_metrics_before
 from tasks.tracking.mlflow_run import (
@@ -50,7 +50,7 @@ def dead(
     for found in client.search_runs(experiments, query, ViewType.ALL, max_results=100):
         run = client.get_run(found.info.run_id)
         tags = run.data.tags
-        if run.info.status != "RUNNING" or lives(tags):
+        if run.info.status != "RUNNING" or is_run_alive(tags):
             continue
         name = tags.get("journal", "")  # anybody's text: only a folder of ours is opened
         folder = Path(chosen.runs) / name if name in folders else Path()
@@ -206,7 +206,7 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
 def _is_gone(tags: Mapping[str, str]) -> bool:
     """Return whether the run's process was one of this host and is no more."""
     is_here = tags.get("host") == socket.gethostname()
-    return is_here and not lives(tags)
+    return is_here and not is_run_alive(tags)
 
 
 def resend(sender: Sender, *, dead: str = DEAD) -> bool:
@@ -297,7 +297,7 @@ def main() -> None:
             print(json.dumps(told), flush=True)
     except Exception as error:  # whatever it is, who asked has to hear of it
         print(json.dumps({"problem": explain_error(error, chosen)}))
-    prefect_http.set_right(order.get("prefect_api", ""), Path(chosen.runs))
+    prefect_http.correct_flow_runs(order.get("prefect_api", ""), Path(chosen.runs))
 
 
 if __name__ == "__main__":
