@@ -216,7 +216,8 @@ class Record:
             self._found.tags.pop("retries", None)
             return None
         self._found.tags = tags
-        self._found.series, self._step = self._journal.told.series(), self._journal.told.step()
+        told = self._journal.told
+        self._found.series, self._step = told.select_series(), told.find_newest_step()
         return measured
 
     def _create(self, data: DataFacts) -> dict[str, float]:
@@ -325,7 +326,9 @@ class Record:
         }
         self.run["metrics"]["time/total_s"] = before_s + self._clock.total_s()
         if not self._found.failure and not self._found.stopped:
-            self.run |= compare_with_history(self.run, self._journal.history(), self.config)
+            self.run |= compare_with_history(
+                self.run, self._journal.wait_for_history(), self.config
+            )
         self.run = redact_nested(self.run)
         _ended[:] = [self]
         try:

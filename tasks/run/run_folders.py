@@ -96,17 +96,17 @@ def list_run_folders(runs: Path) -> list[Path]:
     """Of runs, the newest first, by what their start.json says: a name tells the time of a clock,
     which may be that of another time zone, or of the hour that comes twice."""
     found = (file.parent for file in runs.glob(f"*/{START}"))
-    return sorted(found, key=lambda folder: (_made_at(folder), folder.name), reverse=True)
+    return sorted(found, key=lambda folder: (_read_made_at(folder), folder.name), reverse=True)
 
 
 def next_made_at(runs: Path) -> float:
     """Of a run that is made now: the time, or a little more than that of the newest one there,
     which a clock that was set back since would put behind it."""
-    newest = max(map(_made_at, (file.parent for file in runs.glob(f"*/{START}"))), default=0.0)
+    newest = max(map(_read_made_at, (file.parent for file in runs.glob(f"*/{START}"))), default=0.0)
     return max(time.time(), newest + 0.001)
 
 
-def _made_at(folder: Path) -> float:
+def _read_made_at(folder: Path) -> float:
     start = read_json(folder / START)
     with suppress(TypeError, ValueError):
         # Of an older version: when it began, or was gone on with.
