@@ -36,7 +36,7 @@ from tasks.comparison.trainings import TrainingEnd
 from tasks.engine.base.units import format_number, make_printable
 from tasks.process.redaction import redact_command_line, redact_errors
 from tasks.run.findings import make_process_tags
-from tasks.run.flow_run import CalledFlow, show
+from tasks.run.flow_run import CalledFlow, show_markdown
 from tasks.run.resume import make_timestamp
 from tasks.services import serve
 from tasks.tracking.where import TrackingError, read_tracking_settings
@@ -120,7 +120,7 @@ def _train_all(asked: ComparisonRequest) -> int:
     comparison.keep()
     ids = {"experiment_id": store.experiment_id, "run_id": comparison.run_id}
     print(f"Open     {serve.make_open_command(store.where.tracking_uri, **ids)}", flush=True)
-    show(text, f"comparison-{comparison.run_id}", name)
+    show_markdown(text, f"comparison-{comparison.run_id}", name)
     return 0 if status == "FINISHED" else 1
 
 
@@ -144,7 +144,7 @@ def _read_runs(asked: ComparisonRequest) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     title = f"{len(runs):,} runs of {store.where.experiment}"
     text, _ = _write_report(store, group_runs(runs), title, folder)
-    show(text, f"comparison-{folder.name}", title)
+    show_markdown(text, f"comparison-{folder.name}", title)
     return 0
 
 

@@ -95,7 +95,7 @@ class Findings:
         self.summary |= release_metrics(facts)
         if facts.broken:  # whose memory it is, nobody can tell any more
             self.tags["memory.release"] = facts.broken
-            self.failure = self.failure and self.failure.broken()
+            self.failure = self.failure and self.failure.blame_device()
             return
         self.kept = [asdict(kept) for kept in facts.kept]
         self.owners = [asdict(owner) for owner in facts.owners]

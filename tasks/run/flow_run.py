@@ -140,8 +140,10 @@ def make_own_key() -> str:
 
 @contextmanager
 def schedule_retry(record: Record) -> Iterator[None]:
-    """Under a worker, a failure inside that a new process may cure leaves the flow run to be
-    started again; any other says its class in Prefect too."""
+    """Leave the flow run for its worker to start again, where a new process may cure a failure.
+
+    Any other failure says its class in Prefect too.
+    """
     try:
         yield
     except Exception as error:
@@ -215,11 +217,12 @@ def make_end_state(run: dict[str, Any]) -> Any:
 def publish_report(run: Mapping[str, Any]) -> None:
     """Put the report where Prefect's UI shows it."""
     text = run_report.make_markdown(run, open_command=run["open_command"] if run["run_id"] else "")
-    show(text, f"run-{run['run_id'] or flow_run.id}", run["name"])  # MLflow may not know it yet
+    key = f"run-{run['run_id'] or flow_run.id}"  # MLflow may not know the run yet
+    show_markdown(text, key, run["name"])
 
 
-def show(text: str, key: str, title: str) -> None:
-    """Show markdown, as an artifact of this flow run; without it the run is what it is."""
+def show_markdown(text: str, key: str, title: str) -> None:
+    """Show the text as an artifact of this flow run; a Prefect that is away is only logged."""
     try:
         create_markdown_artifact(text, key=key, description=title)
     except (TransportError, HTTPStatusError) as error:

@@ -61,7 +61,7 @@ class Announcement:
         self._path = self._place / f"{time.time_ns():020d}-{me.pid}.run"
         self._lock: FileLock | None = None
 
-    def leases(self, wait_s: float, told: Callable[[str], None] = lambda _: None) -> Leases:
+    def make_leases(self, wait_s: float, told: Callable[[str], None] = lambda _: None) -> Leases:
         """Return leases that announce here what they wait for, and call `told` with it."""
         holder = f"process {self.live.pid}, {self.live.name}"
 
@@ -145,11 +145,11 @@ def find_process(live: LiveRun) -> psutil.Process | None:
 
 def find_owner(live: LiveRun) -> str:
     """Return the name of its user."""
-    return user_name(live.uid)
+    return find_user_name(live.uid)
 
 
-def user_name(uid: int) -> str:
-    """The user's name; the number of one without, as in a container."""
+def find_user_name(uid: int) -> str:
+    """Return the user's name; the number of one without, as in a container."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
