@@ -219,7 +219,7 @@ def _handle_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _raise_between(frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-    """A trace function: raises where other code calls ours, and where it returns to ours.
+    """Trace calls: raise where other code calls ours, and where it returns to ours.
 
     Not at the next line of ours: that may be a `finally` or the end of a `with`, which Python would
     then pass over. At its return a function has no more `except`, and ours sees it raise.

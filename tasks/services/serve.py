@@ -79,8 +79,10 @@ def start_service() -> int:
 
 
 def start_missing_parts(*, is_keeper: bool = False) -> service.ServicePlan:
-    """The plan, of which everything is up. is_keeper: whether it is this process that will look
-    after it."""
+    """Start what of the service is not up; return the plan, of which then everything is.
+
+    is_keeper: whether it is this process that will look after it.
+    """
     signal.signal(signal.SIGTERM, _exit_on_signal)
     # A worker ends itself by SIGINT. Started from a script's background job it would inherit that
     # SIGINT is ignored, and then never end.
