@@ -56,12 +56,12 @@ def main(count: int = RUNS) -> None:
         store = ExperimentRuns(TrackingSettings.model_validate(told))
         fill(store, count)
         began = time.perf_counter()
-        runs = [MeasuredRun(**run) for run in store.newest(last=count)]
+        runs = [MeasuredRun(**run) for run in store.read_newest(last=count)]
         read_s = time.perf_counter() - began
         groups = group_runs(runs)
         comparison = page.compare_groups(groups, title="benchmark")
         ids = [group.done[0].run_id for group in groups[:MAX_GROUPS]]
-        series = {run_id: store.series(run_id, "train/loss", most=1_000) for run_id in ids}
+        series = {run_id: store.read_series(run_id, "train/loss", most=1_000) for run_id in ids}
         page.write_page(comparison, place, series=series)
         all_s = time.perf_counter() - began
         lines = [

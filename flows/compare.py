@@ -36,7 +36,7 @@ from tasks.comparison.trainings import TrainingEnd
 from tasks.engine.base.units import format_number, make_printable
 from tasks.process.redaction import redact_command_line, redact_errors
 from tasks.run.findings import make_process_tags
-from tasks.run.flow_run import CalledFlow, show
+from tasks.run.flow_run import CalledFlow, show_markdown
 from tasks.run.resume import make_timestamp
 from tasks.services import serve
 from tasks.tracking.where import TrackingError, read_tracking_settings
@@ -120,7 +120,7 @@ def _train_all(asked: ComparisonRequest) -> int:
     comparison.keep()
     ids = {"experiment_id": store.experiment_id, "run_id": comparison.run_id}
     print(f"Open     {serve.make_open_command(store.where.tracking_uri, **ids)}", flush=True)
-    show(text, f"comparison-{comparison.run_id}", name)
+    show_markdown(text, f"comparison-{comparison.run_id}", name)
     return 0 if status == "FINISHED" else 1
 
 
@@ -132,7 +132,11 @@ def _read_runs(asked: ComparisonRequest) -> int:
         raise TrackingError(f"tracking_uri: {chosen.database} is not there; nothing has run yet")
     store = ExperimentRuns(chosen, asked.base.run.experiment, makes=False)
     query = asked.filter
-    found = store.runs(asked.runs) if asked.runs else store.newest(last=asked.last, query=query)
+    found = (
+        store.read_runs(asked.runs)
+        if asked.runs
+        else store.read_newest(last=asked.last, query=query)
+    )
     if not found:
         raise TrackingError(f"--filter: no training of {store.where.experiment!r} is found")
     runs = [MeasuredRun(**run) for run in found]
@@ -140,7 +144,7 @@ def _read_runs(asked: ComparisonRequest) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     title = f"{len(runs):,} runs of {store.where.experiment}"
     text, _ = _write_report(store, group_runs(runs), title, folder)
-    show(text, f"comparison-{folder.name}", title)
+    show_markdown(text, f"comparison-{folder.name}", title)
     return 0
 
 
@@ -154,10 +158,10 @@ def _make_teller(
         error = f": {ended.error}" if ended is not None and ended.error else ""
         print(f"{cell.number}/{count} {cell.label}: {said}{error}", file=sys.stderr, flush=True)
         if ended is not None and ended.status == "PRUNED" and ended.run_id:
-            store.tag(ended.run_id, {"pruned": ended.error})
+            store.set_tags(ended.run_id, {"pruned": ended.error})
         if ended is not None and trials is not None and ended == trials.best:
             tags = {"best": cell.label, "best.run_id": ended.run_id, "best.value": str(ended.value)}
-            store.tag(trials.comparison.run_id, tags)
+            store.set_tags(trials.comparison.run_id, tags)
 
     return tell
 
@@ -167,7 +171,9 @@ def _read_measured(
 ) -> list[MeasuredRun]:
     """Return the trainings as MLflow has them, and those that never had a run as they ended."""
     ends = [comparison.ended[cell.number] for cell in trained]
-    found = {run["run_id"]: run for run in store.runs([end.run_id for end in ends if end.run_id])}
+    found = {
+        run["run_id"]: run for run in store.read_runs([end.run_id for end in ends if end.run_id])
+    }
     runs = []
     for cell, end in zip(trained, ends, strict=True):
         run = found.get(end.run_id, {"run_id": "", "name": cell.label})
@@ -190,7 +196,7 @@ def _write_report(
     comparison = page.compare_groups(groups, title=title, goal=goal, told=told)
     shown = [group.done[0].run_id for group in groups if group.done][:MAX_GROUPS]
     series: dict[str, Points] = {
-        run_id: store.series(run_id, "train/loss", most=CURVE_POINTS) for run_id in shown
+        run_id: store.read_series(run_id, "train/loss", most=CURVE_POINTS) for run_id in shown
     }
     files = page.write_page(comparison, folder, series=series)
     console = Console(highlight=False)
@@ -201,7 +207,7 @@ def _write_report(
     text = page.make_markdown(comparison)
     if trials is not None and trials.best is not None:
         settings, again = trials.make_best_command()
-        store.tag(trials.comparison.run_id, {"best.command": again}, params=settings)
+        store.set_tags(trials.comparison.run_id, {"best.command": again}, params=settings)
         console.print(f"Again    {again}", markup=False, soft_wrap=True)
         text += f"\n\n```\n{again}\n```"
     return text, files

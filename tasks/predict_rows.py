@@ -15,4 +15,4 @@ from tasks.run.run_task import run_task
 def predict_rows(order: Order, device: DeviceFacts, model: ModelFacts) -> PredictFacts:
     """Predict all rows of the input into the output, which is there when this returns."""
     with RowsProgress(prediction.measure_total(order, model)) as progress:
-        return prediction.predict(order, device, model, told=progress.told)
+        return prediction.predict(order, device, model, told=progress.show_rows)

@@ -22,7 +22,7 @@ from tasks.engine.base.units import (
     make_printable,
 )
 from tasks.run.known_runs import KnownRun
-from tasks.run.live_runs import user_name
+from tasks.run.live_runs import find_user_name
 
 # The last ones go first where there is no room; those of a live training are told below it then.
 COLUMNS = ("run", "state", "step", "time", "loss", "id", "samples/s", "peak", "epoch", "device")
@@ -98,7 +98,8 @@ def _make_row_cells(run: KnownRun) -> dict[str, str]:
 
 def _make_notes(run: KnownRun, columns: int) -> list[str]:
     """Return what no column shows, each in one line or two."""
-    whose = [f"of {run.user}"] if run.live and run.user not in ("", user_name(os.geteuid())) else []
+    is_others = run.live and run.user not in ("", find_user_name(os.geteuid()))
+    whose = [f"of {run.user}"] if is_others else []
     which = [f"process {run.pid}"] if run.live and (whose or not run.run_id) else []
     reason = f"waits: {run.waits_for}" if run.waits_for else run.reason
     return [

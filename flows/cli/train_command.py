@@ -222,7 +222,7 @@ def _run_flow(asked: Namespace) -> int:
     from flows.train import train
     from tasks.run.flow_run import ASKED_AT
     from tasks.run.gate import GateFailed
-    from tasks.run.record import last_ended
+    from tasks.run.record import find_last_ended
 
     ASKED_AT.set(restart.find_restart_time() or psutil.Process().create_time())
     signals.enable_signal_exceptions()
@@ -232,7 +232,7 @@ def _run_flow(asked: Namespace) -> int:
         print(f"gate.fail: the run is {failed}", file=sys.stderr)
         return 1
     except Exception as error:
-        ended = last_ended()
+        ended = find_last_ended()
         if isinstance(error, TransportError):
             _prefect_away.set()
         if asked.debug:
@@ -255,10 +255,10 @@ def _plan_retry(asked: Namespace, error: Exception) -> None:
     if attempts.is_launched():  # torchrun starts it again, with the others
         return
     from tasks.run.failures import classify_failure
-    from tasks.run.record import last_ended
+    from tasks.run.record import find_last_ended
     from tasks.run.resume import plan_retry
 
-    ended = last_ended()
+    ended = find_last_ended()
     folder = ended.folder if ended is not None else restart.find_failed_folder()
     failure = (ended.failure if ended is not None else None) or classify_failure(error)
     if folder is not None and (retry := plan_retry(folder, failure, asked.config)) is not None:

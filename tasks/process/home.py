@@ -15,22 +15,22 @@ def provide() -> None:
     matplotlib could not begin to keep anything. Whoever names theirs keeps it."""
     home = Path(os.path.expanduser("~"))
     if not home.is_absolute():
-        os.environ["HOME"] = str(_own())
+        os.environ["HOME"] = str(_make_own_home())
         return
     # HOME itself stays: there may be settings to read in it.
     for variable, usual in {"PREFECT_HOME": ".prefect", "MPLCONFIGDIR": ".cache"}.items():
         if not os.environ.get(variable) and not _may_write(home / usual):
-            os.environ[variable] = str(_own() / usual)
+            os.environ[variable] = str(_make_own_home() / usual)
 
 
 def _may_write(folder: Path) -> bool:
-    """Whether files can be kept there, or it be made."""
+    """Return whether files can be kept there, or it can be made."""
     there = next(p for p in (folder, *folder.parents) if os.path.exists(p))
     return os.access(there, os.W_OK | os.X_OK)
 
 
-def _own() -> Path:
-    """A folder of this user alone, the same for each process as long as nothing clears it."""
+def _make_own_home() -> Path:
+    """Return a folder of this user alone, the same in each process while nothing clears it."""
     folder = Path(tempfile.gettempdir(), f"headroom-home-{os.geteuid()}")
     try:
         folder.mkdir(mode=0o700)

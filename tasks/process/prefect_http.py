@@ -113,12 +113,16 @@ def confirm_cancelled(api: str, run: str) -> None:
 
 
 def find_dead_pool_runs(api: str, workers: Sequence[float]) -> dict[str, str]:
-    """Of the pool's live runs those without a process, e.g. after a power cut, their names by their
-    ids. Prefect itself would show them as running, or as about to run, for ever. workers: when
-    those of the pool that live began, all on this host, in Unix time."""
+    """Return the names, by id, of the pool's live runs without a process, e.g. after a power cut.
+
+    Prefect itself would show them as running, or as about to run, for ever. workers: when those
+    of the pool that live began, all on this host, in Unix time.
+    """
     asked = {"state": {"type": {"any_": LIVE}}}
     begun = {
-        run["id"] for run in _read_pool_runs(api, asked) if not _gets_process(run["state"], workers)
+        run["id"]
+        for run in _read_pool_runs(api, asked)
+        if not _may_get_process(run["state"], workers)
     }
     alive = set()  # who is there is looked for after the runs
     for process in psutil.process_iter():
@@ -128,13 +132,15 @@ def find_dead_pool_runs(api: str, workers: Sequence[float]) -> dict[str, str]:
     return {
         run["id"]: run["name"]
         for run in _read_pool_runs(api, asked)
-        if run["id"] in dead and not _gets_process(run["state"], workers)
+        if run["id"] in dead and not _may_get_process(run["state"], workers)
     }
 
 
-def _gets_process(state: Mapping[str, str], workers: Sequence[float]) -> bool:
-    """Whether one without a process may be about to get it: of a worker that was there when the run
-    became pending, and not long ago."""
+def _may_get_process(state: Mapping[str, str], workers: Sequence[float]) -> bool:
+    """Return whether a run without a process may be about to get it.
+
+    It may, of a worker that was there when the run became pending, and not long ago.
+    """
     if state["type"] != "PENDING":
         return False
     since = datetime.fromisoformat(state["timestamp"]).timestamp()
@@ -180,7 +186,9 @@ TAG = "process"  # of a flow run: process:HOST:PID:START
 def make_flow_run_tag() -> str:
     """Return the tag of a flow run that names its process: host, pid and start."""
     me = psutil.Process()
-    return ":".join([TAG, socket.gethostname(), str(me.pid), f"{me.create_time():.2f}", uptime(me)])
+    return ":".join(
+        [TAG, socket.gethostname(), str(me.pid), f"{me.create_time():.2f}", compute_uptime(me)]
+    )
 
 
 @dataclass(frozen=True)
@@ -193,9 +201,11 @@ class FlowRunEnd:
     name: str = ""  # of the state, where it is not that of its type
 
 
-def end_of(run: Mapping[str, Any], unsent: str = "") -> FlowRunEnd:
-    """What the flow run of a run should say, by what that has left in its run.json. unsent: why
-    MLflow has not got all of it."""
+def make_flow_run_end(run: Mapping[str, Any], unsent: str = "") -> FlowRunEnd:
+    """Return how the flow run of a run should end, by the run's run.json.
+
+    unsent: why MLflow has not got all of it.
+    """
     status, tags = run["status"], run["tags"]
     stopped, gate = run.get("stopped") or "", tags.get("gate", "")
     reason = run.get("error") or stopped or "to its end"
@@ -215,15 +225,18 @@ def end_of(run: Mapping[str, Any], unsent: str = "") -> FlowRunEnd:
 
 
 def read_flow_run_ends(runs: Path, host: str = "") -> dict[str, FlowRunEnd]:
-    """How flow runs ended that may not have said so, by their ids, as `runs` keeps it, the newest
-    first: those whose process was one of this host and is gone, and those that others went on with.
-    Prefect may have been away then. host: what the runs call it, where that is another name."""
+    """Return how flow runs ended that may not have said so, by their ids, the newest first.
+
+    `runs` keeps it: of those whose process was one of this host and is gone, and of those that
+    others went on with. Prefect may have been away then. host: what the runs call it, where that
+    is another name.
+    """
     found: dict[str, FlowRunEnd] = {}
     host = host or socket.gethostname()
     for file in sorted(runs.glob("*/run.json"), reverse=True):
         with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            run, sent = json.loads(file.read_text()), _sent(file.parent)
-            tags, end = run["tags"], end_of(run, sent.get("unsent", ""))
+            run, sent = json.loads(file.read_text()), _read_sent(file.parent)
+            tags, end = run["tags"], make_flow_run_end(run, sent.get("unsent", ""))
             at_s = (file.parent / "metrics.jsonl").stat().st_mtime
             if run["status"] == "FINISHED" and not run.get("stopped"):
                 of = tags.get("prefect.flow_run_id", "")
@@ -232,40 +245,45 @@ def read_flow_run_ends(runs: Path, host: str = "") -> dict[str, FlowRunEnd]:
                 resumed = FlowRunEnd("COMPLETED", message, at_s, RESUMED)
                 for id in filter(None, sent.get("earlier", "").split(",")):
                     found.setdefault(id, resumed)
-            if tags["host"] == host and not lives(tags):
+            if tags["host"] == host and not is_run_alive(tags):
                 found.setdefault(tags["prefect.flow_run_id"], replace(end, at_s=at_s))
     return found
 
 
-def _sent(folder: Path) -> dict[str, Any]:
-    """What sent.json says."""
+def _read_sent(folder: Path) -> dict[str, Any]:
+    """Return what sent.json says."""
     with suppress(OSError, ValueError):
         found = json.loads((folder / "sent.json").read_text())
         return found if isinstance(found, dict) else {}
     return {}
 
 
-def set_right(api: str, runs: Path) -> None:
-    """All that these runs know of, in Prefect. Its server may be gone, or ask for a password: then
-    the next one does."""
+def correct_flow_runs(api: str, runs: Path) -> None:
+    """Correct in Prefect all flow runs that these runs know of.
+
+    Its server may be gone, or ask for a password: then the next process does it.
+    """
     with suppress(OSError, ValueError, KeyError, TypeError):
         if api:
             known = read_flow_run_ends(runs)
             end_dead_flow_runs(api, known)
-            correct(api, known)
+            correct_ends(api, known)
 
 
-def correct(
+def correct_ends(
     api: str, known: Mapping[str, FlowRunEnd], *, does: bool = True
 ) -> dict[str, FlowRunEnd]:
-    """Give flow runs the end that is known where they say that they crashed, but their training
-    came to its end, or that not all was sent, and it has been. By their names; raises OSError."""
+    """Give flow runs their known end where they show another one; return these by name.
+
+    They say that they crashed, but their training came to its end; or that not all was sent, and
+    it has been. Raises OSError.
+    """
     better = {id: end for id, end in known.items() if end.type == "COMPLETED"}
     asked = {"id": {"any_": list(better)[:MOST]}}
     found = _read_flow_runs(api, asked) if better else []
     wrong = [run for run in found if _is_false(run["state"], better[run["id"]])]
     for run in wrong if does else ():
-        _set(api, run["id"], better[run["id"]])
+        _set_end(api, run["id"], better[run["id"]])
     return {run["name"]: better[run["id"]] for run in wrong}
 
 
@@ -293,11 +311,11 @@ def end_dead_flow_runs(
     names = {run["id"]: run["name"] for run in still}
     names |= find_dead_pool_runs(api, workers) if workers is not None else {}
     for id in names if does else ():
-        _set(api, id, dead.get(id, FlowRunEnd()))
+        _set_end(api, id, dead.get(id, FlowRunEnd()))
     return {name: dead.get(id, FlowRunEnd()) for id, name in names.items()}
 
 
-def _set(api: str, id: str, end: FlowRunEnd) -> None:
+def _set_end(api: str, id: str, end: FlowRunEnd) -> None:
     set_state(api, id, type=end.type, message=end.message, name=end.name)
 
 
@@ -325,23 +343,29 @@ def _is_dead(run: dict[str, list[str]]) -> bool:
     return any(len(words) in (2, 3) and not is_alive(*words) for words in mine)
 
 
-def uptime(process: psutil.Process) -> str:
-    """Seconds from the host's start to the process's, which no setting of the clock changes."""
+def compute_uptime(process: psutil.Process) -> str:
+    """Return the seconds from the host's start to the process's: no set clock changes them."""
     return f"{process.create_time() - psutil.boot_time():.2f}"
 
 
-def lives(tags: Mapping[str, str]) -> bool:
-    """Whether the process of the run with these tags does, which was one of this host."""
+def is_run_alive(tags: Mapping[str, str]) -> bool:
+    """Return whether the process of the run with these tags lives; it was one of this host."""
     words = (tags.get(name, "") for name in ("pid", "process.started_at", "process.uptime_s"))
     return is_alive(*words)
 
 
 def is_alive(pid: str, started_at: str, uptime_s: str = "") -> bool:
-    """Whether that very process is there; a pid alone may be another process by now. uptime_s: of
-    the host at its start; the time of its start is another one where the clock was set since."""
+    """Return whether that very process is there; a pid alone may be another process by now.
+
+    uptime_s: of the host at its start; the time of its start is another one where the clock was
+    set since.
+    """
     try:
         process = psutil.Process(int(pid))
-        is_same = abs(process.create_time() - float(started_at)) < 1 or uptime(process) == uptime_s
+        is_same = (
+            abs(process.create_time() - float(started_at)) < 1
+            or compute_uptime(process) == uptime_s
+        )
         return is_same and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, ValueError):
         return False

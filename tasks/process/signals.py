@@ -109,7 +109,7 @@ def defer_signals() -> Iterator[Callable[[], int | None]]:
     before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}
     came: list[int] = []
 
-    def later(number: int, frame: FrameType | None) -> None:
+    def put_off(number: int, frame: FrameType | None) -> None:
         waits = came and came[0] != signal.SIGUSR1
         if number == signal.SIGUSR1:
             came[:] = came or [number]
@@ -147,7 +147,7 @@ def defer_signals() -> Iterator[Callable[[], int | None]]:
     def give_back() -> None:
         put(before)
 
-    put(dict.fromkeys(before, later))
+    put(dict.fromkeys(before, put_off))
     _waiting = deliver
     try:
         yield lambda: came[0] if came else None
@@ -219,7 +219,7 @@ def _handle_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _raise_between(frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-    """A trace function: raises where other code calls ours, and where it returns to ours.
+    """Trace calls: raise where other code calls ours, and where it returns to ours.
 
     Not at the next line of ours: that may be a `finally` or the end of a `with`, which Python would
     then pass over. At its return a function has no more `except`, and ours sees it raise.

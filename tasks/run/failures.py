@@ -53,8 +53,8 @@ class Failure:
     # since a first start is refused for it and its user is there.
     cure: Literal["never", "always", "in a retry"] = "never"
 
-    def broken(self) -> Failure:
-        """Return the failure, or device_lost where the device answers only errors since."""
+    def blame_device(self) -> Failure:
+        """Return the failure, or device_lost, since the device answers nothing but errors."""
         if self.kind != "user_code" or _ASSERT in self.said:
             return self
         return Failure("device_lost", self.said, cure="always")

@@ -20,7 +20,7 @@ from tasks.engine.memory.leaks import release_metrics
 from tasks.engine.memory.memory_meter import MIB
 from tasks.engine.settings.run_config import DataConfig
 from tasks.engine.training.oom_files import OutOfMemory
-from tasks.process.prefect_http import uptime
+from tasks.process.prefect_http import compute_uptime
 from tasks.run.failures import Failure, classify_failure
 
 
@@ -95,7 +95,7 @@ class Findings:
         self.summary |= release_metrics(facts)
         if facts.broken:  # whose memory it is, nobody can tell any more
             self.tags["memory.release"] = facts.broken
-            self.failure = self.failure and self.failure.broken()
+            self.failure = self.failure and self.failure.blame_device()
             return
         self.kept = [asdict(kept) for kept in facts.kept]
         self.owners = [asdict(owner) for owner in facts.owners]
@@ -152,7 +152,7 @@ def make_process_tags(source: str) -> dict[str, str]:
         "host": socket.gethostname(),
         "pid": str(me.pid),
         "process.started_at": f"{me.create_time():.2f}",
-        "process.uptime_s": uptime(me),
+        "process.uptime_s": compute_uptime(me),
         "mlflow.source.name": source,
         "mlflow.source.type": "LOCAL",
         "mlflow.user": _find_user(),

@@ -33,7 +33,7 @@ from tasks.engine.report import run_report
 from tasks.engine.settings.read_settings import ConfigError, make_config, override_config
 from tasks.engine.settings.run_config import RunConfig
 from tasks.process import signals
-from tasks.process.prefect_http import end_of
+from tasks.process.prefect_http import make_flow_run_end
 from tasks.process.redaction import redact, redact_errors, redact_logs, redact_nested, remove_login
 from tasks.run.failures import classify_failure
 from tasks.run.gate import GateFailed
@@ -140,8 +140,10 @@ def make_own_key() -> str:
 
 @contextmanager
 def schedule_retry(record: Record) -> Iterator[None]:
-    """Under a worker, a failure inside that a new process may cure leaves the flow run to be
-    started again; any other says its class in Prefect too."""
+    """Leave the flow run for its worker to start again, where a new process may cure a failure.
+
+    Any other failure says its class in Prefect too.
+    """
     try:
         yield
     except Exception as error:
@@ -206,7 +208,7 @@ def _go_on(self: Console) -> None:
 def make_end_state(run: dict[str, Any]) -> Any:
     """Return the run; for Prefect in a state of its own where it is not done, did not pass its
     gate, or MLflow has not got all of it. Raises GateFailed where the gate is to fail."""
-    end = end_of(run, run.get("unsent", ""))
+    end = make_flow_run_end(run, run.get("unsent", ""))
     if end.type == "FAILED":
         raise GateFailed(run)
     return Completed(name=end.name, message=end.message, data=run) if end.name else run
@@ -215,11 +217,12 @@ def make_end_state(run: dict[str, Any]) -> Any:
 def publish_report(run: Mapping[str, Any]) -> None:
     """Put the report where Prefect's UI shows it."""
     text = run_report.make_markdown(run, open_command=run["open_command"] if run["run_id"] else "")
-    show(text, f"run-{run['run_id'] or flow_run.id}", run["name"])  # MLflow may not know it yet
+    key = f"run-{run['run_id'] or flow_run.id}"  # MLflow may not know the run yet
+    show_markdown(text, key, run["name"])
 
 
-def show(text: str, key: str, title: str) -> None:
-    """Show markdown, as an artifact of this flow run; without it the run is what it is."""
+def show_markdown(text: str, key: str, title: str) -> None:
+    """Show the text as an artifact of this flow run; a Prefect that is away is only logged."""
     try:
         create_markdown_artifact(text, key=key, description=title)
     except (TransportError, HTTPStatusError) as error:

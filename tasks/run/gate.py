@@ -171,12 +171,12 @@ def judge_run(now: Mapping[str, float], runs: History | None, gate: GateConfig) 
     trend = []
     score = next((name for name in SCORES if name in now), None)
     for figure in (*([_make_score_figure(score)] if score else []), *FIGURES):
-        seen = _FigureHistory.of(figure, now, runs, good, usual_ms)
+        seen = _FigureHistory.collect(figure, now, runs, good, usual_ms)
         if seen is None:
             continue
-        trend.append(seen.trend())
-        if limit := seen.passed():
-            told[figure.gate].append(seen.said(*limit))
+        trend.append(seen.make_trend())
+        if limit := seen.find_passed_limit():
+            told[figure.gate].append(seen.describe(*limit))
     if told["slower"]:
         told["slower"] += _describe_phase(now, good)
     worst = next((kind for kind in GATES if told[kind]), OK)
@@ -228,7 +228,7 @@ class _FigureHistory:
     before: list[float]  # of the two runs before that measured it, good or not
 
     @classmethod
-    def of(
+    def collect(
         cls,
         figure: Figure,
         now: Mapping[str, float],
@@ -257,27 +257,28 @@ class _FigureHistory:
     def middle(self) -> float:
         return median(self.good)
 
-    def limit(self, deviations: float, least: float) -> float:
+    def compute_limit(self, deviations: float, least: float) -> float:
         spread = SIGMA * median(abs(value - self.middle) for value in self.good)
         away = max(deviations * spread, least * abs(self.middle), self.figure.unit)
         return self.middle + (away if self.figure.is_lower_better else -away)
 
     @property
     def near(self) -> float:
-        limit, is_lower_better = self.limit(NEAR, self.figure.near), self.figure.is_lower_better
+        limit = self.compute_limit(NEAR, self.figure.near)
+        is_lower_better = self.figure.is_lower_better
         older = self.good[IN_A_ROW - 1 :]  # than the row, which may be good up to now
         worst = sorted(older, reverse=is_lower_better)[int(WORST * len(older))]
         return max(limit, worst) if is_lower_better else min(limit, worst)
 
     @property
     def far(self) -> float:
-        limit = self.limit(FAR, self.figure.far)
+        limit = self.compute_limit(FAR, self.figure.far)
         return max(limit, self.near) if self.figure.is_lower_better else min(limit, self.near)
 
     def is_beyond(self, value: float, limit: float) -> bool:
         return (value > limit) is self.figure.is_lower_better
 
-    def passed(self) -> tuple[float, str] | None:
+    def find_passed_limit(self) -> tuple[float, str] | None:
         """Return the limit that was passed, and what to add in words; None where none was."""
         if self.is_beyond(self.now, self.far) or not abs(self.now) < HUGE:  # nan is no number
             return self.far, ""
@@ -286,7 +287,7 @@ class _FigureHistory:
             return self.near, f", as the {IN_A_ROW - 1} runs before"
         return None
 
-    def said(self, limit: float, more: str) -> str:
+    def describe(self, limit: float, more: str) -> str:
         told, middle = self.figure.value, self.middle
         side = "above" if self.figure.is_lower_better else "below"
         if middle and math.isfinite(self.now):
@@ -296,7 +297,7 @@ class _FigureHistory:
             f"{len(self.good)} ({told(middle)}, limit {told(limit)}){more}"
         )
 
-    def trend(self) -> dict[str, Any]:
+    def make_trend(self) -> dict[str, Any]:
         """Return the values for a plot, the oldest first and this run's last."""
         return {
             "metric": self.figure.metric,
@@ -304,7 +305,7 @@ class _FigureHistory:
             "median": self.middle,
             "near": self.near,
             "far": self.far,
-            "beyond": self.passed() is not None,
+            "beyond": self.find_passed_limit() is not None,
         }
 
 

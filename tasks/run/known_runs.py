@@ -149,7 +149,7 @@ def read_run_folder(folder: Path) -> KnownRun | None:
         pid=start.pid or None,
         device=str(tags.get("device") or read_json(folder / "device.json").get("name") or ""),
         reason=" ".join(str(reason).split()),
-        unsent="" if is_alive or not end else _unsent(folder),
+        unsent="" if is_alive or not end else _explain_unsent(folder),
         steps=start.steps or None,
         epochs=start.epochs or None,
         resume=""
@@ -159,8 +159,8 @@ def read_run_folder(folder: Path) -> KnownRun | None:
     return _add_measurements(run, start, end.get("metrics") or {})
 
 
-def _unsent(folder: Path) -> str:
-    """Why MLflow has not got all of a run that has ended; empty where it has."""
+def _explain_unsent(folder: Path) -> str:
+    """Return why MLflow has not got all of a run that has ended; empty where it has."""
     if (folder / BEGIN).exists():
         return UNKNOWN
     return str(read_json(folder / "sent.json").get("unsent") or "")

@@ -21,7 +21,7 @@ import psutil
 from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.engine.device import leases
 from tasks.engine.device.leases import Leases
-from tasks.process.prefect_http import uptime
+from tasks.process.prefect_http import compute_uptime
 from tasks.process.redaction import redact
 
 NEW_S = 60.0
@@ -43,7 +43,7 @@ class LiveRun:
     epochs: int = 0
     pid: int = 0
     started_at: float = 0.0  # the process, Unix time
-    uptime_s: str = ""  # of the host then; see crashed_flow_runs.uptime
+    uptime_s: str = ""  # of the host then; see prefect_http.compute_uptime
     uid: int = 0  # of the file's owner, whatever the file says
 
 
@@ -56,12 +56,12 @@ class Announcement:
     def __init__(self, folder: Path, name: str) -> None:
         me = psutil.Process()
         told = {"name": redact(name), "folder": str(folder), "pid": me.pid}
-        self.live = LiveRun(**told, started_at=me.create_time(), uptime_s=uptime(me))  # type: ignore[arg-type]
+        self.live = LiveRun(**told, started_at=me.create_time(), uptime_s=compute_uptime(me))  # type: ignore[arg-type]
         self._place = leases.find_lease_folder()
         self._path = self._place / f"{time.time_ns():020d}-{me.pid}.run"
         self._lock: FileLock | None = None
 
-    def leases(self, wait_s: float, told: Callable[[str], None] = lambda _: None) -> Leases:
+    def make_leases(self, wait_s: float, told: Callable[[str], None] = lambda _: None) -> Leases:
         """Return leases that announce here what they wait for, and call `told` with it."""
         holder = f"process {self.live.pid}, {self.live.name}"
 
@@ -137,7 +137,7 @@ def find_process(live: LiveRun) -> psutil.Process | None:
     with suppress(psutil.Error):
         process = psutil.Process(live.pid)
         is_same = abs(process.create_time() - live.started_at) < 1
-        is_same |= uptime(process) == live.uptime_s  # the clock was set since
+        is_same |= compute_uptime(process) == live.uptime_s  # the clock was set since
         if is_same and process.uids().effective == live.uid:
             return process
     return None
@@ -145,11 +145,11 @@ def find_process(live: LiveRun) -> psutil.Process | None:
 
 def find_owner(live: LiveRun) -> str:
     """Return the name of its user."""
-    return user_name(live.uid)
+    return find_user_name(live.uid)
 
 
-def user_name(uid: int) -> str:
-    """The user's name; the number of one without, as in a container."""
+def find_user_name(uid: int) -> str:
+    """Return the user's name; the number of one without, as in a container."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -109,7 +109,7 @@ class Progress:
         self._untold = True
         told_epoch, told_s = self._told or (0, self._began_s)
         quiet_s = now_s - told_s
-        if quiet_s >= PLAIN_EVERY_S and (self._epoch() > told_epoch or quiet_s >= QUIET_S):
+        if quiet_s >= PLAIN_EVERY_S and (self._compute_epoch() > told_epoch or quiet_s >= QUIET_S):
             self._tell(now_s)
 
     def tell_if_silent(self) -> None:
@@ -119,7 +119,7 @@ class Progress:
         if self._bar is None and now_s - told_s >= QUIET_S:
             self._tell(now_s)
 
-    def _epoch(self) -> int:
+    def _compute_epoch(self) -> int:
         """Return the number of the epoch that is being trained, from 1.
 
         It is computed from the step, since it is only logged at an epoch's end.
@@ -129,29 +129,31 @@ class Progress:
         done = max(by_step, logged if math.isfinite(logged) else 0.0)
         return min(self._epochs, max(1, math.ceil(done)))
 
-    def _line(self, now_s: float, *, columns: int = 10**6) -> str:
+    def _make_line(self, now_s: float, *, columns: int = 10**6) -> str:
         """Return the line, with less in it where there is less room.
 
         For example "epoch 3/10  loss 0.412  41,200 samples/s  peak 6.10 GiB  0:12 left".
         """
-        epoch, left = f"epoch {self._epoch()}/{self._epochs}", self._time(now_s)
-        loss = self._said(("train/loss", "loss {}"), words=format_number)
+        epoch, left = f"epoch {self._compute_epoch()}/{self._epochs}", self._describe_time(now_s)
+        loss = self._describe_first(("train/loss", "loss {}"), words=format_number)
         scores = (BALANCED, *SCORES) if UNEVEN in self._known else SCORES
-        score = self._said(*scores, words=format_number)
-        speed = self._said(*SPEEDS, words=_format_rounded)
-        peak = self._said(*PEAKS, words=format_mebibytes)
+        score = self._describe_first(*scores, words=format_number)
+        speed = self._describe_first(*SPEEDS, words=_format_rounded)
+        peak = self._describe_first(*PEAKS, words=format_mebibytes)
         lines = (
             "  ".join([epoch, *loss, *kept, *left])
             for kept in ([*score, *speed, *peak], [*speed, *peak], speed, [])
         )
         return next((line for line in lines if len(line) <= columns), epoch)
 
-    def _said(self, *choices: tuple[str, str], words: Callable[[float], str]) -> list[str]:
+    def _describe_first(
+        self, *choices: tuple[str, str], words: Callable[[float], str]
+    ) -> list[str]:
         """Return the first of the choices that is known, in words."""
         known = [t.format(words(self._known[name])) for name, t in choices if name in self._known]
         return known[:1]
 
-    def _time(self, now_s: float) -> list[str]:
+    def _describe_time(self, now_s: float) -> list[str]:
         left_steps = self._total_steps - self._step
         if self._ended or left_steps <= 0:
             return [format_seconds(now_s - self._began_s)]
@@ -166,9 +168,9 @@ class Progress:
         return [f"{format_clock(left_s)} left"]
 
     def _tell(self, now_s: float) -> None:
-        self._told = (self._epoch(), now_s)
+        self._told = (self._compute_epoch(), now_s)
         self._untold = False
-        log.info("%s", self._line(now_s))
+        log.info("%s", self._make_line(now_s))
 
     def _open(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -213,7 +215,7 @@ class Progress:
         task = self._bar.task_ids[0]
         try:
             room = self._bar.console.width - BAR_COLUMNS - 2
-            line = self._line(now_s, columns=room)
+            line = self._make_line(now_s, columns=room)
             self._bar.update(task, completed=self._step, description=line)
             self._bar.refresh()
         except TERMINAL_ERRORS:
@@ -289,12 +291,12 @@ class RowsProgress(Progress):
         super().__init__(amount, PERCENT, stream, now_s=now_s)
         self._rows = 0
 
-    def told(self, rows: int, done: int) -> None:
+    def show_rows(self, rows: int, done: int) -> None:
         """Show that so many rows are predicted, and so much of the amount is done."""
         self._rows = rows
         self.update({}, done)
 
-    def _line(self, now_s: float, *, columns: int = 10**6) -> str:
+    def _make_line(self, now_s: float, *, columns: int = 10**6) -> str:
         """Return the line, with less in it where there is less room.
 
         For example "41,200 rows  12,300 rows/s  0:12 left".

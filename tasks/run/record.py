@@ -37,7 +37,7 @@ from tasks.run.live_runs import Announcement
 from tasks.run.preflight import check_fit
 from tasks.run.progress import Progress, log_during_silence
 from tasks.run.resume import RunClaim, log_resume_command, make_retry_tags
-from tasks.run.run_folders import RunStart, next_made_at
+from tasks.run.run_folders import RunStart, choose_made_at
 from tasks.run.run_task import CURRENT_RUN
 from tasks.services import serve
 from tasks.tracking.journal import ONCE, Journal, JournalError, RunGone
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 _ended: list[Record] = []
 
 
-def last_ended() -> Record | None:
+def find_last_ended() -> Record | None:
     """Return the record of the run that ended last here, also where Prefect failed to record it."""
     return _ended[-1] if _ended else None
 
@@ -84,7 +84,7 @@ class Record:
         self._screen, self._held = ExitStack(), ExitStack()
         self._is_over = threading.Event()
         self._live = Announcement(self.folder, self._claim.name)
-        self.leases = self._live.leases(config.device.wait_s, told=device_slots.show_waiting)
+        self.leases = self._live.make_leases(config.device.wait_s, told=device_slots.show_waiting)
 
     @property
     def folder(self) -> Path:
@@ -166,7 +166,7 @@ class Record:
         return plan
 
     def _follow_claim(self) -> None:
-        """The run may have become a new one, in a folder of its own."""
+        """Take over the claim's folder: the run may have become a new one, in its own folder."""
         if self._journal.folder != self.folder:
             self._journal.folder = self.folder
             self._live.tell(folder=str(self.folder), name=redact(self._claim.name))
@@ -205,7 +205,7 @@ class Record:
     def _reopen(self) -> dict[str, float] | None:
         """Go on with an earlier run; None where a key begins a new one instead."""
         assert self._claim.start is not None
-        start = self._claim.start = self._claim.start.again(self.folder)
+        start = self._claim.start = self._claim.start.make_next(self.folder)
         tags = {**self._found.tags, "resumed": str(start.resumed)}
         run = {"run_id": start.run_id, "experiment_id": start.experiment_id}
         try:
@@ -216,7 +216,8 @@ class Record:
             self._found.tags.pop("retries", None)
             return None
         self._found.tags = tags
-        self._found.series, self._step = self._journal.told.series(), self._journal.told.step()
+        told = self._journal.told
+        self._found.series, self._step = told.select_series(), told.find_newest_step()
         return measured
 
     def _create(self, data: DataFacts) -> dict[str, float]:
@@ -233,7 +234,7 @@ class Record:
             self._claim.key,
             pid=os.getpid(),
             began_at=self._clock.began_at,
-            made_at=next_made_at(self.folder.parent),
+            made_at=choose_made_at(self.folder.parent),
         )
         words = {
             "data": make_data_inputs(self.config.data, data),
@@ -273,8 +274,10 @@ class Record:
         (self.folder / name).write_text(text)
 
     def _put_back(self) -> None:
-        """The folder was removed in mid-run: else nobody would find the run there, nor see that it
-        is being trained, nor go on with it."""
+        """Write the files of the folder anew, which was removed in mid-run.
+
+        Else nobody would find the run there, nor see that it is being trained, nor go on with it.
+        """
         with suppress(ConfigError):  # somebody else has the lock already
             self._claim.hold_folder()
         if self._claim.start is not None:
@@ -325,7 +328,9 @@ class Record:
         }
         self.run["metrics"]["time/total_s"] = before_s + self._clock.total_s()
         if not self._found.failure and not self._found.stopped:
-            self.run |= compare_with_history(self.run, self._journal.history(), self.config)
+            self.run |= compare_with_history(
+                self.run, self._journal.wait_for_history(), self.config
+            )
         self.run = redact_nested(self.run)
         _ended[:] = [self]
         try:

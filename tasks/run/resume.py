@@ -151,10 +151,10 @@ def lock_key(runs: Path, key: str) -> KeyLock:
 
 def is_key_held(runs: Path, key: str) -> bool:
     """Return whether a process trains under this key, or is about to."""
-    return is_held(_key_file(runs, key))
+    return is_held(_make_key_path(runs, key))
 
 
-def _key_file(runs: Path, key: str) -> Path:
+def _make_key_path(runs: Path, key: str) -> Path:
     return runs / KEYS / f"{sha256(key.encode()).hexdigest()[:24]}.lock"
 
 
@@ -166,8 +166,8 @@ class KeyLock:
 
     @classmethod
     def take(cls, runs: Path, key: str) -> KeyLock | str:
-        """Return it, or who else has it. Raises OSError."""
-        path = _key_file(runs, key)
+        """Return the lock of the key, or who else has it. Raises OSError."""
+        path = _make_key_path(runs, key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         while True:
             lock = FileLock(path)
@@ -220,7 +220,7 @@ class RunClaim:
             left = self._take_earlier(resume, locks)
             self._locks = locks.pop_all()
         self.resumes = left is not None
-        self.folder = left or self._new_folder()
+        self.folder = left or self._choose_folder()
         self.start = read_start(self.folder) if left else None
         self.earlier = self.start or find_failed_start(runs, self.key)  # whose retry this may be
         self.name = self.start.name if self.start else self._new_name
@@ -264,7 +264,7 @@ class RunClaim:
             ) from None
         self._folder_lock.close()
         self.anew = f"{why}; its folder {self.folder} is left, remove it where nobody needs it"
-        self.resumes, self.folder = False, self._new_folder()
+        self.resumes, self.folder = False, self._choose_folder()
         self.start = self.earlier = None
         self.name = self._new_name
 
@@ -277,7 +277,7 @@ class RunClaim:
         self.start = start
         start.write(self.folder)
 
-    def _new_folder(self) -> Path:
+    def _choose_folder(self) -> Path:
         return self._runs / f"{make_timestamp()}-{uuid4().hex[:8]}"
 
 

@@ -35,7 +35,7 @@ class RunStart:
     after: str = ""  # which class of failure it came
     steps: int = 0  # that it is to take
     epochs: int = 0
-    made_at: float = 0.0  # Unix time; see `next_made_at`
+    made_at: float = 0.0  # Unix time; see `choose_made_at`
 
     def write(self, folder: Path) -> None:
         half = folder / f"{START}.new"
@@ -48,7 +48,7 @@ class RunStart:
         self = replace(self, retries=was.retries, retried_at=was.retried_at, after=was.after)
         return replace(self, device=on)
 
-    def again(self, folder: Path) -> RunStart:
+    def make_next(self, folder: Path) -> RunStart:
         """Return the start of the next time, with the seconds that the times before took.
 
         The last one has recorded how long it took, or lasted, as far as is known, until its
@@ -93,20 +93,25 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def list_run_folders(runs: Path) -> list[Path]:
-    """Of runs, the newest first, by what their start.json says: a name tells the time of a clock,
-    which may be that of another time zone, or of the hour that comes twice."""
+    """Return the folders of runs, the newest first, by what their start.json says.
+
+    A folder's name has the time of a clock, which may be that of another time zone, or of the
+    hour that comes twice.
+    """
     found = (file.parent for file in runs.glob(f"*/{START}"))
-    return sorted(found, key=lambda folder: (_made_at(folder), folder.name), reverse=True)
+    return sorted(found, key=lambda folder: (_read_made_at(folder), folder.name), reverse=True)
 
 
-def next_made_at(runs: Path) -> float:
-    """Of a run that is made now: the time, or a little more than that of the newest one there,
-    which a clock that was set back since would put behind it."""
-    newest = max(map(_made_at, (file.parent for file in runs.glob(f"*/{START}"))), default=0.0)
+def choose_made_at(runs: Path) -> float:
+    """Return the `made_at` of a run that is made now: later than that of any run there.
+
+    It is the time, but where the clock was set back since the newest run was made.
+    """
+    newest = max(map(_read_made_at, (file.parent for file in runs.glob(f"*/{START}"))), default=0.0)
     return max(time.time(), newest + 0.001)
 
 
-def _made_at(folder: Path) -> float:
+def _read_made_at(folder: Path) -> float:
     start = read_json(folder / START)
     with suppress(TypeError, ValueError):
         # Of an older version: when it began, or was gone on with.

@@ -25,7 +25,7 @@ from tasks.process.redaction import redact
 from tasks.run.live_runs import find_left_files, find_live_runs
 from tasks.run.run_folders import LOCK, START, list_run_folders, read_start
 from tasks.services import local_prefect, serve
-from tasks.services.processes import find_parts, started
+from tasks.services.processes import find_parts, find_worker_starts
 from tasks.tracking.journal import SENDING_LOCK
 from tasks.tracking.where import TrackingSettings
 
@@ -100,10 +100,14 @@ def _make_mlflow_action(told: dict[str, Any], known: dict[str, FlowRunEnd]) -> T
 
 
 def _find_servers() -> dict[str, list[float] | None]:
-    """Prefect's APIs that are known here; of that of `make serve`, whose workers are no other
-    host's, since when these live."""
+    """Return the Prefect APIs that are known here, each with when its workers began.
+
+    None but for that of `make serve`, whose workers are no other host's.
+    """
     ours = find_parts(serve.FOLDER)
-    found = {f"{ours['prefect'].address}/api": started(ours)} if "prefect" in ours else {}
+    found = (
+        {f"{ours['prefect'].address}/api": find_worker_starts(ours)} if "prefect" in ours else {}
+    )
     named = local_prefect.find_api_url()
     return {named: None, **found} if named else {**found}
 
@@ -112,7 +116,7 @@ def _clean_up_prefect(
     api: str, known: dict[str, FlowRunEnd], workers: list[float] | None, *, does: bool
 ) -> Iterator[TidyAction]:
     dead = prefect_http.end_dead_flow_runs(api, known, workers=workers, does=does)
-    for name, end in {**dead, **prefect_http.correct(api, known, does=does)}.items():
+    for name, end in {**dead, **prefect_http.correct_ends(api, known, does=does)}.items():
         state = end.name or end.type
         yield TidyAction(
             "set", f"flow run {make_printable(name, limit=60)} to {state}: {end.message}"

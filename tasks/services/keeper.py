@@ -27,41 +27,44 @@ def keep(
     *,
     looks: Callable[[float], None] = time.sleep,
 ) -> None:
-    """For ever. brought_up: starts what is missing. send: sees to what was not sent. Raises what
-    `looks` raises."""
-    plan, pause_s, pass_at = _patiently(brought_up, looks), AGAIN_S, 0.0
-    up = with_keeper(find_parts(folder))
+    """Look after the parts of the service, for ever.
+
+    brought_up: starts what is missing. send: sees to what was not sent. Raises what `looks`
+    raises.
+    """
+    plan, pause_s, pass_at = _bring_up_patiently(brought_up, looks), AGAIN_S, 0.0
+    up = add_keeper(find_parts(folder))
     while True:
-        if missing := [name for name in plan.addresses if not _lives(name, up)]:
-            up = with_keeper(find_parts(folder))  # somebody else may have started it
+        if missing := [name for name in plan.addresses if not _is_up(name, up)]:
+            up = add_keeper(find_parts(folder))  # somebody else may have started it
             missing = [name for name in plan.addresses if name not in up]
         if missing:
-            print(f"{_now()} {', '.join(missing)}: had ended", flush=True)
-            plan = _patiently(brought_up, looks)
-            up, pass_at = with_keeper(find_parts(folder)), 0.0
+            print(f"{_format_now()} {', '.join(missing)}: had ended", flush=True)
+            plan = _bring_up_patiently(brought_up, looks)
+            up, pass_at = add_keeper(find_parts(folder)), 0.0
             looks(pause_s)  # what ends at once is not started a hundred times
             pause_s = min(LONGEST_S, 2 * pause_s)
         elif time.monotonic() > pass_at:
             if pass_at:
                 pause_s = AGAIN_S  # all has lived for a pass
-            _pass(plan, up, send)
+            _run_pass(plan, up, send)
             pass_at = time.monotonic() + PASS_S
         looks(LOOK_S)
 
 
-def with_keeper(up: Mapping[str, Part]) -> dict[str, Part]:
-    """What is up, and this process, which looks for others."""
+def add_keeper(up: Mapping[str, Part]) -> dict[str, Part]:
+    """Return what is up, and this process, which does not find itself."""
     return {KEEPER: Part(ADDRESS, psutil.Process()), **up}
 
 
 ADDRESS = "starts the others again"  # what `status` shows of it
 
 
-def _lives(name: str, up: Mapping[str, Part]) -> bool:
+def _is_up(name: str, up: Mapping[str, Part]) -> bool:
     return name in up and is_running(up[name].process)
 
 
-def _patiently(
+def _bring_up_patiently(
     brought_up: Callable[[], ServicePlan], looks: Callable[[float], None]
 ) -> ServicePlan:
     pause_s = AGAIN_S
@@ -69,19 +72,19 @@ def _patiently(
         try:
             return brought_up()
         except ServeError as error:
-            print(f"{_now()} {error}; again in {pause_s:.0f} s", file=sys.stderr, flush=True)
+            print(f"{_format_now()} {error}; again in {pause_s:.0f} s", file=sys.stderr, flush=True)
         looks(pause_s)
         pause_s = min(LONGEST_S, 2 * pause_s)
 
 
-def _pass(plan: ServicePlan, up: Mapping[str, Part], send: Callable[[], None]) -> None:
+def _run_pass(plan: ServicePlan, up: Mapping[str, Part], send: Callable[[], None]) -> None:
     try:
         if done := put_right(plan, up):
-            print(f"{_now()} put right in Prefect: {', '.join(done)}", flush=True)
+            print(f"{_format_now()} put right in Prefect: {', '.join(done)}", flush=True)
         send()
     except (OSError, ValueError, LookupError, TypeError) as error:  # no answer, or none of Prefect
-        print(f"{_now()} the pass failed: {error}", file=sys.stderr, flush=True)
+        print(f"{_format_now()} the pass failed: {error}", file=sys.stderr, flush=True)
 
 
-def _now() -> str:
+def _format_now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S")

@@ -136,8 +136,8 @@ def find_parts(folder: Path) -> dict[str, Part]:
     return found
 
 
-def started(up: Mapping[str, Part]) -> list[float]:
-    """When the workers among them began, in Unix time."""
+def find_worker_starts(up: Mapping[str, Part]) -> list[float]:
+    """Return when the workers among them began, in Unix time."""
     found = []
     for name, part in up.items():
         with suppress(psutil.Error):
@@ -216,8 +216,10 @@ def require_free_port(port: int, variable: str) -> None:
 
 
 def require_own_home(folder: Path, home: Path) -> None:
-    """Raises ServeError where the service of another folder has that PREFECT_HOME: each one's
-    worker would play what the other one deploys."""
+    """Raise ServeError where the service of another folder has that PREFECT_HOME.
+
+    Each one's worker would run what the other one deploys.
+    """
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             env = process.environ()

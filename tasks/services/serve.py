@@ -79,14 +79,16 @@ def start_service() -> int:
 
 
 def start_missing_parts(*, is_keeper: bool = False) -> service.ServicePlan:
-    """The plan, of which everything is up. is_keeper: whether it is this process that will look
-    after it."""
+    """Start what of the service is not up; return the plan, of which then everything is.
+
+    is_keeper: whether it is this process that will look after it.
+    """
     signal.signal(signal.SIGTERM, _exit_on_signal)
     # A worker ends itself by SIGINT. Started from a script's background job it would inherit that
     # SIGINT is ignored, and then never end.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with hold_service_lock(FOLDER):
-        alive = keeper.with_keeper(find_parts(FOLDER)) if is_keeper else find_parts(FOLDER)
+        alive = keeper.add_keeper(find_parts(FOLDER)) if is_keeper else find_parts(FOLDER)
         plan = _make_plan(alive)
         gone = ", ".join(name for name in plan.addresses if name not in alive)
         if not gone:
@@ -148,7 +150,7 @@ def run_mlflow_ui() -> int:
     require_free_port(port, MLFLOW_PORT[0])
     address = f"http://127.0.0.1:{port}"
     print("MLflow is starting ...", flush=True)
-    with _told_when_up(address) as telling:
+    with _print_page_when_up(address) as telling:
         telling.write(address + _find_first_page(chosen))
     os.environ["MLFLOW_BACKEND_STORE_URI"] = chosen.tracking_uri  # unlike a flag, not seen in `ps`
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # with it: 1.7 GB and 30 s
@@ -157,10 +159,12 @@ def run_mlflow_ui() -> int:
     os.execv(sys.executable, [sys.executable, "-m", "mlflow", "server", *arguments])
 
 
-def _told_when_up(address: str) -> IO[str]:
-    """Where the page is to be written that is printed once the server answers that this process is
-    about to become: before, a click on it would be refused. By a process of its own, which nobody
-    has to wait for; forked before a library has threads."""
+def _print_page_when_up(address: str) -> IO[str]:
+    """Return a pipe for the page to print once the server answers that this process becomes.
+
+    Before that, a click on it would be refused. A process of its own prints it, which nobody has
+    to wait for; it is forked before a library has threads.
+    """
     server = os.getpid()
     read, write = os.pipe()
     if child := os.fork():

@@ -35,13 +35,13 @@ from tasks.services.processes import (
     end_processes,
     find_own_processes,
     find_parts,
+    find_worker_starts,
     is_running,
     make_log_path,
     make_start_error,
     provide_mark,
     require_own_home,
     start_part,
-    started,
 )
 
 RUN_S = 90.0  # for runs to end: give the device back, and send what MLflow has not got yet
@@ -69,7 +69,7 @@ def take_down(folder: Path, *, but: Collection[str] = ()) -> None:
 
 
 def end_keeper(folder: Path) -> None:
-    """So that nothing is started again that is taken down."""
+    """End the keeper, so that nothing is started again that is taken down."""
     systemd_unit.remove(folder)
     if KEEPER in (up := find_parts(folder)):
         end_processes([up[KEEPER].process], wait_s=20)
@@ -230,7 +230,7 @@ def _start_from_plan(name: str, plan: ServicePlan) -> Part:
 
 
 def _start_keeper(plan: ServicePlan) -> None:
-    """As a unit of systemd where that starts it again too, else as the others."""
+    """Start the keeper as a unit of systemd where that restarts it too, else as the others."""
     address = plan.addresses[KEEPER]
     program = make_program(KEEPER, address)
     if not systemd_unit.is_possible():
@@ -268,8 +268,8 @@ def put_right(plan: ServicePlan, up: Mapping[str, Part]) -> dict[str, FlowRunEnd
     known: dict[str, FlowRunEnd] = {}
     for host, runs in plan.runs:
         known |= prefect_http.read_flow_run_ends(runs, host)
-    dead = prefect_http.end_dead_flow_runs(plan.api, known, workers=started(up))
-    return {**dead, **prefect_http.correct(plan.api, known)}
+    dead = prefect_http.end_dead_flow_runs(plan.api, known, workers=find_worker_starts(up))
+    return {**dead, **prefect_http.correct_ends(plan.api, known)}
 
 
 def _deploy(plan: ServicePlan, up: Mapping[str, Part]) -> None:

@@ -25,25 +25,25 @@ PASSING = re.compile(
 
 
 def is_possible() -> bool:
-    """Whether there is a systemd of this user, and it stays when the user logs out."""
+    """Return whether there is a systemd of this user that stays when the user logs out."""
     if _ask("systemctl", "--user", "show-environment") is None:
         return False
     return _ask("loginctl", "show-user", str(os.getuid()), "--property=Linger") == "Linger=yes"
 
 
-def name_of(folder: Path) -> str:
-    """Of the unit of this folder's service: a machine may have several clones."""
+def make_unit_name(folder: Path) -> str:
+    """Return the name of the unit of this folder's service: a machine may have several."""
     return f"headroom-{provide_mark(folder)[:12]}.service"
 
 
 def put(folder: Path, *, project: Path, command: Sequence[str], env: Mapping[str, str]) -> None:
     """Write the unit and start it, also with the machine. Raises ServeError."""
-    unit = _path(folder)
+    unit = _find_unit_path(folder)
     unit.parent.mkdir(parents=True, exist_ok=True)
-    unit.write_text(text_of(folder, project=project, command=command))
+    unit.write_text(make_unit_text(folder, project=project, command=command))
     file = folder / ENVIRONMENT
     with open(os.open(file, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as told:
-        told.write(environment_text(env))
+        told.write(make_environment_text(env))
     # In no file: systemd keeps them until it ends.
     if hidden := [name for name, value in env.items() if _is_hidden(name, value)]:
         _do(["systemctl", "--user", "import-environment", *hidden], env=env)
@@ -53,7 +53,7 @@ def put(folder: Path, *, project: Path, command: Sequence[str], env: Mapping[str
 
 def remove(folder: Path) -> None:
     """End the unit, and what made it; nothing where there is none."""
-    if not (folder / "mark").exists() or not (unit := _path(folder)).exists():
+    if not (folder / "mark").exists() or not (unit := _find_unit_path(folder)).exists():
         return
     for words in (["disable", "--quiet", unit.name], ["stop", unit.name]):
         _ask("systemctl", "--user", *words)
@@ -62,19 +62,19 @@ def remove(folder: Path) -> None:
     _ask("systemctl", "--user", "daemon-reload")
 
 
-def text_of(folder: Path, *, project: Path, command: Sequence[str]) -> str:
-    """The unit file."""
-    words = " ".join(_quoted(word) for word in command)
-    log = _plain(folder / "keeper.log")
+def make_unit_text(folder: Path, *, project: Path, command: Sequence[str]) -> str:
+    """Return the text of the unit file."""
+    words = " ".join(_quote_word(word) for word in command)
+    log = _escape_path(folder / "keeper.log")
     return "\n".join(
         [
             "[Unit]",
-            f"Description=Headroom: the service of {_plain(project)}",
+            f"Description=Headroom: the service of {_escape_path(project)}",
             "StartLimitIntervalSec=0",
             "",
             "[Service]",
-            f"WorkingDirectory={_plain(project)}",
-            f"EnvironmentFile={_plain(folder / ENVIRONMENT)}",
+            f"WorkingDirectory={_escape_path(project)}",
+            f"EnvironmentFile={_escape_path(folder / ENVIRONMENT)}",
             f"ExecStart={words}",
             f"StandardOutput=append:{log}",
             f"StandardError=append:{log}",
@@ -90,8 +90,8 @@ def text_of(folder: Path, *, project: Path, command: Sequence[str]) -> str:
     )
 
 
-def environment_text(env: Mapping[str, str]) -> str:
-    """What of the environment is no secret, as systemd reads it."""
+def make_environment_text(env: Mapping[str, str]) -> str:
+    """Return what of the environment is no secret, as systemd reads it."""
     lines = []
     for name, value in env.items():
         is_kept = re.fullmatch(r"[A-Za-z_]\w*", name) and not PASSING.fullmatch(name)
@@ -105,16 +105,16 @@ def _is_hidden(name: str, value: str) -> bool:
     return name != MARK and (is_secret(name, value) or redact(value) != value)
 
 
-def _path(folder: Path) -> Path:
+def _find_unit_path(folder: Path) -> Path:
     config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(config) / "systemd" / "user" / name_of(folder)
+    return Path(config) / "systemd" / "user" / make_unit_name(folder)
 
 
-def _plain(path: Path) -> str:
+def _escape_path(path: Path) -> str:
     return str(path).replace("%", "%%")
 
 
-def _quoted(word: str) -> str:
+def _quote_word(word: str) -> str:
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"'
 
@@ -127,7 +127,7 @@ def _do(command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
 
 
 def _ask(*command: str) -> str | None:
-    """What it printed; None where it failed, or is not there."""
+    """Return what the command printed; None where it failed, or is not there."""
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
         return done.stdout.strip() if done.returncode == 0 else None

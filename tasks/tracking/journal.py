@@ -141,7 +141,7 @@ class _ThinnedSeries:
         self._count += 1
         self._last = point
 
-    def points(self) -> list[list[float]]:
+    def list_points(self) -> list[list[float]]:
         return self._kept if self._kept[-1] is self._last else [*self._kept, self._last]
 
 
@@ -161,7 +161,7 @@ def read_series(journal: Path) -> dict[str, list[list[float]]]:
                     if key not in found:
                         found[key] = _ThinnedSeries()
                     found[key].add([step, value, unix_ms])
-    return {key: thinned.points() for key, thinned in found.items()}
+    return {key: thinned.list_points() for key, thinned in found.items()}
 
 
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError)  # what reading a damaged line raises
@@ -191,23 +191,23 @@ def append_line(file: FileIO, line: bytes) -> None:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a journal has told by now."""
+class JournalSummary:
+    """What a journal holds by now: the newest step and value of each metric."""
 
     steps: dict[str, int] = field(default_factory=dict)  # the newest, by metric
     values: dict[str, float] = field(default_factory=dict)  # of that step
     unix_ms: int = 0  # the latest
 
-    def series(self) -> dict[str, float]:
-        """The newest values of what has more than one a run."""
+    def select_series(self) -> dict[str, float]:
+        """Return the newest values of the metrics that have more than one a run."""
         return {name: self.values[name] for name, step in self.steps.items() if step != ONCE}
 
-    def step(self) -> int:
+    def find_newest_step(self) -> int:
         return max(self.steps.values(), default=ONCE)
 
 
-def told_by(journal: Path) -> Told:
-    """All of it; half a line at its end, of a process that died, is cut off."""
+def summarize_journal(journal: Path) -> JournalSummary:
+    """Read the journal; half a line at its end, of a process that died, is cut off."""
     steps: dict[str, int] = {}
     values: dict[str, float] = {}
     latest_ms = whole_bytes = 0
@@ -217,7 +217,7 @@ def told_by(journal: Path) -> Told:
                 steps[name], values[name] = step, value
                 latest_ms = max(latest_ms, unix_ms)
         lines.truncate(whole_bytes)
-    return Told(steps, values, latest_ms)
+    return JournalSummary(steps, values, latest_ms)
 
 
 def _parse_line(line: bytes) -> Line:
@@ -295,7 +295,7 @@ class Journal:
         self._histories: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._metrics: FileIO | None = None
-        self.told = Told()  # before this process
+        self.told = JournalSummary()  # before this process
         self._ms, self._ms_at = 0, time.monotonic()  # of the newest line, and when that was
         self._sender: subprocess.Popen[str] | None = None
         self._orders: list[dict[str, Any]] = []  # open and begin
@@ -347,21 +347,23 @@ class Journal:
         """
         given = {k: "" if v is None else str(v) for k, v in params.items()}
         begin = {"name": name, "params": given, "data": [*data], "start": start}
-        return self._begun(begin, tags, wanted)
+        return self._begin(begin, tags, wanted)
 
     def reopen(
         self, ids: Mapping[str, str], *, tags: Mapping[str, str], wanted: Sequence[str] = ()
     ) -> dict[str, float]:
-        """The same for a run that goes on, with the journal of before: what that has told of a step
-        is not told again. ids: run_id and experiment_id. Raises RunGone too: nothing is begun then,
-        and another run may be, in another folder."""
+        """Open a run that goes on, like `create`: what its journal has of a step is not told again.
+
+        ids: run_id and experiment_id. Raises RunGone too: nothing is begun then, and another run
+        may be, in another folder.
+        """
         try:
             begin = json.loads((self.folder / BEGIN).read_text())
         except (OSError, ValueError):
             begin = ids
-        return self._begun(begin, tags, wanted)
+        return self._begin(begin, tags, wanted)
 
-    def _begun(
+    def _begin(
         self, begin: Mapping[str, Any], tags: Mapping[str, str], wanted: Sequence[str]
     ) -> dict[str, float]:
         if self._opening is None:
@@ -372,13 +374,13 @@ class Journal:
         order["experiment"] = self._orders[0]["where"]["experiment"]
         order["tags"] = {"alike": "", **begin.get("tags", {}), **tags}
         try:
-            self._metrics = self._opened()
-            self.told = told_by(self.folder / "metrics.jsonl")
+            self._metrics = self._open_metrics()
+            self.told = summarize_journal(self.folder / "metrics.jsonl")
             self._ms = self.told.unix_ms
             with open(self.folder / RESERVE, "wb") as reserve:
                 os.posix_fallocate(reserve.fileno(), 0, RESERVE_BYTES)
         except OSError as error:
-            raise TrackingError(self._refusal(error)) from None
+            raise TrackingError(self._describe_refusal(error)) from None
         order |= {"do": "begin", "folder": str(self.folder), "wanted": list(wanted)}
         with self._telling:
             self._orders.append(order)
@@ -400,7 +402,7 @@ class Journal:
         return dict(answer.get("past", {}))
 
     def _leave_nothing(self) -> None:
-        """Of a run that did not begin, and of which nothing was logged before."""
+        """Remove the files of a run that did not begin, and of which nothing was logged."""
         with suppress(OSError):
             self.make_room()
             if not (self.folder / "metrics.jsonl").stat().st_size:
@@ -409,17 +411,17 @@ class Journal:
                 self.folder.rmdir()  # not where anything else is in it
 
     def _forget(self) -> None:
-        """Of a run that was to be gone on with, and can't be."""
+        """Let go of the run that was to be gone on with, and can't be."""
         assert self._metrics is not None
         self._metrics.close()
         self.make_room()
-        self._metrics, self.told, self._ms = None, Told(), 0
+        self._metrics, self.told, self._ms = None, JournalSummary(), 0
         self._orders.pop()
 
-    def history(self) -> list[dict[str, Any]] | None:
-        """Return gate and metrics of the newest runs of the same `gate.of`.
+    def wait_for_history(self) -> list[dict[str, Any]] | None:
+        """Wait for gate and metrics of the newest runs of the same `gate.of`, and return them.
 
-        None where they are not known.
+        None where they are not known in time.
         """
         with suppress(queue.Empty):
             return self._histories.get(timeout=SILENT_S if self.run_id else 0)
@@ -447,13 +449,15 @@ class Journal:
             return
         try:
             self._restore()
-            append_line(self._metrics, make_line(metrics, step, unix_ms=self._now_ms()))
+            append_line(self._metrics, make_line(metrics, step, unix_ms=self._compute_now_ms()))
         except OSError as error:
-            raise JournalError(self._refusal(error)) from None
+            raise JournalError(self._describe_refusal(error)) from None
 
-    def _now_ms(self) -> int:
-        """Unix time; never before what was told: of a step that is told of twice MLflow shows the
-        later one, and a clock may be set back."""
+    def _compute_now_ms(self) -> int:
+        """Return the Unix time in ms, but never one before the newest line's.
+
+        Of a step that is told of twice MLflow shows the later one, and a clock may be set back.
+        """
         now_s = time.monotonic()
         passed_ms = int((now_s - self._ms_at) * 1000)
         self._ms, self._ms_at = max(int(time.time() * 1000), self._ms + passed_ms), now_s
@@ -464,7 +468,7 @@ class Journal:
         with suppress(OSError):
             (self.folder / RESERVE).unlink()
 
-    def _opened(self) -> FileIO:
+    def _open_metrics(self) -> FileIO:
         self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.mkdir(mode=0o700, exist_ok=True)
         # Unbuffered: what was logged survives the death of this process.
@@ -477,7 +481,7 @@ class Journal:
         """
         if self._metrics is None or os.path.exists(self.folder / "metrics.jsonl"):
             return
-        new = self._opened()
+        new = self._open_metrics()
         self._metrics.seek(0)
         shutil.copyfileobj(self._metrics, new)
         self._metrics.close()
@@ -485,7 +489,7 @@ class Journal:
         self.put_back()
         self._note(f"{self.folder} was removed in mid-run; it was written anew")
 
-    def _refusal(self, error: OSError) -> str:
+    def _describe_refusal(self, error: OSError) -> str:
         return f"runs: {self.folder} can't be written ({error.strerror}); make room there"
 
     def _note(self, text: str) -> None:

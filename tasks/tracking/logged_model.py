@@ -143,7 +143,7 @@ def _choose_champion(
 
 
 def _write_model_folder(path: Path, trained: Path, spec: dict[str, Any], *, run_id: str) -> None:
-    """An MLflow model's folder, of parts that MLflow documents.
+    """Write an MLflow model's folder, of parts that MLflow documents.
 
     mlflow.pyfunc.save_model() would write the same, after it has read the metadata of every package
     of the environment to compare it with three requirements: 1 s at the end of each run.

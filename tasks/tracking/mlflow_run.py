@@ -281,7 +281,7 @@ class Sender:
                 bad.clear()
                 self._keep()
                 self.told_progress()
-        now_ms = self._now_ms()
+        now_ms = self._compute_now_ms()
         sample = self.telemetry.sample().items()
         if sample:
             self._send([(k, v, now_ms, self.step) for k, v in sample])
@@ -329,7 +329,7 @@ class Sender:
         finally:
             self.telemetry.close()
             # Whatever else went wrong, the run is over, and says how it ended.
-            end_ms = max(end_ms, self._newest_ms()) if end_ms else self._now_ms()
+            end_ms = max(end_ms, self._find_newest_ms()) if end_ms else self._compute_now_ms()
             self.client.set_terminated(self.state.run_id, run["status"], end_ms)
         self.state.closed = True
         self._keep()
@@ -339,12 +339,15 @@ class Sender:
             path.chmod(0o700 if path.is_dir() else 0o600)
         return times
 
-    def _now_ms(self) -> int:
-        """Unix time in ms, but later than all that the journal tells: its clock may have been set
-        back since, and MLflow shows of one step what has the later time."""
-        return max(int(time.time() * 1000), self._newest_ms())
+    def _compute_now_ms(self) -> int:
+        """Return the Unix time in ms, but one later than all in the journal.
 
-    def _newest_ms(self) -> int:
+        The clock may have been set back since, and MLflow shows of one step what has the later
+        time.
+        """
+        return max(int(time.time() * 1000), self._find_newest_ms())
+
+    def _find_newest_ms(self) -> int:
         newest = read_journal_ends(self.folder / "metrics.jsonl")[1]
         return max((unix_ms for unix_ms, _, _ in newest), default=-1) + 1
 
@@ -359,7 +362,7 @@ class Sender:
         run = {**run, "run_id": run_id, "experiment_id": self.state.experiment_id}
         run["series"] = read_series(self.folder / "metrics.jsonl")
         command = run.get("open_command", "make ui") + (path if is_late else "")
-        plots = run_report.draw_plots(run, self._made("plots"))
+        plots = run_report.draw_plots(run, self._make_folder("plots"))
         (self.folder / "environment.txt").write_text(describe_environment())
         has_model = (self.folder / "model" / "spec.json").is_file()
         if run["status"] == "FINISHED" and has_model and not self.state.has_model:
@@ -375,7 +378,7 @@ class Sender:
         if "time/total_s" in run["metrics"]:
             times["time/total_s"] = run["metrics"]["time/total_s"] + times["time/close_s"]
         run["metrics"] = {**run["metrics"], **times}
-        now_ms = self._now_ms()
+        now_ms = self._compute_now_ms()
         self._send([(k, v, now_ms, ONCE) for k, v in times.items()])
         page = run_report.make_html(run, plots, open_command=command)
         (self.folder / REPORT).write_text(page, encoding="utf-8")
@@ -385,7 +388,7 @@ class Sender:
         return times
 
     def _tell_unsent(self, run: Mapping[str, Any], error: Exception) -> None:
-        """Else a run would look whole that has no model, and only a log would know."""
+        """Tag the run with what it lacks: else it would look whole, and only a log would know."""
         has_one = run["status"] == "FINISHED" and (self.folder / "model" / "spec.json").is_file()
         lacks = "its model" if has_one and not self.state.has_model else "part of it"
         said = " ".join(redact(str(error)).split())[:300] or type(error).__name__
@@ -432,7 +435,7 @@ class Sender:
         else:
             self.client.log_artifact(self.state.run_id, str(path))
 
-    def _made(self, name: str) -> Path:
+    def _make_folder(self, name: str) -> Path:
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
         return folder

@@ -102,13 +102,15 @@ class Session:
         raise AssertionError("an unknown instruction")
 
     def watch(self, pid: int) -> None:
-        """From now on `is_alone` knows that very process, whatever happens to its number."""
+        """Let `is_alone` know that very process, whatever happens to its number."""
         with suppress(psutil.NoSuchProcess):  # then the pipe has ended
             self.training = psutil.Process(pid) if pid else None
 
     def is_alone(self) -> bool:
-        """Whether the training's process is gone, though somebody holds its end of the pipe: what
-        was forked behind Python's back."""
+        """Return whether the training's process is gone, though its end of the pipe is held.
+
+        What was forked behind Python's back may hold it.
+        """
         if self.training is None:
             return False
         with suppress(psutil.NoSuchProcess):
@@ -170,8 +172,8 @@ class Session:
             self.sender.tags |= read_code_version()
             run_report.load_plotting()
             assert self.client is not None and self.where is not None
-            self.dead = orphaned_runs.dead(self.client, self.where, [self.experiment_id])
-            self.crash_the_dead()
+            self.dead = orphaned_runs.find_dead_runs(self.client, self.where, [self.experiment_id])
+            self.correct_flow_runs()
         else:
             self.end_one_dead()  # this run's end may be asked for: it would wait for all of them
 
@@ -180,7 +182,7 @@ class Session:
         # Somebody else's runs and files: not worth this run's end.
         with suppress(MlflowException, OSError, ValueError):
             if (sender := next(self.dead, None)) is not None:
-                with orphaned_runs.passed_over(sender.state.run_id):
+                with orphaned_runs.pass_over_errors(sender.state.run_id):
                     orphaned_runs.resend(sender)
                 return True
         return False
@@ -192,13 +194,13 @@ class Session:
             self.gate_of = ""
             self.answer({"history": found})
 
-    def crash_the_dead(self) -> None:
-        """End dead flow runs in Prefect too.
+    def correct_flow_runs(self) -> None:
+        """Give flow runs of this folder their true end in Prefect too.
 
         Its server may be gone, or ask for a password: then the next run does it.
         """
         assert self.where is not None
-        prefect_http.set_right(self.prefect_api, Path(self.where.runs))
+        prefect_http.correct_flow_runs(self.prefect_api, Path(self.where.runs))
 
     def close(self, run: dict[str, Any]) -> dict[str, float]:
         """End the run, trying again until `give_up_s` have passed."""
@@ -223,21 +225,23 @@ class Session:
         if self.sender is not None and not self.sender.state.closed:
             killed = host_memory.killed_since(self.kills)
             dead = f"{orphaned_runs.DEAD}{killed and ', '}{killed}"
-            with orphaned_runs.passed_over(self.sender.folder.name):
+            with orphaned_runs.pass_over_errors(self.sender.folder.name):
                 orphaned_runs.resend(self.sender, dead=dead)
         elif self.held is not None:
             self.held.close()
         if self.client is not None and self.sender is not None:  # MLflow answers, as it seems
             if not self.is_swept:
-                self.dead = orphaned_runs.dead(self.client, self.where, [self.experiment_id])
+                self.dead = orphaned_runs.find_dead_runs(
+                    self.client, self.where, [self.experiment_id]
+                )
             while self.end_one_dead():
                 pass
-            with orphaned_runs.passed_over(self.where.runs):
+            with orphaned_runs.pass_over_errors(self.where.runs):
                 orphaned_runs.send_unsent_runs(self.client, self.where)
-        self.crash_the_dead()
+        self.correct_flow_runs()
         mlflow_store.remove_old_journals(Path(self.where.runs), keep=self.where.keep_runs)
         if self.where.send_later_s and send_later.is_needed(Path(self.where.runs)):
-            send_later.become(self.where, self.prefect_api)
+            send_later.replace_process(self.where, self.prefect_api)
 
 
 def main() -> None:

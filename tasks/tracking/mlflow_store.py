@@ -267,15 +267,19 @@ def explain_error(error: Exception, where: TrackingSettings | None) -> str:
         first := _list_causes(error)[-1], sqlite3.Error
     ):  # without the statement that met it
         error = first
-    if isinstance(first, OSError) and where is not None and (name := _at_fault(first, where)):
+    if (
+        isinstance(first, OSError)
+        and where is not None
+        and (name := _find_faulty_setting(first, where))
+    ):
         folder = getattr(where, name)
         return f"{name}: {folder} can't be written ({first.strerror}); see to it, or make room"
     text = " ".join(redact(str(error)).split())
     return f"tracking_uri: {uri} can't be used: {type(error).__name__}: {text[:600]}"
 
 
-def _at_fault(error: OSError, where: TrackingSettings) -> str:
-    """The setting whose folder holds a file that could not be written; "" where it is none."""
+def _find_faulty_setting(error: OSError, where: TrackingSettings) -> str:
+    """Return the setting whose folder could not be written to; "" where it is none."""
     files = [Path(f) for f in (error.filename2, error.filename) if isinstance(f, str)]
     folders = [*(["artifacts"] if where.keeps_files else []), "runs"]
     found = (n for f in files for n in folders if f.is_relative_to(getattr(where, n)))
@@ -288,7 +292,7 @@ def remove_old_journals(runs: Path, *, keep: int) -> None:
     None of a training that may go on from a checkpoint, and none that another process uses.
     """
     old = [f.parent for f in runs.glob("*/sent.json") if _may_remove(f.parent)]
-    old.sort(key=lambda folder: (_made_at(folder), folder.name))
+    old.sort(key=lambda folder: (_read_made_at(folder), folder.name))
     for folder in old[: max(0, len(old) - keep)]:
         with (
             suppress(OSError),
@@ -300,8 +304,8 @@ def remove_old_journals(runs: Path, *, keep: int) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _made_at(folder: Path) -> float:
-    """When its run was made, by its start.json; a name tells the time of a clock somewhere."""
+def _read_made_at(folder: Path) -> float:
+    """Return when its run was made, by its start.json: its name has another clock's time."""
     with suppress(OSError, ValueError, TypeError, AttributeError):
         start = json.loads((folder / START).read_text())
         return float(start.get("made_at") or start.get("began_at") or 0)

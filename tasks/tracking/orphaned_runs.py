@@ -22,7 +22,7 @@ from mlflow.exceptions import MlflowException
 
 from tasks.engine.base.file_lock import is_held
 from tasks.process import prefect_http
-from tasks.process.prefect_http import lives
+from tasks.process.prefect_http import is_run_alive
 from tasks.process.redaction import redact
 from tasks.tracking.journal import BEGIN, SENDING_LOCK, START, RunGone, read_metrics_before
 from tasks.tracking.mlflow_run import (
@@ -40,17 +40,19 @@ from tasks.tracking.where import TrackingSettings
 DEAD = "its process was gone"
 
 
-def dead(
+def find_dead_runs(
     client: MlflowClient, chosen: TrackingSettings, experiments: list[str]
 ) -> Iterator[Sender]:
-    """Those of this host that say RUNNING though their process is gone, each as it is when it is
-    asked for: the one before may have taken a while to end."""
+    """Yield the runs of this host that say RUNNING though their process is gone.
+
+    Each as it is when it is asked for: the one before may have taken a while to end.
+    """
     host, folders = socket.gethostname().replace("'", ""), _find_folders(chosen)
     query = f"attributes.status = 'RUNNING' and tags.host = '{host}'"
     for found in client.search_runs(experiments, query, ViewType.ALL, max_results=100):
         run = client.get_run(found.info.run_id)
         tags = run.data.tags
-        if run.info.status != "RUNNING" or lives(tags):
+        if run.info.status != "RUNNING" or is_run_alive(tags):
             continue
         name = tags.get("journal", "")  # anybody's text: only a folder of ours is opened
         folder = Path(chosen.runs) / name if name in folders else Path()
@@ -58,8 +60,8 @@ def dead(
 
 
 @contextmanager
-def passed_over(which: str) -> Iterator[None]:
-    """Whatever is wrong with one run that was left, the others are sent; it stays as it is."""
+def pass_over_errors(which: str) -> Iterator[None]:
+    """Print what is wrong with one run that was left, and go on with the others."""
     try:
         yield
     except Exception as error:  # of what lies in anybody's folder
@@ -75,14 +77,14 @@ def _find_folders(chosen: TrackingSettings) -> set[str]:
 def send_unsent_runs(client: MlflowClient, chosen: TrackingSettings) -> None:
     """Send what earlier runs could not send, whose processes are gone."""
     for sender in _find_unsent_runs(client, chosen):
-        with passed_over(sender.folder.name):
+        with pass_over_errors(sender.folder.name):
             resend(sender)
 
 
 def _find_unsent_runs(client: MlflowClient, chosen: TrackingSettings) -> Iterator[Sender]:
     for name in sorted(_find_folders(chosen)):
         folder = Path(chosen.runs) / name
-        with passed_over(name):
+        with pass_over_errors(name):
             begin, said = _read_begin(folder), _read_sent_state(folder)
             if begin is None and said is not None and said.closed:
                 continue
@@ -106,9 +108,11 @@ def begin_run(
     begin: dict[str, Any],
     experiment_id: str,
 ) -> Sender:
-    """The run in MLflow, of a training that begins or goes on: the one that has this journal, else
-    a new one. Raises RunGone where it was deleted."""
-    run = _known(client, begin["run_id"]) if "run_id" in begin else None
+    """Begin the run in MLflow of a training that begins or goes on; return its sender.
+
+    It is the run that has this journal, else a new one. Raises RunGone where it was deleted.
+    """
+    run = _read_known_run(client, begin["run_id"]) if "run_id" in begin else None
     if run is None and folder.name in _find_folders(chosen):  # whoever made it may have died then
         with suppress(ValueError):
             run = find_run(client, folder)
@@ -131,7 +135,7 @@ def begin_run(
 
 
 def _keep_start(folder: Path, start: Mapping[str, Any] | None, state: SendingState) -> None:
-    """For who looks at the folder of a run whose process has died before it wrote that itself."""
+    """Write start.json, where the run's process may die before it writes that itself."""
     if start is not None and not (folder / START).exists():
         ids = {"run_id": state.run_id, "experiment_id": state.experiment_id}
         half = folder / f"{START}.new"
@@ -139,8 +143,8 @@ def _keep_start(folder: Path, start: Mapping[str, Any] | None, state: SendingSta
         half.rename(folder / START)
 
 
-def _known(client: MlflowClient, run_id: str) -> Run:
-    """That run. Raises RunGone where MLflow has none of that id."""
+def _read_known_run(client: MlflowClient, run_id: str) -> Run:
+    """Return that run. Raises RunGone where MLflow has none of that id."""
     try:
         return client.get_run(run_id)
     except MlflowException as error:
@@ -206,13 +210,15 @@ def find_sending_state(client: MlflowClient, run: Run, folder: Path) -> SendingS
 def _is_gone(tags: Mapping[str, str]) -> bool:
     """Return whether the run's process was one of this host and is no more."""
     is_here = tags.get("host") == socket.gethostname()
-    return is_here and not lives(tags)
+    return is_here and not is_run_alive(tags)
 
 
 def resend(sender: Sender, *, dead: str = DEAD) -> bool:
-    """Send what the folder holds, and end the run as its process ended it, or as KILLED. The run
-    that its state names, or the one of its folder. dead: why it ended, where its process has not
-    told. False where another process is at it."""
+    """Send what the folder holds, and end the run as its process ended it, or as KILLED.
+
+    It is the run that its state names, or the one of its folder. dead: why it ended, where its
+    process has not told. Return False where another process is at it.
+    """
     if sender.held is None and sender.folder.is_dir() and sender.folder != Path():
         sender.held = try_sending_lock(sender.folder)
         if sender.held is None:
@@ -282,7 +288,7 @@ def main() -> None:
     try:
         client = MlflowClient(chosen.tracking_uri)
         ids = [experiment.experiment_id for experiment in client.search_experiments()]
-        left = list(dead(client, chosen, ids))
+        left = list(find_dead_runs(client, chosen, ids))
         ending = {sender.folder for sender in left}
         unsent = [one for one in _find_unsent_runs(client, chosen) if one.folder not in ending]
         for verb, sender in [*(("end", one) for one in left), *(("send", one) for one in unsent)]:
@@ -297,7 +303,7 @@ def main() -> None:
             print(json.dumps(told), flush=True)
     except Exception as error:  # whatever it is, who asked has to hear of it
         print(json.dumps({"problem": explain_error(error, chosen)}))
-    prefect_http.set_right(order.get("prefect_api", ""), Path(chosen.runs))
+    prefect_http.correct_flow_runs(order.get("prefect_api", ""), Path(chosen.runs))
 
 
 if __name__ == "__main__":

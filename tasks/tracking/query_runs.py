@@ -65,7 +65,7 @@ def _explain_errors(
     """Raise whatever a store raises as a TrackingError of one sentence."""
 
     @functools.wraps(asks)
-    def told(self: ExperimentRuns, *args: P.args, **named: P.kwargs) -> T:
+    def call(self: ExperimentRuns, *args: P.args, **named: P.kwargs) -> T:
         try:
             return asks(self, *args, **named)
         except TrackingError:
@@ -73,7 +73,7 @@ def _explain_errors(
         except Exception as error:
             raise TrackingError(mlflow_store.explain_error(error, self.where)) from error
 
-    return told
+    return call
 
 
 def read_history(client: MlflowClient, experiment_id: str, of: str) -> list[dict[str, Any]] | None:
@@ -122,7 +122,7 @@ class ExperimentRuns:
         run = self.client.create_run(self.experiment_id, run_name=name, tags=tags)
         return str(run.info.run_id)
 
-    def tag(
+    def set_tags(
         self, run_id: str, tags: Mapping[str, str], params: Mapping[str, str] | None = None
     ) -> None:
         """Set tags and params of a run.
@@ -149,7 +149,7 @@ class ExperimentRuns:
         self.client.set_terminated(run_id, status)
 
     @_explain_errors
-    def runs(self, ids: Sequence[str]) -> list[dict[str, Any]]:
+    def read_runs(self, ids: Sequence[str]) -> list[dict[str, Any]]:
         """Return these runs as MLflow has them.
 
         Raises TrackingError with every one that is no training.
@@ -174,7 +174,7 @@ class ExperimentRuns:
         return found
 
     @_explain_errors
-    def newest(self, *, last: int | None, query: str = "") -> list[dict[str, Any]]:
+    def read_newest(self, *, last: int | None, query: str = "") -> list[dict[str, Any]]:
         """Return the `last` newest trainings that MLflow's query finds, the oldest first.
 
         Raises TrackingError for a query that MLflow refuses.
@@ -208,7 +208,7 @@ class ExperimentRuns:
                 return
 
     @_explain_errors
-    def series(self, run_id: str, name: str, *, most: int) -> list[tuple[int, int, float]]:
+    def read_series(self, run_id: str, name: str, *, most: int) -> list[tuple[int, int, float]]:
         """Return step, Unix ms and value of a metric, by step, at about `most` points."""
         points = {
             point.step: (point.step, point.timestamp, point.value)

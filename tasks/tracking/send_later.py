@@ -27,8 +27,8 @@ STAYS = "later.lock"  # of a folder of runs: who stays holds it
 OTHERS = ("PREFECT__FLOW_RUN_ID", "HEADROOM_SERVE_PART")
 
 
-def unsent(runs: Path) -> list[Path]:
-    """The folders of runs of which MLflow has not got all, and that nobody trains or sends now."""
+def find_unsent_folders(runs: Path) -> list[Path]:
+    """Return the folders of runs that MLflow lacks a part of, and nobody trains or sends now."""
     files = {file.parent for name in ("sent.json", BEGIN) for file in runs.glob(f"*/{name}")}
     return sorted(folder for folder in files if not _is_whole(folder) and not _is_busy(folder))
 
@@ -47,38 +47,38 @@ def _is_busy(folder: Path) -> bool:
 
 
 def is_needed(runs: Path) -> bool:
-    """Whether something is there to send, and nobody stays to do so."""
-    return bool(unsent(runs)) and not is_held(runs / STAYS)
+    """Return whether something is there to send, and nobody stays to do so."""
+    return bool(find_unsent_folders(runs)) and not is_held(runs / STAYS)
 
 
-def become(chosen: TrackingSettings, prefect_api: str) -> NoReturn:
-    """In the place of this process: what it holds is given back, its place in `ps` stays."""
+def replace_process(chosen: TrackingSettings, prefect_api: str) -> NoReturn:
+    """Replace this process by one that stays: what it holds is given back, its pid stays."""
     read, write = os.pipe()
     with os.fdopen(write, "w") as told:  # as an argument `ps` would show it: a URI may hold a login
-        told.write(_order(chosen, prefect_api))
+        told.write(_make_order(chosen, prefect_api))
     os.dup2(read, 0)
-    os.execve(sys.executable, [sys.executable, "-m", __spec__.name], environment(os.environ))
+    os.execve(sys.executable, [sys.executable, "-m", __spec__.name], make_environment(os.environ))
 
 
 def start(chosen: TrackingSettings, prefect_api: str) -> None:
-    """The same as a process of its own, which outlives this one."""
+    """Start a process that stays, and outlives this one."""
     one = subprocess.Popen(
         [sys.executable, "-m", __spec__.name],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         text=True,
-        env=environment(os.environ),
+        env=make_environment(os.environ),
         start_new_session=True,
     )
     assert one.stdin is not None
-    one.stdin.write(_order(chosen, prefect_api))
+    one.stdin.write(_make_order(chosen, prefect_api))
     one.stdin.close()
     threading.Thread(target=one.wait, daemon=True).start()  # else it would stay a zombie
 
 
-def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """What it runs with."""
+def make_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the process that stays."""
     path = os.pathsep.join(filter(None, [_PROJECT, given.get("PYTHONPATH")]))
     return {k: v for k, v in given.items() if k not in OTHERS} | {"PYTHONPATH": path}
 
@@ -86,7 +86,7 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 _PROJECT = str(Path(__file__).parent.parent.parent)
 
 
-def _order(chosen: TrackingSettings, prefect_api: str) -> str:
+def _make_order(chosen: TrackingSettings, prefect_api: str) -> str:
     return json.dumps({"where": chosen.model_dump(), "does": True, "prefect_api": prefect_api})
 
 
@@ -102,7 +102,9 @@ def main() -> None:
             if not lock.take(f"process {os.getpid()}"):
                 return
         pause_s = FIRST_S
-        while (left_s := until - time.monotonic()) > 0 and runs.is_dir() and unsent(runs):
+        while (
+            (left_s := until - time.monotonic()) > 0 and runs.is_dir() and find_unsent_folders(runs)
+        ):
             time.sleep(min(pause_s, left_s))
             pause_s = min(LONGEST_S, 2 * pause_s)
             _try(text)

@@ -47,7 +47,7 @@ class TrackingSettings(BaseModel):
         """
         if not self.tracking_uri.startswith("sqlite"):
             return None
-        return _database(self.tracking_uri.partition(":///")[2])[0]
+        return _parse_sqlite_address(self.tracking_uri.partition(":///")[2])[0]
 
     @property
     def is_sql(self) -> bool:
@@ -129,19 +129,19 @@ def _make_absolute(uri: str, base: Path) -> str:
             f"(got {redact(uri)!r}); MLflow no longer writes to plain folders"
         )
     if name == "sqlite":
-        path, options = _database(rest.removeprefix("/"))
+        path, options = _parse_sqlite_address(rest.removeprefix("/"))
         if str(path) in (".", ":memory:"):
             raise TrackingError(
                 f"tracking_uri: {uri!r} is in memory and gone at exit; name a file: sqlite:///mlflow.db"
             )
-        return _sqlite_uri(scheme, (base / path).absolute(), options)
+        return _make_sqlite_uri(scheme, (base / path).absolute(), options)
     if name in ("http", "https") and not _has_host(uri):
         raise TrackingError(f"tracking_uri: must name a host (got {redact(uri)!r})")
     return uri
 
 
-def _database(address: str) -> tuple[Path, str]:
-    """The file that an SQLite address names, and its options; see _sqlite_uri."""
+def _parse_sqlite_address(address: str) -> tuple[Path, str]:
+    """Return the file that an SQLite address names, and its options; see _make_sqlite_uri."""
     found = _OPTIONS.search(address)
     path, options = (address[: found.start()], found[1]) if found else (address, "")
     if path.startswith("file:") and "uri=true" in options.split("&"):
@@ -149,9 +149,12 @@ def _database(address: str) -> tuple[Path, str]:
     return Path(path), options
 
 
-def _sqlite_uri(scheme: str, path: Path, options: str) -> str:
-    """The address of a file. SQLAlchemy takes all of a name as it is written, but for a `?`: that
-    only SQLite itself can read, as %3F."""
+def _make_sqlite_uri(scheme: str, path: Path, options: str) -> str:
+    """Return the address of a file.
+
+    SQLAlchemy takes all of a name as it is written, but for a `?`: that only SQLite itself can
+    read, as %3F.
+    """
     others = "&".join(o for o in options.split("&") if o and o != "uri=true")
     if "?" not in str(path):
         return f"{scheme}:///{path}{'?' if others else ''}{others}"

@@ -148,5 +148,5 @@ def test_a_prefect_api_that_is_away_is_told_from_a_server_of_the_users_own() -> 
 def test_a_device_that_answers_nothing_any_more_is_lost_whatever_the_error_said(
     said: str, kind: str
 ) -> None:
-    assert classify_failure(RuntimeError(said)).broken().kind == (kind or "user_code")
-    assert Failure("diverged", said).broken().kind == "diverged"
+    assert classify_failure(RuntimeError(said)).blame_device().kind == (kind or "user_code")
+    assert Failure("diverged", said).blame_device().kind == "diverged"

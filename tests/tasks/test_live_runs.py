@@ -47,11 +47,11 @@ def test_of_a_process_that_is_killed_nothing_is_told_and_nothing_stays(place: Pa
 
 def test_what_a_training_waits_for_is_told_while_it_waits(place: Path) -> None:
     with Announcement(Path("a"), "first") as first, Announcement(Path("b"), "second") as second:
-        held = first.leases(0.0)
+        held = first.make_leases(0.0)
         held.take(["GPU-1"])
         seen: list[list[str]] = []
         told: list[str] = []
-        waiting = second.leases(0.05, told.append)
+        waiting = second.make_leases(0.05, told.append)
         waiting._sleep = lambda _: seen.append([live.waits_for for live in find_live_runs()])
         with pytest.raises(DevicesBusyError):
             waiting.take(["GPU-1"])

@@ -58,4 +58,4 @@ def test_a_report_that_prefect_does_not_take_fails_no_run(monkeypatch: pytest.Mo
 
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "a")
     monkeypatch.setattr(flow_run, "create_markdown_artifact", refuses)
-    flow_run.show("text", "key", "title")
+    flow_run.show_markdown("text", "key", "title")

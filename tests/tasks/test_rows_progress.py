@@ -23,7 +23,7 @@ def test_the_last_line_tells_rows_speed_and_time(caplog: pytest.LogCaptureFixtur
         RowsProgress(1000, io.StringIO(), now_s=clock) as progress,
     ):
         clock.now_s = 2.0
-        progress.told(500, 1000)
+        progress.show_rows(500, 1000)
     assert caplog.messages == ["500 rows  250 rows/s  2.00 s"]
 
 
@@ -37,7 +37,7 @@ def test_off_a_terminal_a_long_prediction_is_told_now_and_then(
     ):
         for percent in range(1, 101):
             clock.now_s += 1.0
-            progress.told(10 * percent, percent)
+            progress.show_rows(10 * percent, percent)
     assert 15 <= len(caplog.messages) <= 21
     assert caplog.messages[0] == "50 rows  10 rows/s  1:35 left"
     assert (
@@ -49,10 +49,10 @@ def test_off_a_terminal_a_long_prediction_is_told_now_and_then(
 def test_a_narrow_terminal_gets_less_of_it() -> None:
     progress = RowsProgress(100, io.StringIO(), now_s=_Clock())
     with progress:
-        progress.told(50, 50)
-        assert progress._line(10.0) == "50 rows  5 rows/s  0:10 left"
-        assert progress._line(10.0, columns=20) == "50 rows  5 rows/s"
-        assert progress._line(10.0, columns=3) == "50 rows"
+        progress.show_rows(50, 50)
+        assert progress._make_line(10.0) == "50 rows  5 rows/s  0:10 left"
+        assert progress._make_line(10.0, columns=20) == "50 rows  5 rows/s"
+        assert progress._make_line(10.0, columns=3) == "50 rows"
 
 
 def test_nothing_to_do_is_over_at_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -60,5 +60,5 @@ def test_nothing_to_do_is_over_at_once(caplog: pytest.LogCaptureFixture) -> None
         caplog.at_level(logging.INFO, logger="tasks"),
         RowsProgress(0, io.StringIO(), now_s=_Clock()) as progress,
     ):
-        progress.told(0, 0)
+        progress.show_rows(0, 0)
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith("0 rows")

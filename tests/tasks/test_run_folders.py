@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasks.run.resume import find_unfinished_folder
-from tasks.run.run_folders import START, RunStart, list_run_folders, next_made_at
+from tasks.run.run_folders import START, RunStart, choose_made_at, list_run_folders
 from tasks.tracking.mlflow_store import remove_old_journals
 
 
@@ -31,10 +31,10 @@ def test_the_newest_run_is_the_one_that_was_made_last_whatever_the_clock_said(
         and find_unfinished_folder(tmp_path, "night") == new
     )
     monkeypatch.setattr(time, "time", lambda: 1e9 - 3600)  # it was set back
-    last = _run(tmp_path, "20261024-230000-c", replace(start, made_at=next_made_at(tmp_path)))
+    last = _run(tmp_path, "20261024-230000-c", replace(start, made_at=choose_made_at(tmp_path)))
     assert list_run_folders(tmp_path) == [last, new, old]
     monkeypatch.setattr(time, "time", lambda: 2e9)
-    assert next_made_at(tmp_path) == 2e9
+    assert choose_made_at(tmp_path) == 2e9
 
 
 def test_runs_of_an_older_version_and_damaged_ones_have_their_place(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tasks.process import prefect_http
 from tasks.process.prefect_http import (
     FLOW_RUN,
     PENDING_S,
-    correct,
+    correct_ends,
     end_dead_flow_runs,
     read_flow_run_ends,
 )
@@ -55,13 +55,13 @@ def test_a_process_is_known_though_the_clock_was_set(monkeypatch: pytest.MonkeyP
     the clock."""
     me = psutil.Process()
     tags = {"pid": str(me.pid), "process.started_at": f"{me.create_time():.2f}"}
-    tags["process.uptime_s"] = prefect_http.uptime(me)
+    tags["process.uptime_s"] = prefect_http.compute_uptime(me)
     real, booted = psutil.Process.create_time, psutil.boot_time()
     monkeypatch.setattr(psutil, "boot_time", lambda: booted - 3600)
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: real(process) - 3600)
-    assert prefect_http.lives(tags)
-    assert not prefect_http.lives({**tags, "process.uptime_s": ""})
-    assert not prefect_http.lives({**tags, "process.uptime_s": "1.00"})
+    assert prefect_http.is_run_alive(tags)
+    assert not prefect_http.is_run_alive({**tags, "process.uptime_s": ""})
+    assert not prefect_http.is_run_alive({**tags, "process.uptime_s": "1.00"})
 
 
 def test_a_flow_run_is_crashed_only_where_its_very_process_was_here_and_is_gone(
@@ -166,8 +166,8 @@ def test_a_flow_run_that_crashed_when_all_was_done_or_was_gone_on_with_to_the_en
     }
     prefect = Prefect(monkeypatch, runs)
     known = read_flow_run_ends(tmp_path)
-    told = correct("http://x/api", known, does=False)
-    assert not prefect.ended and correct("http://x/api", known) == told
+    told = correct_ends("http://x/api", known, does=False)
+    assert not prefect.ended and correct_ends("http://x/api", known) == told
     assert told.keys() == prefect.ended.keys()
     types = {id: (ended[0], prefect.names[id]) for id, ended in prefect.ended.items()}
     assert types == {

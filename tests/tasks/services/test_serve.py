@@ -311,7 +311,7 @@ def test_ui_opens_on_our_runs_among_the_pages_for_training(
     monkeypatch.setenv("HEADROOM_MLFLOW_PORT", str(free_port()))
     monkeypatch.setattr(serve, "os", SimpleNamespace(environ={}, execv=lambda *_: None))
     told = place / "told"
-    monkeypatch.setattr(serve, "_told_when_up", lambda address: told.open("w"))
+    monkeypatch.setattr(serve, "_print_page_when_up", lambda address: told.open("w"))
     serve.run_mlflow_ui()
     assert "/#/experiments/1/runs?workflowType=machine_learning" in told.read_text()
     assert "http" not in capsys.readouterr().out
@@ -320,7 +320,7 @@ def test_ui_opens_on_our_runs_among_the_pages_for_training(
 TELLS = """
 import sys, time
 from tasks.services import serve
-with serve._told_when_up(sys.argv[1]) as telling:
+with serve._print_page_when_up(sys.argv[1]) as telling:
     telling.write("the page")
 time.sleep(float(sys.argv[2]))
 """

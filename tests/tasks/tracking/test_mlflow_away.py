@@ -316,7 +316,7 @@ def test_a_sender_that_dies_when_the_run_is_made_makes_no_second_one(
     assert session.held is not None
     session.held.close()
     if by == "the next run":
-        for left in orphaned_runs.dead(session.client, where, [session.experiment_id]):
+        for left in orphaned_runs.find_dead_runs(session.client, where, [session.experiment_id]):
             orphaned_runs.resend(left)
         orphaned_runs.send_unsent_runs(session.client, where)
         status = "KILLED"

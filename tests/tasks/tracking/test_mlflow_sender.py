@@ -287,7 +287,7 @@ def test_a_run_that_was_left_is_looked_at_anew_when_it_is_its_turn(
     client, experiment_id = mlflow_store.open_experiment(where)
     gone = {"host": socket.gethostname(), "pid": "4194304", "process.started_at": "1.0"}
     ids = {client.create_run(experiment_id, tags=gone).info.run_id for _ in range(2)}
-    left = orphaned_runs.dead(client, where, [experiment_id])
+    left = orphaned_runs.find_dead_runs(client, where, [experiment_id])
     (other,) = ids - {next(left).state.run_id}
     if is_again:
         began_at = str(psutil.Process().create_time())
@@ -630,7 +630,7 @@ def test_a_run_hears_of_the_runs_that_it_is_compared_with(tmp_path: Path) -> Non
         with Journal(where, tmp_path / "runs" / f"{of}-{value}") as journal:
             journal.open(None)
             journal.create(name="n", params={}, tags={"gate.of": of})
-            found = journal.history()
+            found = journal.wait_for_history()
             journal.log({"a": value}, 1)
             tags = {"gate": gate} if gate else {}
             journal.close({**_run(status), "tags": tags})

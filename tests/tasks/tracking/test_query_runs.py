@@ -33,7 +33,7 @@ def test_a_run_that_is_missing_is_another_thing_than_a_server_that_is_away(
     comparisons: ExperimentRuns,
 ) -> None:
     with pytest.raises(TrackingError, match=r"--runs abc: no such run in .*mlflow\.db"):
-        comparisons.runs(["abc"])
+        comparisons.read_runs(["abc"])
     comparisons.client = MlflowClient("http://127.0.0.1:9")
     with pytest.raises(TrackingError, match="^tracking_uri: .* is away"):
-        comparisons.runs(["abc"])
+        comparisons.read_runs(["abc"])

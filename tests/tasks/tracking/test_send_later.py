@@ -85,17 +85,17 @@ def test_what_nobody_sends_is_found_and_what_somebody_does_is_left(tmp_path: Pat
     (untold / BEGIN).touch()
     locks = [FileLock(training / "training.lock"), FileLock(sending / "sending.lock")]
     assert all(lock.take() for lock in locks)
-    assert send_later.unsent(tmp_path) == [left, untold] and whole.is_dir()
+    assert send_later.find_unsent_folders(tmp_path) == [left, untold] and whole.is_dir()
     assert send_later.is_needed(tmp_path)
     with FileLock(tmp_path / send_later.STAYS) as stays:
         assert stays.take() and not send_later.is_needed(tmp_path)
     for lock in locks:
         lock.close()
-    assert send_later.unsent(tmp_path) == [left, training, sending, untold]
+    assert send_later.find_unsent_folders(tmp_path) == [left, training, sending, untold]
 
 
 def test_who_stays_is_taken_for_neither_the_flow_run_nor_a_part_of_a_service() -> None:
     """Its flow run would be shown as running for as long as it stays."""
     given = {"PREFECT__FLOW_RUN_ID": "a", "HEADROOM_SERVE_PART": "worker x", "HEADROOM_SERVE": "m"}
-    env = send_later.environment({**os.environ, **given})
+    env = send_later.make_environment({**os.environ, **given})
     assert env["HEADROOM_SERVE"] == "m" and not set(given) - {"HEADROOM_SERVE"} & env.keys()
