@@ -35,7 +35,7 @@ class RunClock:
     @property
     def began_at(self) -> float:
         """Unix time of the run's beginning, imports and servers left out."""
-        return time.time() - self._watch.total_s()
+        return time.time() - self._watch.compute_total_s()
 
     def time_stage(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what the call returns; keep how long it took under its name."""
@@ -47,7 +47,7 @@ class RunClock:
 
     def total_s(self) -> float:
         """Return the seconds of this start, those before it that were waited for included."""
-        return self.stages["time/start_s"] + self._watch.total_s()
+        return self.stages["time/start_s"] + self._watch.compute_total_s()
 
 
 @dataclass

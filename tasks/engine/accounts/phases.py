@@ -76,26 +76,26 @@ class Phases:
             is_early = step < self._first + TIME_FIRST
             self.clock.begin(sample=is_early or self.watched is not Watched.NOT)
 
-    def counting(self, batch: Sequence[Any]) -> AbstractContextManager[None]:
+    def count_memory(self, batch: Sequence[Any]) -> AbstractContextManager[None]:
         """Count the memory of this step, if it is to be counted."""
         if self.watched is Watched.COUNTED:
-            return self.accounts.counting(batch)
+            return self.accounts.count_memory(batch)
         return nullcontext()
 
-    def counting_once(self, phase: str, batch: Sequence[Any]) -> AbstractContextManager[None]:
+    def count_memory_once(self, phase: str, batch: Sequence[Any]) -> AbstractContextManager[None]:
         """Count the memory of something beside the steps, the first time only, as a phase of
         its own."""
         if phase in self._once:
             return nullcontext()
         self._once.add(phase)
-        return self._counted_phase(phase, batch)
+        return self._count_phase(phase, batch)
 
     @contextmanager
-    def _counted_phase(self, phase: str, batch: Sequence[Any]) -> Iterator[None]:
+    def _count_phase(self, phase: str, batch: Sequence[Any]) -> Iterator[None]:
         self.meter.phase("between")
         # In inference mode an operation that is made of others would come to the ledger whole, and
         # below autocast: the loss of a classification would then be computed in bf16.
-        with torch.inference_mode(False), torch.no_grad(), self.accounts.counting(batch):
+        with torch.inference_mode(False), torch.no_grad(), self.accounts.count_memory(batch):
             yield
             self.accounts.ledger.end_phase(phase)
             self.meter.phase(phase)

@@ -172,7 +172,7 @@ def write_record(
     )
 
 
-def intact_about(folder: Path, step: int) -> dict[str, Any]:
+def verify_checkpoint(folder: Path, step: int) -> dict[str, Any]:
     """What a checkpoint says of itself, which is all there as it was written. Reads each byte of
     it. Raises Damaged and Newer."""
     record = read_record(folder, step)

@@ -53,7 +53,7 @@ class MemoryByOwner:
         self._owners: dict[str, int] = {}
 
     @contextmanager
-    def counting(self, batch: Any) -> Iterator[None]:
+    def count_memory(self, batch: Any) -> Iterator[None]:
         """Count what happens inside the block as one step on this batch: tensors, or structures
         of them."""
         if self._is_first and self._in_use() is not None:
@@ -78,7 +78,7 @@ class MemoryByOwner:
         """Discard what was counted so far; steps do not hold it any longer."""
         self._most = 0
 
-    def metrics(self, *, peak_mib: float | None = None) -> dict[str, float]:
+    def make_metrics(self, *, peak_mib: float | None = None) -> dict[str, float]:
         """Return the MiB by owner at the highest peak of a watched step, under the names of the
         record. They sum to peak_mib, the run's, where that is known: what steps held beyond it
         that nobody watched is the rest."""

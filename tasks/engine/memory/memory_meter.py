@@ -184,7 +184,7 @@ class HostMemory:
         self._process = psutil.Process()
         self._record_before = _read_peak_rss_bytes()
         self._highest = 0
-        self._limit = host_memory.limit_bytes()
+        self._limit = host_memory.find_limit_bytes()
         self._looked_at = 0  # bytes in use when its cgroup was asked
         self.rss_bytes()
 
@@ -193,14 +193,14 @@ class HostMemory:
         now = int(self._process.memory_info().rss)
         if self._limit is not None and now - self._looked_at > self._limit * NEAR:
             self._looked_at = now
-            free = host_memory.free_bytes()
+            free = host_memory.read_free_bytes()
             if free < self._limit * NEAR:
                 self._limit = None
                 log.warning(
                     "memory: %s are free of the %s of this memory cgroup; a process that takes "
                     "more is killed. Take smaller batches or fewer workers, or raise the limit",
                     format_mebibytes(free / MIB),
-                    format_mebibytes(host_memory.total_bytes() / MIB),
+                    format_mebibytes(host_memory.read_total_bytes() / MIB),
                 )
         self._highest = max(now, self._highest)
         return now

@@ -95,6 +95,6 @@ class BestWeights:
         cells = state.get("cells")  # which checkpoints of before do not have
         self.cells = None if cells is None else Cells(cells)
 
-    def tensors(self) -> Iterator[Tensor]:
+    def iterate_kept(self) -> Iterator[Tensor]:
         """Yield the tensors that are kept."""
         yield from self._kept.values()

@@ -122,7 +122,7 @@ class StepChoice:
     compiled_step_s: float | None = None
     cost_s: float | None = None
 
-    def metrics(self) -> dict[str, float]:
+    def make_metrics(self) -> dict[str, float]:
         """Return the metrics, under the names of the run record."""
         found = {
             "time/plain_step_ms": _convert_to_ms(self.plain_step_s),
@@ -407,7 +407,7 @@ class TunedStep:
     def _settle(self, best: StepTaker, verdict: StepChoice) -> None:
         self._best, self.verdict = best, verdict
         if isinstance(best, GraphedStep):
-            self._recorded(best.tensors())
+            self._recorded(best.list_tensors())
 
 
 def _time_step(step: StepTaker) -> Generator[StepTaker, float | None, float | None]:

@@ -66,7 +66,7 @@ class GraphedStep:
         self.step.mark(REPLAY)
         return outcome
 
-    def tensors(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         """Return the tensors that the recording keeps for its replays, beside the batch."""
         kept = [*self._grads, *self._outcome]
         return [tensor for tensor in kept if tensor is not None]

@@ -126,8 +126,8 @@ def _evaluate_rows(
     rows = 0
     kept = KeptRows(evaluator.task, len(batches))
     forward = evaluator.forward(model)
-    for x, y in batches.in_order(rows_at_once):
-        with evaluator.phases.counting_once("eval", (x, y)):
+    for x, y in batches.iterate_in_order(rows_at_once):
+        with evaluator.phases.count_memory_once("eval", (x, y)):
             batch = _sum_batch(forward, x, y, evaluator)
         values = batch.values
         if batches.weight:

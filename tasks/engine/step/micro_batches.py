@@ -334,7 +334,7 @@ class MicroBatches:
         self._witness.start()
         allocator: dict[str, int] = {}
         try:
-            with self._accounts.counting(batch):
+            with self._accounts.count_memory(batch):
                 done = attempt()
         except MemoryExhausted:
             raise

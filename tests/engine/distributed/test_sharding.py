@@ -177,7 +177,7 @@ def _held() -> dict[str, float]:
         return {"parameters": params, "gradients": grads, "optimizer_state": state}
 
     run.steps(1)
-    with MemoryByOwner(ledger, owned).counting(run.batch):
+    with MemoryByOwner(ledger, owned).count_memory(run.batch):
         run.steps(1)
     ledger.begin_step()  # what is left of it
     ledger.own("rest", [torch.ones(1)])
@@ -249,7 +249,7 @@ def _left(folder: Path) -> int:
         for step in range(1, SAVED + 1):
             checkpoints.let_go_on()
             run.steps(1)
-            checkpoints.step_done(TrainingPosition(step=step))
+            checkpoints.end_step(TrainingPosition(step=step))
         checkpoints.finish(TrainingPosition(step=SAVED))
     return checkpoints.written
 
@@ -257,7 +257,7 @@ def _left(folder: Path) -> int:
 def _resumed(folder: Path) -> list[float]:
     run = _Run("transformer")
     with closing(_checkpoints(run, folder, resumes=True)) as checkpoints:
-        assert checkpoints.resumed() == TrainingPosition(step=SAVED)
+        assert checkpoints.resume() == TrainingPosition(step=SAVED)
     return run.steps(STEPS - SAVED)
 
 

@@ -176,9 +176,9 @@ def test_raw_statistics_have_the_peaks_of_the_run():
 def test_a_limit_on_the_hosts_memory_is_told_once_when_it_is_near(monkeypatch, caplog):
     """The kernel killed the training, and nothing had said that memory was running out."""
     free = [500 * MIB, 40 * MIB, 39 * MIB]
-    monkeypatch.setattr(host_memory, "limit_bytes", lambda: 1000 * MIB)
-    monkeypatch.setattr(host_memory, "total_bytes", lambda: 1000 * MIB)
-    monkeypatch.setattr(host_memory, "free_bytes", lambda: free.pop(0))
+    monkeypatch.setattr(host_memory, "find_limit_bytes", lambda: 1000 * MIB)
+    monkeypatch.setattr(host_memory, "read_total_bytes", lambda: 1000 * MIB)
+    monkeypatch.setattr(host_memory, "read_free_bytes", lambda: free.pop(0))
     now = iter([100, 120, 160, 170, 400])
     info = lambda self: SimpleNamespace(rss=next(now) * MIB)  # noqa: E731
     monkeypatch.setattr(psutil.Process, "memory_info", info)

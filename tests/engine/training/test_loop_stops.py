@@ -33,13 +33,13 @@ class Kept:
     def follow(self, **parts) -> None:
         self.followed |= set(parts)
 
-    def resumed(self) -> TrainingPosition:
+    def resume(self) -> TrainingPosition:
         return self.begin
 
-    def step_done(self, position: TrainingPosition) -> None:
+    def end_step(self, position: TrainingPosition) -> None:
         self.calls.append(("step", position))
 
-    def epoch_done(self, position: TrainingPosition, *, is_best: bool) -> None:
+    def end_epoch(self, position: TrainingPosition, *, is_best: bool) -> None:
         self.calls.append(("best epoch" if is_best else "epoch", position))
 
     def save(self, position: TrainingPosition, *, last: bool) -> None:
