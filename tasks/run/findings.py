@@ -16,7 +16,7 @@ import psutil
 
 from tasks.engine.base.facts import Column, DataFacts, DeviceFacts, Owner, ReleaseFacts, TrainFacts
 from tasks.engine.base.timing import Stopwatch
-from tasks.engine.memory.leaks import release_metrics
+from tasks.engine.memory.leaks import make_release_metrics
 from tasks.engine.memory.memory_meter import MIB
 from tasks.engine.settings.run_config import DataConfig
 from tasks.engine.training.oom_files import OutOfMemory
@@ -92,7 +92,7 @@ class Findings:
 
     def add_release(self, facts: ReleaseFacts) -> None:
         """Keep the proof that the memory was given back."""
-        self.summary |= release_metrics(facts)
+        self.summary |= make_release_metrics(facts)
         if facts.broken:  # whose memory it is, nobody can tell any more
             self.tags["memory.release"] = facts.broken
             self.failure = self.failure and self.failure.broken()

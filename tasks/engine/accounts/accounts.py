@@ -160,7 +160,7 @@ class Accounts:
     def measure_memory(self) -> dict[str, float]:
         """Return peaks and owners, in MiB under the names of the run record. Call it before the
         model is freed."""
-        memory = self.phases.meter.summary()
+        memory = self.phases.meter.summarize()
         peak_mib = memory.get("memory/run_peak_allocated_mib")
         return {**memory, **self.phases.accounts.make_metrics(peak_mib=peak_mib)}
 
@@ -212,4 +212,4 @@ class Accounts:
 
 
 def _read_in_use(meter: MemoryMeter) -> int | None:
-    return meter.reading().get("allocated")
+    return meter.read_allocator().get("allocated")

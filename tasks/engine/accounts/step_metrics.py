@@ -108,8 +108,8 @@ class StepMetrics:
         self._timed = (self._timed[0] + 1, self._timed[1] + rows)
 
     def add_log_point(self, norm: Tensor | None) -> None:
-        """The step just added is a log point, of this norm of all gradients together. Reads, when
-        the last reading is long enough ago."""
+        """Note that the step just added is a log point, of this norm of all gradients together.
+        Reads, when the last reading is long enough ago."""
         self._agree()
         if norm is not None:
             self._norms.append(norm)
@@ -234,7 +234,7 @@ class StepMetrics:
             if point.norm is not None:
                 metrics["train/grad_norm"] = norms[point.norm]
             if point is points[-1]:
-                metrics |= self._phases.meter.window()
+                metrics |= self._phases.meter.end_window()
                 if point.step != self._last_step:
                     metrics |= self._compute_speed()
             self._log(metrics, point.step)

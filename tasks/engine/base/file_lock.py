@@ -73,7 +73,7 @@ class FileLock:
         return os.pread(self._file, 4096, 0).decode(errors="replace")
 
     def is_in_place(self) -> bool:
-        """Whether its file is still the one that lies there by that name."""
+        """Return whether its file is still the one that lies there by that name."""
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._file), os.lstat(self.path))
         return False

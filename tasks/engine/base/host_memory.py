@@ -21,23 +21,23 @@ OLD_CACHED = {"total_active_file", "total_inactive_file"}
 
 
 def read_total_bytes() -> int:
-    """All that this process could ever have."""
+    """Return all that this process could ever have."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _read_limits())])
 
 
 def read_free_bytes() -> int:
-    """What it can have now."""
+    """Return what it can have now."""
     free = [max(0, limit - used) for limit, used in _read_limits()]
     return min([psutil.virtual_memory().available, *free])
 
 
 def find_limit_bytes() -> int | None:
-    """The least limit of its memory cgroups; None where there is none."""
+    """Return the least limit of its memory cgroups; None where there is none."""
     return min((limit for limit, _ in _read_limits()), default=None)
 
 
 def describe_limit() -> str:
-    """Words behind what is free, where that is of a limit."""
+    """Return the words behind what is free, where that is of a limit."""
     limit = find_limit_bytes()
     return (
         ""
@@ -47,8 +47,8 @@ def describe_limit() -> str:
 
 
 def count_kills() -> int | None:
-    """How often the kernel has killed a process for memory, here or where this process is
-    limited; None where it does not tell. It only grows."""
+    """Return how often the kernel has killed a process for memory, here or where this process
+    is limited; None where it does not tell. It only grows."""
     found = 0
     for group in _find_groups():
         if _read_limit(group) is not None:
@@ -59,8 +59,8 @@ def count_kills() -> int | None:
 
 
 def describe_kills_since(before: int | None) -> str:
-    """Words for a process that was killed, of what a kernel does for memory; empty where it has
-    killed none. before: count_kills() of then."""
+    """Return words for a process that was killed, of what a kernel does for memory; empty where
+    it has killed none. before: count_kills() of then."""
     now = count_kills()
     if now is None or now <= (before or 0):
         return ""
@@ -72,7 +72,7 @@ def describe_kills_since(before: int | None) -> str:
 
 
 def _read_limits() -> list[tuple[int, int]]:
-    """Limit and bytes in use of each group that has a limit."""
+    """Return limit and bytes in use of each group that has a limit."""
     found = []
     for group in _find_groups():
         limit = _read_limit(group)
@@ -87,7 +87,7 @@ def _read_limits() -> list[tuple[int, int]]:
 
 
 def _find_groups() -> list[Path]:
-    """The memory cgroups of this process and those above it, of either version."""
+    """Return the memory cgroups of this process and those above it, of either version."""
     lines: list[str] = []
     with suppress(OSError):
         lines = OWN.read_text().splitlines()
@@ -118,7 +118,7 @@ def _read_number(file: Path) -> int | None:
 
 
 def _read_counts(file: Path) -> dict[str, int]:
-    """The numbers of a file of lines `name number`."""
+    """Return the numbers of a file of lines `name number`."""
     found = {}
     with suppress(OSError):
         for line in file.read_text().splitlines():

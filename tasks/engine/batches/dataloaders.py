@@ -220,7 +220,7 @@ class RankBatchSampler:
     def _draw(
         self, draw: Callable[[], Any], of_python: Any, of_numpy: np.random.MT19937
     ) -> tuple[Any, Any]:
-        """What it gives, with the state of Python's numbers then."""
+        """Return what it gives, with the state of Python's numbers then."""
         kept = torch.get_rng_state(), random.getstate(), mtrand.get_bit_generator()
         torch.set_rng_state(self.generator.get_state())
         random.setstate(of_python)
@@ -473,7 +473,7 @@ def _explain_errors(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _describe_size(folder: str) -> str:
-    """Its size in words, where it is known."""
+    """Return its size in words, where it is known."""
     try:
         return f" (it has {format_mebibytes(shutil.disk_usage(folder).total / 1024**2)})"
     except OSError:

@@ -81,8 +81,8 @@ class RankShare:
     def _weigh_batches(
         self, found: Iterator[tuple[Any, Any]], rows: Iterator[int]
     ) -> Iterator[tuple[Any, Any]]:
-        """The same, with what is said of each; rows: of each whole batch, asked for after it came,
-        since batches may be read ahead."""
+        """Yield the same, with what is said of each; rows: of each whole batch, asked for after
+        it came, since batches may be read ahead."""
         with closing(found):  # type: ignore[type-var]
             for batch in found:
                 self.rows_of_whole = next(rows)

@@ -251,7 +251,7 @@ class Checkpoints:
             )
 
     def _warn_once(self, text: str) -> None:
-        """Once for each reason: the training goes on, and the checkpoints before stay."""
+        """Warn once for each reason: the training goes on, and the checkpoints before stay."""
         if text != self._failed:
             self._failed = text
             log.warning("checkpoint: %s; the training goes on", text)

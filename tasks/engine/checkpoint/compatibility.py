@@ -43,8 +43,8 @@ def describe_training(plan: Plan) -> dict[str, Any]:
 
 
 def describe_code(config: RunConfig) -> dict[str, Any]:
-    """The same of the code that it is trained by: the user's own modules, as far as they are
-    imported by now, and the commit of the working directory; empty where that has none."""
+    """Return the same of the code that it is trained by: the user's own modules, as far as they
+    are imported by now, and the commit of the working directory; empty where that has none."""
     files = {
         os.path.relpath(file): sha256(file.read_bytes()).hexdigest()
         for file in _find_own_files(config)
@@ -53,7 +53,8 @@ def describe_code(config: RunConfig) -> dict[str, Any]:
 
 
 def _find_own_files(config: RunConfig) -> Iterator[Path]:
-    """Files of modules from the working directory, and of those that an import path begins with."""
+    """Yield the files of modules from the working directory, and of those that an import path
+    begins with."""
     paths = [
         path
         for path in _iterate_texts(hide_config_secrets(config).model_dump())
@@ -89,8 +90,8 @@ def _read_commit() -> str:
 
 
 def describe_changed_code(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The sentence for code of the user's own that is not what it was; empty where it is, as far
-    as both know of it."""
+    """Return the sentence for code of the user's own that is not what it was; empty where it is,
+    as far as both know of it."""
     before, files = was.get("code", {}), now.get("code", {})
     other = sorted(file for file in files if before.get(file, files[file]) != files[file])
     if not other:

@@ -63,14 +63,14 @@ class MemoryByOwner:
         self._settle({**self._owned(), "batch": nested.find_tensors(batch)})
         self.ledger.begin_step()
         try:
-            with self.ledger.active():
+            with self.ledger.count_allocations():
                 yield
         finally:
             self._settle(self._owned())  # also what was made before a failure has its owner
         libraries_bytes = max(0, (self._in_use() or 0) - self.ledger.allocated_bytes)
         if self.ledger.step_peak_bytes + libraries_bytes > self._most:
             self._most = self.ledger.step_peak_bytes + libraries_bytes
-            self._owners = self.ledger.owners_at_peak()
+            self._owners = self.ledger.sum_owners_at_peak()
             if libraries_bytes:
                 self._owners[LIBRARIES] = self._owners.get(LIBRARIES, 0) + libraries_bytes
 
@@ -120,10 +120,10 @@ class CountedAllocator(NoAllocator):
         self._is_fresh = self._ledger.is_active
         self._ledger.reset_peak()
 
-    def space(self) -> Space | None:
+    def read_space(self) -> Space | None:
         if self._limit is None:
             return None
         return Space(self._limit, max(0, self._limit - self._ledger.allocated_bytes))
 
-    def stats(self) -> dict[str, Any]:
+    def read_stats(self) -> dict[str, Any]:
         return {}

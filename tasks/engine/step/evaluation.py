@@ -140,7 +140,7 @@ def _evaluate_rows(
         del x, y, batch  # gone before the next ones come
         if len(found) == FOLDED:
             found = [_add_sums(found)]
-    evaluator.phases.meter.phase("eval")
+    evaluator.phases.meter.end_phase("eval")
     sums = {name: total.item() for name, total in _add_sums(found).items()}
     sums = evaluator.ranks.sum_over_ranks({**sums, "rows": rows})
     rows = int(sums["rows"])

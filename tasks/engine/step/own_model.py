@@ -133,7 +133,7 @@ def _check_builtin_model(settings: ModelConfig, train: TrainConfig, data: DataFa
         finder = ChangeFinder(model, y)
         writes = check_loss(train, loss, outputs, y)
         is_sum = is_additive(train, loss, choose_count(train, data), outputs, y)
-        changes = finder.changes(writes)
+        changes = finder.find_changes(writes)
         return ModelCheck(work, weights_bytes, data.outputs, changes, adds_up=is_sum)
     return ModelCheck(work, weights_bytes, data.outputs)
 
@@ -192,7 +192,7 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
     loss = make_loss(train, data, CPU)
     writes = check_loss(train, loss, outputs, y)
     is_sum = is_additive(train, loss, choose_count(train, data), outputs, y)
-    changes = finder.changes(writes)
+    changes = finder.find_changes(writes)
     _refuse_otherwise_in_eval(model, data, name, tuple(outputs.shape[1:]), takes_loss=own_loss)
     if _has_single_row(train.batch_size, train.accumulate, data.train_rows):
         _run_forward(

@@ -111,7 +111,7 @@ def read_free_bytes(device: DeviceFacts) -> int | None:
     memory is bounded where its process would be killed for more."""
     if device.kind == "cpu":
         return host_memory.read_free_bytes() if host_memory.find_limit_bytes() is not None else None
-    space = make_allocator(torch.device(device.name)).space()
+    space = make_allocator(torch.device(device.name)).read_space()
     return None if space is None else space.free_bytes
 
 
@@ -196,7 +196,7 @@ class _MemoryRequest:
         return Admission(told.peak_bytes, "dry step", rows, reason, told, fits_graph)
 
     def describe_refusal(self, room: float, found: tuple[Holder, ...]) -> str:
-        """Why the training can't be had; starts with the setting at fault."""
+        """Return why the training can't be had; starts with the setting at fault."""
         least_bytes = self.forecast(1).needed_bytes
         if least_bytes + self._held_bytes > self._limit_bytes:
             held = f" beside {_format_size(self._held_bytes)} that this process holds already"

@@ -45,7 +45,7 @@ from tasks.engine.memory.caching_allocator import (
     SimulatedAllocator,
     find_smallest_limit,
     make_scratch_counter,
-    rules,
+    read_rules,
 )
 from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS
 from tasks.engine.models import builtin
@@ -265,7 +265,7 @@ class PhasePeaks:
         """Assign what was counted since the last call to the owners that the log knows by
         now."""
         if self.ledger.step_peak_bytes > self._most:
-            self._most, self.owners = self.ledger.step_peak_bytes, self.ledger.owners_at_peak()
+            self._most, self.owners = self.ledger.step_peak_bytes, self.ledger.sum_owners_at_peak()
         self.ledger.begin_step()
 
 
@@ -282,7 +282,7 @@ def run_dry_training(plan: Plan, micro_batch: int, own: nn.Module | None) -> Dry
 
     ledger = AllocationLog(
         device,
-        block=int if facts.kind == "cpu" else rules().round_up,
+        block=int if facts.kind == "cpu" else read_rules().round_up,
         scratch=scratch_bytes,
         told=events.append,
     )
@@ -344,7 +344,7 @@ def _record_step(model: nn.Module, step: Step, batch: tuple[Any, Any], peaks: Ph
     ledger.reset_peak()  # which strikes out what is freed
     peaks.events.append(EmptyCacheEvent())
     ledger.pool = 1
-    outcome = step.recordable()(*batch, norm=False, watched=Watched.NOT)
+    outcome = step.make_recordable()(*batch, norm=False, watched=Watched.NOT)
     ledger.pool = 0
     grads = [p.grad for p in step.optimizer.params if p.grad is not None]
     ledger.own("graph", [*grads, outcome.loss])
@@ -569,7 +569,7 @@ def _make_forecast(
             + SPARE_BYTES
         )
     note = ""
-    if device.kind in POOLED and (unfollowed := rules().unfollowed):
+    if device.kind in POOLED and (unfollowed := read_rules().unfollowed):
         needed_bytes = int(needed_bytes * WIDER)
         note = (
             f"PYTORCH_ALLOC_CONF: {', '.join(unfollowed)} is not followed: {WIDER:g} times the room"

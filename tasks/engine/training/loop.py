@@ -139,7 +139,7 @@ def fit_model(
             logged = {name: value for name, value in metrics.items() if name not in UNLOGGED}
             accounts.log({**logged, "train/epoch": epoch + 1.0}, step)
             accounts.lap("log")
-            t.best.judged(metrics, epoch + 1, cells=t.evaluator.told)
+            t.best.record_epoch(metrics, epoch + 1, cells=t.evaluator.told)
             is_enough = 0 < schedule.patience <= t.best.waited
             stopped_early = is_enough and step < last_step
             at = TrainingPosition(step, epoch + 1, 0, rows)
@@ -275,8 +275,8 @@ def compute_end_time(until: str, now_s: float) -> float:
 
 
 def _find_unix_times(clock: datetime) -> list[float]:
-    """When the clock of the host shows that: twice in the hour that comes twice. One that is left
-    out in spring is there when it would have been."""
+    """Return when the clock of the host shows that: twice in the hour that comes twice. One that
+    is left out in spring is there when it would have been."""
     found = {clock.replace(fold=fold).timestamp() for fold in (0, 1)}
     shown = [time_s for time_s in found if datetime.fromtimestamp(time_s) == clock]
     return shown or [clock.timestamp()]

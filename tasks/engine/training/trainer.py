@@ -304,7 +304,7 @@ class _Trained:
                 place.admission, order.past, limit_mib, parts.tuned.has_recorded
             ),
         }
-        stats = place.meter.stats()
+        stats = place.meter.read_stats()
         held_bytes = memory_meter.count_allocated_bytes(place.device)
         if plan.settings.memory.snapshot and ranks.is_lead:
             title = f"Memory of a training step on {plan.device.name}"

@@ -187,8 +187,8 @@ class _Witness:
     def write(self) -> None:
         self.recorder.write()
 
-    def reading(self) -> dict[str, int]:
-        return self.meter.reading()
+    def read_allocator(self) -> dict[str, int]:
+        return self.meter.read_allocator()
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,8 @@ class TrainingParts:
         }
 
     def make_metrics(self) -> dict[str, float]:
-        """Under the names of the run record. Call it before the model is freed."""
+        """Return the metrics, under the names of the run record. Call it before the model is
+        freed."""
         return {
             **self.accounts.measure_memory(),
             **self.tuned.verdict.make_metrics(),
@@ -243,7 +244,7 @@ class TrainingParts:
         }
 
     def make_tags(self) -> dict[str, str]:
-        """Under the names of the run record."""
+        """Return the tags, under the names of the run record."""
         return {
             "compiled": self.tuned.verdict.compiled,
             "compiled.reason": self.tuned.verdict.reason,

@@ -181,7 +181,7 @@ def _held() -> dict[str, float]:
         run.steps(1)
     ledger.begin_step()  # what is left of it
     ledger.own("rest", [torch.ones(1)])
-    return {owner: size / 2**20 for owner, size in ledger.owners_at_peak().items()}
+    return {owner: size / 2**20 for owner, size in ledger.sum_owners_at_peak().items()}
 
 
 def _refused(run: _Run, folder: Path, spoil: Callable[[Path], Any]) -> list[str]:
@@ -304,7 +304,7 @@ def _infinite() -> float:
     run = _Run("mlp", precision="fp16")
     run.steps(1)
     before = [get_local_part(p).detach().clone() for p in run.optimizer.params]
-    run.step.gradients(*run.batch, rows=ROWS)
+    run.step.compute_gradients(*run.batch, rows=ROWS)
     if run.rank == run.ranks.size - 1:
         get_local_part(run.optimizer.params[-2].grad)[-1] = math.inf  # type: ignore[arg-type]
     run.step._update()

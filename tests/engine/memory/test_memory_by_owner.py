@@ -67,8 +67,8 @@ def test_what_was_never_counted_has_no_owner() -> None:
 def test_a_cpu_tells_what_was_counted_and_is_silent_about_the_rest() -> None:
     ledger = AllocationLog(CPU)
     allocator = CountedAllocator(ledger, None)
-    assert allocator.read() == {} and allocator.space() is None
-    with ledger.active():
+    assert allocator.read() == {} and allocator.read_space() is None
+    with ledger.count_allocations():
         kept = torch.ones(1000)
         torch.ones(5000)
         inside = allocator.read()
@@ -80,8 +80,8 @@ def test_a_cpu_tells_what_was_counted_and_is_silent_about_the_rest() -> None:
 def test_a_limit_is_the_space_of_a_cpu() -> None:
     ledger = AllocationLog(CPU, limit_bytes=10_000)
     allocator = CountedAllocator(ledger, 10_000)
-    with ledger.active():
+    with ledger.count_allocations():
         kept = torch.ones(1000)
-        space = allocator.space()
+        space = allocator.read_space()
     assert space is not None and (space.total_bytes, space.free_bytes) == (10_000, 6_000)
     del kept

@@ -39,7 +39,7 @@ class _Witness:
     def write(self) -> None:
         self.seen.append("write")
 
-    def reading(self) -> dict[str, int]:
+    def read_allocator(self) -> dict[str, int]:
         return {"allocated": 7}
 
 
@@ -109,7 +109,7 @@ class _Training:
             x = torch.randn(ROWS, WIDTH, generator=draw)
             y = torch.randint(3, (ROWS,), generator=draw)
             self.ledger.own("batch", [x, y])
-            with self.ledger.active():
+            with self.ledger.count_allocations():
                 losses.append(self.step(x, y, norm=False, watched=Watched.NOT).loss.item())
         return losses
 
@@ -453,15 +453,18 @@ def test_what_is_done_again_is_done_twice_and_not_a_third_time() -> None:
             raise MemoryError
         return 9
 
-    assert tried.micro.again(lambda: fails(1)) == 9
+    assert tried.micro.retry_once(lambda: fails(1)) == 9
     assert (tried.micro.recovered, len(calls)) == (1, 2)
     calls.clear()
     with pytest.raises(MemoryExhausted, match="in optimizer: MemoryError") as ended:
-        tried.micro.again(lambda: fails(2))
+        tried.micro.retry_once(lambda: fails(2))
     assert ended.value.failure == MemoryFailure(
         text="MemoryError", phase="optimizer", allocator={"allocated": 7}
     )
-    for wrong in (tried.micro.again, lambda attempt: tried.micro.fit(lambda *_: attempt(), ())):
+    for wrong in (
+        tried.micro.retry_once,
+        lambda attempt: tried.micro.fit(lambda *_: attempt(), ()),
+    ):
         with pytest.raises(ZeroDivisionError):
             wrong(lambda: 1 / 0)
         with pytest.raises(RuntimeError, match="^not about it$"):

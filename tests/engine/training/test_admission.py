@@ -275,7 +275,9 @@ def test_what_cannot_be_foretold_is_let_in_and_told(data, gpu, own, sections, to
 def test_what_is_free_is_what_the_device_tells(free, gpu, monkeypatch):
     """Of a device that nobody has used yet nothing is told at all."""
     space = None if free is None else SimpleNamespace(free_bytes=free, total_bytes=9)
-    monkeypatch.setattr(admission, "make_allocator", lambda _: SimpleNamespace(space=lambda: space))
+    monkeypatch.setattr(
+        admission, "make_allocator", lambda _: SimpleNamespace(read_space=lambda: space)
+    )
     assert admission.read_free_bytes(gpu) == free
 
 

@@ -545,7 +545,7 @@ class _Unwatched:
     def __init__(self) -> None:
         self.meter = self
 
-    def phase(self, name: str) -> None: ...
+    def end_phase(self, name: str) -> None: ...
 
     def count_memory_once(self, phase: str, batch: Any) -> Any:
         return nullcontext()
