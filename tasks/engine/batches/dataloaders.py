@@ -100,8 +100,8 @@ class TargetConverter:
     def _convert_classes(self, targets: Tensor, batch: int) -> Tensor:
         if targets.is_floating_point():
             raise DataError(
-                f"data.source: {self._place(batch)}: the labels of {self._name_task()} must be "
-                f"whole numbers (got {_describe_tensor(targets)}); return them as int64, or set "
+                f"data.source: {self._name_batch(batch)}: the labels of {self._name_task()} must "
+                f"be whole numbers (got {_describe_tensor(targets)}); return them as int64, or set "
                 "data.task to regression"
             )
         if self.task == "classification" and targets.dim() == 2 and targets.shape[1] == 1:
@@ -125,8 +125,8 @@ class TargetConverter:
         column = f", position {at[1] + 1}" if len(at) > 1 else ""
         why = ", the label that losses skip" if label == IGNORED else ""
         return (
-            f"data.source: {self._place(batch)}, row {at[0] + 1}{column}: a label must be from "
-            f"{most} (got {label}{why}); mend or drop such rows"
+            f"data.source: {self._name_batch(batch)}, row {at[0] + 1}{column}: a label must be "
+            f"from {most} (got {label}{why}); mend or drop such rows"
         )
 
     def _refuse_unfinite(self, targets: Tensor, batch: int) -> None:
@@ -134,11 +134,11 @@ class TargetConverter:
         if bool(bad.any()):
             at = bad.nonzero()[0].tolist()
             raise DataError(
-                f"data.source: {self._place(batch)}, row {at[0] + 1}: a target must be a finite "
-                f"number (got {targets[tuple(at)].item()}); mend or drop such rows"
+                f"data.source: {self._name_batch(batch)}, row {at[0] + 1}: a target must be a "
+                f"finite number (got {targets[tuple(at)].item()}); mend or drop such rows"
             )
 
-    def _place(self, batch: int) -> str:
+    def _name_batch(self, batch: int) -> str:
         return f"batch {batch} of the {self.part} loader"
 
     def _name_task(self) -> str:
@@ -146,7 +146,7 @@ class TargetConverter:
 
 
 def _is_on_host(targets: Tensor) -> bool:
-    """Whether a look at the values waits for no device."""
+    """Return whether a look at the values waits for no device."""
     return targets.device.type == "cpu"
 
 
@@ -255,7 +255,8 @@ def share_loader(loader: Any, *, rank: int, size: int, seed: int) -> Any:
 
 
 def _find_split_obstacle(loader: Any) -> tuple[str, str]:
-    """What about a loader is in the way of splitting it, with the remedy; nothing where it can."""
+    """Return what about a loader is in the way of splitting it, with the remedy; nothing where it
+    can."""
     remedy = "return a Dataset with __getitem__ and __len__, or train in one process"
     if not isinstance(loader, DataLoader):
         return f"a loader that is a {type(loader).__name__} and no DataLoader", remedy
@@ -428,7 +429,7 @@ class LoaderBatches:
 
 
 def _explain_errors(batches: Iterator[Any]) -> Iterator[Any]:
-    """The same batches; what the user's code raises is told in one sentence."""
+    """Yield the same batches; what the user's code raises is told in one sentence."""
     while True:
         try:
             if WORKER_DEATHS:
@@ -573,7 +574,7 @@ def _split_pair(batch: Any) -> tuple[Any, Any]:
 
 
 def _count_rows(targets: Any) -> int:
-    """Rows of the first tensor found in the targets."""
+    """Return the rows of the first tensor found in the targets."""
     first = next(nested.find_tensors(targets), None)
     if first is None:
         raise DataError(

@@ -157,7 +157,8 @@ def _make_generator(seed: int, epoch: int) -> torch.Generator:
 
 
 def _find_text(x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
-    """The tokens that x is rows of and y the same one token further on; None: there are none.
+    """Return the tokens that x is rows of and y the same one token further on; None: there are
+    none.
 
     Tokens and their successors are such views; moving both would move nearly everything twice.
     """

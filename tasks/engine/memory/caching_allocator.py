@@ -226,7 +226,7 @@ class SimulatedAllocator:
 
 
 def _join_blocks(block: _Block, other: _Block) -> _Block:
-    """Both neighbours as one block."""
+    """Return both neighbours as one block."""
     first, second = (other, block) if block.before is other else (block, other)
     first.bytes += second.bytes
     first.after = second.after
@@ -309,7 +309,7 @@ def count_column_sum_bytes(rows: int, columns: int, *, processors: int, threads:
 
 
 def _find_power_of_two(n: int, most: int) -> int:
-    """The largest power of two in n, at most `most`."""
+    """Return the largest power of two in n, at most `most`."""
     return most if n >= most else 1 << (n.bit_length() - 1)
 
 

@@ -359,7 +359,7 @@ _KINDS: tuple[tuple[type, Callable[[Any, Any], HolderStep | None]], ...] = (
 
 
 def _join(words: list[str], more: str) -> None:
-    """Adds a step. An object and its __dict__ are one: "dict, key 'a'", "of Model" becomes
+    """Add a step. An object and its __dict__ are one: "dict, key 'a'", "of Model" becomes
     "attribute 'a' of Model", and "'weight' of Linear" for the parts of an nn.Module."""
     prefix = "dict, key "
     if more.startswith("of "):

@@ -220,8 +220,8 @@ def _report_broken_device(device: torch.device, baseline_bytes: int) -> ReleaseF
 
 
 def _has_compiled() -> bool:
-    """Whether this process compiled a model, or tried to. A forecast imports the compiler without
-    using it, and its reset would then import the rest: 704 modules on a CUDA build."""
+    """Return whether this process compiled a model, or tried to. A forecast imports the compiler
+    without using it, and its reset would then import the rest: 704 modules on a CUDA build."""
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and bool(utils.counters["frames"])
 

@@ -411,7 +411,7 @@ class TunedStep:
 
 
 def _time_step(step: StepTaker) -> Generator[StepTaker, float | None, float | None]:
-    """The median of some steps in seconds; None where one could not be taken."""
+    """Return the median of some steps in seconds; None where one could not be taken."""
     taken = []
     for _ in range(TIMED):
         took_s = yield step
@@ -426,7 +426,7 @@ def _compute_median(taken: list[float | None]) -> float:
 
 
 def _time_warm_step(step: StepTaker) -> Generator[StepTaker, float | None, float | None]:
-    """The same, after the steps in which a graph is recorded and kernels are loaded."""
+    """Return the same, after the steps in which a graph is recorded and kernels are loaded."""
     for _ in range(WARM_UP + 1):
         if (yield step) is None:
             return None

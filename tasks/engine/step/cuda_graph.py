@@ -129,7 +129,8 @@ def record_on_cuda(run: Callable[[], StepOutcome]) -> tuple[Callable[[], None], 
 def _end_failed_capture(
     graph: torch.cuda.CUDAGraph, pool: tuple[int, int], device_index: int
 ) -> None:
-    """What CUDA ended keeps its pool for ever. Private names; see torch/cuda/graphs.py."""
+    """End a capture that failed: what CUDA ended keeps its pool for ever. Private
+    names; see torch/cuda/graphs.py."""
     try:
         graph.pool()
     except RuntimeError:

@@ -155,7 +155,7 @@ def _evaluate_rows(
 
 
 def _compute_counted_figures(task: str, sums: dict[str, float], loss: float) -> dict[str, float]:
-    """The figures that are sums over the rows."""
+    """Return the figures that are sums over the rows."""
     if task == "tokens":
         return {"perplexity": math.exp(min(loss, MAX_LOG_PERPLEXITY))}
     if task == "regression":
@@ -170,8 +170,8 @@ def _compute_counted_figures(task: str, sums: dict[str, float], loss: float) -> 
 
 
 def _compute_scores(evaluator: Evaluator, kept: KeptRows) -> dict[str, float]:
-    """The figures that need the rows; and whether all were given the same answer, of more than
-    one."""
+    """Return the figures that need the rows; and whether all were given the same answer, of more
+    than one."""
     found = _gather_all_ranks(evaluator.ranks, kept.on_host())
     evaluator.cells.clear()
     if found is None:
@@ -198,7 +198,7 @@ def _compute_scores(evaluator: Evaluator, kept: KeptRows) -> dict[str, float]:
 def _gather_all_ranks(
     ranks: Ranks, ours: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor] | None:
-    """What all ranks kept, in no order of the rows."""
+    """Return what all ranks kept, in no order of the rows."""
     if ranks.is_alone:
         return ours
     kept = [pair for pair in ranks.all_gather(ours) if pair is not None]

@@ -79,7 +79,7 @@ def _has_changed(now: Tensor, was: Tensor, version: int, values: Tensor) -> bool
 
 
 def _iterate_numbers(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
-    """The Python numbers that are attributes of layers. training is PyTorch's own."""
+    """Yield the Python numbers that are attributes of layers. training is PyTorch's own."""
     for path, layer in model.named_modules():
         for name, value in vars(layer).items():
             if isinstance(value, (int, float)) and name != "training":
@@ -87,7 +87,7 @@ def _iterate_numbers(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
 
 
 def _read_versions(tensors: Any) -> list[int]:
-    """How often each was written to; those made in inference mode do not count it."""
+    """Return how often each was written to; those made in inference mode do not count it."""
     return [t._version for t in tensors if not t.is_inference()]
 
 
@@ -241,7 +241,7 @@ class MicroBatches:
         was, and anything else that attempt raises.
         """
         self._grow()
-        state, begun_with = self._state(), self.rows
+        state, begun_with = self._copy_state(), self.rows
         versions = self._count_writes(batch)
         failure: str | None = None
         while True:
@@ -408,7 +408,7 @@ class MicroBatches:
                 MemoryFailure(why, self._what, tried=(self.rows,), fitted=self.fitted)
             )
 
-    def _state(self) -> tuple[Any, ...]:
+    def _copy_state(self) -> tuple[Any, ...]:
         self._unkept = [(where, b, b._version) for where, b in self._constant]
         buffers = [(m, n, b := m._buffers[n], b.clone()) for m, n in self._buffers]  # type: ignore[union-attr]
         numbers = [(layer, name, getattr(layer, name)) for layer, name in self._numbers]

@@ -75,7 +75,7 @@ class Optimizer:
     def step(self) -> None:
         raise NotImplementedError
 
-    def state_tensors(self) -> list[Tensor]:
+    def list_state_tensors(self) -> list[Tensor]:
         raise NotImplementedError
 
     def state(self) -> Any:
@@ -187,7 +187,7 @@ class AdamW(Optimizer):
             torch._foreach_sub_(counts, taken)
             raise
 
-    def state_tensors(self) -> list[Tensor]:
+    def list_state_tensors(self) -> list[Tensor]:
         return [*self.means, *self.squares, *{id(count): count for count in self.steps}.values()]
 
     def state(self) -> Any:
@@ -242,7 +242,7 @@ class Sgd(Optimizer):
                 found_inf=getattr(self, "found_inf", None),
             )
 
-    def state_tensors(self) -> list[Tensor]:
+    def list_state_tensors(self) -> list[Tensor]:
         return list(self.momenta)
 
     def state(self) -> Any:
@@ -253,7 +253,8 @@ class Sgd(Optimizer):
 
 
 def _lay_out_like(parameters: list[nn.Parameter], kept: list[Tensor]) -> list[Tensor]:
-    """The same numbers in tensors laid out as the parameters are; none where none were kept."""
+    """Return the same numbers in tensors laid out as the parameters are; none where none were
+    kept."""
     if not kept:
         return []
     return [
@@ -371,7 +372,7 @@ class TorchOptimizer(Optimizer):
             )
         raise torch.OutOfMemoryError(failure)
 
-    def state_tensors(self) -> list[Tensor]:
+    def list_state_tensors(self) -> list[Tensor]:
         states = self._inner.state.values()
         return [kept for state in states for kept in state.values() if isinstance(kept, Tensor)]
 
@@ -494,8 +495,8 @@ def _raise_absent(*_: Any, **__: Any) -> Any:
 
 
 def _collect_arguments(factory: Callable[..., Any], o: OptimConfig) -> dict[str, Any]:
-    """What it has parameters for. Raises ConfigError for a setting that is not the preset and that
-    it has none for."""
+    """Return what it has parameters for. Raises ConfigError for a setting that is not the preset
+    and that it has none for."""
     takes = inspect.signature(factory).parameters
     offered = {
         "lr": (o.lr, ()),

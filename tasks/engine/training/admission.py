@@ -107,8 +107,8 @@ def admit_training(
 
 
 def read_free_bytes(device: DeviceFacts) -> int | None:
-    """What the device has free now, all processes together; None where it does not tell. A CPU's
-    memory is bounded where its process would be killed for more."""
+    """Return what the device has free now, all processes together; None where it does not tell. A
+    CPU's memory is bounded where its process would be killed for more."""
     if device.kind == "cpu":
         return host_memory.read_free_bytes() if host_memory.find_limit_bytes() is not None else None
     space = make_allocator(torch.device(device.name)).read_space()
@@ -146,8 +146,8 @@ class _MemoryRequest:
         return self._forecasts[rows]
 
     def describe_unforeseeable(self) -> str | None:
-        """Why nothing can be foretold of an optimizer that is not ours, or of a model or a loss of
-        the user's own."""
+        """Return why nothing can be foretold of an optimizer that is not ours, or of a model or a
+        loss of the user's own."""
         own = (self._config.model.name, self._config.train.loss)
         if self._config.optim.name in FUSED and not any(map(is_import_path, own)):
             return None
@@ -172,7 +172,7 @@ class _MemoryRequest:
             )
 
     def find_fitting(self, room: float) -> Admission | None:
-        """What fits in the room; None where nothing does."""
+        """Return what fits in the room; None where nothing does."""
         past_bytes = self._past_peak_bytes
         if past_bytes is not None and (self._past_needed_bytes or 0) <= room:
             taken = f"{_format_size(past_bytes)} by what runs alike have taken"
@@ -213,7 +213,7 @@ class _MemoryRequest:
         return f"device.name: {self.describe_shortage(room, found)}; {remedy}"
 
     def describe_shortage(self, room: float, found: tuple[Holder, ...]) -> str:
-        """What is asked, what is there, and who holds the rest."""
+        """Return what is asked, what is there, and who holds the rest."""
         least_bytes = self.forecast(1).needed_bytes
         return (
             f"training one row at a time needs {_format_size(least_bytes)} of "

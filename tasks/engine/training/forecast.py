@@ -354,13 +354,13 @@ def _record_step(model: nn.Module, step: Step, batch: tuple[Any, Any], peaks: Ph
 
 
 def _choose_device(device: torch.device) -> torch.device:
-    """The device itself, or the CPU where autograd would not know one of that kind."""
+    """Return the device itself, or the CPU where autograd would not know one of that kind."""
     here = torch.accelerator.current_accelerator(check_available=True)
     return device if here is not None and here.type == device.type else torch.device("cpu")
 
 
 def _build_model(settings: ModelConfig, data: DataFacts, device: torch.device) -> nn.Module:
-    """The model of the training, none of whose weights is ever drawn."""
+    """Return the model of the training, none of whose weights is ever drawn."""
     with device:
         model = builtin.build_model(
             settings.name,
@@ -376,7 +376,7 @@ def _build_model(settings: ModelConfig, data: DataFacts, device: torch.device) -
 
 
 def _fake_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """The same model on the device, with tensors that have no bytes; tied ones stay tied."""
+    """Return the same model on the device, with tensors that have no bytes; tied ones stay tied."""
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -413,7 +413,7 @@ def _train_steps(
         step(x, y, norm=True, watched=Watched.NOT)
         gradients = (p.grad for p in step.optimizer.params if p.grad is not None)
         peaks.ledger.own("gradients", gradients)
-        peaks.ledger.own("optimizer_state", step.optimizer.state_tensors())
+        peaks.ledger.own("optimizer_state", step.optimizer.list_state_tensors())
         peaks.settle()
         del batch, x, y  # gone before the next one comes
     rows.let_go()

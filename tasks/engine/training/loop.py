@@ -162,7 +162,7 @@ def fit_model(
 
 
 def _handle_stop(t: LoopTools, at: TrainingPosition) -> StopRequest | None:
-    """Whether the training ends here for now; there is a checkpoint then."""
+    """Return whether the training ends here for now; there is a checkpoint then."""
     stop = t.stop()
     if stop is not None:
         t.checkpoints.save(at, last=True)
@@ -174,7 +174,7 @@ def _handle_stop(t: LoopTools, at: TrainingPosition) -> StopRequest | None:
 def _send_batches(
     batches: Iterator[tuple[Any, Any]], *, step: Callable[[], int]
 ) -> Generator[Any, None, None]:
-    """The same batches; one that finds no room has run out of memory at that step."""
+    """Yield the same batches; one that finds no room has run out of memory at that step."""
     with name_oom_phase("sending", step=step):
         yield from batches
 

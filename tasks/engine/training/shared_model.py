@@ -94,7 +94,7 @@ class AgreedMicroBatches(FixedMicroBatches):
         return super().fit(attempt, batch)
 
     def _agree(self, attempt: Callable[..., T], batch: Sequence[Any]) -> None:
-        before, failure = self._state(), None
+        before, failure = self._copy_state(), None
         try:
             MicroBatches.fit(self, attempt, batch)
         except MemoryExhausted as error:

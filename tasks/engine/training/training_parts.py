@@ -145,7 +145,7 @@ def name_inputs(x: Any) -> dict[str, torch.Tensor]:
 
 
 def _unscale_rows(rows: np.ndarray, data: DataFacts) -> np.ndarray:
-    """The rows as their user has them: the scaling undone."""
+    """Return the rows as their user has them: the scaling undone."""
     if data.task == "tokens":
         return np.asarray(rows)
     return (rows * np.array(data.scale) + np.array(data.offset)).astype(np.float32)
@@ -170,7 +170,7 @@ class Owners:
             BEST_WEIGHTS: self.best.iterate_kept(),
             "graph": self.recorded,
             "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
-            "optimizer_state": self.optimizer.state_tensors(),
+            "optimizer_state": self.optimizer.list_state_tensors(),
         }
 
 

@@ -173,7 +173,7 @@ def _held() -> dict[str, float]:
     def owned() -> dict[str, list[Tensor]]:
         params = list(run.optimizer.params)
         grads = [p.grad for p in params if p.grad is not None]
-        state = run.optimizer.state_tensors()
+        state = run.optimizer.list_state_tensors()
         return {"parameters": params, "gradients": grads, "optimizer_state": state}
 
     run.steps(1)

@@ -20,7 +20,7 @@ def _training() -> tuple[nn.Module, optim.Optimizer, MemoryByOwner, list[torch.T
         lambda: {
             "parameters": model.parameters(),
             "gradients": [p.grad for p in model.parameters() if p.grad is not None],
-            "optimizer_state": optimizer.state_tensors(),
+            "optimizer_state": optimizer.list_state_tensors(),
         },
     )
     return model, optimizer, accounts, batch

@@ -76,7 +76,7 @@ class _Training:
             self.ledger,
             lambda: {
                 "parameters": self.model.parameters(),
-                "optimizer_state": optimizer.state_tensors(),
+                "optimizer_state": optimizer.list_state_tensors(),
             },
         )
         self.witness = _Witness()
@@ -226,7 +226,7 @@ def test_an_update_that_failed_and_was_repeated_is_that_of_a_run_that_never_fail
     assert len(calls) == 8 and training.micro.recovered == 4
     assert training.micro.rows == ROWS, "the activations are gone: fewer rows don't help"
     _assert_equal(training, spared)
-    state, wanted = (t.step.optimizer.state_tensors() for t in (training, spared))
+    state, wanted = (t.step.optimizer.list_state_tensors() for t in (training, spared))
     assert all(torch.equal(a, b) for a, b in zip(state, wanted, strict=True))
     assert training.step.scaler.state_dict() == spared.step.scaler.state_dict()
 
@@ -238,7 +238,7 @@ def test_the_optimizer_state_is_made_whole_or_not_at_all() -> None:
     with pytest.raises(MemoryExhausted, match="memory ran out in optimizer"):
         training.train(1)
     assert training.witness.seen == ["start", "write"]
-    made = len(training.step.optimizer.state_tensors())
+    made = len(training.step.optimizer.list_state_tensors())
     assert made in (0, 2 * len(training.step.optimizer.params) + 1)
 
 
