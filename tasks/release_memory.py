@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tasks.engine.base.facts import DeviceFacts, Owner, ReleaseFacts
-from tasks.engine.memory.leaks import LeakError, leak_in_words, release_device_memory
+from tasks.engine.memory.leaks import LeakError, describe_leak, release_device_memory
 from tasks.run.run_task import run_task
 
 log = logging.getLogger(__name__)
@@ -42,5 +42,5 @@ def release_memory(
         return facts
     if on_leak == "fail":
         raise LeakError(facts)
-    log.warning("memory.on_leak: %s", leak_in_words(facts))
+    log.warning("memory.on_leak: %s", describe_leak(facts))
     return facts

@@ -16,7 +16,7 @@ import psutil
 
 from tasks.engine.base.facts import Column, DataFacts, DeviceFacts, Owner, ReleaseFacts, TrainFacts
 from tasks.engine.base.timing import Stopwatch
-from tasks.engine.memory.leaks import release_metrics
+from tasks.engine.memory.leaks import make_release_metrics
 from tasks.engine.memory.memory_meter import MIB
 from tasks.engine.settings.run_config import DataConfig
 from tasks.engine.training.oom_files import OutOfMemory
@@ -35,7 +35,7 @@ class RunClock:
     @property
     def began_at(self) -> float:
         """Unix time of the run's beginning, imports and servers left out."""
-        return time.time() - self._watch.total_s()
+        return time.time() - self._watch.compute_total_s()
 
     def time_stage(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what the call returns; keep how long it took under its name."""
@@ -47,7 +47,7 @@ class RunClock:
 
     def total_s(self) -> float:
         """Return the seconds of this start, those before it that were waited for included."""
-        return self.stages["time/start_s"] + self._watch.total_s()
+        return self.stages["time/start_s"] + self._watch.compute_total_s()
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Findings:
 
     def add_release(self, facts: ReleaseFacts) -> None:
         """Keep the proof that the memory was given back."""
-        self.summary |= release_metrics(facts)
+        self.summary |= make_release_metrics(facts)
         if facts.broken:  # whose memory it is, nobody can tell any more
             self.tags["memory.release"] = facts.broken
             self.failure = self.failure and self.failure.blame_device()

@@ -22,7 +22,7 @@ from tasks.engine.base.units import format_seconds, make_printable
 from tasks.engine.checkpoint.checkpoint_files import (
     DamagedCheckpoint,
     NewerCheckpoint,
-    intact_about,
+    verify_checkpoint,
 )
 from tasks.engine.checkpoint.compatibility import describe_training, refuse_other_training
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, list_steps
@@ -173,7 +173,7 @@ class KeyLock:
             lock = FileLock(path)
             if not lock.take(f"process {os.getpid()}"):
                 with lock:
-                    return lock.text()
+                    return lock.read_text()
             if lock.is_in_place():
                 return cls(lock)
             lock.close()  # whoever had it has removed the file since it was opened here
@@ -289,7 +289,7 @@ def check_resume(folder: Path, plan: Plan) -> None:
     kept, now, damage = folder / CHECKPOINTS, describe_training(plan), []
     for step in list_steps(kept):
         try:
-            refuse_other_training(intact_about(kept, step), now)
+            refuse_other_training(verify_checkpoint(kept, step), now)
         except NewerCheckpoint as error:
             raise ConfigError(f"--resume: {error}") from None
         except DamagedCheckpoint as error:  # told when it is read, where an older one is taken
@@ -319,7 +319,7 @@ def lock_for_training(folder: Path) -> FileLock:
     except OSError as error:
         raise ConfigError(f"--resume {folder}: can't be written ({error.strerror})") from None
     if not is_mine:
-        by = lock.text()
+        by = lock.read_text()
         lock.close()
         raise ConfigError(f"--resume {folder}: that run is being trained by {by}")
     return lock

@@ -546,7 +546,7 @@ class Journal:
 
     def _listen(self) -> None:
         """Pass on the answers of the sending process; start another where it ends too early."""
-        kills = host_memory.kills()
+        kills = host_memory.count_kills()
         for restarts in range(1 + RESTARTS):
             sender = self._sender
             assert sender is not None and sender.stdout is not None
@@ -555,7 +555,7 @@ class Journal:
                     with suppress(json.JSONDecodeError):  # a library that prints
                         self._hear(json.loads(line))
             code = sender.wait()
-            killed = host_memory.killed_since(kills) if code == -signal.SIGKILL else ""
+            killed = host_memory.describe_kills_since(kills) if code == -signal.SIGKILL else ""
             ended = (
                 f"the sending process ended in mid-run (exit code {code}{killed and ', '}{killed})"
             )

@@ -72,7 +72,7 @@ class Session:
         self.opened_at = math.inf
         self.gate_of = ""  # of the runs that this one is compared with
         self.system: SystemMetricsMonitor | None = None
-        self.kills = host_memory.kills()  # by the kernel, before this run
+        self.kills = host_memory.count_kills()  # by the kernel, before this run
 
     def obey(self, order: dict[str, Any]) -> dict[str, Any] | None:
         """Carry out one order; return the answer, or None where nobody waits for one."""
@@ -223,7 +223,7 @@ class Session:
         if self.where is None:
             return
         if self.sender is not None and not self.sender.state.closed:
-            killed = host_memory.killed_since(self.kills)
+            killed = host_memory.describe_kills_since(self.kills)
             dead = f"{orphaned_runs.DEAD}{killed and ', '}{killed}"
             with orphaned_runs.pass_over_errors(self.sender.folder.name):
                 orphaned_runs.resend(self.sender, dead=dead)

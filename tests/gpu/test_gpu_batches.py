@@ -47,7 +47,7 @@ def test_batches_hold_the_rows_of_plain_indexing(room_bytes, kind, residency) ->
     fed = place_rows(x, y, device=GPU, room_bytes=room_bytes)
     assert isinstance(fed, kind) and fed.residency == residency
     order = draw_row_order(500, seed=0, epoch=0)
-    for batches in (fed.shuffled(32, order, nothing), fed.in_order(32)):
+    for batches in (fed.iterate_shuffled(32, order, nothing), fed.iterate_in_order(32)):
         seen = []
         for got_x, got_y in batches:
             assert got_x.device == GPU
@@ -62,7 +62,7 @@ def test_resident_batches_come_in_the_order_of_the_cpu_and_in_one_memory() -> No
     fed = place_rows(x, y, device=GPU, room_bytes=PLENTY)
     places, seen = set(), []
     for epoch in range(2):
-        for got_x, got_y in fed.shuffled(50, order, nothing):
+        for got_x, got_y in fed.iterate_shuffled(50, order, nothing):
             places.add((got_x.data_ptr(), got_y.data_ptr()))
             seen += got_y.tolist() if epoch else []
     assert seen == order.tolist()
@@ -78,7 +78,7 @@ def test_a_slow_gpu_reads_whole_batches_and_the_host_does_not_run_away() -> None
     torch.cuda.reset_peak_memory_stats(GPU)
     sums, labels = [], []
     for _ in range(2):
-        for got_x, got_y in fed.shuffled(20, torch.arange(400), nothing):
+        for got_x, got_y in fed.iterate_shuffled(20, torch.arange(400), nothing):
             torch.cuda._sleep(BUSY_CYCLES // 10)
             sums.append(got_x.double().sum(1))  # read late, long after the host has gone on
             labels.append(got_y.clone())
@@ -94,7 +94,7 @@ def test_copies_run_beside_the_computing() -> None:
     x, y = rows(count=384, features=1 << 18)  # 32 rows: 32 MiB, a millisecond or so of any bus
     fed = place_rows(x, y, device=GPU, room_bytes=0)
     steps = []
-    for _ in fed.in_order(32):
+    for _ in fed.iterate_in_order(32):
         arrived, left = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         arrived.record()  # in the stream that computes, behind its wait for the copy
         torch.cuda._sleep(5 * BUSY_CYCLES)
@@ -115,16 +115,19 @@ def test_tokens_above_32767_and_images_arrive_as_they_were(tmp_path, room_bytes)
     rows = view_token_rows(np.load(tmp_path / "text.npy", mmap_mode="r"), 16)
     fed = place_rows(*rows, device=GPU, room_bytes=room_bytes)
     wide = torch.from_numpy(kept.astype(np.int64)).unfold(0, 17, 1)
-    order = fed.order(seed=0, epoch=1)
+    order = fed.draw_order(seed=0, epoch=1)
     if room_bytes == 0:  # a disk reads forwards: the rows of a batch are sorted
         order = torch.cat([begins.sort().values for begins in order.split(7)])
     straight = torch.arange(40) * 16
-    for batches, begins in ((fed.shuffled(7, order, nothing), order), (fed.in_order(7), straight)):
+    for batches, begins in (
+        (fed.iterate_shuffled(7, order, nothing), order),
+        (fed.iterate_in_order(7), straight),
+    ):
         x, y = (torch.cat(part).cpu() for part in zip(*batches, strict=True))
         assert torch.equal(x, wide[begins, :-1]) and torch.equal(y, wide[begins, 1:])
     images = np.random.default_rng(0).normal(size=(40, 3, 8, 8)).astype(np.float32)
     fed = place_rows(images, np.arange(40), device=GPU, room_bytes=room_bytes, channels_last=True)
-    for got, numbers in fed.shuffled(7, draw_row_order(40, seed=0, epoch=0), nothing):
+    for got, numbers in fed.iterate_shuffled(7, draw_row_order(40, seed=0, epoch=0), nothing):
         assert got.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(got.cpu(), torch.from_numpy(images)[numbers.cpu()])
 
@@ -139,12 +142,12 @@ def test_ranks_take_the_batches_of_one_process_and_know_what_each_is_of(room_byt
     for rank in range(3):
         share = RankShare(place_rows(x, y, device=GPU, room_bytes=room_bytes), rank=rank, size=3)
         taken = []
-        for got_x, got_y in share.shuffled(20, order, nothing):
+        for got_x, got_y in share.iterate_shuffled(20, order, nothing):
             assert torch.equal(got_x.cpu(), torch.from_numpy(x)[got_y.cpu()])
             own = got_y.tolist() if share.weight else []
             assert share.weight == pytest.approx(len(own) * 3 / share.rows_of_whole)
             taken.append((own, share.rows_of_whole))
-        assert sum(len(got) for _, got in share.in_order(20)) == (36, 36, 31)[rank]
+        assert sum(len(got) for _, got in share.iterate_in_order(20)) == (36, 36, 31)[rank]
         found.append(taken)
     for parts, (chunk, count) in zip(zip(*found, strict=True), wholes, strict=True):
         assert sorted(row for own, _ in parts for row in own) == chunk
@@ -157,13 +160,13 @@ def test_an_iteration_that_ends_early_leaves_nothing_behind() -> None:
     gc.collect()  # a failed test's frames hold its tensors until then
     before = take_baseline(GPU).bytes
     fed = place_rows(x, y, device=GPU, room_bytes=0)
-    for batch in fed.shuffled(32, draw_row_order(500, seed=0, epoch=0), nothing):
+    for batch in fed.iterate_shuffled(32, draw_row_order(500, seed=0, epoch=0), nothing):
         assert batch[0].is_cuda
         break
     assert not [t for t in threading.enumerate() if t.name.startswith("gather")]
-    assert len(list(fed.shuffled(32, draw_row_order(500, seed=0, epoch=1), nothing))) == fed.steps(
-        32
-    )
+    assert len(
+        list(fed.iterate_shuffled(32, draw_row_order(500, seed=0, epoch=1), nothing))
+    ) == fed.count_steps(32)
     fed.close()
     del batch
     gc.collect()
@@ -175,7 +178,7 @@ def test_a_loaders_pinned_batches_are_moved() -> None:
     data = TensorDataset(torch.arange(40.0).reshape(20, 2), torch.arange(20))
     fed = LoaderBatches(DataLoader(data, batch_size=8, pin_memory=True), GPU)
     marks: list[str] = []
-    found = list(fed.shuffled(1, torch.arange(0), marks.append))
+    found = list(fed.iterate_shuffled(1, torch.arange(0), marks.append))
     assert marks == ["data_wait", "h2d"] * 3 and fed.reason.endswith("this process, pinned")
     assert torch.equal(torch.cat([y for _, y in found]).cpu(), torch.arange(20))
     assert {x.device for x, _ in found} == {GPU}

@@ -11,7 +11,7 @@ from torch import nn
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory.allocation_log import AllocationLog
-from tasks.engine.memory.caching_allocator import rules
+from tasks.engine.memory.caching_allocator import read_rules
 from tasks.engine.memory.leaks import release_device_memory, take_baseline
 from tasks.engine.memory.memory_meter import (
     MIB,
@@ -65,7 +65,7 @@ def test_the_series_of_a_log_point_is_complete_and_consistent(before):
     meter = MemoryMeter(GPU)
     kept = torch.empty(8 * MIB, dtype=torch.uint8, device=GPU)
     torch.empty(64 * MIB, dtype=torch.uint8, device=GPU)
-    first, second = meter.window(), meter.window()
+    first, second = meter.end_window(), meter.end_window()
     assert set(first) == SERIES
     assert first["memory/peak_allocated_mib"] >= first["memory/allocated_mib"] + 64
     assert second["memory/peak_allocated_mib"] == second["memory/allocated_mib"]
@@ -77,17 +77,17 @@ def test_the_series_of_a_log_point_is_complete_and_consistent(before):
 def test_phase_peaks_are_told_apart_and_the_run_keeps_the_highest(before):
     meter = MemoryMeter(GPU)
     torch.empty(64 * MIB, dtype=torch.uint8, device=GPU)
-    meter.phase("forward")
+    meter.end_phase("forward")
     torch.empty(16 * MIB, dtype=torch.uint8, device=GPU)
-    meter.phase("backward")
-    summary = meter.summary()
+    meter.end_phase("backward")
+    summary = meter.summarize()
     assert summary["memory/peak_forward_mib"] - summary["memory/peak_backward_mib"] == 48
     assert summary["memory/run_peak_allocated_mib"] == summary["memory/peak_forward_mib"]
     assert summary["memory/alloc_retries"] == 0
     assert 0 <= summary["memory/fragmentation_pct"] <= 100
     total_mib = torch.cuda.get_device_properties(GPU).total_memory / MIB
     assert 0 < summary["memory/headroom_mib"] < total_mib - 64
-    assert meter.stats()["allocated_bytes.all.current"] == count_allocated_bytes(GPU)
+    assert meter.read_stats()["allocated_bytes.all.current"] == count_allocated_bytes(GPU)
 
 
 def test_saved_activations_match_what_the_allocator_counts(before):
@@ -95,14 +95,14 @@ def test_saved_activations_match_what_the_allocator_counts(before):
     x = torch.randn(4096, 512, device=GPU)
     model(x).sum().backward()
     start = count_allocated_bytes(GPU)
-    ledger = AllocationLog(GPU, block=rules().round_up)
+    ledger = AllocationLog(GPU, block=read_rules().round_up)
     ledger.own("parameters", model.parameters())  # else their views would be activations
     ledger.own("batch", [x])
-    with ledger.active():
+    with ledger.count_allocations():
         out = model(x).sum()
         ledger.end_phase("forward")
     # x was there before; four layers' outputs came of it.
-    assert ledger.owners_at_peak()["activations"] == pytest.approx(4 * x.nbytes, rel=0.02)
+    assert ledger.sum_owners_at_peak()["activations"] == pytest.approx(4 * x.nbytes, rel=0.02)
     assert count_allocated_bytes(GPU) - start == pytest.approx(4 * x.nbytes, rel=0.02)
     out.backward()
 

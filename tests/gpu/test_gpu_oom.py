@@ -10,7 +10,7 @@ from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.memory.allocator_stats import make_allocator, make_history
-from tasks.engine.memory.caching_allocator import rules
+from tasks.engine.memory.caching_allocator import read_rules
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import SNAPSHOT_FILE, clear_frames, is_oom, record_history
 from tasks.engine.memory.oom_report import explain_oom, parse_oom_message
@@ -71,8 +71,8 @@ def test_under_a_limit_the_free_memory_is_the_limits_and_not_the_gpus(limit_mib)
 
 
 def test_the_ledger_remembers_what_was_held_when_the_gpu_refused():
-    ledger = AllocationLog(GPU, block=rules().round_up)
-    with ledger.active():
+    ledger = AllocationLog(GPU, block=read_rules().round_up)
+    with ledger.count_allocations():
         kept = torch.zeros(MIB, dtype=torch.uint8, device=GPU)
         with pytest.raises(torch.OutOfMemoryError):
             too_much()
@@ -83,8 +83,8 @@ def test_the_ledger_remembers_what_was_held_when_the_gpu_refused():
 def test_the_ledger_and_the_allocator_agree_to_the_block():
     torch.cuda.empty_cache()  # a cached block may be larger than what is asked of it
     before = torch.cuda.memory_allocated(GPU)
-    ledger = AllocationLog(GPU, block=rules().round_up)
-    with ledger.active():
+    ledger = AllocationLog(GPU, block=read_rules().round_up)
+    with ledger.count_allocations():
         kept = [torch.zeros(n, device=GPU) for n in (1, 1000, 12_345, 3 * MIB)]
         assert ledger.allocated_bytes == torch.cuda.memory_allocated(GPU) - before
         del kept[1]
@@ -127,12 +127,12 @@ class Unseeing:
     def write(self):
         pass
 
-    def reading(self):
+    def read_allocator(self):
         return {}
 
 
 def micro_batches(rows):
-    accounts = MemoryByOwner(AllocationLog(GPU, block=rules().round_up), lambda: {})
+    accounts = MemoryByOwner(AllocationLog(GPU, block=read_rules().round_up), lambda: {})
     model = torch.nn.Linear(1, 1).to(GPU)
     return accounts, MicroBatches(
         rows,

@@ -140,8 +140,8 @@ import subprocess
 import sys
 import torch
 from tasks.engine.memory.caching_allocator import AllocateEvent, EmptyCacheEvent, FreeEvent
-from tasks.engine.memory.caching_allocator import SimulatedAllocator, rules
-assert not rules().unfollowed
+from tasks.engine.memory.caching_allocator import SimulatedAllocator, read_rules
+assert not read_rules().unfollowed
 with torch.cuda.stream(torch.cuda.Stream()):
     # Of free blocks of one size the allocator takes that of the lowest address, which nobody
     # foretells, and rounded sizes are often alike: each by itself.
@@ -153,7 +153,7 @@ with torch.cuda.stream(torch.cuda.Stream()):
             assert pool.allocated == torch.cuda.memory_allocated() - held, size
             del taken
             torch.cuda.empty_cache()
-    for seed in range(0 if rules().divisions else 10):
+    for seed in range(0 if read_rules().divisions else 10):
         torch.cuda.empty_cache()
         held, kept = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         draw, pool, live = random.Random(seed), SimulatedAllocator(), {}

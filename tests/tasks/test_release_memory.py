@@ -11,7 +11,7 @@ from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
 from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory import leaks
-from tasks.engine.memory.leaks import LeakError, leak_in_words, take_baseline
+from tasks.engine.memory.leaks import LeakError, describe_leak, take_baseline
 from tasks.release_memory import release_memory
 
 KEPT = []
@@ -64,7 +64,7 @@ def test_warn_logs_the_owners_once(before, caplog):
     assert not facts.ok
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage() == f"memory.on_leak: {leak_in_words(facts)}"
+    assert record.getMessage() == f"memory.on_leak: {describe_leak(facts)}"
     assert record.getMessage().startswith(
         "memory.on_leak: 80 bytes were not given back: Tensor (4,)"
     )

@@ -124,7 +124,7 @@ class Accounts:
 
     def count_step(self, batch: Sequence[Any]) -> AbstractContextManager[None]:
         """Return what stands around a step on this batch, which counts its memory if it is due."""
-        return self.phases.counting(batch)
+        return self.phases.count_memory(batch)
 
     def end_step(
         self,
@@ -146,7 +146,7 @@ class Accounts:
             steps.restart()
             self.lap("first_step")
         if self.is_log_point(step):
-            steps.point(grad_norm)
+            steps.add_log_point(grad_norm)
 
     def end_epoch(self) -> None:
         """Wait for the device and log all there is. Raises Diverged."""
@@ -160,9 +160,9 @@ class Accounts:
     def measure_memory(self) -> dict[str, float]:
         """Return peaks and owners, in MiB under the names of the run record. Call it before the
         model is freed."""
-        memory = self.phases.meter.summary()
+        memory = self.phases.meter.summarize()
         peak_mib = memory.get("memory/run_peak_allocated_mib")
-        return {**memory, **self.phases.accounts.metrics(peak_mib=peak_mib)}
+        return {**memory, **self.phases.accounts.make_metrics(peak_mib=peak_mib)}
 
     def summarize(
         self, *, steps: int, rows: int, replays: int = 0, copy_s: float | None = None
@@ -174,9 +174,9 @@ class Accounts:
         the steps taken plainly. copy_s: of a batch to the device, where that was beside the steps.
         """
         assert self._facts is not None
-        spent, total_s, clock = self.watch.seconds, self.watch.total_s(), self.phases.clock
-        phase_s = clock.seconds_per_step()
-        replay_s = clock.seconds_per_step(replayed=True)
+        spent, total_s, clock = self.watch.seconds, self.watch.compute_total_s(), self.phases.clock
+        phase_s = clock.compute_step_seconds()
+        replay_s = clock.compute_step_seconds(replayed=True)
         known_s = sum(spent[part] for part in PARTS)
         known_s += sum(phase_s.values()) * (steps - 1 - replays)
         known_s += sum(replay_s.values()) * replays
@@ -191,12 +191,12 @@ class Accounts:
             **self._facts.speeds(samples_per_s),
         }
         for name, seconds in (
-            ("fast_step", clock.fast_step_s()),
-            ("reference", clock.reference_s()),
+            ("fast_step", clock.compute_fast_step_s()),
+            ("reference", clock.compute_reference_s()),
         ):
             if seconds is not None:
                 found[f"time/{name}_ms"] = 1000 * seconds
-        waited = self.cores.waited()
+        waited = self.cores.read_core_wait()
         if waited is not None:
             found["time/core_wait_pct"] = waited.others_pct
             found["time/core_wait_own_pct"] = waited.own_pct
@@ -205,11 +205,11 @@ class Accounts:
         if phase_s:
             # Below 0 where phases of sampled steps, times all steps, come to more than there was.
             found["time/unaccounted_pct"] = 100 * (total_s - known_s) / total_s
-        sampled = clock.sampled_steps()
+        sampled = clock.count_sampled_steps()
         if sampled is not None:
             found["time/timed_steps"] = float(sampled)
         return found
 
 
 def _read_in_use(meter: MemoryMeter) -> int | None:
-    return meter.reading().get("allocated")
+    return meter.read_allocator().get("allocated")

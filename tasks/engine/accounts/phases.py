@@ -70,35 +70,35 @@ class Phases:
         elif is_log_point and _is_due(step, self._whole, TIME_EVERY):
             self.watched, self._whole = Watched.WHOLE, step
         if self.watched is not Watched.NOT:
-            self.meter.phase("between")
+            self.meter.end_phase("between")
         self._first = step if self._first is None else self._first
         if self.watched is not Watched.COUNTED:  # counting takes time of its own
             is_early = step < self._first + TIME_FIRST
             self.clock.begin(sample=is_early or self.watched is not Watched.NOT)
 
-    def counting(self, batch: Sequence[Any]) -> AbstractContextManager[None]:
+    def count_memory(self, batch: Sequence[Any]) -> AbstractContextManager[None]:
         """Count the memory of this step, if it is to be counted."""
         if self.watched is Watched.COUNTED:
-            return self.accounts.counting(batch)
+            return self.accounts.count_memory(batch)
         return nullcontext()
 
-    def counting_once(self, phase: str, batch: Sequence[Any]) -> AbstractContextManager[None]:
+    def count_memory_once(self, phase: str, batch: Sequence[Any]) -> AbstractContextManager[None]:
         """Count the memory of something beside the steps, the first time only, as a phase of
         its own."""
         if phase in self._once:
             return nullcontext()
         self._once.add(phase)
-        return self._counted_phase(phase, batch)
+        return self._count_phase(phase, batch)
 
     @contextmanager
-    def _counted_phase(self, phase: str, batch: Sequence[Any]) -> Iterator[None]:
-        self.meter.phase("between")
+    def _count_phase(self, phase: str, batch: Sequence[Any]) -> Iterator[None]:
+        self.meter.end_phase("between")
         # In inference mode an operation that is made of others would come to the ledger whole, and
         # below autocast: the loss of a classification would then be computed in bf16.
-        with torch.inference_mode(False), torch.no_grad(), self.accounts.counting(batch):
+        with torch.inference_mode(False), torch.no_grad(), self.accounts.count_memory(batch):
             yield
             self.accounts.ledger.end_phase(phase)
-            self.meter.phase(phase)
+            self.meter.end_phase(phase)
 
     def restart(self) -> None:
         """Forget the first step, which holds warm-up and compilation."""
@@ -120,7 +120,7 @@ class Phases:
             self.accounts.ledger.end_phase(phase)
         else:
             self.clock.mark(phase)
-        self.meter.phase(phase)
+        self.meter.end_phase(phase)
 
 
 def _is_due(step: int, last: int | None, every: int | None) -> bool:

@@ -107,9 +107,9 @@ class StepMetrics:
         self._blames.append(blame)
         self._timed = (self._timed[0] + 1, self._timed[1] + rows)
 
-    def point(self, norm: Tensor | None) -> None:
-        """The step just added is a log point, of this norm of all gradients together. Reads, when
-        the last reading is long enough ago."""
+    def add_log_point(self, norm: Tensor | None) -> None:
+        """Note that the step just added is a log point, of this norm of all gradients together.
+        Reads, when the last reading is long enough ago."""
         self._agree()
         if norm is not None:
             self._norms.append(norm)
@@ -234,13 +234,13 @@ class StepMetrics:
             if point.norm is not None:
                 metrics["train/grad_norm"] = norms[point.norm]
             if point is points[-1]:
-                metrics |= self._phases.meter.window()
+                metrics |= self._phases.meter.end_window()
                 if point.step != self._last_step:
-                    metrics |= self._speed()
+                    metrics |= self._compute_speed()
             self._log(metrics, point.step)
         self._open += losses[begin:]
 
-    def _speed(self) -> dict[str, float]:
+    def _compute_speed(self) -> dict[str, float]:
         wall_s, steps, rows = self._speed_from
         if not steps:
             return {}

@@ -45,8 +45,8 @@ class FileLock:
     def take(self, text: str = "") -> bool:
         """Take the lock if it is free and write `text` into the file; return whether this
         object holds it now."""
-        while not self._took(LOCK_EX):
-            if not self._took(LOCK_SH):
+        while not self._try_lock(LOCK_EX):
+            if not self._try_lock(LOCK_SH):
                 return False
             flock(self._file, LOCK_UN)  # nobody has it: somebody asked `is_held`, for an instant
             time.sleep(0.001 * random.random())
@@ -54,7 +54,7 @@ class FileLock:
         self.write(text)
         return True
 
-    def _took(self, kind: int) -> bool:
+    def _try_lock(self, kind: int) -> bool:
         try:
             flock(self._file, kind | LOCK_NB)
         except BlockingIOError:
@@ -68,12 +68,12 @@ class FileLock:
         os.pwrite(self._file, body, 0)
         os.ftruncate(self._file, len(body))
 
-    def text(self) -> str:
+    def read_text(self) -> str:
         """Return what the present holder wrote there, or the last one."""
         return os.pread(self._file, 4096, 0).decode(errors="replace")
 
     def is_in_place(self) -> bool:
-        """Whether its file is still the one that lies there by that name."""
+        """Return whether its file is still the one that lies there by that name."""
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._file), os.lstat(self.path))
         return False

@@ -20,25 +20,25 @@ CACHED = {"active_file", "inactive_file"}
 OLD_CACHED = {"total_active_file", "total_inactive_file"}
 
 
-def total_bytes() -> int:
-    """All that this process could ever have."""
-    return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits())])
+def read_total_bytes() -> int:
+    """Return all that this process could ever have."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _read_limits())])
 
 
-def free_bytes() -> int:
-    """What it can have now."""
-    free = [max(0, limit - used) for limit, used in _limits()]
+def read_free_bytes() -> int:
+    """Return what it can have now."""
+    free = [max(0, limit - used) for limit, used in _read_limits()]
     return min([psutil.virtual_memory().available, *free])
 
 
-def limit_bytes() -> int | None:
-    """The least limit of its memory cgroups; None where there is none."""
-    return min((limit for limit, _ in _limits()), default=None)
+def find_limit_bytes() -> int | None:
+    """Return the least limit of its memory cgroups; None where there is none."""
+    return min((limit for limit, _ in _read_limits()), default=None)
 
 
-def of_a_limit() -> str:
-    """Words behind what is free, where that is of a limit."""
-    limit = limit_bytes()
+def describe_limit() -> str:
+    """Return the words behind what is free, where that is of a limit."""
+    limit = find_limit_bytes()
     return (
         ""
         if limit is None
@@ -46,48 +46,48 @@ def of_a_limit() -> str:
     )
 
 
-def kills() -> int | None:
-    """How often the kernel has killed a process for memory, here or where this process is
-    limited; None where it does not tell. It only grows."""
+def count_kills() -> int | None:
+    """Return how often the kernel has killed a process for memory, here or where this process
+    is limited; None where it does not tell. It only grows."""
     found = 0
-    for group in _groups():
-        if _limit(group) is not None:
-            found += _counts(group / "memory.events").get("oom_kill", 0)
-            found += _counts(group / "memory.oom_control").get("oom_kill", 0)
-    everywhere = _counts(Path("/proc/vmstat")).get("oom_kill")
+    for group in _find_groups():
+        if _read_limit(group) is not None:
+            found += _read_counts(group / "memory.events").get("oom_kill", 0)
+            found += _read_counts(group / "memory.oom_control").get("oom_kill", 0)
+    everywhere = _read_counts(Path("/proc/vmstat")).get("oom_kill")
     return found + everywhere if everywhere is not None else found or None
 
 
-def killed_since(before: int | None) -> str:
-    """Words for a process that was killed, of what a kernel does for memory; empty where it has
-    killed none. before: kills() of then."""
-    now = kills()
+def describe_kills_since(before: int | None) -> str:
+    """Return words for a process that was killed, of what a kernel does for memory; empty where
+    it has killed none. before: count_kills() of then."""
+    now = count_kills()
     if now is None or now <= (before or 0):
         return ""
-    limit = limit_bytes()
+    limit = find_limit_bytes()
     where = (
         "on this host" if limit is None else f"in its cgroup of {format_mebibytes(limit / 1024**2)}"
     )
     return f"maybe by the kernel: memory ran out {where}, and it killed a process"
 
 
-def _limits() -> list[tuple[int, int]]:
-    """Limit and bytes in use of each group that has a limit."""
+def _read_limits() -> list[tuple[int, int]]:
+    """Return limit and bytes in use of each group that has a limit."""
     found = []
-    for group in _groups():
-        limit = _limit(group)
-        used = _number(group / "memory.current")
+    for group in _find_groups():
+        limit = _read_limit(group)
+        used = _read_number(group / "memory.current")
         cached = CACHED
         if used is None:
-            used, cached = _number(group / "memory.usage_in_bytes"), OLD_CACHED
+            used, cached = _read_number(group / "memory.usage_in_bytes"), OLD_CACHED
         if limit is not None and used is not None:
-            counts = _counts(group / "memory.stat")
+            counts = _read_counts(group / "memory.stat")
             found.append((limit, used - sum(counts.get(name, 0) for name in cached)))
     return found
 
 
-def _groups() -> list[Path]:
-    """The memory cgroups of this process and those above it, of either version."""
+def _find_groups() -> list[Path]:
+    """Return the memory cgroups of this process and those above it, of either version."""
     lines: list[str] = []
     with suppress(OSError):
         lines = OWN.read_text().splitlines()
@@ -105,20 +105,20 @@ def _groups() -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def _limit(group: Path) -> int | None:
-    limit = _number(group / "memory.max")
-    limit = _number(group / "memory.limit_in_bytes") if limit is None else limit
+def _read_limit(group: Path) -> int | None:
+    limit = _read_number(group / "memory.max")
+    limit = _read_number(group / "memory.limit_in_bytes") if limit is None else limit
     return None if limit is None or limit >= LEAST_UNLIMITED else limit
 
 
-def _number(file: Path) -> int | None:
+def _read_number(file: Path) -> int | None:
     with suppress(OSError, ValueError):  # no such file; "max"
         return int(file.read_text())
     return None
 
 
-def _counts(file: Path) -> dict[str, int]:
-    """The numbers of a file of lines `name number`."""
+def _read_counts(file: Path) -> dict[str, int]:
+    """Return the numbers of a file of lines `name number`."""
     found = {}
     with suppress(OSError):
         for line in file.read_text().splitlines():

@@ -45,18 +45,18 @@ class PhaseClock(Protocol):
     def collect(self) -> None:
         """Read the times that are ready, without waiting for any."""
 
-    def seconds_per_step(self, *, replayed: bool = False) -> dict[str, float]:
+    def compute_step_seconds(self, *, replayed: bool = False) -> dict[str, float]:
         """Return the seconds of each phase, of steps run eagerly or of those replayed from a
         graph: the mean over all steps, or the median over those sampled; empty where none was
         timed."""
 
-    def sampled_steps(self) -> int | None:
+    def count_sampled_steps(self) -> int | None:
         """Return how many steps were sampled; None where all are timed."""
 
-    def fast_step_s(self) -> float | None:
+    def compute_fast_step_s(self) -> float | None:
         """Return the seconds of a fast step: one timed step in twenty is faster."""
 
-    def reference_s(self) -> float | None:
+    def compute_reference_s(self) -> float | None:
         """Return the seconds of a fixed piece of work that is timed between steps, in the same
         way: how fast the machine itself was. None where none or too few were timed."""
 
@@ -104,19 +104,19 @@ class HostClock:
     def collect(self) -> None:
         self._fast.count()
 
-    def seconds_per_step(self, *, replayed: bool = False) -> dict[str, float]:
+    def compute_step_seconds(self, *, replayed: bool = False) -> dict[str, float]:
         if replayed:
             return {}
         return {phase: total / self._steps for phase, total in self._totals.items()}
 
-    def sampled_steps(self) -> int | None:
+    def count_sampled_steps(self) -> int | None:
         return None
 
-    def fast_step_s(self) -> float | None:
-        return self._fast.seconds()
+    def compute_fast_step_s(self) -> float | None:
+        return self._fast.compute_seconds()
 
-    def reference_s(self) -> float | None:
-        return self._reference.seconds()
+    def compute_reference_s(self) -> float | None:
+        return self._reference.compute_seconds()
 
 
 class _FastTimes:
@@ -133,7 +133,7 @@ class _FastTimes:
         self._counts.update(round(GRAIN * log(seconds)) for seconds in self._new if seconds > 0)
         self._new.clear()
 
-    def seconds(self) -> float | None:
+    def compute_seconds(self) -> float | None:
         self.count()
         if self._counts.total() < LEAST_TIMES:
             return None
@@ -159,13 +159,13 @@ class EventClock:
         self._pending: list[list[tuple[str, Any]]] = []
 
     def begin(self, *, sample: bool) -> None:
-        self._open = [("begin", self._event())] if sample else []
+        self._open = [("begin", self._record_event())] if sample else []
         if sample:
             self._pending.append(self._open)
 
     def mark(self, phase: str) -> None:
         if self._open:
-            self._open.append((phase, self._event()))
+            self._open.append((phase, self._record_event()))
 
     def reset(self) -> None:
         for timed in self._timed.values():
@@ -182,22 +182,22 @@ class EventClock:
             if found:
                 self._timed[REPLAY in found].append(found)
 
-    def seconds_per_step(self, *, replayed: bool = False) -> dict[str, float]:
+    def compute_step_seconds(self, *, replayed: bool = False) -> dict[str, float]:
         timed = self._timed[replayed]
         phases = dict.fromkeys(phase for step in timed for phase in step)
         return {p: median(step.get(p, 0.0) for step in timed) for p in phases}
 
-    def sampled_steps(self) -> int | None:
+    def count_sampled_steps(self) -> int | None:
         return sum(map(len, self._timed.values()))
 
-    def fast_step_s(self) -> float | None:
+    def compute_fast_step_s(self) -> float | None:
         timed = sorted(sum(step.values()) for step in self._timed[True] or self._timed[False])
         return timed[int(FAST_QUANTILE * len(timed))] if len(timed) >= LEAST_TIMES else None
 
-    def reference_s(self) -> float | None:
+    def compute_reference_s(self) -> float | None:
         return None
 
-    def _event(self) -> Any:
+    def _record_event(self) -> Any:
         event = make_event(self._device, timed=True)
         event.record()
         return event
@@ -237,12 +237,12 @@ class Stopwatch:
         self._last = now
         return lap_s
 
-    def total_s(self) -> float:
+    def compute_total_s(self) -> float:
         return perf_counter() - self._began
 
     def state(self) -> dict[str, float]:
         """Return all seconds so far."""
-        return {**self.seconds, "total": self.total_s()}
+        return {**self.seconds, "total": self.compute_total_s()}
 
     def restore(self, state: dict[str, float]) -> None:
         """Add seconds that were counted before."""
@@ -273,7 +273,7 @@ class CoreWatch:
         self._before_s = {} if _read_threads_s() is None else _read_processes_s()
         self._counts_s = _read_counts_s()
 
-    def waited(self) -> CoreWait | None:
+    def read_core_wait(self) -> CoreWait | None:
         """Return the waiting since this object was made; None where the system does not
         tell."""
         before_s, now_s = self._counts_s, _read_counts_s()

@@ -46,11 +46,11 @@ class Batches(Protocol):
     def __len__(self) -> int:
         """Return the rows of one epoch."""
 
-    def steps(self, batch_size: int) -> int:
+    def count_steps(self, batch_size: int) -> int:
         """Return the batches of one epoch."""
 
-    def order(self, *, seed: int, epoch: int) -> Tensor:
-        """Return the rows of an epoch, as `shuffled` takes them: the same for the same seed
+    def draw_order(self, *, seed: int, epoch: int) -> Tensor:
+        """Return the rows of an epoch, as `iterate_shuffled` takes them: the same for the same seed
         and epoch."""
 
     def state(self) -> dict[str, Any]:
@@ -59,17 +59,19 @@ class Batches(Protocol):
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to where `state` was taken."""
 
-    def shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[tuple[Any, Any]]:
+    def iterate_shuffled(
+        self, batch_size: int, order: Tensor, mark: Mark
+    ) -> Iterator[tuple[Any, Any]]:
         """Yield batches in the given order of rows (int64, on the host); `mark` ends data_wait
         and h2d.
 
         A batch is valid until the next one is asked for, which may come in the same memory.
         """
 
-    def in_order(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
+    def iterate_in_order(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
         """Yield batches in the order of the rows; each may be kept."""
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def list_tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that hold rows on the device for the whole run."""
 
     def give_back(self) -> bool:

@@ -88,7 +88,7 @@ class TargetConverter:
         if not isinstance(targets, Tensor):
             return targets
         if self.task in ("classification", "tokens") and not self.is_own:
-            return self._classes(targets, batch)
+            return self._convert_classes(targets, batch)
         if _is_on_host(targets):
             self._refuse_unfinite(targets, batch)
         if self.is_own:
@@ -97,13 +97,12 @@ class TargetConverter:
             targets = targets.reshape(len(targets), -1)
         return targets.float()
 
-    def _classes(self, targets: Tensor, batch: int) -> Tensor:
+    def _convert_classes(self, targets: Tensor, batch: int) -> Tensor:
         if targets.is_floating_point():
             raise DataError(
-                f"data.source: {self._place(batch)}: the labels of {self._what()} must be whole "
-                f"numbers (got {_describe_tensor(targets)}); return them as int64, or set "
-                "data.task to "
-                "regression"
+                f"data.source: {self._name_batch(batch)}: the labels of {self._name_task()} must "
+                f"be whole numbers (got {_describe_tensor(targets)}); return them as int64, or set "
+                "data.task to regression"
             )
         if self.task == "classification" and targets.dim() == 2 and targets.shape[1] == 1:
             targets = targets[:, 0]
@@ -119,15 +118,15 @@ class TargetConverter:
             bad |= wide >= self.outputs
         if bool(bad.any()):
             at = bad.nonzero()[0].tolist()
-            raise DataError(self._wrong(int(wide[tuple(at)]), at, batch))
+            raise DataError(self._describe_unknown(int(wide[tuple(at)]), at, batch))
 
-    def _wrong(self, label: int, at: list[int], batch: int) -> str:
+    def _describe_unknown(self, label: int, at: list[int], batch: int) -> str:
         most = f"0 to {self.outputs - 1}" if self.outputs else "0 on"
         column = f", position {at[1] + 1}" if len(at) > 1 else ""
         why = ", the label that losses skip" if label == IGNORED else ""
         return (
-            f"data.source: {self._place(batch)}, row {at[0] + 1}{column}: a label must be from "
-            f"{most} (got {label}{why}); mend or drop such rows"
+            f"data.source: {self._name_batch(batch)}, row {at[0] + 1}{column}: a label must be "
+            f"from {most} (got {label}{why}); mend or drop such rows"
         )
 
     def _refuse_unfinite(self, targets: Tensor, batch: int) -> None:
@@ -135,19 +134,19 @@ class TargetConverter:
         if bool(bad.any()):
             at = bad.nonzero()[0].tolist()
             raise DataError(
-                f"data.source: {self._place(batch)}, row {at[0] + 1}: a target must be a finite "
-                f"number (got {targets[tuple(at)].item()}); mend or drop such rows"
+                f"data.source: {self._name_batch(batch)}, row {at[0] + 1}: a target must be a "
+                f"finite number (got {targets[tuple(at)].item()}); mend or drop such rows"
             )
 
-    def _place(self, batch: int) -> str:
+    def _name_batch(self, batch: int) -> str:
         return f"batch {batch} of the {self.part} loader"
 
-    def _what(self) -> str:
+    def _name_task(self) -> str:
         return "tokens" if self.task == "tokens" else "a classification"
 
 
 def _is_on_host(targets: Tensor) -> bool:
-    """Whether a look at the values waits for no device."""
+    """Return whether a look at the values waits for no device."""
     return targets.device.type == "cpu"
 
 
@@ -165,13 +164,13 @@ class BatchShare:
     rank: int
     size: int
 
-    def part(self, rows: int) -> slice:
+    def find_slice(self, rows: int) -> slice:
         """Return this rank's slice of a batch of that many rows; the first row, to fill in,
         where no row is left for it."""
         first, last = (self._begin(rank, rows) for rank in (self.rank, self.rank + 1))
         return slice(first, last) if last > first else slice(0, 1)
 
-    def weight(self, rows: int) -> float:
+    def compute_weight(self, rows: int) -> float:
         """Return how much this part counts in the mean over the ranks; 0 where it only fills
         in."""
         own = self._begin(self.rank + 1, rows) - self._begin(self.rank, rows)
@@ -202,26 +201,26 @@ class RankBatchSampler:
         self.drawn.clear()
         seed = int(torch.randint(2**32, (), generator=self.generator))
         of_epoch = random.Random(seed).getstate(), np.random.MT19937(seed)
-        found, of_python = self._drawn(partial(iter, self._whole), *of_epoch)
-        return self._parts(found, of_python, of_epoch[1])
+        found, of_python = self._draw(partial(iter, self._whole), *of_epoch)
+        return self._iterate_parts(found, of_python, of_epoch[1])
 
-    def _parts(
+    def _iterate_parts(
         self, found: Iterator[Any], of_python: Any, of_numpy: np.random.MT19937
     ) -> Iterator[Any]:
         while True:
-            batch, of_python = self._drawn(partial(next, found, _END), of_python, of_numpy)
+            batch, of_python = self._draw(partial(next, found, _END), of_python, of_numpy)
             if batch is _END:
                 return
             if self._share.size > 1:
                 batch = batch if hasattr(batch, "__getitem__") else list(batch)
                 self.drawn.append(len(batch))
-                batch = batch[self._share.part(len(batch))]
+                batch = batch[self._share.find_slice(len(batch))]
             yield batch
 
-    def _drawn(
+    def _draw(
         self, draw: Callable[[], Any], of_python: Any, of_numpy: np.random.MT19937
     ) -> tuple[Any, Any]:
-        """What it gives, with the state of Python's numbers then."""
+        """Return what it gives, with the state of Python's numbers then."""
         kept = torch.get_rng_state(), random.getstate(), mtrand.get_bit_generator()
         torch.set_rng_state(self.generator.get_state())
         random.setstate(of_python)
@@ -256,7 +255,8 @@ def share_loader(loader: Any, *, rank: int, size: int, seed: int) -> Any:
 
 
 def _find_split_obstacle(loader: Any) -> tuple[str, str]:
-    """What about a loader is in the way of splitting it, with the remedy; nothing where it can."""
+    """Return what about a loader is in the way of splitting it, with the remedy; nothing where it
+    can."""
     remedy = "return a Dataset with __getitem__ and __len__, or train in one process"
     if not isinstance(loader, DataLoader):
         return f"a loader that is a {type(loader).__name__} and no DataLoader", remedy
@@ -334,31 +334,33 @@ class LoaderBatches:
     def __len__(self) -> int:
         return self._rows
 
-    def steps(self, batch_size: int) -> int:
+    def count_steps(self, batch_size: int) -> int:
         """Return the loader's own number of batches, whatever the size asked for; ENDLESS
         without one."""
         return self._batches
 
-    def order(self, *, seed: int, epoch: int) -> Tensor:
+    def draw_order(self, *, seed: int, epoch: int) -> Tensor:
         """Return no order: the loader has its own."""
         return torch.empty(0, dtype=torch.int64)
 
-    def shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[tuple[Any, Any]]:
+    def iterate_shuffled(
+        self, batch_size: int, order: Tensor, mark: Mark
+    ) -> Iterator[tuple[Any, Any]]:
         """Yield the loader's batches in its own order and of its own size."""
         return self._read(mark)
 
-    def in_order(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
+    def iterate_in_order(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
         return self._read(lambda phase: None)
 
     def state(self) -> dict[str, Any]:
-        generators = [g.get_state() for g in self._generators()]
+        generators = [g.get_state() for g in self._list_generators()]
         state: dict[str, Any] = {"generators": generators, "done": self._done}
         if self._done and hasattr(self._loader, "state_dict"):
             state["loader"] = self._loader.state_dict()
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        for generator, kept in zip(self._generators(), state["generators"], strict=False):
+        for generator, kept in zip(self._list_generators(), state["generators"], strict=False):
             generator.set_state(kept)
         if "loader" in state and hasattr(self._loader, "load_state_dict"):
             self._loader.load_state_dict(state["loader"])
@@ -373,13 +375,13 @@ class LoaderBatches:
                 f"{state['done']:,}",
             )
 
-    def _generators(self) -> list[torch.Generator]:
+    def _list_generators(self) -> list[torch.Generator]:
         names = ("sampler", "batch_sampler")
         held = (self._loader, *(getattr(self._loader, name, None) for name in names))
         found = [getattr(holder, "generator", None) for holder in held]
         return [g for g in found if isinstance(g, torch.Generator)]
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def list_tensors(self) -> tuple[Tensor, ...]:
         return ()
 
     def give_back(self) -> bool:
@@ -405,7 +407,7 @@ class LoaderBatches:
         for number, batch in enumerate(found, start=1 + done):
             mark("data_wait")
             inputs, targets = _split_pair(batch)
-            inputs, targets = self._moved(inputs), self._moved(self._look(targets, number))
+            inputs, targets = self._move(inputs), self._move(self._look(targets, number))
             if self._device.type != "cpu":
                 mark("h2d")
             self.batch_rows = _count_rows(targets)
@@ -420,14 +422,14 @@ class LoaderBatches:
         if not done:
             self._rows = rows
 
-    def _moved(self, part: Any) -> Any:
+    def _move(self, part: Any) -> Any:
         return nested.map_tensors(
             part, lambda tensor: tensor.to(self._device, non_blocking=self._pinned)
         )
 
 
 def _explain_errors(batches: Iterator[Any]) -> Iterator[Any]:
-    """The same batches; what the user's code raises is told in one sentence."""
+    """Yield the same batches; what the user's code raises is told in one sentence."""
     while True:
         try:
             if WORKER_DEATHS:
@@ -459,7 +461,7 @@ def _explain_errors(batches: Iterator[Any]) -> Iterator[Any]:
         if NO_SHARED_MEMORY.search(died):
             raise DataError(
                 f"data.source: the worker processes of the loader hand batches over in {SHARED}, "
-                f"which is too small for them{_size_of(SHARED)}; give it more (docker run "
+                f"which is too small for them{_describe_size(SHARED)}; give it more (docker run "
                 "--shm-size=2g), take fewer num_workers or smaller batches, or num_workers=0"
             )
         if died.startswith("DataLoader worker"):  # by no word of the data
@@ -471,8 +473,8 @@ def _explain_errors(batches: Iterator[Any]) -> Iterator[Any]:
         raise DataError(f"data.source: the loader raised: {told}")
 
 
-def _size_of(folder: str) -> str:
-    """Its size in words, where it is known."""
+def _describe_size(folder: str) -> str:
+    """Return its size in words, where it is known."""
     try:
         return f" (it has {format_mebibytes(shutil.disk_usage(folder).total / 1024**2)})"
     except OSError:
@@ -572,7 +574,7 @@ def _split_pair(batch: Any) -> tuple[Any, Any]:
 
 
 def _count_rows(targets: Any) -> int:
-    """Rows of the first tensor found in the targets."""
+    """Return the rows of the first tensor found in the targets."""
     first = next(nested.find_tensors(targets), None)
     if first is None:
         raise DataError(

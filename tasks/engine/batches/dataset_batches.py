@@ -47,11 +47,11 @@ class RowLayout:
     unsigned: tuple[bool, ...]  # by kept array: whether it was uint16
     channels_last: bool
 
-    def rows(self, length: int) -> int:
+    def count_rows(self, length: int) -> int:
         """Return how many rows of an epoch a kept array of this length holds."""
         return (length - 1) // self.context if self.context else length
 
-    def whole(self, part: Tensor) -> Tensor:
+    def view_rows(self, part: Tensor) -> Tensor:
         """Return a kept array as its rows, those of tokens one after the other: a view."""
         return part.unfold(0, self.context + 1, self.context) if self.context else part
 
@@ -59,7 +59,7 @@ class RowLayout:
         """Return the rows from `first` to before `last` in file order, by where they begin."""
         return np.arange(first, last) * self.context if self.context else slice(first, last)
 
-    def order(self, length: int, *, seed: int, epoch: int) -> Tensor:
+    def draw_order(self, length: int, *, seed: int, epoch: int) -> Tensor:
         """Return the rows of an epoch in their order, int64, the same for the same seed and
         epoch.
 
@@ -67,13 +67,13 @@ class RowLayout:
         has hidden from the model is seen in another. The last row is moved back where it would
         not fit.
         """
-        order = draw_row_order(self.rows(length), seed=seed, epoch=epoch)
+        order = draw_row_order(self.count_rows(length), seed=seed, epoch=epoch)
         if not self.context:
             return order
         shift = torch.randint(self.context, (), generator=_make_generator(seed, epoch))
         return (order * self.context + shift).clamp_(max=length - 1 - self.context)
 
-    def gathered(self, part: Tensor, chosen: Tensor, *, out: Tensor | None) -> Tensor:
+    def gather(self, part: Tensor, chosen: Tensor, *, out: Tensor | None) -> Tensor:
         """Gather the chosen rows of a kept array, as `order` names them."""
         if not self.context:
             return torch.index_select(part, 0, chosen, out=out)
@@ -157,7 +157,8 @@ def _make_generator(seed: int, epoch: int) -> torch.Generator:
 
 
 def _find_text(x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
-    """The tokens that x is rows of and y the same one token further on; None: there are none.
+    """Return the tokens that x is rows of and y the same one token further on; None: there are
+    none.
 
     Tokens and their successors are such views; moving both would move nearly everything twice.
     """
@@ -204,12 +205,15 @@ class _StoredBatches:
 
     def __init__(self, first: Tensor | np.ndarray, layout: RowLayout) -> None:
         self._layout = layout
-        self._rows, self.order = layout.rows(len(first)), partial(layout.order, len(first))
+        self._rows, self.draw_order = (
+            layout.count_rows(len(first)),
+            partial(layout.draw_order, len(first)),
+        )
 
     def __len__(self) -> int:
         return self._rows
 
-    def steps(self, batch_size: int) -> int:
+    def count_steps(self, batch_size: int) -> int:
         return math.ceil(len(self) / batch_size)
 
     def state(self) -> dict[str, Any]:
@@ -218,10 +222,10 @@ class _StoredBatches:
     def restore(self, state: dict[str, Any]) -> None:
         pass
 
-    def in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        return self.in_ranges(make_ranges(len(self), batch_size))
+    def iterate_in_order(self, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.iterate_ranges(make_ranges(len(self), batch_size))
 
-    def in_ranges(self, batches: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
+    def iterate_ranges(self, batches: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
         """A batch of the rows of each range, as they lie; no other row is read."""
         raise NotImplementedError
 
@@ -246,14 +250,14 @@ class ResidentBatches(_StoredBatches):
     @property
     def x(self) -> Tensor:
         """Return all inputs, as a batch would hold them."""
-        return self._layout.open(self._wholes())[0]
+        return self._layout.open(self._view_parts())[0]
 
     @property
     def y(self) -> Tensor:
         """Return all targets."""
-        return self._layout.open(self._wholes())[1]
+        return self._layout.open(self._view_parts())[1]
 
-    def shuffled(
+    def iterate_shuffled(
         self, batch_size: int, order: Tensor, mark: Mark
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches gathered on the device: 8 bytes a row cross the bus once an epoch, and
@@ -263,19 +267,21 @@ class ResidentBatches(_StoredBatches):
         order = order.to(device, non_blocking=order.is_pinned())
         rows = min(batch_size, len(order))
         if self._in_place and (not self._batch or len(self._batch[0]) != rows):
-            self._batch = [torch.empty_like(self._flat(part)[:rows]) for part in self._wholes()]
+            self._batch = [
+                torch.empty_like(self._flatten(part)[:rows]) for part in self._view_parts()
+            ]
         for chosen in order.split(batch_size):
             batch = self._layout.open(self._gather_chosen(chosen))
             mark("data_wait")
             yield batch
             del batch  # before the next one
 
-    def in_ranges(self, batches: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
-        wholes = self._wholes()
+    def iterate_ranges(self, batches: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
+        wholes = self._view_parts()
         for rows in batches:
             yield self._layout.open(part[rows.start : rows.stop] for part in wholes)
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def list_tensors(self) -> tuple[Tensor, ...]:
         return self._parts
 
     def give_back(self) -> bool:
@@ -287,13 +293,13 @@ class ResidentBatches(_StoredBatches):
     def _gather_chosen(self, chosen: Tensor) -> Iterator[Tensor]:
         for i, part in enumerate(self._parts):
             out = self._batch[i][: len(chosen)] if self._in_place else None
-            rows = self._layout.gathered(self._flat(part), chosen, out=out)
+            rows = self._layout.gather(self._flatten(part), chosen, out=out)
             yield rows.permute(0, 3, 1, 2) if self._is_images(part) else rows
 
-    def _wholes(self) -> list[Tensor]:
-        return [self._layout.whole(part) for part in self._parts]
+    def _view_parts(self) -> list[Tensor]:
+        return [self._layout.view_rows(part) for part in self._parts]
 
-    def _flat(self, part: Tensor) -> Tensor:
+    def _flatten(self, part: Tensor) -> Tensor:
         # index_select returns contiguous rows whatever it is given; in this view images are.
         return part.permute(0, 2, 3, 1) if self._is_images(part) else part
 
@@ -329,7 +335,7 @@ class StreamedBatches(_StoredBatches):
         self._busy: list[PinnedStaging] = []
         self._is_ahead = True  # while there is room for two batches
 
-    def shuffled(
+    def iterate_shuffled(
         self, batch_size: int, order: Tensor, mark: Mark
     ) -> Iterator[tuple[Tensor, Tensor]]:
         chosen = order.split(batch_size)
@@ -340,13 +346,13 @@ class StreamedBatches(_StoredBatches):
 
         return self._read(rows_from, most_rows=min(batch_size, len(order)), mark=mark)
 
-    def in_ranges(self, batches: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
+    def iterate_ranges(self, batches: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
         def rows_from(batch: int) -> Iterator[RowSelection]:
             return (self._layout.select_span(rows.start, rows.stop) for rows in batches[batch:])
 
         return self._read(rows_from, most_rows=max(map(len, batches)), mark=lambda phase: None)
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def list_tensors(self) -> tuple[Tensor, ...]:
         return ()
 
     def give_back(self) -> bool:

@@ -32,9 +32,13 @@ class RankShare:
         self._share = BatchShare(rank, size)
         self.residency = batches.residency
         self.reason = f"{batches.reason}; part {rank + 1} of {size} of each batch"
-        self.steps, self.order = batches.steps, batches.order
+        self.count_steps, self.draw_order = batches.count_steps, batches.draw_order
         self.state, self.restore = batches.state, batches.restore
-        self.tensors, self.give_back, self.close = batches.tensors, batches.give_back, batches.close
+        self.list_tensors, self.give_back, self.close = (
+            batches.list_tensors,
+            batches.give_back,
+            batches.close,
+        )
 
     @property
     def copy_s(self) -> float | None:
@@ -48,38 +52,40 @@ class RankShare:
         """Rows of one epoch, those of the other ranks with them."""
         return len(self.whole)
 
-    def shuffled(self, batch_size: int, order: Tensor, mark: Mark) -> Iterator[tuple[Any, Any]]:
+    def iterate_shuffled(
+        self, batch_size: int, order: Tensor, mark: Mark
+    ) -> Iterator[tuple[Any, Any]]:
         """Yield this rank's part of each batch: batch_size and order are those of all
         ranks."""
         if isinstance(self.whole, LoaderBatches):
-            return self._own(self.whole.shuffled(batch_size, order, mark))
+            return self._weigh_loaded(self.whole.iterate_shuffled(batch_size, order, mark))
         chunks = order.split(batch_size)
-        parts = [chunk[self._share.part(len(chunk))] for chunk in chunks]
+        parts = [chunk[self._share.find_slice(len(chunk))] for chunk in chunks]
         # All but the last are of one size, as the whole batches are, and the last is no larger.
-        found = self.whole.shuffled(len(parts[0]), torch.cat(parts), mark)
-        return self._told(found, map(len, chunks))
+        found = self.whole.iterate_shuffled(len(parts[0]), torch.cat(parts), mark)
+        return self._weigh_batches(found, map(len, chunks))
 
-    def in_order(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
+    def iterate_in_order(self, batch_size: int) -> Iterator[tuple[Any, Any]]:
         """Yield this rank's part of each batch, in file order; as many on every rank."""
         if isinstance(self.whole, LoaderBatches):
-            return self._own(self.whole.in_order(batch_size))
+            return self._weigh_loaded(self.whole.iterate_in_order(batch_size))
         wholes = make_ranges(len(self.whole), batch_size)
-        parts = [rows[self._share.part(len(rows))] for rows in wholes]
-        return self._told(self.whole.in_ranges(parts), map(len, wholes))
+        parts = [rows[self._share.find_slice(len(rows))] for rows in wholes]
+        return self._weigh_batches(self.whole.iterate_ranges(parts), map(len, wholes))
 
-    def _own(self, found: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    def _weigh_loaded(self, found: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         assert isinstance(self.whole, LoaderBatches)
         loaded = self.whole
-        return self._told(found, iter(lambda: loaded.batch_rows, -1))
+        return self._weigh_batches(found, iter(lambda: loaded.batch_rows, -1))
 
-    def _told(
+    def _weigh_batches(
         self, found: Iterator[tuple[Any, Any]], rows: Iterator[int]
     ) -> Iterator[tuple[Any, Any]]:
-        """The same, with what is said of each; rows: of each whole batch, asked for after it came,
-        since batches may be read ahead."""
+        """Yield the same, with what is said of each; rows: of each whole batch, asked for after
+        it came, since batches may be read ahead."""
         with closing(found):  # type: ignore[type-var]
             for batch in found:
                 self.rows_of_whole = next(rows)
-                self.weight = self._share.weight(self.rows_of_whole)
+                self.weight = self._share.compute_weight(self.rows_of_whole)
                 yield batch
                 del batch  # gone before the next one comes

@@ -172,9 +172,9 @@ def write_record(
     )
 
 
-def intact_about(folder: Path, step: int) -> dict[str, Any]:
-    """What a checkpoint says of itself, which is all there as it was written. Reads each byte of
-    it. Raises Damaged and Newer."""
+def verify_checkpoint(folder: Path, step: int) -> dict[str, Any]:
+    """Return what a checkpoint says of itself, which is all there as it was written. Reads each
+    byte of it. Raises DamagedCheckpoint and NewerCheckpoint."""
     record = read_record(folder, step)
     for name, digest in record.get("files") or [(record["tensors"], record["sha256"])]:
         verify_file(folder / str(name), digest)

@@ -27,7 +27,7 @@ from tasks.engine.checkpoint.checkpoint_files import (
     UnsavableState,
     flatten_state,
 )
-from tasks.engine.checkpoint.compatibility import changed_code, refuse_other_training
+from tasks.engine.checkpoint.compatibility import describe_changed_code, refuse_other_training
 from tasks.engine.checkpoint.kept_steps import list_steps
 from tasks.engine.checkpoint.sharded_files import (
     RankPart,
@@ -96,7 +96,7 @@ class Checkpoints:
         self.copy_s = 0.0  # that the training thread has spent, in sum
 
     @staticmethod
-    def none() -> Checkpoints:
+    def make_disabled() -> Checkpoints:
         """Return the checkpoints of a training that keeps none."""
         off = CheckpointConfig(every_s=None)
         return Checkpoints(Path(), off, HostCopies(torch.device("cpu")), about={})
@@ -105,7 +105,7 @@ class Checkpoints:
         """Add the parts to keep, by name."""
         self._parts |= parts
 
-    def resumed(self) -> TrainingPosition:
+    def resume(self) -> TrainingPosition:
         """Restore all parts from the newest intact checkpoint, and return its position; the
         start where there is none. Raises StateMismatch and NewerCheckpoint, and
         DamagedCheckpoint where there are only damaged ones."""
@@ -123,7 +123,7 @@ class Checkpoints:
         position = TrainingPosition(**found.about["position"])
         self._saved_step, self._best_step = position.step, found.about["best_step"]
         self._resumed = {"resumed_from_step": str(position.step)}
-        if code := changed_code(found.about, self._about):
+        if code := describe_changed_code(found.about, self._about):
             log.warning("%s", code)
             self.warnings = (code,)
         if changed:
@@ -135,19 +135,19 @@ class Checkpoints:
         )
         return position
 
-    def step_done(self, position: TrainingPosition) -> None:
+    def end_step(self, position: TrainingPosition) -> None:
         """Write a checkpoint, if it is time to; this step is done."""
         every = self._chosen.every_steps
         if (every and position.step % every == 0) or self._together.broadcast_flag(self._is_late()):
             self.save(position)
 
-    def epoch_done(self, position: TrainingPosition, *, is_best: bool) -> None:
+    def end_epoch(self, position: TrainingPosition, *, is_best: bool) -> None:
         """Write a checkpoint, if it is time to; this epoch and its evaluation are done."""
         is_cheap = self._cost_s <= COST_SHARE * (self._now_s() - self._saved_at)
         if is_best and self._chosen.is_on and self._together.broadcast_flag(is_cheap):
             self.save(position, is_best=True)
         else:
-            self.step_done(position)
+            self.end_step(position)
 
     def save(
         self, position: TrainingPosition, *, is_best: bool = False, last: bool = False
@@ -166,11 +166,11 @@ class Checkpoints:
         if last:
             self._wait()
 
-    def tags(self) -> dict[str, str]:
+    def make_tags(self) -> dict[str, str]:
         """Return the tags, under the names of the run record."""
         return self._resumed
 
-    def measured(self) -> dict[str, float]:
+    def make_metrics(self) -> dict[str, float]:
         """Return the metrics, under the names of the run record."""
         if not self.written:
             return {}
@@ -200,7 +200,9 @@ class Checkpoints:
         try:
             plain = flatten_state({name: p.state() for name, p in self._parts.items()}, tensors)
         except UnsavableState as error:
-            self._told(f"no checkpoint can be written: {error}, which only pickling could keep")
+            self._warn_once(
+                f"no checkpoint can be written: {error}, which only pickling could keep"
+            )
             self._saved_at = self._now_s()
             return
         part = select_rank_part(tensors, is_lead=self._ranks.is_lead)
@@ -221,7 +223,7 @@ class Checkpoints:
                     raise
                 self._saved_step = -1
                 told = getattr(error, "strerror", None) or error
-                self._told(f"a checkpoint could not be written ({told})")
+                self._warn_once(f"a checkpoint could not be written ({told})")
                 return
             self._best_step, self.written = best_step, self.written + 1
             if self._ranks.is_lead:
@@ -248,8 +250,8 @@ class Checkpoints:
                 self.folder, self._writers, step=step, about=about, plain=plain, part=part
             )
 
-    def _told(self, text: str) -> None:
-        """Once for each reason: the training goes on, and the checkpoints before stay."""
+    def _warn_once(self, text: str) -> None:
+        """Warn once for each reason: the training goes on, and the checkpoints before stay."""
         if text != self._failed:
             self._failed = text
             log.warning("checkpoint: %s; the training goes on", text)

@@ -42,17 +42,23 @@ def describe_training(plan: Plan) -> dict[str, Any]:
     }
 
 
-def code_of(config: RunConfig) -> dict[str, Any]:
-    """The same of the code that it is trained by: the user's own modules, as far as they are
-    imported by now, and the commit of the working directory; empty where that has none."""
-    files = {os.path.relpath(file): sha256(file.read_bytes()).hexdigest() for file in _own(config)}
-    return {"code": files, "commit": _commit()}
+def describe_code(config: RunConfig) -> dict[str, Any]:
+    """Return the same of the code that it is trained by: the user's own modules, as far as they
+    are imported by now, and the commit of the working directory; empty where that has none."""
+    files = {
+        os.path.relpath(file): sha256(file.read_bytes()).hexdigest()
+        for file in _find_own_files(config)
+    }
+    return {"code": files, "commit": _read_commit()}
 
 
-def _own(config: RunConfig) -> Iterator[Path]:
-    """Files of modules from the working directory, and of those that an import path begins with."""
+def _find_own_files(config: RunConfig) -> Iterator[Path]:
+    """Yield the files of modules from the working directory, and of those that an import path
+    begins with."""
     paths = [
-        path for path in _texts(hide_config_secrets(config).model_dump()) if is_import_path(path)
+        path
+        for path in _iterate_texts(hide_config_secrets(config).model_dump())
+        if is_import_path(path)
     ]
     named = {path.partition(":")[0].partition(".")[0] for path in paths}
     here = os.getcwd() + os.sep
@@ -67,15 +73,15 @@ def _own(config: RunConfig) -> Iterator[Path]:
                     yield Path(file)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iterate_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for one in value.values():
-            yield from _texts(one)
+            yield from _iterate_texts(one)
 
 
-def _commit() -> str:
+def _read_commit() -> str:
     with suppress(OSError, subprocess.TimeoutExpired):
         asked = ["git", "rev-parse", "HEAD"]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=GIT_S)
@@ -83,9 +89,9 @@ def _commit() -> str:
     return ""
 
 
-def changed_code(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The sentence for code of the user's own that is not what it was; empty where it is, as far
-    as both know of it."""
+def describe_changed_code(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the sentence for code of the user's own that is not what it was; empty where it is,
+    as far as both know of it."""
     before, files = was.get("code", {}), now.get("code", {})
     other = sorted(file for file in files if before.get(file, files[file]) != files[file])
     if not other:

@@ -434,7 +434,7 @@ def describe_loaders(data: DataConfig, feeds: Loaders) -> DataFacts:
         batch=batch,
         batch_rows=train.batch_size,
         warnings=(run_warnings.warn_of_same_rows(data.source),) if _has_same_data(feeds) else (),
-        endless=train.steps(train.batch_size) == ENDLESS,
+        endless=train.count_steps(train.batch_size) == ENDLESS,
     )
 
 
@@ -478,7 +478,7 @@ def _seed_random(seed: int) -> None:
 
 
 def _read_first_batch(loaded: LoaderBatches) -> tuple[Any, Any]:
-    with closing(loaded.in_order(1)) as batches:  # type: ignore[type-var]
+    with closing(loaded.iterate_in_order(1)) as batches:  # type: ignore[type-var]
         for batch in batches:
             return batch
     raise AssertionError("a loader without rows is refused by itself")

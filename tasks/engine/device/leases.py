@@ -121,10 +121,10 @@ class Leases:
         with _Ticket(self._place, devices) as ticket:
             while True:
                 found = next(
-                    (d for d in devices if not ticket.is_behind(d) and self._took(d)), None
+                    (d for d in devices if not ticket.is_behind(d) and self._try_take(d)), None
                 )
                 self.waited_s = self._now_s() - began_s
-                reason = "" if found is not None else self._reason(devices)
+                reason = "" if found is not None else self._describe_holders(devices)
                 if reason != waits_for:
                     waits_for = reason
                     self._told(reason)
@@ -144,7 +144,7 @@ class Leases:
             self._lease.close()
             self._lease = None
 
-    def _took(self, device: str) -> bool:
+    def _try_take(self, device: str) -> bool:
         lease = FileLock(_make_lock_path(self._place, device), mode=ALL)
         if lease.take(self._holder):
             self._lease = lease
@@ -152,14 +152,16 @@ class Leases:
         lease.close()
         return False
 
-    def _reason(self, devices: Sequence[str]) -> str:
+    def _describe_holders(self, devices: Sequence[str]) -> str:
         told = []
         for device in devices:
             with (
                 suppress(OSError),
                 FileLock(_make_lock_path(self._place, device), mode=ALL) as lease,
             ):
-                holder = make_printable(lease.text(), limit=HOLDER_LETTERS) or "another process"
+                holder = (
+                    make_printable(lease.read_text(), limit=HOLDER_LETTERS) or "another process"
+                )
                 told.append(f"{device} is held by {holder}")
         return "; ".join(told)
 
@@ -190,7 +192,7 @@ class _Ticket:
             if path >= self.path:
                 return False
             with suppress(OSError), FileLock(path, mode=ALL) as other:
-                wanted = other.text().split("\n")
+                wanted = other.read_text().split("\n")
                 if other.take("\n".join(wanted)):
                     path.unlink()  # of a process that is gone
                 elif device in wanted:

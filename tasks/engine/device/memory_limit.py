@@ -15,7 +15,7 @@ from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.device.detection import cap_device_memory
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.memory.allocator_stats import Allocator, make_allocator
-from tasks.engine.memory.caching_allocator import make_scratch_counter, rules
+from tasks.engine.memory.caching_allocator import make_scratch_counter, read_rules
 from tasks.engine.memory.memory_by_owner import CountedAllocator
 
 
@@ -33,7 +33,9 @@ def limit_memory(
         lift = cap_device_memory(facts, limit_mib)
         try:
             yield (
-                AllocationLog(device, block=rules().round_up, scratch=make_scratch_counter(device)),
+                AllocationLog(
+                    device, block=read_rules().round_up, scratch=make_scratch_counter(device)
+                ),
                 make_allocator(device),
             )
         finally:
@@ -45,7 +47,7 @@ def limit_memory(
     if limit_bytes is None:
         yield ledger, counted
         return
-    with ledger.active():
+    with ledger.count_allocations():
         yield ledger, counted
 
 

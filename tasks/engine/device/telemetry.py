@@ -43,8 +43,8 @@ class Telemetry:
             "gpu/temperature_c": self._ask(
                 lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
             ),
-            "gpu/energy_j": self._ask(self._energy_j),
-            "gpu/throttled": self._ask(self._throttled),
+            "gpu/energy_j": self._ask(self._read_energy_j),
+            "gpu/throttled": self._ask(self._read_throttling),
         }
         return {name: float(value) for name, value in found.items() if value is not None}
 
@@ -79,13 +79,13 @@ class Telemetry:
         except self._nvml.NVMLError:  # this GPU does not tell that
             return None
 
-    def _energy_j(self) -> float:
+    def _read_energy_j(self) -> float:
         now_mj = float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         if self._energy_before_mj is None:
             self._energy_before_mj = now_mj
         return self._used_before_j + (now_mj - self._energy_before_mj) / 1000
 
-    def _throttled(self) -> float:
+    def _read_throttling(self) -> float:
         reasons = self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)
         mask = 0
         for name in _THROTTLES:

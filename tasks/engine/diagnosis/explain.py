@@ -158,7 +158,9 @@ class _CallRecorder(TorchFunctionMode):
         made = func(*args, **(kwargs or {}))
         for one in nested.find_tensors(made):
             if str(one.device) != self._usual:
-                self._names.made(one, nested.find_tensors([*args, *(kwargs or {}).values()]))
+                self._names.record_tensor(
+                    one, nested.find_tensors([*args, *(kwargs or {}).values()])
+                )
         return made
 
 
@@ -180,7 +182,7 @@ def _read_failure(error: BaseException, names: TensorNames, *, is_second: bool) 
         args, kwargs = call.f_locals["args"], call.f_locals["kwargs"] or {}
         given = nested.find_tensors([*args, *kwargs.values()])
         unnamed = "the input" if is_torchs else ""
-        met = [names.seen(variables.get(id(one), unnamed), one) for one in given]
+        met = [names.name_tensor(variables.get(id(one), unnamed), one) for one in given]
     elif is_second or not called or type(error) is not RuntimeError:
         return None  # else PyTorch raised too, but only a second run would tell for what
     line, path = describe_own_line(error), names.layers.get(id(layer))
@@ -195,7 +197,7 @@ def _read_failure(error: BaseException, names: TensorNames, *, is_second: bool) 
         setting="model.name" if is_models else "train.loss",
         given=met,
         weights=[
-            names.seen("" if path is not None else at, one)
+            names.name_tensor("" if path is not None else at, one)
             for at, one in held
             if isinstance(one, Tensor)
         ],

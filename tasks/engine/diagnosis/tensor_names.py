@@ -62,10 +62,10 @@ class TensorNames:
         self._known = {_get_storage_id(tensor): (ENTRY, path) for path, tensor in reversed(entries)}
         self._known |= {id(tensor): (kind, path) for kind, path, tensor in held}
         self._known |= {id(tensor): (ENTRY, path) for path, tensor in entries}
-        self.held = [self.seen(path, tensor) for _, path, tensor in held]
-        self.entries = [self.seen(path, tensor) for path, tensor in entries]
+        self.held = [self.name_tensor(path, tensor) for _, path, tensor in held]
+        self.entries = [self.name_tensor(path, tensor) for path, tensor in entries]
 
-    def seen(self, name: str, tensor: Tensor) -> NamedTensor:
+    def name_tensor(self, name: str, tensor: Tensor) -> NamedTensor:
         """Return the words for a tensor found under `name`; a view of an entry counts as that
         entry."""
         known = self._known.get(id(tensor)) or self._known.get(_get_storage_id(tensor))
@@ -77,10 +77,10 @@ class TensorNames:
         dtype, device = str(tensor.dtype).removeprefix("torch."), str(tensor.device)
         return NamedTensor(name, kind, path, known is None, dtype, shape, device)
 
-    def made(self, tensor: Tensor, given: Iterable[Tensor]) -> None:
+    def record_tensor(self, tensor: Tensor, given: Iterable[Tensor]) -> None:
         """Record that a tensor was made from the first named tensor among `given` on its
         device."""
-        seen = (self.seen("", one) for one in given if one.device == tensor.device)
+        seen = (self.name_tensor("", one) for one in given if one.device == tensor.device)
         self._made[tensor] = next(((one.kind, one.known) for one in seen if one.kind), None)
 
     def find_usual(self, of: str) -> str:

@@ -269,7 +269,7 @@ def compute_allowed_bytes(data: DataConfig) -> int:
     """Return how much host memory preparing may take: data.memory_mib, else what is free."""
     if data.memory_mib is not None:
         return int(data.memory_mib * 1024**2)
-    return host_memory.free_bytes()
+    return host_memory.read_free_bytes()
 
 
 def check_memory(
@@ -287,9 +287,9 @@ def check_memory(
             f"{format_size(needed_bytes)} "
             f"of memory to read (got {data.memory_mib:g}); raise it, or {remedy}"
         )
-    free_bytes = host_memory.free_bytes()
+    free_bytes = host_memory.read_free_bytes()
     if needed_bytes > free_bytes:
         raise DataError(
             f"{what} needs about {format_size(needed_bytes)} of memory to read, "
-            f"and {format_size(free_bytes)} are free{host_memory.of_a_limit()}; {remedy}"
+            f"and {format_size(free_bytes)} are free{host_memory.describe_limit()}; {remedy}"
         )

@@ -147,7 +147,7 @@ class AllocationLog(TorchDispatchMode):
         self._step_peak_at = self._step_from = 0
 
     @contextmanager
-    def active(self) -> Iterator[None]:
+    def count_allocations(self) -> Iterator[None]:
         """Count inside the block; nothing changes where this log counts already."""
         if self.is_active:
             yield
@@ -181,12 +181,12 @@ class AllocationLog(TorchDispatchMode):
     def track_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of these tensors, without naming their owner."""
         for tensor in tensors:
-            self._entry(tensor, line="", what=describe_tensor(tensor))
+            self._find_entry(tensor, line="", what=describe_tensor(tensor))
 
     def own(self, owner: str, tensors: Iterable[Tensor]) -> None:
         """Assign the storages of these tensors to `owner`, also those made before."""
         for tensor in map(get_local_part, tensors):
-            entry = self._entry(tensor, line="", what=describe_tensor(tensor))
+            entry = self._find_entry(tensor, line="", what=describe_tensor(tensor))
             if entry is not None:
                 entry.owner = owner
 
@@ -224,10 +224,12 @@ class AllocationLog(TorchDispatchMode):
     def reset_peak(self) -> None:
         self.peak_bytes = self.allocated_bytes
 
-    def at_peak(self) -> list[Entry]:
+    def list_at_peak(self) -> list[Entry]:
         """Return what was alive at the peak of this step, the largest first."""
         at = self._step_peak_at
-        held = [e for e in self._all() if e.born <= at and (e.died is None or e.died > at)]
+        held = [
+            e for e in self._iterate_entries() if e.born <= at and (e.died is None or e.died > at)
+        ]
         return sorted(held, key=lambda entry: -entry.bytes)
 
     def list_at_failure(self) -> list[Entry]:
@@ -235,21 +237,21 @@ class AllocationLog(TorchDispatchMode):
         empty where none did. What the operation had asked for is not among it."""
         return sorted(self._at_failure, key=lambda entry: -entry.bytes)
 
-    def phases(self) -> list[tuple[int, str]]:
+    def list_phases(self) -> list[tuple[int, str]]:
         """Return the phases of this step that have ended, each with the last allocation made in
         it."""
         return list(self._phases)
 
-    def owners_at_peak(self) -> dict[str, int]:
+    def sum_owners_at_peak(self) -> dict[str, int]:
         """Return the bytes by owner at the peak of this step."""
-        return sum_by_owner(self.at_peak())
+        return sum_by_owner(self.list_at_peak())
 
-    def timeline(self) -> list[tuple[int, dict[str, int]]]:
+    def compute_timeline(self) -> list[tuple[int, dict[str, int]]]:
         """Return the bytes by owner where this step began, and after each of its
         allocations."""
         self._sweep()
         changes: dict[int, list[tuple[str, int]]] = defaultdict(list)
-        for entry in self._all():
+        for entry in self._iterate_entries():
             changes[max(entry.born, self._step_from)].append((entry.owner, entry.bytes))
             if entry.died is not None:
                 changes[entry.died].append((entry.owner, -entry.bytes))
@@ -270,13 +272,13 @@ class AllocationLog(TorchDispatchMode):
             self._note_failure()
             raise
         made = [tensor for tensor in find_output_tensors(out) if self._is_unknown(tensor)]
-        refusal = self._refusal(made)
+        refusal = self._make_refusal(made)
         if refusal is not None:
             del out, made  # the error's frames must not keep what did not fit
             raise refusal
         line = self._lines.find_line(is_needed=bool(made))
         for tensor in made:
-            self._entry(tensor, line=line, what=describe_output(func, tensor))
+            self._find_entry(tensor, line=line, what=describe_output(func, tensor))
         taken = self._scratch(func, args)
         if taken:
             self._add_scratch(
@@ -284,12 +286,12 @@ class AllocationLog(TorchDispatchMode):
             )
         return out
 
-    def _refusal(self, made: list[Tensor]) -> torch.OutOfMemoryError | None:
-        """The error, where these would lie above the limit."""
+    def _make_refusal(self, made: list[Tensor]) -> torch.OutOfMemoryError | None:
+        """Return the error, where these would lie above the limit."""
         if self._limit is None or not made:
             return None
         asked = sum(
-            {_get_storage_key(tensor): self._size_bytes(tensor) for tensor in made}.values()
+            {_get_storage_key(tensor): self._compute_size_bytes(tensor) for tensor in made}.values()
         )
         # Only where it looks full is it worth looking for what has died.
         if self._allocated + asked <= self._limit or self.allocated_bytes + asked <= self._limit:
@@ -313,14 +315,14 @@ class AllocationLog(TorchDispatchMode):
             and _get_storage_key(tensor) not in self._live
         )
 
-    def _size_bytes(self, tensor: Tensor) -> int:
+    def _compute_size_bytes(self, tensor: Tensor) -> int:
         return self._block(Tensor.untyped_storage(tensor).nbytes())
 
-    def _entry(self, tensor: Tensor, *, line: str, what: str) -> Entry | None:
-        """The entry of the tensor's storage, made where there is none yet."""
+    def _find_entry(self, tensor: Tensor, *, line: str, what: str) -> Entry | None:
+        """Return the entry of the tensor's storage, made where there is none yet."""
         if not self._is_unknown(tensor):
             return self._live.get(_get_storage_key(tensor))
-        size_bytes = self._size_bytes(tensor)
+        size_bytes = self._compute_size_bytes(tensor)
         if not size_bytes:
             return None
         self._sweep()
@@ -364,7 +366,7 @@ class AllocationLog(TorchDispatchMode):
             self._gone.append(entry)
             self._told(FreeEvent(entry.born))
 
-    def _all(self) -> Iterator[Entry]:
+    def _iterate_entries(self) -> Iterator[Entry]:
         yield from self._gone
         yield from self._live.values()
 

@@ -81,9 +81,9 @@ class Allocator(Protocol):
 
     def reset_peaks(self) -> None: ...
 
-    def space(self) -> Space | None: ...
+    def read_space(self) -> Space | None: ...
 
-    def stats(self) -> dict[str, Any]: ...
+    def read_stats(self) -> dict[str, Any]: ...
 
 
 class NoAllocator:
@@ -95,10 +95,10 @@ class NoAllocator:
     def reset_peaks(self) -> None:
         pass
 
-    def space(self) -> Space | None:
+    def read_space(self) -> Space | None:
         return None
 
-    def stats(self) -> dict[str, Any]:
+    def read_stats(self) -> dict[str, Any]:
         return {}
 
 
@@ -126,7 +126,7 @@ class PoolAllocator:
         if self._backend.is_initialized():
             self._backend.memory.reset_peak_memory_stats(self._device)
 
-    def space(self) -> Space | None:
+    def read_space(self) -> Space | None:
         if not self._backend.is_initialized():
             return None
         try:
@@ -137,7 +137,7 @@ class PoolAllocator:
             return None
         return Space(total_bytes=total, free_bytes=free)
 
-    def stats(self) -> dict[str, Any]:
+    def read_stats(self) -> dict[str, Any]:
         return dict(self._backend.memory.memory_stats(self._device))
 
 
@@ -154,10 +154,10 @@ class MpsAllocator:
     def reset_peaks(self) -> None:
         pass
 
-    def space(self) -> Space | None:
+    def read_space(self) -> Space | None:
         return Space(total_bytes=torch.mps.recommended_max_memory(), free_bytes=None)
 
-    def stats(self) -> dict[str, Any]:
+    def read_stats(self) -> dict[str, Any]:
         return {**self.read(), "recommended_max": torch.mps.recommended_max_memory()}
 
 

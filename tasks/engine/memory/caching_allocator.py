@@ -51,13 +51,13 @@ class AllocatorRules:
 
     def round_up(self, asked_bytes: int) -> int:
         """Return the size of the block for an allocation of so many bytes."""
-        parts = self._divisions(asked_bytes)
+        parts = self._find_divisions(asked_bytes)
         if parts > 1 and asked_bytes > BLOCK_BYTES * parts:
             step = (1 << (asked_bytes.bit_length() - 1)) // parts
             return -(-asked_bytes // step) * step
         return max(1, -(-asked_bytes // BLOCK_BYTES)) * BLOCK_BYTES
 
-    def _divisions(self, asked_bytes: int) -> int:
+    def _find_divisions(self, asked_bytes: int) -> int:
         if not self.divisions:
             return 0
         powers = [int(mib) for mib in self.divisions if mib.isdigit()]
@@ -66,7 +66,7 @@ class AllocatorRules:
         return self.divisions.get(str(mib), self.divisions.get(beyond, 0))
 
 
-def rules(environment: Mapping[str, str] = os.environ) -> AllocatorRules:
+def read_rules(environment: Mapping[str, str] = os.environ) -> AllocatorRules:
     """Return the allocator's settings of this process. What PyTorch itself would refuse is not
     followed."""
     text = next((environment[name] for name in ALLOC_CONF_NAMES if environment.get(name)), "")
@@ -134,7 +134,7 @@ class SimulatedAllocator:
     """A simulated caching allocator. limit_bytes: of what may be reserved."""
 
     limit_bytes: float = math.inf
-    rules: AllocatorRules = field(default_factory=lambda: rules())
+    rules: AllocatorRules = field(default_factory=lambda: read_rules())
     allocated: int = 0
     reserved: int = 0
     peak_allocated: int = 0
@@ -151,14 +151,14 @@ class SimulatedAllocator:
             elif isinstance(event, FreeEvent):
                 self._give(event.name)
             else:
-                self._empty()
+                self._free_segments()
         return self
 
     def _take(self, asked: AllocateEvent) -> None:
         size = self.rules.round_up(asked.bytes)
         is_small = size <= SMALL_BYTES
         pool = asked.pool, is_small
-        block = self._best(pool, size) or self._segment(pool, size)
+        block = self._take_best(pool, size) or self._reserve_segment(pool, size)
         left = block.bytes - size
         may_split = size < self.rules.max_split_bytes
         if left >= BLOCK_BYTES if is_small else may_split and left > SMALL_BYTES:
@@ -179,15 +179,15 @@ class SimulatedAllocator:
                 block = _join_blocks(block, other)
         self._put(block)
 
-    def _empty(self) -> None:
-        """Segments that hold nothing go back to the device."""
+    def _free_segments(self) -> None:
+        """Give segments that hold nothing back to the device."""
         for pool, blocks in self._free.items():
             whole = [e for e in blocks if e[2].before is None and e[2].after is None]
             self.reserved -= sum(entry[0] for entry in whole)
             self._free[pool] = [entry for entry in blocks if entry not in whole]
 
-    def _best(self, pool: tuple[int, bool], size: int) -> _Block | None:
-        """The smallest free block that is large enough."""
+    def _take_best(self, pool: tuple[int, bool], size: int) -> _Block | None:
+        """Take the smallest free block that is large enough."""
         blocks = self._free.get(pool, [])
         at = bisect_left(blocks, (size,))
         if at == len(blocks):
@@ -197,7 +197,7 @@ class SimulatedAllocator:
         is_waste = size >= whole_bytes and found_bytes >= size + self.rules.rounding_bytes
         return None if is_kept or is_waste else blocks.pop(at)[2]
 
-    def _segment(self, pool: tuple[int, bool], size: int) -> _Block:
+    def _reserve_segment(self, pool: tuple[int, bool], size: int) -> _Block:
         if pool[1]:
             size = SMALL_SEGMENT_BYTES
         elif size < LARGE_BYTES:
@@ -205,7 +205,7 @@ class SimulatedAllocator:
         else:
             size = -(-size // ROUND_BYTES) * ROUND_BYTES
         if self.reserved + size > self.limit_bytes:
-            self._empty()
+            self._free_segments()
         if self.reserved + size > self.limit_bytes:
             raise LimitExceeded
         self.reserved += size
@@ -226,7 +226,7 @@ class SimulatedAllocator:
 
 
 def _join_blocks(block: _Block, other: _Block) -> _Block:
-    """Both neighbours as one block."""
+    """Return both neighbours as one block."""
     first, second = (other, block) if block.before is other else (block, other)
     first.bytes += second.bytes
     first.after = second.after
@@ -309,7 +309,7 @@ def count_column_sum_bytes(rows: int, columns: int, *, processors: int, threads:
 
 
 def _find_power_of_two(n: int, most: int) -> int:
-    """The largest power of two in n, at most `most`."""
+    """Return the largest power of two in n, at most `most`."""
     return most if n >= most else 1 << (n.bit_length() - 1)
 
 

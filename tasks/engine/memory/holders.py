@@ -197,7 +197,7 @@ class Holders:
         self._locals = _find_running_locals()
         self._known: dict[int, list[HolderStep]] = {}
 
-    def of(self, thing: Any) -> str | None:
+    def find_holder(self, thing: Any) -> str | None:
         """Return who holds `thing`, from near to far; None where no Python object does."""
         words: list[str] = []
         for step in self._climb(thing, {id(thing)}):
@@ -210,7 +210,7 @@ class Holders:
         """Return the way up to something with a name; the first one tried, where none gets
         there."""
         first: list[HolderStep] = []
-        for step in self._steps(thing):
+        for step in self._find_steps(thing):
             if step.above is None:
                 return [step]
             if id(step.above) in seen or len(seen) > MOST_CLIMBS:
@@ -222,7 +222,7 @@ class Holders:
             first = first or way
         return first
 
-    def _steps(self, thing: Any) -> list[HolderStep]:
+    def _find_steps(self, thing: Any) -> list[HolderStep]:
         """Return the holders, the most informative first; remembered, since the parts of a
         model share them from the second on."""
         if id(thing) not in self._known:
@@ -359,7 +359,7 @@ _KINDS: tuple[tuple[type, Callable[[Any, Any], HolderStep | None]], ...] = (
 
 
 def _join(words: list[str], more: str) -> None:
-    """Adds a step. An object and its __dict__ are one: "dict, key 'a'", "of Model" becomes
+    """Add a step. An object and its __dict__ are one: "dict, key 'a'", "of Model" becomes
     "attribute 'a' of Model", and "'weight' of Linear" for the parts of an nn.Module."""
     prefix = "dict, key "
     if more.startswith("of "):

@@ -173,7 +173,7 @@ def release_device_memory(
 
 def _measure_taken(device: torch.device) -> TakenMemory:
     source = make_allocator(device)
-    space = source.space()
+    space = source.read_space()
     return TakenMemory(
         reserved=source.read().get("reserved"),
         pools=count_pool_bytes(device),
@@ -220,8 +220,8 @@ def _report_broken_device(device: torch.device, baseline_bytes: int) -> ReleaseF
 
 
 def _has_compiled() -> bool:
-    """Whether this process compiled a model, or tried to. A forecast imports the compiler without
-    using it, and its reset would then import the rest: 704 modules on a CUDA build."""
+    """Return whether this process compiled a model, or tried to. A forecast imports the compiler
+    without using it, and its reset would then import the rest: 704 modules on a CUDA build."""
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and bool(utils.counters["frames"])
 
@@ -282,8 +282,8 @@ def _describe_owner(leak: _Leak, holders: Holders) -> Owner:
 
 def _describe_holder(live: LiveTensor, holders: Holders) -> str | None:
     if not live.relation:
-        return holders.of(live.tensor)
-    above = holders.of(live.of)
+        return holders.find_holder(live.tensor)
+    above = holders.find_holder(live.of)
     if above is None:
         return None
     name = type(live.of).__name__
@@ -318,13 +318,13 @@ class LeakError(RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"memory.on_leak: {leak_in_words(self.facts)}. Let go of it there, or set "
+            f"memory.on_leak: {describe_leak(self.facts)}. Let go of it there, or set "
             "memory.on_leak to warn"
         )
 
 
-def release_metrics(facts: ReleaseFacts) -> dict[str, float]:
-    """Under the names of the run record."""
+def make_release_metrics(facts: ReleaseFacts) -> dict[str, float]:
+    """Return the metrics, under the names of the run record."""
     found = {
         "memory/baseline_mib": facts.baseline_bytes / MIB,
         "memory/release_ok": float(facts.ok),
@@ -341,22 +341,23 @@ def release_metrics(facts: ReleaseFacts) -> dict[str, float]:
     return found
 
 
-def leak_in_words(facts: ReleaseFacts) -> str:
-    """How much was not given back, and the largest owners."""
+def describe_leak(facts: ReleaseFacts) -> str:
+    """Describe how much was not given back, and the largest owners."""
     if not facts.leaked_bytes:
-        kept = "; ".join(f"{kept.name} {_size(kept.bytes)}" for kept in facts.kept)
-        return f"{_size(facts.reserved_bytes or 0)} stay reserved ({kept or 'nobody tells why'})"
-    told = [_owner_in_words(owner) for owner in facts.owners[:OWNERS_TOLD]]
+        kept = "; ".join(f"{kept.name} {_format_size(kept.bytes)}" for kept in facts.kept)
+        reserved = _format_size(facts.reserved_bytes or 0)
+        return f"{reserved} stay reserved ({kept or 'nobody tells why'})"
+    told = [_describe_lost(owner) for owner in facts.owners[:OWNERS_TOLD]]
     if len(facts.owners) > OWNERS_TOLD:
         told.append(f"and {len(facts.owners) - OWNERS_TOLD} more")
-    return f"{_size(facts.leaked_bytes)} were not given back: {'; '.join(told)}"
+    return f"{_format_size(facts.leaked_bytes)} were not given back: {'; '.join(told)}"
 
 
-def _owner_in_words(owner: Owner) -> str:
+def _describe_lost(owner: Owner) -> str:
     return f"{owner.kind} {owner.shape} {owner.dtype}, held by {owner.held_by}"
 
 
-def _size(size_bytes: int) -> str:
+def _format_size(size_bytes: int) -> str:
     if size_bytes < MIB // 10:
         return f"{size_bytes:,} bytes"
     return f"{size_bytes / MIB:.1f} MiB"

@@ -53,7 +53,7 @@ class MemoryByOwner:
         self._owners: dict[str, int] = {}
 
     @contextmanager
-    def counting(self, batch: Any) -> Iterator[None]:
+    def count_memory(self, batch: Any) -> Iterator[None]:
         """Count what happens inside the block as one step on this batch: tensors, or structures
         of them."""
         if self._is_first and self._in_use() is not None:
@@ -63,14 +63,14 @@ class MemoryByOwner:
         self._settle({**self._owned(), "batch": nested.find_tensors(batch)})
         self.ledger.begin_step()
         try:
-            with self.ledger.active():
+            with self.ledger.count_allocations():
                 yield
         finally:
             self._settle(self._owned())  # also what was made before a failure has its owner
         libraries_bytes = max(0, (self._in_use() or 0) - self.ledger.allocated_bytes)
         if self.ledger.step_peak_bytes + libraries_bytes > self._most:
             self._most = self.ledger.step_peak_bytes + libraries_bytes
-            self._owners = self.ledger.owners_at_peak()
+            self._owners = self.ledger.sum_owners_at_peak()
             if libraries_bytes:
                 self._owners[LIBRARIES] = self._owners.get(LIBRARIES, 0) + libraries_bytes
 
@@ -78,7 +78,7 @@ class MemoryByOwner:
         """Discard what was counted so far; steps do not hold it any longer."""
         self._most = 0
 
-    def metrics(self, *, peak_mib: float | None = None) -> dict[str, float]:
+    def make_metrics(self, *, peak_mib: float | None = None) -> dict[str, float]:
         """Return the MiB by owner at the highest peak of a watched step, under the names of the
         record. They sum to peak_mib, the run's, where that is known: what steps held beyond it
         that nobody watched is the rest."""
@@ -120,10 +120,10 @@ class CountedAllocator(NoAllocator):
         self._is_fresh = self._ledger.is_active
         self._ledger.reset_peak()
 
-    def space(self) -> Space | None:
+    def read_space(self) -> Space | None:
         if self._limit is None:
             return None
         return Space(self._limit, max(0, self._limit - self._ledger.allocated_bytes))
 
-    def stats(self) -> dict[str, Any]:
+    def read_stats(self) -> dict[str, Any]:
         return {}

@@ -84,13 +84,13 @@ class MemoryMeter:
         self._retries_before = self._retries = self._allocator.read().get("retries", 0)
         self._growing = 0  # windows running in which the allocator had to retry
 
-    def phase(self, name: str) -> None:
+    def end_phase(self, name: str) -> None:
         """End the phase `name`: keep the highest use since the last phase or window ended."""
         reading = self._fold()
         if "peak_allocated" in reading:
             self._phases[name] = max(self._phases.get(name, 0), reading["peak_allocated"])
 
-    def window(self) -> dict[str, float]:
+    def end_window(self) -> dict[str, float]:
         """Return the series of a log point; peaks are those since the last call. Ends the phase
         too."""
         reading = {**self._fold(), **self._window}
@@ -98,14 +98,14 @@ class MemoryMeter:
         retries = reading.get("retries", 0)
         self._growing = self._growing + 1 if retries > self._retries else 0
         self._retries = retries
-        space = self._allocator.space()
+        space = self._allocator.read_space()
         if space is not None:
             self._note_space(space, reading)
             if space.free_bytes is not None:
                 reading["free"] = space.free_bytes
         names = ("allocated", "reserved", "peak_allocated", "peak_reserved", "free")
         series = {f"memory/{name}_mib": reading[name] / MIB for name in names if name in reading}
-        return {**series, "memory/host_rss_mib": self._host.rss_bytes() / MIB}
+        return {**series, "memory/host_rss_mib": self._host.read_rss_bytes() / MIB}
 
     def is_thrashing(self) -> bool:
         """Return whether the allocator had to free its cache in two windows in succession; True
@@ -118,7 +118,7 @@ class MemoryMeter:
             self._growing = 0
         return is_so
 
-    def summary(self) -> dict[str, float]:
+    def summarize(self) -> dict[str, float]:
         """Return the run's memory so far; call it before the model is freed. Ends the window.
 
         headroom: the total less the most that all processes had in use, as far as log points
@@ -126,7 +126,7 @@ class MemoryMeter:
         the phase in which most was in use, the share that was idle all the same: cut to sizes
         that nothing asked for, or the rest of a segment.
         """
-        self.window()
+        self.end_window()
         found: dict[str, float] = {
             f"memory/run_{name}_mib": value / MIB for name, value in self._run.items()
         }
@@ -140,17 +140,17 @@ class MemoryMeter:
         retries = self._allocator.read().get("retries")
         if retries is not None:
             found["memory/alloc_retries"] = float(retries - self._retries_before)
-        return {**found, "memory/host_rss_peak_mib": self._host.peak_bytes() / MIB}
+        return {**found, "memory/host_rss_peak_mib": self._host.read_peak_bytes() / MIB}
 
-    def reading(self) -> dict[str, int]:
+    def read_allocator(self) -> dict[str, int]:
         """Return the allocator's statistics of now; see Allocator for the keys."""
         return self._allocator.read()
 
-    def stats(self) -> dict[str, Any]:
+    def read_stats(self) -> dict[str, Any]:
         """Return the allocator's raw statistics; empty where it has none. Of peaks those that
         are known of the whole run; the allocator's own are of the last phase. Ends the phase."""
         self._fold()
-        found = {k: v for k, v in self._allocator.stats().items() if not k.endswith(".peak")}
+        found = {k: v for k, v in self._allocator.read_stats().items() if not k.endswith(".peak")}
         kept = {f"{name.removeprefix('peak_')}_bytes.all.peak": v for name, v in self._run.items()}
         return {**found, **kept} if found else found
 
@@ -184,28 +184,29 @@ class HostMemory:
         self._process = psutil.Process()
         self._record_before = _read_peak_rss_bytes()
         self._highest = 0
-        self._limit = host_memory.limit_bytes()
+        self._limit = host_memory.find_limit_bytes()
         self._looked_at = 0  # bytes in use when its cgroup was asked
-        self.rss_bytes()
+        self.read_rss_bytes()
 
-    def rss_bytes(self) -> int:
-        """In use now; remembered for the peak. It is told once where a limit is near."""
+    def read_rss_bytes(self) -> int:
+        """Return what is in use now, which is remembered for the peak. Warns once where a limit
+        is near."""
         now = int(self._process.memory_info().rss)
         if self._limit is not None and now - self._looked_at > self._limit * NEAR:
             self._looked_at = now
-            free = host_memory.free_bytes()
+            free = host_memory.read_free_bytes()
             if free < self._limit * NEAR:
                 self._limit = None
                 log.warning(
                     "memory: %s are free of the %s of this memory cgroup; a process that takes "
                     "more is killed. Take smaller batches or fewer workers, or raise the limit",
                     format_mebibytes(free / MIB),
-                    format_mebibytes(host_memory.total_bytes() / MIB),
+                    format_mebibytes(host_memory.read_total_bytes() / MIB),
                 )
         self._highest = max(now, self._highest)
         return now
 
-    def peak_bytes(self) -> int:
+    def read_peak_bytes(self) -> int:
         """Return the most since this object was made. Exact where that is the process's record;
         where the process was larger before, the largest value seen at log points, a lower
         bound.

@@ -131,7 +131,8 @@ class OomExplanation:
         """Return all of it on one line."""
         told = self.told
         parts = [
-            f"{self.setting}: memory ran out on {self.device} in {self._where()}{self._with()}"
+            f"{self.setting}: memory ran out on {self.device} in {self._describe_place()}"
+            f"{self._describe_tries()}"
         ]
         if told.asked_bytes is not None:
             free = "" if told.free_bytes is None else f" and {_format_size(told.free_bytes)} free"
@@ -145,13 +146,13 @@ class OomExplanation:
     def to_json(self) -> str:
         return json.dumps({**asdict(self), "sentence": self.sentence}, indent=1)
 
-    def _where(self) -> str:
+    def _describe_place(self) -> str:
         shape = "x".join(str(size) for size in self.batch_shape)
         batch = f" (a batch of {shape})" if shape else ""
         step = f" of step {self.step}" if self.step else ""
         return f"the {PHASES.get(self.phase, self.phase)}{step}{batch}"
 
-    def _with(self) -> str:
+    def _describe_tries(self) -> str:
         if not self.tried:
             return ""
         fitted = "none fits" if self.fitted is None else f"{self.fitted:,} fitted before"
@@ -180,7 +181,7 @@ def explain_oom(
     """
     held = ledger.list_at_failure()
     if held:
-        done = [name for _, name in ledger.phases()]
+        done = [name for _, name in ledger.list_phases()]
         if phase == "training":
             phase = "backward" if done[-1:] == ["forward"] else "forward"
         ledger.end_failed_phase(phase)

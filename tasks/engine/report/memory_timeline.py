@@ -84,7 +84,7 @@ def draw_timeline(points: Sequence[Point], ledger: AllocationLog) -> Axes:
     )
     axes.set_xlabel("allocations of the step", fontsize=9, color=GREY)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    _draw_phases(axes, [(at - first, name) for at, name in ledger.phases()])
+    _draw_phases(axes, [(at - first, name) for at, name in ledger.list_phases()])
     if near is not None:
         axes.axhline(near, color=RED, linestyle="--", gid="limit")
         axes.text(0, near, f" limit {format_bytes(near)}", color=RED, va="bottom", fontsize=9)
@@ -152,7 +152,7 @@ tr + tr td { border-top: 1px solid var(--line); } code { font-size: .88rem; }
 def make_timeline_page(ledger: AllocationLog, *, title: str, lines: Iterable[str] = ()) -> str:
     """Return the page of the step that the log counted last; `lines` are written above the
     picture."""
-    points = ledger.timeline() or [(0, {})]
+    points = ledger.compute_timeline() or [(0, {})]
     first, last = points[0][0], points[-1][0]
     at, at_peak = max(points, key=sum_bytes)
     limit = "" if ledger.limit_bytes is None else f", limit {format_bytes(ledger.limit_bytes)}"
@@ -168,7 +168,7 @@ def make_timeline_page(ledger: AllocationLog, *, title: str, lines: Iterable[str
             "Bytes by owner over the allocations of one step", render_timeline(points, ledger)
         ),
         _make_legend(at_peak, find_owners(points)),
-        f"<h2>Largest at the peak</h2>{_make_table(ledger.at_peak())}",
+        f"<h2>Largest at the peak</h2>{_make_table(ledger.list_at_peak())}",
     )
 
 

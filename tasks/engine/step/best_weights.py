@@ -42,7 +42,9 @@ class BestWeights:
         """Return whether `restore_best` gives the metrics of an earlier, better epoch."""
         return self.keeps and self.epoch > 0
 
-    def judged(self, metrics: dict[str, float], epoch: int, *, cells: Cells | None = None) -> None:
+    def record_epoch(
+        self, metrics: dict[str, float], epoch: int, *, cells: Cells | None = None
+    ) -> None:
         """Record that this epoch, counted from 1, has ended with these metrics."""
         self.waited += 1
         if math.isfinite(metrics["val/loss"]) and metrics["val/loss"] < self._metrics["val/loss"]:
@@ -95,6 +97,6 @@ class BestWeights:
         cells = state.get("cells")  # which checkpoints of before do not have
         self.cells = None if cells is None else Cells(cells)
 
-    def tensors(self) -> Iterator[Tensor]:
+    def iterate_kept(self) -> Iterator[Tensor]:
         """Yield the tensors that are kept."""
         yield from self._kept.values()

@@ -122,7 +122,7 @@ class StepChoice:
     compiled_step_s: float | None = None
     cost_s: float | None = None
 
-    def metrics(self) -> dict[str, float]:
+    def make_metrics(self) -> dict[str, float]:
         """Return the metrics, under the names of the run record."""
         found = {
             "time/plain_step_ms": _convert_to_ms(self.plain_step_s),
@@ -200,8 +200,8 @@ class TunedStep:
             "off": StepChoice("no", "train.compile is off, or train.deterministic is true"),
             "auto": StepChoice("no", "the run is too short to measure its steps"),
         }.get(mode, StepChoice(mode, f"train.compile is {mode}"))
-        self._script: TrialSteps | None = self._trials()
-        self._next(None)
+        self._script: TrialSteps | None = self._run_trials()
+        self._advance(None)
 
     def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> StepOutcome:
         self._left -= 1
@@ -232,7 +232,7 @@ class TunedStep:
             self._best, self._script, self.verdict = self._plain, None, before
         elif mode != "graph":
             self.verdict, self._script = before, self._compile_as_asked(mode)
-            self._next(None)
+            self._advance(None)
 
     def forget_graphs(self) -> bool:
         """Take steps without a graph from here on, since others need its memory; return
@@ -265,7 +265,7 @@ class TunedStep:
         """Return how many steps were replayed from a graph."""
         return sum(graphed.replays for graphed in self._graphed)
 
-    def _next(self, took_s: float | None) -> None:
+    def _advance(self, took_s: float | None) -> None:
         """Go on with the trials; where they are over, the best stays."""
         if self._script is None:  # given up in the step just taken
             return
@@ -298,10 +298,10 @@ class TunedStep:
         else:
             self._wait()
             took_s = perf_counter() - began
-        self._next(took_s)
+        self._advance(took_s)
         return outcome
 
-    def _trials(self) -> TrialSteps:
+    def _run_trials(self) -> TrialSteps:
         if self._threads != torch.get_num_threads():
             yield from self._choose_threads()
         if self._mode == "auto":
@@ -331,7 +331,7 @@ class TunedStep:
         best: StepTaker = self._plain
         best_s, name = plain_s, "no"
         if self._graphs and plain_s < GRAPH_BELOW_S and self._left > REPLAY_TRIED_ABOVE:
-            graphed = self._graph(self._plain)
+            graphed = self._make_graphed(self._plain)
             graphed_s = yield from _time_warm_step(graphed)
             if graphed_s is not None and graphed_s < best_s:
                 best, best_s, name = graphed, graphed_s, "graph"
@@ -339,14 +339,14 @@ class TunedStep:
         if name == "graph":
             said += f" plainly and {format_seconds(best_s)} as a graph"
         left_s = self._left * best_s
-        refusal = self._refusal(left_s)
+        refusal = self._find_obstacle(left_s)
         if refusal:
             self._settle(best, StepChoice(name, f"{said}; {refusal}", plain_s))
             return
         fast_step = compile_step(self._plain, "default")
         fast: StepTaker = fast_step
         if name == "graph":
-            fast = self._graph(fast_step)
+            fast = self._make_graphed(fast_step)
         first_s = yield fast_step
         compiled_s = yield from _time_warm_step(fast)
         if first_s is None or compiled_s is None:
@@ -368,7 +368,7 @@ class TunedStep:
         best: StepTaker = fast_step
         name = mode
         if self._graphs and best_s is not None and best_s < GRAPH_BELOW_S:
-            graphed = self._graph(fast_step)
+            graphed = self._make_graphed(fast_step)
             graphed_s = yield from _time_warm_step(graphed)
             if graphed_s is not None and graphed_s < best_s:
                 best, best_s, name = graphed, graphed_s, f"{name}+graph"
@@ -376,8 +376,8 @@ class TunedStep:
         verdict = replace(self.verdict, compiled=name, compiled_step_s=best_s, cost_s=cost_s)
         self._settle(best, verdict)
 
-    def _refusal(self, left_s: float) -> str:
-        """Why compiling can't pay for the steps that are left; empty where it may."""
+    def _find_obstacle(self, left_s: float) -> str:
+        """Return why compiling can't pay for the steps that are left; empty where it may."""
         if self._known is not None:
             cost_s, share = (
                 self._known.cost_s,
@@ -400,18 +400,18 @@ class TunedStep:
             return "there is no C++ compiler here"
         return ""
 
-    def _graph(self, step: Step) -> GraphedStep:
+    def _make_graphed(self, step: Step) -> GraphedStep:
         self._graphed.append(GraphedStep(step))
         return self._graphed[-1]
 
     def _settle(self, best: StepTaker, verdict: StepChoice) -> None:
         self._best, self.verdict = best, verdict
         if isinstance(best, GraphedStep):
-            self._recorded(best.tensors())
+            self._recorded(best.list_tensors())
 
 
 def _time_step(step: StepTaker) -> Generator[StepTaker, float | None, float | None]:
-    """The median of some steps in seconds; None where one could not be taken."""
+    """Return the median of some steps in seconds; None where one could not be taken."""
     taken = []
     for _ in range(TIMED):
         took_s = yield step
@@ -426,7 +426,7 @@ def _compute_median(taken: list[float | None]) -> float:
 
 
 def _time_warm_step(step: StepTaker) -> Generator[StepTaker, float | None, float | None]:
-    """The same, after the steps in which a graph is recorded and kernels are loaded."""
+    """Return the same, after the steps in which a graph is recorded and kernels are loaded."""
     for _ in range(WARM_UP + 1):
         if (yield step) is None:
             return None

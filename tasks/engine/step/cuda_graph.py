@@ -54,7 +54,7 @@ class GraphedStep:
             if self._warm < WARM_UP:
                 self._warm += 1
                 return self.step(x, y, norm=norm, watched=watched)
-            self._replay = self._recorded(x, y)
+            self._replay = self._record_step(x, y)
         if watched in (Watched.TIMED, Watched.COUNTED) or x.shape != self._x.shape:
             return self.step(x, y, norm=norm, watched=watched)
         for static, batch in ((self._x, x), (self._y, y)):
@@ -62,11 +62,11 @@ class GraphedStep:
                 static.copy_(batch)
         self._replay()
         self.replays += 1
-        outcome = StepOutcome(self._outcome.loss.clone(), self._grad_norm(norm))
+        outcome = StepOutcome(self._outcome.loss.clone(), self._compute_grad_norm(norm))
         self.step.mark(REPLAY)
         return outcome
 
-    def tensors(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         """Return the tensors that the recording keeps for its replays, beside the batch."""
         kept = [*self._grads, *self._outcome]
         return [tensor for tensor in kept if tensor is not None]
@@ -80,22 +80,22 @@ class GraphedStep:
         self._x, self._y = torch.empty(0), torch.empty(0)
         self._outcome = StepOutcome(torch.empty(0), None)
 
-    def _recorded(self, x: Tensor, y: Tensor) -> Callable[[], None]:
-        """Records the step on x and y, whose memory later batches are brought to."""
+    def _record_step(self, x: Tensor, y: Tensor) -> Callable[[], None]:
+        """Record the step on x and y, whose memory later batches are brought to."""
         if not isinstance(self._optimizer.lr, Tensor):
             # A number would be recorded as it is now; a tensor is read at each replay.
             self._optimizer.lr = torch.tensor(self._optimizer.lr, device=x.device)
         self._x, self._y = x, y
         # The gradients must be made inside the recording, to live in the graph's own memory.
         self._optimizer.zero_grad()
-        step = self.step.recordable()
+        step = self.step.make_recordable()
         replay, self._outcome = self._record(
             lambda: step(self._x, self._y, norm=False, watched=Watched.NOT)
         )
         self._grads = [p.grad for p in self._optimizer.params]
         return replay
 
-    def _grad_norm(self, asked: bool) -> Tensor | None:
+    def _compute_grad_norm(self, asked: bool) -> Tensor | None:
         if self._outcome.grad_norm is not None:  # clipping: recorded with the step
             return self._outcome.grad_norm.clone()
         if not asked:
@@ -129,7 +129,8 @@ def record_on_cuda(run: Callable[[], StepOutcome]) -> tuple[Callable[[], None], 
 def _end_failed_capture(
     graph: torch.cuda.CUDAGraph, pool: tuple[int, int], device_index: int
 ) -> None:
-    """What CUDA ended keeps its pool for ever. Private names; see torch/cuda/graphs.py."""
+    """End a capture that failed: what CUDA ended keeps its pool for ever. Private
+    names; see torch/cuda/graphs.py."""
     try:
         graph.pool()
     except RuntimeError:

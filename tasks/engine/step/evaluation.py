@@ -126,8 +126,8 @@ def _evaluate_rows(
     rows = 0
     kept = KeptRows(evaluator.task, len(batches))
     forward = evaluator.forward(model)
-    for x, y in batches.in_order(rows_at_once):
-        with evaluator.phases.counting_once("eval", (x, y)):
+    for x, y in batches.iterate_in_order(rows_at_once):
+        with evaluator.phases.count_memory_once("eval", (x, y)):
             batch = _sum_batch(forward, x, y, evaluator)
         values = batch.values
         if batches.weight:
@@ -140,7 +140,7 @@ def _evaluate_rows(
         del x, y, batch  # gone before the next ones come
         if len(found) == FOLDED:
             found = [_add_sums(found)]
-    evaluator.phases.meter.phase("eval")
+    evaluator.phases.meter.end_phase("eval")
     sums = {name: total.item() for name, total in _add_sums(found).items()}
     sums = evaluator.ranks.sum_over_ranks({**sums, "rows": rows})
     rows = int(sums["rows"])
@@ -155,7 +155,7 @@ def _evaluate_rows(
 
 
 def _compute_counted_figures(task: str, sums: dict[str, float], loss: float) -> dict[str, float]:
-    """The figures that are sums over the rows."""
+    """Return the figures that are sums over the rows."""
     if task == "tokens":
         return {"perplexity": math.exp(min(loss, MAX_LOG_PERPLEXITY))}
     if task == "regression":
@@ -170,8 +170,8 @@ def _compute_counted_figures(task: str, sums: dict[str, float], loss: float) -> 
 
 
 def _compute_scores(evaluator: Evaluator, kept: KeptRows) -> dict[str, float]:
-    """The figures that need the rows; and whether all were given the same answer, of more than
-    one."""
+    """Return the figures that need the rows; and whether all were given the same answer, of more
+    than one."""
     found = _gather_all_ranks(evaluator.ranks, kept.on_host())
     evaluator.cells.clear()
     if found is None:
@@ -198,7 +198,7 @@ def _compute_scores(evaluator: Evaluator, kept: KeptRows) -> dict[str, float]:
 def _gather_all_ranks(
     ranks: Ranks, ours: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor] | None:
-    """What all ranks kept, in no order of the rows."""
+    """Return what all ranks kept, in no order of the rows."""
     if ranks.is_alone:
         return ours
     kept = [pair for pair in ranks.all_gather(ours) if pair is not None]

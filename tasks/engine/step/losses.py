@@ -118,7 +118,7 @@ class _TargetCount:
 
 
 def _sum_class_weights(targets: Tensor, *, skipped: int, weights: Tensor | None) -> Any:
-    """What PyTorch's mean divides by: the weights of the classes that are not skipped."""
+    """Return what PyTorch's mean divides by: the weights of the classes that are not skipped."""
     if targets.is_floating_point():
         return len(targets)  # probabilities
     is_told = targets != skipped

@@ -54,7 +54,7 @@ class ChangeFinder:
         self._buffers = {n: (b, b._version, b.clone()) for n, b in model.named_buffers()}
         self._numbers = dict(_iterate_numbers(model))
 
-    def changes(self, writes: bool = False) -> StateChanges:
+    def find_changes(self, writes: bool = False) -> StateChanges:
         """Return the changes of a model or a loss of the user's own. writes: whether outputs
         were written to. A buffer's values are compared too, since what goes by `.data` counts
         no version."""
@@ -79,7 +79,7 @@ def _has_changed(now: Tensor, was: Tensor, version: int, values: Tensor) -> bool
 
 
 def _iterate_numbers(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
-    """The Python numbers that are attributes of layers. training is PyTorch's own."""
+    """Yield the Python numbers that are attributes of layers. training is PyTorch's own."""
     for path, layer in model.named_modules():
         for name, value in vars(layer).items():
             if isinstance(value, (int, float)) and name != "training":
@@ -87,7 +87,7 @@ def _iterate_numbers(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
 
 
 def _read_versions(tensors: Any) -> list[int]:
-    """How often each was written to; those made in inference mode do not count it."""
+    """Return how often each was written to; those made in inference mode do not count it."""
     return [t._version for t in tensors if not t.is_inference()]
 
 
@@ -140,7 +140,7 @@ class OomRecorder(Protocol):
     def write(self) -> None:
         """Keep what the device's memory looks like: the attempt has failed."""
 
-    def reading(self) -> dict[str, int]:
+    def read_allocator(self) -> dict[str, int]:
         """Return the allocator's statistics; see allocator_stats.py."""
 
 
@@ -160,7 +160,7 @@ class MicroBatching(Protocol):
         3.11, and whoever keeps the error keeps the batch and the model.
         """
 
-    def again(self, attempt: Callable[[], T]) -> T:
+    def retry_once(self, attempt: Callable[[], T]) -> T:
         """Return what `attempt()` returns; tried twice, since smaller micro-batches don't help
         it."""
 
@@ -179,7 +179,7 @@ class SingleAttempt:
     def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
         return attempt(*batch, self.rows)
 
-    def again(self, attempt: Callable[[], T]) -> T:
+    def retry_once(self, attempt: Callable[[], T]) -> T:
         return attempt()
 
     def ease(self, why: str) -> None:
@@ -241,13 +241,13 @@ class MicroBatches:
         was, and anything else that attempt raises.
         """
         self._grow()
-        state, begun_with = self._state(), self.rows
-        versions = self._written(batch)
+        state, begun_with = self._copy_state(), self.rows
+        versions = self._count_writes(batch)
         failure: str | None = None
         while True:
             last, failure, at_end = failure, None, False
             try:
-                done = attempt(*self._given(batch), self.rows)
+                done = attempt(*self._copy_batch(batch), self.rows)
             except ValueError as error:
                 # A single row of the last micro-batch, or all that memory had room for.
                 if last is None or TOO_FEW_FOR_NORM not in get_error_message(error):
@@ -279,14 +279,14 @@ class MicroBatches:
             if at_end:
                 self.tried.append(self.rows)
                 return self._attempt_watched(
-                    partial(attempt, *self._given(batch), self.rows),
+                    partial(attempt, *self._copy_batch(batch), self.rows),
                     failure,
                     phase=self._what,
                     batch=batch,
                 )
             self._halve(failure)
 
-    def again(self, attempt: Callable[[], T]) -> T:
+    def retry_once(self, attempt: Callable[[], T]) -> T:
         """Return what `attempt()` returns; tried twice, with the caches freed in between.
 
         Smaller micro-batches don't help here: the activations are gone already.
@@ -334,7 +334,7 @@ class MicroBatches:
         self._witness.start()
         allocator: dict[str, int] = {}
         try:
-            with self._accounts.counting(batch):
+            with self._accounts.count_memory(batch):
                 done = attempt()
         except MemoryExhausted:
             raise
@@ -343,7 +343,7 @@ class MicroBatches:
                 raise
             # While all that it held is still there.
             self._witness.write()
-            allocator = self._witness.reading()
+            allocator = self._witness.read_allocator()
             text = extract_message(error) if is_oom(error) else text
             clear_frames(error)
         else:
@@ -375,19 +375,19 @@ class MicroBatches:
             self._calm = 0
             self.rows = min(self._whole, 2 * self.rows)
 
-    def _given(self, batch: Sequence[Any]) -> Sequence[Any]:
-        """The batch as an attempt may have it: where that writes to it, a copy."""
+    def _copy_batch(self, batch: Sequence[Any]) -> Sequence[Any]:
+        """Return the batch as an attempt may have it: where that writes to it, a copy."""
         return nested.map_tensors(tuple(batch), Tensor.clone) if self.copies else batch
 
-    def _written(self, batch: Sequence[Any]) -> list[int]:
-        """How often the batch was written to, where code of the user's sees it itself."""
+    def _count_writes(self, batch: Sequence[Any]) -> list[int]:
+        """Return how often the batch was written to, where code of the user's sees it itself."""
         watches = self._own and not self.copies
         return _read_versions(nested.find_tensors(batch)) if watches else []
 
     def _refuse_written(self, batch: Sequence[Any], before: list[int]) -> None:
         """From the first time on that a batch of the training is written to, attempts get copies.
         Rows to be judged are there for the next epoch too. Raises ModelError."""
-        if self._written(batch) == before:
+        if self._count_writes(batch) == before:
             return
         if self._what == "eval":
             raise ModelError(
@@ -400,7 +400,7 @@ class MicroBatches:
     def _refuse_unrepeatable(self, batch: Sequence[Any], before: list[int], failure: str) -> None:
         """Raises MemoryExhausted where a failed attempt has changed what no copy was kept of."""
         others = [where for where, b, was in self._unkept if b._version != was]
-        if self._written(batch) != before:
+        if self._count_writes(batch) != before:
             others.append("the rows of the batch")
         if others:
             why = f"{failure} (the batch was not taken again: the attempt had changed {others[0]})"
@@ -408,7 +408,7 @@ class MicroBatches:
                 MemoryFailure(why, self._what, tried=(self.rows,), fitted=self.fitted)
             )
 
-    def _state(self) -> tuple[Any, ...]:
+    def _copy_state(self) -> tuple[Any, ...]:
         self._unkept = [(where, b, b._version) for where, b in self._constant]
         buffers = [(m, n, b := m._buffers[n], b.clone()) for m, n in self._buffers]  # type: ignore[union-attr]
         numbers = [(layer, name, getattr(layer, name)) for layer, name in self._numbers]

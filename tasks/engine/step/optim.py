@@ -75,7 +75,7 @@ class Optimizer:
     def step(self) -> None:
         raise NotImplementedError
 
-    def state_tensors(self) -> list[Tensor]:
+    def list_state_tensors(self) -> list[Tensor]:
         raise NotImplementedError
 
     def state(self) -> Any:
@@ -87,38 +87,38 @@ class Optimizer:
         """Go back to where `state` was taken."""
         raise NotImplementedError
 
-    def _local(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What the kernels work on: each element by itself, so that a rank's own part will do, and
-        of a complex number the real and the imaginary part, as torch.optim does."""
+    def _list_local(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return what the kernels work on: each element by itself, so that a rank's own part will
+        do, and of a complex number the real and the imaginary part, as torch.optim does."""
         if self._is_plain:
             return tensors
         parts = [get_local_part(tensor) for tensor in tensors]
         return [torch.view_as_real(p.resolve_conj()) if p.is_complex() else p for p in parts]
 
-    def _with_grads(self) -> list[int]:
+    def _find_with_grads(self) -> list[int]:
         return [i for i, p in enumerate(self.params) if p.grad is not None]
 
-    def _calls(self, *state: list[Tensor]) -> Iterator[tuple[float, list[list[Tensor]]]]:
+    def _iterate_calls(self, *state: list[Tensor]) -> Iterator[tuple[float, list[list[Tensor]]]]:
         """Yield the calls of the kernel that a step takes, one for each weight decay: the decay,
         and the lists of parameters, gradients and of each `state`.
 
         Where a call runs out of memory, the step is tried again: it begins at that call. The lists
         are those of the step before where every parameter has a gradient again, as nearly always.
         """
-        which = self._with_grads()
+        which = self._find_with_grads()
         groups = self._groups if len(which) == len(self.params) else None
         if groups is None:
             groups = []
             for decay in sorted({self.decays[i] for i in which}):
                 part = [i for i in which if self.decays[i] == decay]
                 kept: list[Sequence[Tensor]] = [self.params, *state]
-                lists = [self._local([tensors[i] for i in part]) for tensors in kept]
+                lists = [self._list_local([tensors[i] for i in part]) for tensors in kept]
                 groups.append((decay, [self.params[i] for i in part], lists))
             if self._is_plain and len(which) == len(self.params):
                 self._groups = groups
         for decay, with_grads, (params, *others) in groups[self._applied :]:
             gradients: list[Any] = [p.grad for p in with_grads]
-            yield decay, [params, self._local(gradients), *others]
+            yield decay, [params, self._list_local(gradients), *others]
             self._applied += 1
         self._applied = 0
 
@@ -154,7 +154,7 @@ class AdamW(Optimizer):
             self.steps = [count] * len(self.params)
             # All or nothing: where memory runs out in between, the step can be tried again.
             self.means, self.squares, self._groups = means, squares, None
-        which = self._with_grads()
+        which = self._find_with_grads()
         if len(which) < len(self.params) and len(set(map(id, self.steps))) == 1:
             self.steps, self._groups = [count.clone() for count in self.steps], None
         counts = list({id(self.steps[i]): self.steps[i] for i in which}.values())
@@ -163,7 +163,7 @@ class AdamW(Optimizer):
         taken = [1.0 if found_inf is None else 1.0 - found_inf] * len(counts)
         torch._foreach_add_(counts, taken)
         try:
-            for weight_decay, lists in self._calls(self.means, self.squares, self.steps):
+            for weight_decay, lists in self._iterate_calls(self.means, self.squares, self.steps):
                 params, gradients, means, squares, steps = lists
                 torch._fused_adamw_(
                     params,
@@ -187,7 +187,7 @@ class AdamW(Optimizer):
             torch._foreach_sub_(counts, taken)
             raise
 
-    def state_tensors(self) -> list[Tensor]:
+    def list_state_tensors(self) -> list[Tensor]:
         return [*self.means, *self.squares, *{id(count): count for count in self.steps}.values()]
 
     def state(self) -> Any:
@@ -225,7 +225,7 @@ class Sgd(Optimizer):
         if self.momentum and not self.momenta:
             # From zeros the first step gives momentum * 0 + gradient: what torch.optim starts with.
             self.momenta, self._groups = [torch.zeros_like(p) for p in self.params], None
-        for weight_decay, lists in self._calls(*([self.momenta] if self.momentum else [])):
+        for weight_decay, lists in self._iterate_calls(*([self.momenta] if self.momentum else [])):
             params, gradients, *momenta = lists
             torch._fused_sgd_(
                 params,
@@ -242,7 +242,7 @@ class Sgd(Optimizer):
                 found_inf=getattr(self, "found_inf", None),
             )
 
-    def state_tensors(self) -> list[Tensor]:
+    def list_state_tensors(self) -> list[Tensor]:
         return list(self.momenta)
 
     def state(self) -> Any:
@@ -253,7 +253,8 @@ class Sgd(Optimizer):
 
 
 def _lay_out_like(parameters: list[nn.Parameter], kept: list[Tensor]) -> list[Tensor]:
-    """The same numbers in tensors laid out as the parameters are; none where none were kept."""
+    """Return the same numbers in tensors laid out as the parameters are; none where none were
+    kept."""
     if not kept:
         return []
     return [
@@ -371,7 +372,7 @@ class TorchOptimizer(Optimizer):
             )
         raise torch.OutOfMemoryError(failure)
 
-    def state_tensors(self) -> list[Tensor]:
+    def list_state_tensors(self) -> list[Tensor]:
         states = self._inner.state.values()
         return [kept for state in states for kept in state.values() if isinstance(kept, Tensor)]
 
@@ -494,8 +495,8 @@ def _raise_absent(*_: Any, **__: Any) -> Any:
 
 
 def _collect_arguments(factory: Callable[..., Any], o: OptimConfig) -> dict[str, Any]:
-    """What it has parameters for. Raises ConfigError for a setting that is not the preset and that
-    it has none for."""
+    """Return what it has parameters for. Raises ConfigError for a setting that is not the preset
+    and that it has none for."""
     takes = inspect.signature(factory).parameters
     offered = {
         "lr": (o.lr, ()),

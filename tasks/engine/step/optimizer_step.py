@@ -68,17 +68,17 @@ class Step:
     weight: Callable[[], float] = _return_one
 
     def __call__(self, x: Any, y: Any, *, norm: bool, watched: Watched) -> StepOutcome:
-        loss = self.micro.fit(self.gradients, (x, y))
+        loss = self.micro.fit(self.compute_gradients, (x, y))
         grad_norm = None
         if norm or self.clip_norm is not None:
-            self.micro.again(self._unscale)
-            grad_norm = self.micro.again(self._grad_norm)
-        self.micro.again(self._update)
+            self.micro.retry_once(self._unscale)
+            grad_norm = self.micro.retry_once(self._compute_grad_norm)
+        self.micro.retry_once(self._update)
         self.scaler.update()
         self.mark("optimizer")
         return StepOutcome(loss, grad_norm)
 
-    def gradients(self, x: Any, y: Any, rows: int) -> Tensor:
+    def compute_gradients(self, x: Any, y: Any, rows: int) -> Tensor:
         """Return the loss of the batch; its gradients replace whatever the parameters had
         before."""
         self.optimizer.zero_grad()
@@ -91,10 +91,10 @@ class Step:
             else nested.split_batch((x, y), rows, whole=count, least=self.micro.least)
         )
         weight = self.weight()
-        shares = [1.0] if whole else self._shares(parts)
+        shares = [1.0] if whole else self._compute_shares(parts)
         for i, (part_x, part_y) in enumerate(parts):
             is_last = i + 1 == len(parts)
-            with NO_CONTEXT if is_last else self._alone():
+            with NO_CONTEXT if is_last else self._work_alone():
                 with self.autocast():
                     loss = self.compute(part_x, part_y)
                 if not whole or weight != 1:
@@ -105,8 +105,8 @@ class Step:
             losses.append(loss.detach())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def _shares(self, parts: list[Any]) -> list[Any]:
-        """How much of the batch's loss each part is; on the device where only that knows."""
+    def _compute_shares(self, parts: list[Any]) -> list[Any]:
+        """Return how much of the batch's loss each part is; on the device where only that knows."""
         counts = [self.count(x, y) for x, y in parts]
         of_all = sum(counts)
         return [count / of_all for count in counts]
@@ -115,13 +115,13 @@ class Step:
         """Run only model and loss, in micro-batches as of now: to see a mistake once more."""
         rows, whole = self.micro.rows, nested.count_rows(y)
         for part in nested.split_batch((x, y), rows, whole=whole, least=self.micro.least):
-            with self._alone(), self.autocast():
+            with self._work_alone(), self.autocast():
                 self.compute(*part)
 
-    def _alone(self) -> AbstractContextManager[object]:
+    def _work_alone(self) -> AbstractContextManager[object]:
         return NO_CONTEXT if self.parallel is None else self.parallel.alone()
 
-    def recordable(self) -> Step:
+    def make_recordable(self) -> Step:
         """Return the same step at its current size, without what a recording can't hold:
         retries, and events of a clock."""
         return replace(self, micro=SingleAttempt(self.micro.rows), mark=_ignore_phase)
@@ -136,7 +136,7 @@ class Step:
     def _unscale(self) -> None:
         self.scaler.unscale_(self.optimizer)  # type: ignore[arg-type]
 
-    def _grad_norm(self) -> Tensor:
+    def _compute_grad_norm(self) -> Tensor:
         if self.clip_norm is None:
             return compute_total_norm(self.optimizer)
         return gather_full(nn.utils.clip_grad_norm_(self.optimizer.params, self.clip_norm))

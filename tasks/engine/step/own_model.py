@@ -133,7 +133,7 @@ def _check_builtin_model(settings: ModelConfig, train: TrainConfig, data: DataFa
         finder = ChangeFinder(model, y)
         writes = check_loss(train, loss, outputs, y)
         is_sum = is_additive(train, loss, choose_count(train, data), outputs, y)
-        changes = finder.changes(writes)
+        changes = finder.find_changes(writes)
         return ModelCheck(work, weights_bytes, data.outputs, changes, adds_up=is_sum)
     return ModelCheck(work, weights_bytes, data.outputs)
 
@@ -192,7 +192,7 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
     loss = make_loss(train, data, CPU)
     writes = check_loss(train, loss, outputs, y)
     is_sum = is_additive(train, loss, choose_count(train, data), outputs, y)
-    changes = finder.changes(writes)
+    changes = finder.find_changes(writes)
     _refuse_otherwise_in_eval(model, data, name, tuple(outputs.shape[1:]), takes_loss=own_loss)
     if _has_single_row(train.batch_size, train.accumulate, data.train_rows):
         _run_forward(
@@ -205,7 +205,7 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
 
 
 def _has_single_row(batch_size: int, accumulate: int, rows: int) -> bool:
-    """Whether one row alone goes through the model in an epoch, as the last one may."""
+    """Return whether one row alone goes through the model in an epoch, as the last one may."""
     micro = -(-batch_size // accumulate)
     return any(
         size == 1
@@ -217,7 +217,7 @@ def _has_single_row(batch_size: int, accumulate: int, rows: int) -> bool:
 def _run_forward(
     model: nn.Module, x: Any, y: Any, name: str, *, takes_loss: bool = False
 ) -> Tensor:
-    """The outputs for these rows. Raises ModelError with the line that failed."""
+    """Return the outputs for these rows. Raises ModelError with the line that failed."""
     try:
         outputs, loss = make_own_forward(model, takes_loss=takes_loss)(x)
         outputs.float()
@@ -252,8 +252,8 @@ def _run_forward(
 
 
 def _has_hidden_gradients(model: nn.Module, result: Tensor) -> bool:
-    """Whether gradients come to a parameter on a way that the graph does not show, as those of a
-    checkpoint do that goes forward again (use_reentrant=True)."""
+    """Return whether gradients come to a parameter on a way that the graph does not show, as those
+    of a checkpoint do that goes forward again (use_reentrant=True)."""
     result.float().sum().backward(retain_graph=True)
     found = any(p.grad is not None for p in model.parameters())
     model.zero_grad(set_to_none=True)
@@ -261,9 +261,9 @@ def _has_hidden_gradients(model: nn.Module, result: Tensor) -> bool:
 
 
 def _find_unsaved(model: nn.Module, result: Tensor) -> tuple[str, bool]:
-    """What has a share in the result and wants gradients, and is no parameter of the model; empty
-    where all is. What the forward pass has made itself is none of it. And whether the graph shows a
-    parameter."""
+    """Return what has a share in the result and wants gradients, and is no parameter of the model;
+    empty where all is. What the forward pass has made itself is none of it. And whether the graph
+    shows a parameter."""
     known = {id(parameter) for parameter in model.parameters()}
     held = {id(tensor): path for path, tensor in find_unsaved_tensors(model).items()}
     waiting: list[Any] = [result.grad_fn]
@@ -319,7 +319,7 @@ def _refuse_untrainable(model: nn.Module, name: str) -> None:
 
 
 def _refuse_misshapen(outputs: Tensor, y: Any, data: DataFacts, name: str) -> int:
-    """The width of the outputs. Raises ModelError where it is not what is learnt."""
+    """Return the width of the outputs. Raises ModelError where it is not what is learnt."""
     got = tuple(outputs.shape)
     rule = f"model.name: {name} must return"
     if not outputs.is_floating_point():

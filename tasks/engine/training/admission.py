@@ -69,7 +69,7 @@ def admit_training(
     """
     config, device = plan.settings, plan.device
     rows = min(plan.micro_batch, past_micro_batch or config.train.batch_size)
-    is_bounded = device.kind != "cpu" or host_memory.limit_bytes() is not None
+    is_bounded = device.kind != "cpu" or host_memory.find_limit_bytes() is not None
     if not is_bounded and config.memory.limit_mib is None:
         return Admission(None, "", rows, "a cpu without memory.limit_mib gives what it has")
     if is_shared_out or config.memory.recompute:  # a forecast would ask for too much
@@ -93,7 +93,7 @@ def admit_training(
         # Where all of the device is too little, or a limit is, nothing is gained by waiting.
         is_hopeless = asked.forecast(1).needed_bytes > asked.most_bytes
         if now() >= until or is_hopeless:
-            text = asked.refusal(room, find_holders(device.uuid, nvml()))
+            text = asked.describe_refusal(room, find_holders(device.uuid, nvml()))
             raise (
                 DeviceError(text)
                 if is_hopeless
@@ -107,11 +107,11 @@ def admit_training(
 
 
 def read_free_bytes(device: DeviceFacts) -> int | None:
-    """What the device has free now, all processes together; None where it does not tell. A CPU's
-    memory is bounded where its process would be killed for more."""
+    """Return what the device has free now, all processes together; None where it does not tell. A
+    CPU's memory is bounded where its process would be killed for more."""
     if device.kind == "cpu":
-        return host_memory.free_bytes() if host_memory.limit_bytes() is not None else None
-    space = make_allocator(torch.device(device.name)).space()
+        return host_memory.read_free_bytes() if host_memory.find_limit_bytes() is not None else None
+    space = make_allocator(torch.device(device.name)).read_space()
     return None if space is None else space.free_bytes
 
 
@@ -146,8 +146,8 @@ class _MemoryRequest:
         return self._forecasts[rows]
 
     def describe_unforeseeable(self) -> str | None:
-        """Why nothing can be foretold of an optimizer that is not ours, or of a model or a loss of
-        the user's own."""
+        """Return why nothing can be foretold of an optimizer that is not ours, or of a model or a
+        loss of the user's own."""
         own = (self._config.model.name, self._config.train.loss)
         if self._config.optim.name in FUSED and not any(map(is_import_path, own)):
             return None
@@ -172,10 +172,11 @@ class _MemoryRequest:
             )
 
     def find_fitting(self, room: float) -> Admission | None:
-        """What fits in the room; None where nothing does."""
+        """Return what fits in the room; None where nothing does."""
         past_bytes = self._past_peak_bytes
         if past_bytes is not None and (self._past_needed_bytes or 0) <= room:
-            reason = f"{_format_size(past_bytes)} by what runs alike have taken{self._of(room)}"
+            taken = f"{_format_size(past_bytes)} by what runs alike have taken"
+            reason = f"{taken}{self._describe_room(room)}"
             return Admission(past_bytes, "history", self._rows, reason)
         whole, rows = self.forecast(self._rows), self._rows
         while self.forecast(rows).needed_bytes > room:
@@ -183,7 +184,7 @@ class _MemoryRequest:
                 return None
             rows = math.ceil(rows / 2)
         told = self.forecast(rows)
-        reason = f"{_format_size(told.peak_bytes)} by a dry step{self._of(room)}"
+        reason = f"{_format_size(told.peak_bytes)} by a dry step{self._describe_room(room)}"
         if rows < self._rows:
             reason = (
                 f"starts with micro-batches of {rows} rows, {reason}, where {self._rows} would "
@@ -194,8 +195,8 @@ class _MemoryRequest:
         fits_graph = told.graphed is None or told.graphed.needed_bytes <= room
         return Admission(told.peak_bytes, "dry step", rows, reason, told, fits_graph)
 
-    def refusal(self, room: float, found: tuple[Holder, ...]) -> str:
-        """Why the training can't be had; starts with the setting at fault."""
+    def describe_refusal(self, room: float, found: tuple[Holder, ...]) -> str:
+        """Return why the training can't be had; starts with the setting at fault."""
         least_bytes = self.forecast(1).needed_bytes
         if least_bytes + self._held_bytes > self._limit_bytes:
             held = f" beside {_format_size(self._held_bytes)} that this process holds already"
@@ -205,28 +206,28 @@ class _MemoryRequest:
                 f"{held if self._held_bytes else ''} (got {self._config.memory.limit_mib:g}); "
                 "raise it, or make the model smaller"
             )
-        raised = ", raise that limit" if self._of_a_limit() else ""
+        raised = ", raise that limit" if self._describe_limit() else ""
         remedy = f"make the model smaller{raised}, or choose another device"
         if least_bytes <= self.most_bytes:
             remedy += ", or let memory.wait_s wait for it"
         return f"device.name: {self.describe_shortage(room, found)}; {remedy}"
 
     def describe_shortage(self, room: float, found: tuple[Holder, ...]) -> str:
-        """What is asked, what is there, and who holds the rest."""
+        """Return what is asked, what is there, and who holds the rest."""
         least_bytes = self.forecast(1).needed_bytes
         return (
             f"training one row at a time needs {_format_size(least_bytes)} of "
             f"{self._device.name}, and "
-            f"{_format_size(room)} are free{self._of_a_limit()}{_describe_holders(found)}"
+            f"{_format_size(room)} are free{self._describe_limit()}{_describe_holders(found)}"
         )
 
-    def _of_a_limit(self) -> str:
-        return host_memory.of_a_limit() if self._device.kind == "cpu" else ""
+    def _describe_limit(self) -> str:
+        return host_memory.describe_limit() if self._device.kind == "cpu" else ""
 
     def _is_killed_for_more(self) -> bool:
-        return self._config.memory.limit_mib is None and host_memory.limit_bytes() is not None
+        return self._config.memory.limit_mib is None and host_memory.find_limit_bytes() is not None
 
-    def _of(self, room: float) -> str:
+    def _describe_room(self, room: float) -> str:
         if math.isinf(room):
             return f"; {self._device.name} does not tell what is free"
         if room == self._limit_bytes:
@@ -264,25 +265,25 @@ class PastRuns:
 
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def compiling(self) -> EarlierTimings | None:
+    def find_compile_timings(self) -> EarlierTimings | None:
         """Return what compiling cost and gained; None where no run has tried."""
         if not all(name in self.metrics for name in COMPILING):
             return None
         plain_ms, compiled_ms, cost_s = (self.metrics[name] for name in COMPILING)
         return EarlierTimings(plain_ms / 1000, compiled_ms / 1000, cost_s)
 
-    def peak_bytes(self) -> float | None:
+    def find_peak_bytes(self) -> float | None:
         """Return the most that tensors held, of the last run that counted it."""
         peak_mib = self.metrics.get("memory/run_peak_allocated_mib")
         return None if peak_mib is None else peak_mib * MIB
 
-    def reserved_bytes(self) -> float | None:
+    def find_reserved_bytes(self) -> float | None:
         """Return the most that the allocator held for them; None where it is not known to have
         one."""
         reserved_mib = self.metrics.get("memory/run_peak_reserved_mib")
         return None if reserved_mib is None else reserved_mib * MIB
 
-    def micro_batch(self) -> int | None:
+    def find_micro_batch(self) -> int | None:
         """Return the rows of the micro-batch that fitted at the end of the last run."""
         rows = self.metrics.get("memory/micro_batch")
         return None if rows is None else max(1, round(rows))
@@ -292,7 +293,7 @@ def make_forecast_figures(
     admission: Admission, past: PastRuns, limit_mib: float | None, has_recorded: bool
 ) -> dict[str, float]:
     """Return the forecast with a recorded step where one was recorded, else without."""
-    peak_bytes, reserved_bytes = past.peak_bytes(), past.reserved_bytes()
+    peak_bytes, reserved_bytes = past.find_peak_bytes(), past.find_reserved_bytes()
     told = admission.told
     if told is not None:
         told = told.graphed if has_recorded and told.graphed is not None else told

@@ -45,7 +45,7 @@ from tasks.engine.memory.caching_allocator import (
     SimulatedAllocator,
     find_smallest_limit,
     make_scratch_counter,
-    rules,
+    read_rules,
 )
 from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS
 from tasks.engine.models import builtin
@@ -69,7 +69,7 @@ class _StoredArray:
     bytes: int
     channels_last: bool
 
-    def empty(self, rows: int, device: torch.device) -> Tensor:
+    def make_empty(self, rows: int, device: torch.device) -> Tensor:
         return torch.empty(
             (rows, *self.shape),
             dtype=self.dtype,
@@ -107,46 +107,46 @@ class DryRows:
         self._reads_ahead = not is_resident and kind in PINNING
         self._batch: list[Tensor] = []  # where batches are gathered in place
         self._next: list[Tensor] = []  # what was sent ahead
-        self._whole = [self._sent(part) for part in self._parts] if is_resident else []
+        self._whole = [self._send(part) for part in self._parts] if is_resident else []
         self._order: list[Tensor] = []
         if is_shuffled and (is_resident or kind == "cpu"):  # where it is gathered
             self._order = [torch.empty(len(x), dtype=torch.int64, device=device)]
 
-    def tensors(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         """Return the tensors that hold rows, and their order, on the device for the whole
         run."""
         return [*self._whole, *self._order]
 
-    def gathered(self, rows: int) -> tuple[Tensor, Tensor]:
+    def make_train_batch(self, rows: int) -> tuple[Tensor, Tensor]:
         """Return a batch to train on."""
         if self._in_place:
-            self._batch = self._batch or self._made(rows)
+            self._batch = self._batch or self._make_parts(rows)
             return self._layout.open(self._batch)
-        parts, self._next = self._next or self._made(rows), []
+        parts, self._next = self._next or self._make_parts(rows), []
         if self._reads_ahead:
-            self._next = self._made(rows)
+            self._next = self._make_parts(rows)
         return self._layout.open(parts)
 
-    def in_order(self, rows: int) -> tuple[Tensor, Tensor]:
+    def make_val_batch(self, rows: int) -> tuple[Tensor, Tensor]:
         """Return a batch to validate on."""
-        whole = [self._layout.whole(part)[:rows] for part in self._whole]
-        return self._layout.open(whole or self._made(rows))
+        whole = [self._layout.view_rows(part)[:rows] for part in self._whole]
+        return self._layout.open(whole or self._make_parts(rows))
 
     def let_go(self) -> None:
         """End an epoch: no batch is left but the memory that all of them come in."""
         self._next = []
 
-    def _made(self, rows: int) -> list[Tensor]:
+    def _make_parts(self, rows: int) -> list[Tensor]:
         if self._layout.context is None:
-            return [part.empty(rows, self._device) for part in self._parts]
+            return [part.make_empty(rows, self._device) for part in self._parts]
         shape = (rows, self._layout.context + 1)
         if self._whole:  # where each token of the rows lies
             torch.empty(shape, dtype=torch.int64, device=self._device)
         text = self._parts[0].dtype
         return [torch.empty(shape, dtype=text, device=self._device)]
 
-    def _sent(self, part: _StoredArray) -> Tensor:
-        whole = part.empty(part.rows, self._device)
+    def _send(self, part: _StoredArray) -> Tensor:
+        whole = part.make_empty(part.rows, self._device)
         # In blocks, each of which is there twice while it is copied.
         torch.empty(min(part.bytes, BLOCK_BYTES), dtype=torch.uint8, device=self._device)
         return whole
@@ -159,17 +159,17 @@ class DryLoader:
     def __init__(self, description: Any, device: torch.device) -> None:
         self._description, self._device = description, device
 
-    def tensors(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         return []
 
-    def gathered(self, rows: int) -> tuple[Any, Any]:
+    def make_train_batch(self, rows: int) -> tuple[Any, Any]:
         x, y = nested.make_zeros(self._description, rows, device=self._device)
         return x, y
 
     def let_go(self) -> None:
         pass
 
-    in_order = gathered
+    make_val_batch = make_train_batch
 
 
 def make_empty_rows(
@@ -184,7 +184,7 @@ def make_empty_rows(
         plan.device, limit_mib=settings.memory.limit_mib, rows_mib=settings.data.memory_mib
     )
 
-    def rows(x: np.ndarray, y: np.ndarray, *, share: float, is_shuffled: bool) -> DryRows:
+    def make_rows(x: np.ndarray, y: np.ndarray, *, share: float, is_shuffled: bool) -> DryRows:
         return DryRows(
             x,
             y,
@@ -196,8 +196,8 @@ def make_empty_rows(
         )
 
     return (
-        rows(arrays.train_x, arrays.train_y, share=TRAIN_SHARE, is_shuffled=True),
-        rows(arrays.val_x, arrays.val_y, share=VAL_SHARE, is_shuffled=False),
+        make_rows(arrays.train_x, arrays.train_y, share=TRAIN_SHARE, is_shuffled=True),
+        make_rows(arrays.val_x, arrays.val_y, share=VAL_SHARE, is_shuffled=False),
     )
 
 
@@ -238,7 +238,7 @@ class PhasePeaks:
     _most: int = 0
     _due: list[int] = field(default_factory=list)
 
-    def called(self, func: Any) -> None:
+    def note_operation(self, func: Any) -> None:
         """Note that an operation is under way, whose results are there."""
         is_product = func in PRODUCTS or (
             func in CONVOLUTIONS and not torch.backends.cudnn.enabled  # they are products then
@@ -255,7 +255,7 @@ class PhasePeaks:
         self.phases[phase] = max(self.phases.get(phase, 0), self.ledger.peak_bytes)
         self.ledger.reset_peak()
 
-    def so_far(self) -> PhasePeaks:
+    def copy(self) -> PhasePeaks:
         """Return a copy that later marks do not change."""
         return replace(
             self, events=list(self.events), phases=dict(self.phases), owners=dict(self.owners)
@@ -265,7 +265,7 @@ class PhasePeaks:
         """Assign what was counted since the last call to the owners that the log knows by
         now."""
         if self.ledger.step_peak_bytes > self._most:
-            self._most, self.owners = self.ledger.step_peak_bytes, self.ledger.owners_at_peak()
+            self._most, self.owners = self.ledger.step_peak_bytes, self.ledger.sum_owners_at_peak()
         self.ledger.begin_step()
 
 
@@ -277,12 +277,12 @@ def run_dry_training(plan: Plan, micro_batch: int, own: nn.Module | None) -> Dry
     scratch = make_scratch_counter(torch.device(facts.name))
 
     def scratch_bytes(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-        peaks.called(func)
+        peaks.note_operation(func)
         return scratch(func, args)
 
     ledger = AllocationLog(
         device,
-        block=int if facts.kind == "cpu" else rules().round_up,
+        block=int if facts.kind == "cpu" else read_rules().round_up,
         scratch=scratch_bytes,
         told=events.append,
     )
@@ -296,7 +296,7 @@ def run_dry_training(plan: Plan, micro_batch: int, own: nn.Module | None) -> Dry
         parameter_bytes = ledger.allocated_bytes
         channels_last = build.takes_channels_last(settings.model.name, model)
         train, val = make_empty_rows(plan, device=device, channels_last=channels_last)
-        ledger.own("data", (*train.tensors(), *val.tensors()))
+        ledger.own("data", (*train.list_tensors(), *val.list_tensors()))
         # On a CPU the weights of the best epoch are kept where the others are.
         keeps_best = plan.keeps_best and facts.kind == "cpu"
         best = [t.clone() for _, t in iterate_tensors(model)] if keeps_best else []
@@ -323,9 +323,11 @@ def run_dry_training(plan: Plan, micro_batch: int, own: nn.Module | None) -> Dry
         )
         judged()
         convolves = any(isinstance(m, (_ConvNd, nn.RNNBase)) for m in model.modules())
-        dry = DryRun(parameter_bytes, peaks.so_far(), convolves)
+        dry = DryRun(parameter_bytes, peaks.copy(), convolves)
         if plan.may_replay:
-            kept = _record_step(model, step, train.gathered(settings.train.batch_size), peaks)
+            kept = _record_step(
+                model, step, train.make_train_batch(settings.train.batch_size), peaks
+            )
             steps()  # taken plainly in between
             judged()
             dry = replace(dry, graphed=peaks)
@@ -342,7 +344,7 @@ def _record_step(model: nn.Module, step: Step, batch: tuple[Any, Any], peaks: Ph
     ledger.reset_peak()  # which strikes out what is freed
     peaks.events.append(EmptyCacheEvent())
     ledger.pool = 1
-    outcome = step.recordable()(*batch, norm=False, watched=Watched.NOT)
+    outcome = step.make_recordable()(*batch, norm=False, watched=Watched.NOT)
     ledger.pool = 0
     grads = [p.grad for p in step.optimizer.params if p.grad is not None]
     ledger.own("graph", [*grads, outcome.loss])
@@ -352,13 +354,13 @@ def _record_step(model: nn.Module, step: Step, batch: tuple[Any, Any], peaks: Ph
 
 
 def _choose_device(device: torch.device) -> torch.device:
-    """The device itself, or the CPU where autograd would not know one of that kind."""
+    """Return the device itself, or the CPU where autograd would not know one of that kind."""
     here = torch.accelerator.current_accelerator(check_available=True)
     return device if here is not None and here.type == device.type else torch.device("cpu")
 
 
 def _build_model(settings: ModelConfig, data: DataFacts, device: torch.device) -> nn.Module:
-    """The model of the training, none of whose weights is ever drawn."""
+    """Return the model of the training, none of whose weights is ever drawn."""
     with device:
         model = builtin.build_model(
             settings.name,
@@ -374,10 +376,10 @@ def _build_model(settings: ModelConfig, data: DataFacts, device: torch.device) -
 
 
 def _fake_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """The same model on the device, with tensors that have no bytes; tied ones stay tied."""
+    """Return the same model on the device, with tensors that have no bytes; tied ones stay tied."""
     made: dict[int, Tensor] = {}
 
-    def faked(tensor: Tensor) -> Tensor:
+    def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
             empty = torch.empty_like(tensor, device=device)
             is_weight = isinstance(tensor, nn.Parameter)
@@ -388,7 +390,7 @@ def _fake_model(model: nn.Module, device: torch.device) -> nn.Module:
         for kept in (module._parameters, module._buffers):
             for name, tensor in kept.items():
                 if tensor is not None:
-                    kept[name] = faked(tensor)  # type: ignore[assignment]
+                    kept[name] = fake(tensor)  # type: ignore[assignment]
     return model
 
 
@@ -403,7 +405,7 @@ def _train_steps(
     the last of an epoch may have fewer rows, whose tensors lie among the small ones."""
     model.train()
     for size in filter(None, sizes):
-        batch = rows.gathered(size)
+        batch = rows.make_train_batch(size)
         peaks.ledger.own("batch", nested.find_tensors(batch))
         peaks.mark("data_wait")
         # The second micro-batch finds gradients there; those after it find nothing new.
@@ -411,7 +413,7 @@ def _train_steps(
         step(x, y, norm=True, watched=Watched.NOT)
         gradients = (p.grad for p in step.optimizer.params if p.grad is not None)
         peaks.ledger.own("gradients", gradients)
-        peaks.ledger.own("optimizer_state", step.optimizer.state_tensors())
+        peaks.ledger.own("optimizer_state", step.optimizer.list_state_tensors())
         peaks.settle()
         del batch, x, y  # gone before the next one comes
     rows.let_go()
@@ -435,7 +437,7 @@ def _evaluate_batches(
     kept = KeptRows(data.task, data.val_rows)
     whole, rest = divmod(data.val_rows, most)
     for size in (*[most] * min(2, whole), *([rest] if rest else [])):
-        x, y = rows.in_order(size)
+        x, y = rows.make_val_batch(size)
         with step.autocast():
             outputs, loss = forward(x)
             if loss is None:
@@ -567,7 +569,7 @@ def _make_forecast(
             + SPARE_BYTES
         )
     note = ""
-    if device.kind in POOLED and (unfollowed := rules().unfollowed):
+    if device.kind in POOLED and (unfollowed := read_rules().unfollowed):
         needed_bytes = int(needed_bytes * WIDER)
         note = (
             f"PYTORCH_ALLOC_CONF: {', '.join(unfollowed)} is not followed: {WIDER:g} times the room"

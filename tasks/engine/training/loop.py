@@ -57,7 +57,7 @@ class LoopTools:
     speeds: Callable[[float], dict[str, float]] = lambda samples_per_s: {}  # see LoopFacts
     best: BestWeights = field(default_factory=BestWeights)
     outputs: list[tuple[str, Tensor]] = field(default_factory=list)  # see nan_origin.Seen
-    checkpoints: Checkpoints = field(default_factory=Checkpoints.none)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints.make_disabled)
     stop: Callable[[], StopRequest | None] = lambda: None  # asked after each step
 
 
@@ -85,13 +85,13 @@ def fit_model(
     """
     t, accounts = tools, tools.accounts
     metrics: dict[str, float] = {}
-    of_epoch = train.steps(schedule.batch_size)
+    of_epoch = train.count_steps(schedule.batch_size)
     last_step = schedule.count_steps(of_epoch)
     step_metrics = accounts.begin_training(
         LoopFacts(last_step, schedule.log_every, t.rate, t.speeds)
     )
     t.checkpoints.follow(rows=train, step_metrics=step_metrics)
-    at = t.checkpoints.resumed()
+    at = t.checkpoints.resume()
     step, epoch, rows = at.step, at.epoch - 1, at.rows
     t.best.keep(model)  # where the epoch before was the best
     stop: StopRequest | None = None
@@ -103,9 +103,9 @@ def fit_model(
         for epoch in range(at.epoch, 0 if is_done else schedule.epochs):
             model.train()
             batch = 0 if train.begins_again else at.batch
-            order = train.order(seed=schedule.seed, epoch=epoch)[batch * schedule.batch_size :]
+            order = train.draw_order(seed=schedule.seed, epoch=epoch)[batch * schedule.batch_size :]
             accounts.begin_epoch(epoch, step + 1)
-            batches = train.shuffled(schedule.batch_size, order, accounts.mark)
+            batches = train.iterate_shuffled(schedule.batch_size, order, accounts.mark)
             sent = _send_batches(batches, step=lambda: step + 1)  # noqa: B023 (asked while it is this)
             for x, y in islice(sent, last_step - step):
                 t.optimizer.set_lr(t.rate(step))
@@ -126,7 +126,7 @@ def fit_model(
                 del x, y  # gone before the next ones come
                 at = TrainingPosition(step, epoch, batch, rows)
                 if batch < of_epoch:  # else it is judged first
-                    t.checkpoints.step_done(at)
+                    t.checkpoints.end_step(at)
                     stop = _handle_stop(t, at) if step < last_step else None
                 if stop is not None:
                     break
@@ -139,14 +139,14 @@ def fit_model(
             logged = {name: value for name, value in metrics.items() if name not in UNLOGGED}
             accounts.log({**logged, "train/epoch": epoch + 1.0}, step)
             accounts.lap("log")
-            t.best.judged(metrics, epoch + 1, cells=t.evaluator.told)
+            t.best.record_epoch(metrics, epoch + 1, cells=t.evaluator.told)
             is_enough = 0 < schedule.patience <= t.best.waited
             stopped_early = is_enough and step < last_step
             at = TrainingPosition(step, epoch + 1, 0, rows)
             if stopped_early or step == last_step:
                 t.checkpoints.finish(at)
                 break
-            t.checkpoints.epoch_done(at, is_best=t.best.waited == 0)
+            t.checkpoints.end_epoch(at, is_best=t.best.waited == 0)
             t.checkpoints.let_go_on()
             t.best.keep(model)
             accounts.lap("checkpoint")
@@ -162,7 +162,7 @@ def fit_model(
 
 
 def _handle_stop(t: LoopTools, at: TrainingPosition) -> StopRequest | None:
-    """Whether the training ends here for now; there is a checkpoint then."""
+    """Return whether the training ends here for now; there is a checkpoint then."""
     stop = t.stop()
     if stop is not None:
         t.checkpoints.save(at, last=True)
@@ -174,7 +174,7 @@ def _handle_stop(t: LoopTools, at: TrainingPosition) -> StopRequest | None:
 def _send_batches(
     batches: Iterator[tuple[Any, Any]], *, step: Callable[[], int]
 ) -> Generator[Any, None, None]:
-    """The same batches; one that finds no room has run out of memory at that step."""
+    """Yield the same batches; one that finds no room has run out of memory at that step."""
     with name_oom_phase("sending", step=step):
         yield from batches
 
@@ -267,16 +267,16 @@ def compute_end_time(until: str, now_s: float) -> float:
     else:
         time_of_day = datetime.strptime(until, "%H:%M").time()
         clocks = [datetime.combine(now + timedelta(days=n), time_of_day) for n in range(3)]
-    ends = (end_s for clock in clocks for end_s in _unix_times(clock))
+    ends = (end_s for clock in clocks for end_s in _find_unix_times(clock))
     end_s = min((end_s for end_s in ends if end_s > now_s), default=None)
     if end_s is None:
         raise ConfigError(f"train.until: {until} has passed (it is {now:%Y-%m-%d %H:%M})")
     return end_s
 
 
-def _unix_times(clock: datetime) -> list[float]:
-    """When the clock of the host shows that: twice in the hour that comes twice. One that is left
-    out in spring is there when it would have been."""
+def _find_unix_times(clock: datetime) -> list[float]:
+    """Return when the clock of the host shows that: twice in the hour that comes twice. One that
+    is left out in spring is there when it would have been."""
     found = {clock.replace(fold=fold).timestamp() for fold in (0, 1)}
     shown = [time_s for time_s in found if datetime.fromtimestamp(time_s) == clock]
     return shown or [clock.timestamp()]

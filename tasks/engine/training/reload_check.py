@@ -81,7 +81,8 @@ def check_reload(model: nn.Module, x: Any, folder: Path, *, precision: str) -> s
 def _compare_reloaded(
     trained: nn.Module, x: Any, folder: Path, name: str, precision: str
 ) -> tuple[str, str]:
-    """What to doubt in the model of `folder`, and what is wrong with it; empty where nothing is."""
+    """Return what to doubt in the model of `folder`, and what is wrong with it; empty where nothing
+    is."""
     before = _collect_numbers(trained)
     first = _compute_outputs(trained, x)
     moved = [path for path, value in _collect_numbers(trained).items() if value != before.get(path)]
@@ -130,7 +131,7 @@ def _compute_outputs(model: nn.Module, x: Any) -> Tensor:
 
 
 def _measure_difference(first: Tensor, other: Tensor) -> float:
-    """The largest difference as a share of the largest output; infinite for other shapes."""
+    """Return the largest difference as a share of the largest output; infinite for other shapes."""
     if first.shape != other.shape:
         return float("inf")
     a, b = (torch.nan_to_num(part.double().cpu()) for part in (first, other))
@@ -138,7 +139,8 @@ def _measure_difference(first: Tensor, other: Tensor) -> float:
 
 
 def _find_lost_attributes(trained: nn.Module, loaded: nn.Module) -> str:
-    """The attributes whose values the loaded model does not have; empty where none is found."""
+    """Return the attributes whose values the loaded model does not have; empty where none is
+    found."""
     there = {path.removeprefix("model."): t for path, t in find_unsaved_tensors(trained).items()}
     here = {path.removeprefix("model."): t for path, t in find_unsaved_tensors(loaded).items()}
     names = [path for path, tensor in there.items() if not _is_equal(tensor, here.get(path))]
@@ -158,7 +160,8 @@ def _is_equal(one: Tensor, other: Tensor | None) -> bool:
 
 
 def _collect_numbers(model: nn.Module) -> dict[str, Any]:
-    """The numbers and arrays that are attributes of layers, as can be compared, by their path."""
+    """Return the numbers and arrays that are attributes of layers, as can be compared, by their
+    path."""
     return {
         f"{path}.{name}".removeprefix("model.").lstrip("."): np.asarray(value).tolist()
         for path, layer in model.named_modules()

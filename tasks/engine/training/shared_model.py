@@ -50,9 +50,9 @@ class FixedMicroBatches(MicroBatches):
 
     def fit(self, attempt: Callable[..., T], batch: Sequence[Any]) -> T:
         """Return what `attempt(*batch, rows)` returns. Raises MicroBatchTooLarge."""
-        before = self._written(batch)
+        before = self._count_writes(batch)
         try:
-            done = attempt(*self._given(batch), self.rows)
+            done = attempt(*self._copy_batch(batch), self.rows)
             self._refuse_written(batch, before)
             return done
         except (RuntimeError, MemoryError) as error:
@@ -94,7 +94,7 @@ class AgreedMicroBatches(FixedMicroBatches):
         return super().fit(attempt, batch)
 
     def _agree(self, attempt: Callable[..., T], batch: Sequence[Any]) -> None:
-        before, failure = self._state(), None
+        before, failure = self._copy_state(), None
         try:
             MicroBatches.fit(self, attempt, batch)
         except MemoryExhausted as error:

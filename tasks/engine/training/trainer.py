@@ -165,7 +165,7 @@ def _train(plan: Plan, order: Order) -> TrainFacts:
             plan, model, folder=order.folder, resumes=order.resumes, ranks=ranks
         )
         stack.callback(checkpoints.close)
-        checkpoints.follow(**parts.stateful(model, is_lead=ranks.is_lead))
+        checkpoints.follow(**parts.list_stateful(model, is_lead=ranks.is_lead))
         trained = _Trained(plan, order, place, model, rows, val, parts, checkpoints)
         result = _fit_and_judge(trained, checked.work)
         return trained.save(result, checked)
@@ -189,7 +189,7 @@ class _Place:
         return Start(
             checked=checked,
             recorder=self.recorder,
-            known=past.compiling(),
+            known=past.find_compile_timings(),
             micro_rows=self.admission.micro_batch,
             threads=self.threads,
             graphs=self.admission.fits_graph and plan.may_replay,
@@ -221,9 +221,9 @@ def _take_place(plan: Plan, checked: ModelCheck, order: Order) -> Iterator[_Plac
             )  # what was cached by then is no part of the run, and escapes a limit
         admission = admit_training(
             plan.with_batch(here),
-            past_peak_bytes=order.past.peak_bytes(),
-            past_reserved_bytes=order.past.reserved_bytes(),
-            past_micro_batch=order.past.micro_batch(),
+            past_peak_bytes=order.past.find_peak_bytes(),
+            past_reserved_bytes=order.past.find_reserved_bytes(),
+            past_micro_batch=order.past.find_micro_batch(),
             is_shared_out=is_shared_out(train, ranks),
         )
         # After the forecasts, which build a model of the user's own as often as memory is short.
@@ -260,7 +260,7 @@ class _Trained:
         """Train the model. work: multiply-adds of a row's forward pass."""
         plan, parts, ranks, peak = self.plan, self.parts, self.order.ranks, self.place.peak
         schedule = plan.schedule
-        steps = schedule.count_steps(self.rows.steps(schedule.batch_size))
+        steps = schedule.count_steps(self.rows.count_steps(schedule.batch_size))
         tools = LoopTools(
             step=parts.tuned,
             micro=parts.micro,
@@ -298,13 +298,13 @@ class _Trained:
         threads = torch.get_num_threads()  # after the trial
         limit_mib = plan.settings.memory.limit_mib
         measured = {
-            **parts.measured(),
-            **self.checkpoints.measured(),
+            **parts.make_metrics(),
+            **self.checkpoints.make_metrics(),
             **make_forecast_figures(
                 place.admission, order.past, limit_mib, parts.tuned.has_recorded
             ),
         }
-        stats = place.meter.stats()
+        stats = place.meter.read_stats()
         held_bytes = memory_meter.count_allocated_bytes(place.device)
         if plan.settings.memory.snapshot and ranks.is_lead:
             title = f"Memory of a training step on {plan.device.name}"
@@ -343,8 +343,8 @@ class _Trained:
                 "data.residency": self.rows.residency,
                 "data.residency.reason": self.rows.reason,
                 "memory.admission": place.admission.reason,
-                **parts.tags(),
-                **self.checkpoints.tags(),
+                **parts.make_tags(),
+                **self.checkpoints.make_tags(),
                 **make_peak_tags(place.peak),
                 **by_rank.tags,
             },

@@ -31,7 +31,7 @@ from tasks.engine.batches.dataset_batches import (
 )
 from tasks.engine.batches.rank_share import RankShare
 from tasks.engine.checkpoint.checkpoints import Checkpoints, refuse_no_room
-from tasks.engine.checkpoint.compatibility import code_of, describe_training
+from tasks.engine.checkpoint.compatibility import describe_code, describe_training
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS
 from tasks.engine.checkpoint.training_state import (
     HostCopies,
@@ -118,7 +118,7 @@ def read_first_rows(val: Batches) -> Any:
     """Read the inputs of two rows to validate on, as a batch holds them; of a loader that
     several ranks share, of one where its part of a batch has no more."""
     whole = val.whole if isinstance(val, RankShare) else val
-    with closing(whole.in_order(2)) as batches:  # type: ignore[type-var]
+    with closing(whole.iterate_in_order(2)) as batches:  # type: ignore[type-var]
         x, _ = next(batches)
         return nested.take_first_rows(x, 2)
 
@@ -145,7 +145,7 @@ def name_inputs(x: Any) -> dict[str, torch.Tensor]:
 
 
 def _unscale_rows(rows: np.ndarray, data: DataFacts) -> np.ndarray:
-    """The rows as their user has them: the scaling undone."""
+    """Return the rows as their user has them: the scaling undone."""
     if data.task == "tokens":
         return np.asarray(rows)
     return (rows * np.array(data.scale) + np.array(data.offset)).astype(np.float32)
@@ -164,13 +164,13 @@ class Owners:
     def __call__(self) -> OwnedTensors:
         assert self.model is not None and self.optimizer is not None and self.best is not None
         return {
-            "data": [tensor for rows in self.rows for tensor in rows.tensors()],
+            "data": [tensor for rows in self.rows for tensor in rows.list_tensors()],
             "parameters": self.model.parameters(),
             "buffers": self.model.buffers(),
-            BEST_WEIGHTS: self.best.tensors(),
+            BEST_WEIGHTS: self.best.iterate_kept(),
             "graph": self.recorded,
             "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
-            "optimizer_state": self.optimizer.state_tensors(),
+            "optimizer_state": self.optimizer.list_state_tensors(),
         }
 
 
@@ -187,8 +187,8 @@ class _Witness:
     def write(self) -> None:
         self.recorder.write()
 
-    def reading(self) -> dict[str, int]:
-        return self.meter.reading()
+    def read_allocator(self) -> dict[str, int]:
+        return self.meter.read_allocator()
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class TrainingParts:
     best: BestWeights
     outputs: list[tuple[str, Tensor]]  # see suspects.Seen
 
-    def stateful(self, model: nn.Module, *, is_lead: bool = True) -> dict[str, Stateful]:
+    def list_stateful(self, model: nn.Module, *, is_lead: bool = True) -> dict[str, Stateful]:
         """Return what its next step depends on, beside the rows. Random numbers are the lead's."""
         assert isinstance(self.evaluator.micro, MicroBatches)
         random = {"random": RandomNumbers(next(model.parameters()).device)} if is_lead else {}
@@ -233,17 +233,18 @@ class TrainingParts:
             **random,
         }
 
-    def measured(self) -> dict[str, float]:
-        """Under the names of the run record. Call it before the model is freed."""
+    def make_metrics(self) -> dict[str, float]:
+        """Return the metrics, under the names of the run record. Call it before the model is
+        freed."""
         return {
             **self.accounts.measure_memory(),
-            **self.tuned.verdict.metrics(),
+            **self.tuned.verdict.make_metrics(),
             "memory/ooms_recovered": float(self.micro.recovered + self.evaluator.micro.recovered),
             "memory/micro_batch": float(self.micro.rows),
         }
 
-    def tags(self) -> dict[str, str]:
-        """Under the names of the run record."""
+    def make_tags(self) -> dict[str, str]:
+        """Return the tags, under the names of the run record."""
         return {
             "compiled": self.tuned.verdict.compiled,
             "compiled.reason": self.tuned.verdict.reason,
@@ -310,7 +311,7 @@ def build_parts(
     tuned = TunedStep(
         step,
         mode="off" if is_timed else train.compile,
-        steps=plan.schedule.count_steps(fed[0].steps(batch_size)),
+        steps=plan.schedule.count_steps(fed[0].count_steps(batch_size)),
         rows=0 if data.batch is not None else min(here, data.train_rows),
         wait=partial(wait_for_device, device),
         graphs=start.graphs and ranks.is_alone,
@@ -361,7 +362,7 @@ def open_checkpoints(
         folder / CHECKPOINTS,
         settings.checkpoint,
         HostCopies(plan.torch_device),
-        about={**describe_training(plan), **code_of(settings)},
+        about={**describe_training(plan), **describe_code(settings)},
         resumes=resumes,
         ranks=ranks,
         mesh=find_mesh(model),

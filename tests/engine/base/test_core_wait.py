@@ -51,7 +51,7 @@ def test_others_take_cores_and_own_helpers_do_not_count_as_others(one_core: None
         time.sleep(0.3)
         watch = timing.CoreWatch()
         _burn()
-        own = watch.waited()
+        own = watch.read_core_wait()
     finally:
         helper.kill()
         helper.wait()
@@ -61,7 +61,7 @@ def test_others_take_cores_and_own_helpers_do_not_count_as_others(one_core: None
         time.sleep(0.3)
         watch = timing.CoreWatch()
         _burn()
-        foreign = watch.waited()
+        foreign = watch.read_core_wait()
     finally:
         stranger.kill()
     assert foreign is not None and foreign.others_pct > 20
@@ -74,7 +74,7 @@ def test_a_server_here_that_the_run_talks_to_works_for_it(one_core: None) -> Non
         with closing(socket.create_connection(("127.0.0.1", int(port)))):
             watch = timing.CoreWatch()
             _burn()
-            found = watch.waited()
+            found = watch.read_core_wait()
     finally:
         server.kill()
     assert found is not None and found.own_pct > 20
@@ -85,7 +85,7 @@ def test_many_threads_that_wait_for_each_other_come_to_no_more_than_all(one_core
     code = (
         "import torch, time; from tasks.engine.base.timing import CoreWatch\n"
         "torch.set_num_threads(8); a = torch.randn(600, 600); a @ a; watch = CoreWatch()\n"
-        "until = time.time() + 1\nwhile time.time() < until: a @ a\nprint(*watch.waited())"
+        "until = time.time() + 1\nwhile time.time() < until: a @ a\nprint(*watch.read_core_wait())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     others, own = map(float, done.stdout.split())
@@ -96,4 +96,4 @@ def test_a_system_that_does_not_tell_of_waiting_says_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(timing, "_read_threads_s", lambda: None)
-    assert timing.CoreWatch().waited() is None
+    assert timing.CoreWatch().read_core_wait() is None

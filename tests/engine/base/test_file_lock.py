@@ -21,7 +21,7 @@ def test_it_is_held_by_one_and_told_to_those_who_ask(tmp_path: Path) -> None:
     with FileLock(tmp_path / "lock") as mine, FileLock(tmp_path / "lock") as other:
         assert not is_held(tmp_path / "lock")
         assert mine.take("me") and is_held(tmp_path / "lock")
-        assert not other.take("you") and other.text() == "me"
+        assert not other.take("you") and other.read_text() == "me"
         mine.close()
         assert not is_held(tmp_path / "lock") and other.take("you")
     assert not is_held(tmp_path / "lock") and not is_held(tmp_path / "none")

@@ -31,11 +31,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_without_a_memory_cgroup_all_of_the_host_is_there(root: Path) -> None:
-    assert host_memory.limit_bytes() is None and host_memory.of_a_limit() == ""
-    assert host_memory.total_bytes() == psutil.virtual_memory().total
+    assert host_memory.find_limit_bytes() is None and host_memory.describe_limit() == ""
+    assert host_memory.read_total_bytes() == psutil.virtual_memory().total
     (root.parent / "own").write_text("0::/user.slice/a\n")
     _lay(root, "user.slice/a", {"memory.max": "max\n", "memory.current": f"{MIB}\n"})
-    assert host_memory.limit_bytes() is None
+    assert host_memory.find_limit_bytes() is None
 
 
 def test_the_group_with_the_least_limit_counts_and_cached_files_are_free(root: Path) -> None:
@@ -44,9 +44,9 @@ def test_the_group_with_the_least_limit_counts_and_cached_files_are_free(root: P
     files = {"memory.max": f"{400 * MIB}\n", "memory.current": f"{160 * MIB}\n"}
     _lay(root, "pod", {**files, "memory.stat": stat})
     _lay(root, "pod/training", {**files, "memory.max": "max\n", "memory.stat": stat})
-    assert host_memory.total_bytes() == host_memory.limit_bytes() == 400 * MIB
-    assert host_memory.free_bytes() == (400 - 160 + 20 + 30) * MIB
-    assert host_memory.of_a_limit() == " of the 400 MiB of this memory cgroup"
+    assert host_memory.read_total_bytes() == host_memory.find_limit_bytes() == 400 * MIB
+    assert host_memory.read_free_bytes() == (400 - 160 + 20 + 30) * MIB
+    assert host_memory.describe_limit() == " of the 400 MiB of this memory cgroup"
 
 
 def test_the_first_version_of_cgroups_is_read_too(root: Path) -> None:
@@ -62,20 +62,22 @@ def test_the_first_version_of_cgroups_is_read_too(root: Path) -> None:
             "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
         },
     )
-    assert host_memory.limit_bytes() == 300 * MIB and host_memory.free_bytes() == 240 * MIB
+    assert (
+        host_memory.find_limit_bytes() == 300 * MIB and host_memory.read_free_bytes() == 240 * MIB
+    )
     (root / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert host_memory.limit_bytes() is None
+    assert host_memory.find_limit_bytes() is None
 
 
 def test_a_kill_for_memory_is_told_only_where_there_was_one(root: Path) -> None:
     (root.parent / "own").write_text("0::/training\n")
     files = {"memory.max": f"{400 * MIB}\n", "memory.current": "0\n"}
     _lay(root, "training", {**files, "memory.events": "high 0\noom 0\noom_kill 0\n"})
-    before = host_memory.kills()
-    assert host_memory.killed_since(before) == ""
+    before = host_memory.count_kills()
+    assert host_memory.describe_kills_since(before) == ""
     _lay(root, "training", {"memory.events": "high 0\noom 1\noom_kill 1\n"})
     told = "maybe by the kernel: memory ran out in its cgroup of 400 MiB, and it killed a process"
-    assert host_memory.killed_since(before) == told
+    assert host_memory.describe_kills_since(before) == told
 
 
 @pytest.fixture
@@ -101,16 +103,16 @@ def group() -> Iterator[Path]:
 LIMITED = """
 import os
 from tasks.engine.base import host_memory
-before, free = host_memory.kills(), host_memory.free_bytes()
-print(host_memory.limit_bytes(), free <= host_memory.limit_bytes())
+before, free = host_memory.count_kills(), host_memory.read_free_bytes()
+print(host_memory.find_limit_bytes(), free <= host_memory.find_limit_bytes())
 kept = bytearray(100 * 2**20)
-print(round((free - host_memory.free_bytes()) / 2**20, -1))
+print(round((free - host_memory.read_free_bytes()) / 2**20, -1))
 if not (child := os.fork()):
     with open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
     more = bytearray(2**30)
     os._exit(0)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), host_memory.killed_since(before))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), host_memory.describe_kills_since(before))
 """
 
 

@@ -15,7 +15,7 @@ def test_on_a_cpu_phases_add_up_to_the_steps() -> None:
         clock.mark("forward")
         time.sleep(0.012)
         clock.mark("backward")
-    phases = clock.seconds_per_step()
+    phases = clock.compute_step_seconds()
     assert phases["backward"] > phases["forward"] >= 0.004
     assert phases["backward"] >= 0.012
 
@@ -26,10 +26,10 @@ def test_a_reset_forgets_the_first_step() -> None:
     time.sleep(0.02)
     clock.mark("forward")
     clock.reset()
-    assert clock.seconds_per_step() == {}
+    assert clock.compute_step_seconds() == {}
     clock.begin(sample=False)
     clock.mark("forward")
-    assert clock.seconds_per_step()["forward"] < 0.02
+    assert clock.compute_step_seconds()["forward"] < 0.02
 
 
 class _Event:
@@ -50,18 +50,18 @@ class _Event:
 def test_events_are_read_on_sampled_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = timing.EventClock(torch.device("cuda"))
     times = iter([0.0, 3.0, 10.0, 100.0, 105.0, 114.0])
-    assert (clock.sampled_steps(), timing.HostClock().sampled_steps()) == (0, None)
+    assert (clock.count_sampled_steps(), timing.HostClock().count_sampled_steps()) == (0, None)
     monkeypatch.setattr(timing, "make_event", lambda device, timed: _Event(next(times)))
     for sample in (True, False, True):
         clock.begin(sample=sample)
         clock.mark("forward")
         clock.mark("backward")
-    assert clock.seconds_per_step() == {}
+    assert clock.compute_step_seconds() == {}
     clock.collect()
-    assert clock.seconds_per_step() == pytest.approx({"forward": 0.004, "backward": 0.008})
+    assert clock.compute_step_seconds() == pytest.approx({"forward": 0.004, "backward": 0.008})
     clock.collect()
-    assert clock.seconds_per_step() == pytest.approx({"forward": 0.004, "backward": 0.008})
-    assert clock.sampled_steps() == 2
+    assert clock.compute_step_seconds() == pytest.approx({"forward": 0.004, "backward": 0.008})
+    assert clock.count_sampled_steps() == 2
 
 
 def test_one_step_that_was_held_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_one_step_that_was_held_up_does_not_count(monkeypatch: pytest.MonkeyPatc
         clock.begin(sample=True)
         clock.mark("forward")
     clock.collect()
-    assert clock.seconds_per_step() == pytest.approx({"forward": 0.0012})
+    assert clock.compute_step_seconds() == pytest.approx({"forward": 0.0012})
 
 
 def test_laps_share_out_the_whole_time() -> None:
@@ -82,7 +82,7 @@ def test_laps_share_out_the_whole_time() -> None:
         time.sleep(0.005)
         watch.lap(part)
     assert watch.seconds["a"] >= 0.01
-    assert sum(watch.seconds.values()) == pytest.approx(watch.total_s(), abs=0.01)
+    assert sum(watch.seconds.values()) == pytest.approx(watch.compute_total_s(), abs=0.01)
 
 
 def test_a_fast_step_is_what_one_in_twenty_is_faster_than(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,14 +91,14 @@ def test_a_fast_step_is_what_one_in_twenty_is_faster_than(monkeypatch: pytest.Mo
     monkeypatch.setattr(timing, "perf_counter", lambda: now[0])
     clock = timing.HostClock()
     for step in range(101):  # the first is forgotten
-        assert clock.fast_step_s() is None or step > timing.LEAST_TIMES
+        assert clock.compute_fast_step_s() is None or step > timing.LEAST_TIMES
         clock.begin(sample=False)
         now[0] += 0.002 if step % 5 == 0 else 0.009
         clock.mark("forward")
         if step == 0:
             clock.reset()
         now[0] += 1.0  # between two steps
-    assert clock.fast_step_s() == pytest.approx(0.002, rel=0.002)
+    assert clock.compute_fast_step_s() == pytest.approx(0.002, rel=0.002)
 
 
 def test_the_machine_is_timed_by_a_fixed_piece_of_work_between_the_steps(
@@ -117,16 +117,16 @@ def test_the_machine_is_timed_by_a_fixed_piece_of_work_between_the_steps(
         clock.begin(sample=False)
         now[0] += timing.REFERENCE_EVERY_S / 4
         clock.mark("forward")
-    assert clock.reference_s() == pytest.approx(0.0001, rel=0.002)
-    assert clock.fast_step_s() == pytest.approx(timing.REFERENCE_EVERY_S / 4, rel=0.002)
-    assert sum(clock.seconds_per_step().values()) == pytest.approx(timing.REFERENCE_EVERY_S / 4)
+    assert clock.compute_reference_s() == pytest.approx(0.0001, rel=0.002)
+    assert clock.compute_fast_step_s() == pytest.approx(timing.REFERENCE_EVERY_S / 4, rel=0.002)
+    assert sum(clock.compute_step_seconds().values()) == pytest.approx(timing.REFERENCE_EVERY_S / 4)
     clock.reset()
-    assert clock.reference_s() is None
+    assert clock.compute_reference_s() is None
 
 
 def test_nobody_is_told_the_memory_of_that_work() -> None:
     seen = AllocationLog(torch.device("cpu"))
-    with seen.active():
+    with seen.count_allocations():
         clock = timing.HostClock()
         clock.begin(sample=False)
     assert seen.peak_bytes == 0

@@ -38,18 +38,18 @@ def nothing(phase: str) -> None:
 def test_batches_are_the_loaders_own() -> None:
     marks: list[str] = []
     fed = LoaderBatches(DataLoader(rows(), batch_size=8), CPU)
-    assert (len(fed), fed.batch_size, fed.steps(999), fed.residency) == (20, 8, 3, "loader")
+    assert (len(fed), fed.batch_size, fed.count_steps(999), fed.residency) == (20, 8, 3, "loader")
     assert fed.reason == "a loader of its own: batches of 8 from this process, not pinned"
-    found = list(fed.shuffled(5, NO_ORDER, marks.append))
+    found = list(fed.iterate_shuffled(5, NO_ORDER, marks.append))
     assert [len(y) for _, y in found] == [8, 8, 4]
     assert marks == ["data_wait"] * 3
-    assert torch.equal(torch.cat([y for _, y in fed.in_order(5)]), torch.arange(20))
+    assert torch.equal(torch.cat([y for _, y in fed.iterate_in_order(5)]), torch.arange(20))
 
 
 @pytest.mark.parametrize(("drop_last", "count"), [(False, 20), (True, 16)])
 def test_rows_of_an_epoch_are_those_that_come(drop_last: bool, count: int) -> None:
     fed = LoaderBatches(DataLoader(rows(), batch_size=8, drop_last=drop_last), CPU)
-    assert len(fed) == count == sum(len(y) for _, y in fed.in_order(1))
+    assert len(fed) == count == sum(len(y) for _, y in fed.iterate_in_order(1))
 
 
 class Uneven(BatchSampler):
@@ -65,10 +65,10 @@ class Uneven(BatchSampler):
 def test_rows_of_a_sampler_that_does_not_tell_are_counted() -> None:
     sampler = Uneven(SequentialSampler(range(20)), batch_size=6, drop_last=False)
     fed = LoaderBatches(DataLoader(rows(), batch_sampler=sampler), CPU)
-    assert (fed.batch_size, fed.steps(1)) == (6, 3)
-    next(fed.in_order(1))
+    assert (fed.batch_size, fed.count_steps(1)) == (6, 3)
+    next(fed.iterate_in_order(1))
     assert len(fed) == 18, "three batches of at most 6, as far as it tells; one was not an epoch"
-    assert sum(len(y) for _, y in fed.in_order(1)) == 10 == len(fed)
+    assert sum(len(y) for _, y in fed.iterate_in_order(1)) == 10 == len(fed)
 
 
 class Nested(Dataset):
@@ -83,7 +83,7 @@ class Nested(Dataset):
 def test_inputs_of_any_structure_are_moved_with_it() -> None:
     marks: list[str] = []
     fed = LoaderBatches(DataLoader(Nested(), batch_size=4), META)
-    for number, (x, y) in enumerate(fed.shuffled(1, NO_ORDER, marks.append), start=1):
+    for number, (x, y) in enumerate(fed.iterate_shuffled(1, NO_ORDER, marks.append), start=1):
         assert marks == ["data_wait", "h2d"] * number
         left = x["b"][1].left
         assert type(x["b"][1]).__name__ == "Pair" and x["b"][1].right[0] == "text"
@@ -95,14 +95,14 @@ def test_inputs_of_any_structure_are_moved_with_it() -> None:
 def test_workers_give_the_same_and_end_with_the_epoch_or_its_early_end() -> None:
     fed = LoaderBatches(DataLoader(rows(), batch_size=8, num_workers=2), CPU)
     assert fed.reason == "a loader of its own: batches of 8 from 2 worker processes, not pinned"
-    assert torch.equal(torch.cat([y for _, y in fed.in_order(1)]), torch.arange(20))
+    assert torch.equal(torch.cat([y for _, y in fed.iterate_in_order(1)]), torch.arange(20))
     assert not multiprocessing.active_children()
-    for _ in fed.shuffled(1, NO_ORDER, nothing):
+    for _ in fed.iterate_shuffled(1, NO_ORDER, nothing):
         assert len(multiprocessing.active_children()) == 2
         break
     assert not multiprocessing.active_children()
     with pytest.raises(KeyError):
-        for _ in fed.shuffled(1, NO_ORDER, nothing):
+        for _ in fed.iterate_shuffled(1, NO_ORDER, nothing):
             raise KeyError("the step failed")
     assert not multiprocessing.active_children()
 
@@ -112,12 +112,12 @@ def test_workers_that_outlive_an_epoch_end_at_close() -> None:
     fed = LoaderBatches(
         DataLoader(rows(), batch_size=8, num_workers=2, persistent_workers=True), CPU
     )
-    for _ in fed.shuffled(1, NO_ORDER, nothing):
+    for _ in fed.iterate_shuffled(1, NO_ORDER, nothing):
         break
     assert len(multiprocessing.active_children()) == 2
     fed.close()
     assert not multiprocessing.active_children()
-    assert len(list(fed.in_order(1))) == 3, "a closed loader can start again"
+    assert len(list(fed.iterate_in_order(1))) == 3, "a closed loader can start again"
     fed.close()
 
 
@@ -165,13 +165,13 @@ def test_what_cannot_feed_a_training_is_refused_in_one_sentence() -> None:
 def test_a_batch_that_is_no_pair_of_tensors_is_refused(data, message: str) -> None:
     fed = LoaderBatches(DataLoader(data, batch_size=2), CPU)
     with pytest.raises(DataError, match=rf"^data.source: .*{message}; return "):
-        list(fed.in_order(1))
+        list(fed.iterate_in_order(1))
 
 
 def test_a_loader_that_gives_nothing_is_refused() -> None:
     fed = LoaderBatches(DataLoader(Liar(), batch_size=2), CPU)
     with pytest.raises(DataError, match="^data.source: the loader gave no rows; give it at least"):
-        list(fed.in_order(1))
+        list(fed.iterate_in_order(1))
 
 
 class Broken:
@@ -201,7 +201,7 @@ def test_a_worker_has_ended_when_its_loss_is_told() -> None:
         RuntimeError,
         match="^data.source: a worker process of the loader has died .DataLoader worker ended",
     ):
-        list(LoaderBatches(loader, CPU).in_order(1))
+        list(LoaderBatches(loader, CPU).iterate_in_order(1))
     assert loader._workers[0].exitcode == 0
 
 
@@ -229,4 +229,4 @@ def test_workers_without_shared_memory_are_told_its_cure(kills: bool) -> None:
     fed = LoaderBatches(DataLoader(ShortOfSharedMemory(kills), batch_size=4, num_workers=1), CPU)
     words = "^data.source: the worker .* in /dev/shm, which .*--shm-size.* or num_workers=0$"
     with pytest.raises(DataError, match=words):
-        list(fed.in_order(4))
+        list(fed.iterate_in_order(4))

@@ -76,16 +76,16 @@ def test_batches_are_those_of_plain_indexing(room_bytes, rows, size, seed, used)
     y = np.arange(rows)
     fed = place_rows(x, y, device=CPU, room_bytes=room_bytes)
     order = draw_row_order(rows, seed=seed, epoch=0)[: rows if used else max(1, rows // 2)]
-    found = list(fed.shuffled(size, order, nothing))
+    found = list(fed.iterate_shuffled(size, order, nothing))
     assert len(found) == len(order.split(size))
-    assert len(fed) == rows and fed.steps(size) == -(-rows // size)
+    assert len(fed) == rows and fed.count_steps(size) == -(-rows // size)
     for (got_x, got_y), chosen in zip(found, order.split(size), strict=True):
         expected = chosen if room_bytes else chosen.sort().values
         assert torch.equal(got_x, torch.from_numpy(x)[expected])
         assert torch.equal(got_y, torch.from_numpy(y)[expected])
-    for whole, parts in zip((x, y), zip(*fed.in_order(size), strict=True), strict=True):
+    for whole, parts in zip((x, y), zip(*fed.iterate_in_order(size), strict=True), strict=True):
         assert torch.equal(torch.cat(parts), torch.from_numpy(whole))
-        assert len(parts) == fed.steps(size)
+        assert len(parts) == fed.count_steps(size)
     assert not threads()
 
 
@@ -107,9 +107,12 @@ def test_tokens_stay_narrow_and_arrive_as_they_were(tmp_path, room_bytes, dtype,
     assert len(arrays) == 1 and arrays[0].nbytes == kept.nbytes, "moved once, not twice"
     fed = place_rows(x, y, device=CPU, room_bytes=room_bytes)
     wide = torch.from_numpy(kept.astype(np.int64))
-    order = fed.order(seed=0, epoch=0)
+    order = fed.draw_order(seed=0, epoch=0)
     straight = torch.arange(len(fed)) * 5
-    for batches, begins in ((fed.shuffled(4, order, nothing), order), (fed.in_order(4), straight)):
+    for batches, begins in (
+        (fed.iterate_shuffled(4, order, nothing), order),
+        (fed.iterate_in_order(4), straight),
+    ):
         rows = wide.unfold(0, 6, 1)[begins]
         for (got_x, got_y), expected in zip(batches, rows.split(4), strict=True):
             assert got_x.dtype == got_y.dtype == torch.int64
@@ -130,15 +133,15 @@ def test_rows_of_tokens_begin_elsewhere_in_each_epoch_and_are_judged_where_they_
     fed = place_rows(x, y, device=CPU, room_bytes=room_bytes)
     shifts = set()
     for epoch in range(20):
-        begins = fed.order(seed=3, epoch=epoch)
-        assert torch.equal(begins, fed.order(seed=3, epoch=epoch))
+        begins = fed.draw_order(seed=3, epoch=epoch)
+        assert torch.equal(begins, fed.draw_order(seed=3, epoch=epoch))
         assert len(begins) == len(fed) == 20 and begins.min() >= 0
         assert begins.max() + 50 < 1003, "no row reaches beyond the text"
         *apart, last = begins.sort().values.diff().tolist()
         assert set(apart) == {50} and 0 < last <= 50, "no token twice, but at the end"
         shifts.add(begins.min().item())
     assert len(shifts) > 10 and max(shifts) < 50
-    judged = torch.cat([rows for rows, _ in fed.in_order(6)])
+    judged = torch.cat([rows for rows, _ in fed.iterate_in_order(6)])
     assert torch.equal(judged, torch.from_numpy(x.astype(np.int64)))
 
 
@@ -160,7 +163,10 @@ def test_arrays_that_only_look_shared_are_kept_apart() -> None:
 def test_images_come_channels_last_when_asked(room_bytes, shape) -> None:
     x = np.random.default_rng(0).normal(size=(11, *shape)).astype(np.float32)
     fed = place_rows(x, np.arange(11), device=CPU, room_bytes=room_bytes, channels_last=True)
-    found = [*fed.shuffled(4, draw_row_order(11, seed=0, epoch=0), nothing), *fed.in_order(4)]
+    found = [
+        *fed.iterate_shuffled(4, draw_row_order(11, seed=0, epoch=0), nothing),
+        *fed.iterate_in_order(4),
+    ]
     for images, rows in found:
         assert images.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(images, torch.from_numpy(x)[rows])
@@ -168,7 +174,7 @@ def test_images_come_channels_last_when_asked(room_bytes, shape) -> None:
 
 def test_rows_without_pixels_have_no_channels_to_put_last(on_disk) -> None:
     fed = place_rows(*on_disk, device=CPU, room_bytes=PLENTY, channels_last=True)
-    assert torch.equal(next(fed.in_order(20))[0], torch.from_numpy(np.array(on_disk[0])))
+    assert torch.equal(next(fed.iterate_in_order(20))[0], torch.from_numpy(np.array(on_disk[0])))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -183,20 +189,22 @@ def test_in_place_all_batches_of_all_epochs_come_in_one_memory(channels_last) ->
     fed = ResidentBatches(parts, layout, reason="", in_place=True)
     places = set()
     for epoch in range(2):
-        for images, rows in fed.shuffled(4, draw_row_order(11, seed=0, epoch=epoch), nothing):
+        for images, rows in fed.iterate_shuffled(
+            4, draw_row_order(11, seed=0, epoch=epoch), nothing
+        ):
             places.add((images.data_ptr(), rows.data_ptr()))
             assert torch.equal(images, torch.from_numpy(x)[rows])
             assert images.is_contiguous(memory_format=memory_format)
     assert len(places) == 1
     fed.close()
-    assert len([*fed.shuffled(5, draw_row_order(11, seed=0, epoch=0), nothing)][-1][0]) == 1
+    assert len([*fed.iterate_shuffled(5, draw_row_order(11, seed=0, epoch=0), nothing)][-1][0]) == 1
 
 
 @pytest.mark.parametrize("room_bytes", [0, PLENTY])
 def test_the_wait_for_data_is_marked_and_a_cpu_copies_nothing(on_disk, room_bytes) -> None:
     marks: list[str] = []
     fed = place_rows(*on_disk, device=CPU, room_bytes=room_bytes)
-    for number, _ in enumerate(fed.shuffled(6, torch.arange(20), marks.append), start=1):
+    for number, _ in enumerate(fed.iterate_shuffled(6, torch.arange(20), marks.append), start=1):
         assert marks == ["data_wait"] * number
     assert fed.copy_s is None
 
@@ -204,7 +212,7 @@ def test_the_wait_for_data_is_marked_and_a_cpu_copies_nothing(on_disk, room_byte
 def test_a_row_that_is_not_there_is_never_read(on_disk) -> None:
     with pytest.raises(IndexError, match="index 20 is out of bounds"):
         list(
-            place_rows(*on_disk, device=CPU, room_bytes=0).shuffled(
+            place_rows(*on_disk, device=CPU, room_bytes=0).iterate_shuffled(
                 6, torch.arange(15, 21), nothing
             )
         )
@@ -232,14 +240,14 @@ def test_the_thread_is_one_batch_ahead_and_no_further(on_disk) -> None:
 
 
 def test_a_cpu_reads_without_a_thread(on_disk) -> None:
-    for _ in place_rows(*on_disk, device=CPU, room_bytes=0).in_order(6):
+    for _ in place_rows(*on_disk, device=CPU, room_bytes=0).iterate_in_order(6):
         assert not threads()
 
 
 def test_what_was_read_ahead_is_sent_and_marked(on_disk) -> None:
     marks: list[str] = []
     fed = place_rows(*on_disk, device=AWAY, room_bytes=0)
-    found = list(fed.shuffled(6, torch.arange(20), marks.append))
+    found = list(fed.iterate_shuffled(6, torch.arange(20), marks.append))
     assert {part.device.type for batch in found for part in batch} == {"meta"}
     assert [len(y) for _, y in found] == [6, 6, 6, 2]
     assert marks == ["data_wait", "h2d"] * 4
@@ -247,15 +255,15 @@ def test_what_was_read_ahead_is_sent_and_marked(on_disk) -> None:
 
 def test_no_thread_outlives_an_iteration_that_breaks_raises_or_is_dropped(on_disk) -> None:
     fed = place_rows(*on_disk, device=AWAY, room_bytes=0)
-    for _ in fed.shuffled(2, torch.arange(20), nothing):
+    for _ in fed.iterate_shuffled(2, torch.arange(20), nothing):
         assert len(threads()) == 1
         break
     assert not threads()
     with pytest.raises(KeyError) as caught:
-        for _ in fed.shuffled(2, torch.arange(20), nothing):
+        for _ in fed.iterate_shuffled(2, torch.arange(20), nothing):
             raise KeyError("the step failed")
     assert not threads() and caught.tb is not None
-    next(iter(fed.shuffled(2, torch.arange(20), nothing)))
+    next(iter(fed.iterate_shuffled(2, torch.arange(20), nothing)))
     assert not threads()
 
 
@@ -281,7 +289,7 @@ def test_an_error_of_the_disk_is_raised_by_the_loop_and_keeps_nothing(device) ->
     gc.disable()  # what is kept must go without the collector's help
     try:
         try:
-            for _, y in fed.shuffled(5, torch.arange(20), nothing):
+            for _, y in fed.iterate_shuffled(5, torch.arange(20), nothing):
                 seen.append(len(y))
         except DiskError as error:
             assert error.errno == 5
@@ -419,11 +427,11 @@ def test_buffers_used_again_never_corrupt_a_batch_on_its_way(backend, rows, in_o
     for epoch in range(2):  # the second epoch finds the first one's copies still under way
         seen: list = []
         order = draw_row_order(rows, seed=0, epoch=epoch)
-        batches = fed.in_order(4) if in_order else fed.shuffled(4, order, nothing)
+        batches = fed.iterate_in_order(4) if in_order else fed.iterate_shuffled(4, order, nothing)
         for batch in batches:
             compute_on(backend, batch, seen)
         backend.compute.drain()
-        assert len(seen) == fed.steps(4)
+        assert len(seen) == fed.count_steps(4)
         for got_x, got_y in seen:
             assert torch.equal(got_x, torch.from_numpy(x)[got_y])
         assert sorted(torch.cat([got_y for _, got_y in seen]).tolist()) == list(range(rows))
@@ -435,7 +443,9 @@ def test_buffers_used_again_never_corrupt_a_batch_on_its_way(backend, rows, in_o
 def test_copies_are_ahead_of_the_steps_and_the_host_is_not_far_ahead_of_the_device(backend) -> None:
     fed = pinned(np.zeros((40, 3), np.float32), np.arange(40))
     marks: list[str] = []
-    for number, batch in enumerate(fed.shuffled(4, torch.arange(40), marks.append), start=1):
+    for number, batch in enumerate(
+        fed.iterate_shuffled(4, torch.arange(40), marks.append), start=1
+    ):
         compute_on(backend, batch, [])
         assert marks == ["data_wait", "h2d"] * number
         assert backend.compute.given - backend.compute.done <= 4
@@ -444,14 +454,14 @@ def test_copies_are_ahead_of_the_steps_and_the_host_is_not_far_ahead_of_the_devi
 
 def test_an_iteration_that_ends_early_leaves_no_copy_under_way(backend) -> None:
     fed = pinned(np.zeros((40, 3), np.float32), np.arange(40))
-    batches = fed.shuffled(4, torch.arange(40), nothing)
+    batches = fed.iterate_shuffled(4, torch.arange(40), nothing)
     next(batches)
     batches.close()
     assert not threads()
     backend.compute.drain()  # whatever is computed next comes after the copies
     assert not [item for item in backend.side.work if not isinstance(item, Token)]
     seen: list = []
-    for batch in fed.shuffled(4, torch.arange(40), nothing):
+    for batch in fed.iterate_shuffled(4, torch.arange(40), nothing):
         compute_on(backend, batch, seen)
     backend.compute.drain()
     assert torch.cat([y for _, y in seen]).tolist() == list(range(40))
@@ -460,7 +470,7 @@ def test_an_iteration_that_ends_early_leaves_no_copy_under_way(backend) -> None:
 def test_two_iterations_at_once_have_buffers_of_their_own(backend) -> None:
     fed = pinned(np.arange(24, dtype=np.float32).reshape(12, 2), np.arange(12))
     pairs: list = []
-    both = fed.shuffled(3, torch.arange(12), nothing), fed.in_order(3)
+    both = fed.iterate_shuffled(3, torch.arange(12), nothing), fed.iterate_in_order(3)
     for first, second in zip(*both, strict=True):
         pairs.append([])
         compute_on(backend, (*first, *second), pairs[-1])
@@ -471,11 +481,11 @@ def test_two_iterations_at_once_have_buffers_of_their_own(backend) -> None:
 
 def test_pinned_memory_is_kept_between_epochs_and_dropped_on_close(backend) -> None:
     fed = pinned(np.zeros((12, 2), np.float32), np.arange(12))
-    list(fed.shuffled(3, torch.arange(12), nothing))
+    list(fed.iterate_shuffled(3, torch.arange(12), nothing))
     first = weakref.ref(fed._idle)
-    list(fed.shuffled(2, torch.arange(12), nothing))
+    list(fed.iterate_shuffled(2, torch.arange(12), nothing))
     assert fed._idle is first(), "a smaller batch fits"
-    list(fed.shuffled(4, torch.arange(12), nothing))
+    list(fed.iterate_shuffled(4, torch.arange(12), nothing))
     assert first() is None, "a larger one does not"
     kept = weakref.ref(fed._idle)
     fed.close()
@@ -486,7 +496,7 @@ def test_an_error_of_the_disk_reaches_the_loop_from_pinned_buffers_too(backend) 
     fed = pinned(np.zeros((20, 3), np.float32), np.arange(20))
     fed._arrays = (fed._arrays[0].view(Broken), fed._arrays[1])
     with pytest.raises(OSError, match="Input/output error"):
-        for _ in fed.shuffled(5, torch.arange(20), nothing):
+        for _ in fed.iterate_shuffled(5, torch.arange(20), nothing):
             pass
     assert not threads()
 
@@ -521,7 +531,9 @@ def test_where_there_is_room_for_one_batch_they_are_sent_one_by_one(
     for epoch in range(2):
         seen: list = []
         order = draw_row_order(23, seed=0, epoch=epoch)
-        for batch in fed.in_order(4) if in_order else fed.shuffled(4, order, nothing):
+        for batch in (
+            fed.iterate_in_order(4) if in_order else fed.iterate_shuffled(4, order, nothing)
+        ):
             compute_on(backend, batch, seen)
             backend.compute.drain()
             del batch
@@ -539,7 +551,7 @@ def test_a_batch_that_never_finds_room_ends_the_reading(backend, monkeypatch) ->
     monkeypatch.setattr(pinned_staging.PinnedStaging, "_send", send)
     fed = pinned(np.zeros((12, 2), np.float32), np.arange(12))
     with pytest.raises(torch.OutOfMemoryError, match="2.00 MiB"):
-        list(fed.in_order(4))
+        list(fed.iterate_in_order(4))
     assert not threads()
 
 
@@ -556,7 +568,7 @@ def test_a_batch_sent_ahead_can_be_given_back_and_comes_all_the_same(
     )
     assert not fed.give_back(), "nothing is read yet"
     fed._is_ahead = True
-    for number, batch in enumerate(fed.shuffled(4, torch.arange(23), nothing), start=1):
+    for number, batch in enumerate(fed.iterate_shuffled(4, torch.arange(23), nothing), start=1):
         if number == at:
             before = len(sent)
             given_back += [fed.give_back(), fed.give_back()]

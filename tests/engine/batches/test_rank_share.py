@@ -88,9 +88,11 @@ def test_the_batches_are_those_of_one_process(
         return place_rows(x, y, device=CPU, room_bytes=room_bytes, channels_last=x.ndim == 4)
 
     assert isinstance(make(), ResidentBatches if room_bytes else StreamedBatches)
-    order = make().order(seed=3, epoch=1)
-    same_batches(make, size=size, batches=lambda of: of.in_order(batch_size))
-    same_batches(make, size=size, batches=lambda of: of.shuffled(batch_size, order, nothing))
+    order = make().draw_order(seed=3, epoch=1)
+    same_batches(make, size=size, batches=lambda of: of.iterate_in_order(batch_size))
+    same_batches(
+        make, size=size, batches=lambda of: of.iterate_shuffled(batch_size, order, nothing)
+    )
 
 
 @pytest.mark.parametrize("room_bytes", [0, PLENTY])
@@ -101,7 +103,7 @@ def test_an_epoch_that_begins_in_its_middle_goes_on_with_the_same_batches(
     order = draw_row_order(31, seed=0, epoch=0)
 
     def batches(share: RankShare):
-        return taken(share, share.shuffled(7, left, nothing))
+        return taken(share, share.iterate_shuffled(7, left, nothing))
 
     shares = [
         RankShare(place_rows(x, y, device=CPU, room_bytes=room_bytes), rank=rank, size=3)
@@ -121,9 +123,9 @@ def test_an_epoch_that_begins_in_its_middle_goes_on_with_the_same_batches(
 def test_parts_lie_side_by_side_as_tensor_split_has_them(rows: int, size: int) -> None:
     shares = [BatchShare(rank, size) for rank in range(size)]
     for share, part in zip(shares, torch.arange(rows).tensor_split(size), strict=True):
-        assert torch.arange(rows)[share.part(rows)].tolist() == (part.tolist() or [0])
-        assert share.weight(rows) == len(part) * size / rows
-    assert sum(share.weight(rows) for share in shares) == pytest.approx(size)
+        assert torch.arange(rows)[share.find_slice(rows)].tolist() == (part.tolist() or [0])
+        assert share.compute_weight(rows) == len(part) * size / rows
+    assert sum(share.compute_weight(rows) for share in shares) == pytest.approx(size)
 
 
 def test_batches_are_gathered_in_place_where_a_graph_reads_them(tmp_path) -> None:
@@ -133,7 +135,7 @@ def test_batches_are_gathered_in_place_where_a_graph_reads_them(tmp_path) -> Non
     assert isinstance(kept, ResidentBatches)
     kept._in_place = True
     share, order = RankShare(kept, rank=1, size=2), draw_row_order(30, seed=0, epoch=0)
-    places = [(len(x), x.data_ptr()) for x, _ in share.shuffled(7, order, nothing)]
+    places = [(len(x), x.data_ptr()) for x, _ in share.iterate_shuffled(7, order, nothing)]
     assert [rows for rows, _ in places] == [3, 3, 3, 3, 1]
     assert len({place for _, place in places}) == 1
 
@@ -160,12 +162,12 @@ def test_a_rank_reads_its_rows_and_no_others(tmp_path) -> None:
         for array, read in zip(kept._arrays, reads, strict=True):
             array.read = read
         share = RankShare(kept, rank=rank, size=3)
-        judged = [row for _, y in share.in_order(9) for row in y.tolist()]
+        judged = [row for _, y in share.iterate_in_order(9) for row in y.tolist()]
         # Batches of 9, 9 and 2, of which the last leaves the third rank one to fill in with.
         own = [[0, 1, 2, 9, 10, 11, 18], [3, 4, 5, 12, 13, 14, 19], [6, 7, 8, 15, 16, 17, 18]]
         assert judged == reads[0] == reads[1] == own[rank]
         reads[0].clear()
-        trained = [row for _, y in share.shuffled(9, order, nothing) for row in y.tolist()]
+        trained = [row for _, y in share.iterate_shuffled(9, order, nothing) for row in y.tolist()]
         assert trained == reads[0] and len(trained) == 7
         assert set(trained[:3]) == set(order[3 * rank : 3 * rank + 3].tolist())
 
@@ -173,10 +175,10 @@ def test_a_rank_reads_its_rows_and_no_others(tmp_path) -> None:
 def test_all_but_its_rows_is_told_as_of_the_whole(tmp_path) -> None:
     whole = place_rows(*table(tmp_path, 20), device=CPU, room_bytes=0)
     share = RankShare(whole, rank=1, size=2)
-    assert share.whole is whole and len(share) == 20 and share.steps(8) == 3
+    assert share.whole is whole and len(share) == 20 and share.count_steps(8) == 3
     assert share.residency == "host" and share.copy_s is None and not share.begins_again
     assert share.reason == f"{whole.reason}; part 2 of 2 of each batch"
-    assert torch.equal(share.order(seed=1, epoch=2), whole.order(seed=1, epoch=2))
-    assert share.state() == {} and share.tensors() == () and share.give_back() is False
+    assert torch.equal(share.draw_order(seed=1, epoch=2), whole.draw_order(seed=1, epoch=2))
+    assert share.state() == {} and share.list_tensors() == () and share.give_back() is False
     share.restore({})
     share.close()

@@ -100,7 +100,9 @@ def epoch(
     told = fed if isinstance(fed, RankShare) else None
     return [
         (y.tolist(), told.weight if told else 1.0, told.rows_of_whole if told else len(y))
-        for _, y in (fed.in_order(99) if judges else fed.shuffled(99, NO_ORDER, nothing))
+        for _, y in (
+            fed.iterate_in_order(99) if judges else fed.iterate_shuffled(99, NO_ORDER, nothing)
+        )
     ]
 
 
@@ -126,7 +128,7 @@ def same_epochs(kind: str, size: int, epochs: int = 3, **how) -> None:
         share = one_of(kind, rank, size, **how)
         assert len(share) >= sum(rows for *_, rows in wholes[0]), "as far as it tells"
         found.append([epoch(share, judges=number == 1) for number in range(epochs)])
-        assert len(share) == len(one) and share.steps(1) == one.steps(1)
+        assert len(share) == len(one) and share.count_steps(1) == one.count_steps(1)
         share.close()
     one.close()
     for number, whole in enumerate(wholes):
@@ -210,7 +212,7 @@ def test_a_loader_that_is_resumed_goes_on_with_the_next_epoch(kind: str, size: i
 def test_an_epoch_that_was_left_says_nothing_of_the_next() -> None:
     """What was drawn ahead and never taken is forgotten."""
     share = one_of("its own batch sampler", 0, 2, num_workers=1)
-    for _ in share.shuffled(9, NO_ORDER, nothing):
+    for _ in share.iterate_shuffled(9, NO_ORDER, nothing):
         break
     for rows, weight, of in epoch(share):
         assert weight * of == 2 * len(rows)
@@ -221,7 +223,7 @@ def test_workers_that_were_there_before_do_not_go_on_with_the_whole_batches() ->
     """A factory may keep its loader, which the look at the first batch has started."""
     loader = DataLoader(Rows(), 4, num_workers=1, persistent_workers=True)
     before = LoaderBatches(loader, CPU)
-    assert next(before.in_order(4))[1].tolist() == [0, 1, 2, 3]
+    assert next(before.iterate_in_order(4))[1].tolist() == [0, 1, 2, 3]
     share = RankShare(
         LoaderBatches(share_loader(loader, rank=1, size=2, seed=0), CPU), rank=1, size=2
     )

@@ -186,9 +186,9 @@ def test_the_newest_stay_and_the_best(tmp_path: Path) -> None:
         clock[0] += 1
         part.value = step
         if step == 3:
-            made.epoch_done(TrainingPosition(step), is_best=True)
+            made.end_epoch(TrainingPosition(step), is_best=True)
         else:
-            made.step_done(TrainingPosition(step))
+            made.end_step(TrainingPosition(step))
         made.close()
     assert list_steps(tmp_path) == [6, 5, 3]
 
@@ -198,7 +198,7 @@ def test_by_time_one_is_due_when_so_many_seconds_have_passed(tmp_path: Path) -> 
     made = _checkpoints(tmp_path, part, clock, every_s=30, keep=9)
     for step in range(1, 101):
         clock[0] = float(step)
-        made.step_done(TrainingPosition(step))
+        made.end_step(TrainingPosition(step))
         made.close()
     assert list_steps(tmp_path) == [90, 60, 30]
 

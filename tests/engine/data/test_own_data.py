@@ -127,9 +127,11 @@ def test_a_data_set_is_split_by_the_settings_and_shuffled_by_the_seed(
     orders = []
     for _ in range(2):
         train, val = _loaded(_config(validation_fraction=0.25), facts, CPU)
-        epochs = [torch.cat([x for x, _ in train.shuffled(8, NO_ORDER, _nothing)]) for _ in "ab"]
+        epochs = [
+            torch.cat([x for x, _ in train.iterate_shuffled(8, NO_ORDER, _nothing)]) for _ in "ab"
+        ]
         assert not torch.equal(*epochs)
-        held = torch.cat([x for x, _ in val.in_order(8)])
+        held = torch.cat([x for x, _ in val.iterate_in_order(8)])
         assert sorted(torch.cat((epochs[0], held))[:, 0].tolist()) == list(range(0, 60, 3))
         orders.append(epochs[0])
     assert torch.equal(*orders), "the same seed gives the same order"
@@ -147,7 +149,7 @@ class Dicts(Dataset):
 """
     facts = _facts(own, "Dicts()", more=more)
     assert facts.task == "classification" and facts.input_shape == (4,)
-    (x, y), *_ = _loaded(_config(), facts, CPU)[0].in_order(8)
+    (x, y), *_ = _loaded(_config(), facts, CPU)[0].iterate_in_order(8)
     assert set(x) == {"ids", "labels"} and torch.equal(x["labels"], y)
 
 
@@ -230,7 +232,7 @@ def test_labels_of_every_batch_are_looked_at_on_the_host(own: Own) -> None:
     facts = _facts(own, "(DataLoader(Named(X, late), 8), DataLoader(Named(X, Y), 8))", more=more)
     train, _ = _loaded(_config(), facts, torch.device("meta"))
     with pytest.raises(DataError, match="batch 3 of the training loader, row 2: a label .*got 5"):
-        list(train.shuffled(8, NO_ORDER, _nothing))
+        list(train.iterate_shuffled(8, NO_ORDER, _nothing))
 
 
 def test_wrong_arguments_are_told_by_name(own: Own) -> None:

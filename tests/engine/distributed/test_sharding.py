@@ -173,15 +173,15 @@ def _held() -> dict[str, float]:
     def owned() -> dict[str, list[Tensor]]:
         params = list(run.optimizer.params)
         grads = [p.grad for p in params if p.grad is not None]
-        state = run.optimizer.state_tensors()
+        state = run.optimizer.list_state_tensors()
         return {"parameters": params, "gradients": grads, "optimizer_state": state}
 
     run.steps(1)
-    with MemoryByOwner(ledger, owned).counting(run.batch):
+    with MemoryByOwner(ledger, owned).count_memory(run.batch):
         run.steps(1)
     ledger.begin_step()  # what is left of it
     ledger.own("rest", [torch.ones(1)])
-    return {owner: size / 2**20 for owner, size in ledger.owners_at_peak().items()}
+    return {owner: size / 2**20 for owner, size in ledger.sum_owners_at_peak().items()}
 
 
 def _refused(run: _Run, folder: Path, spoil: Callable[[Path], Any]) -> list[str]:
@@ -249,7 +249,7 @@ def _left(folder: Path) -> int:
         for step in range(1, SAVED + 1):
             checkpoints.let_go_on()
             run.steps(1)
-            checkpoints.step_done(TrainingPosition(step=step))
+            checkpoints.end_step(TrainingPosition(step=step))
         checkpoints.finish(TrainingPosition(step=SAVED))
     return checkpoints.written
 
@@ -257,7 +257,7 @@ def _left(folder: Path) -> int:
 def _resumed(folder: Path) -> list[float]:
     run = _Run("transformer")
     with closing(_checkpoints(run, folder, resumes=True)) as checkpoints:
-        assert checkpoints.resumed() == TrainingPosition(step=SAVED)
+        assert checkpoints.resume() == TrainingPosition(step=SAVED)
     return run.steps(STEPS - SAVED)
 
 
@@ -304,7 +304,7 @@ def _infinite() -> float:
     run = _Run("mlp", precision="fp16")
     run.steps(1)
     before = [get_local_part(p).detach().clone() for p in run.optimizer.params]
-    run.step.gradients(*run.batch, rows=ROWS)
+    run.step.compute_gradients(*run.batch, rows=ROWS)
     if run.rank == run.ranks.size - 1:
         get_local_part(run.optimizer.params[-2].grad)[-1] = math.inf  # type: ignore[arg-type]
     run.step._update()

@@ -31,7 +31,7 @@ class Model:
         if self.total() > self.step_peak:
             self.step_peak, self.at_peak = self.total(), dict(self.held)
 
-    def owners_at_peak(self):
+    def sum_owners_at_peak(self):
         found = {}
         for size, owner in self.at_peak.values():
             found[owner] = found.get(owner, 0) + size
@@ -45,7 +45,7 @@ def test_the_ledger_agrees_with_a_plain_model_of_storages(actions, block):
     model, tensors = Model(block), {}
     ledger.begin_step()
     totals = [0]
-    with ledger.active():
+    with ledger.count_allocations():
         for at, (what, number) in enumerate(actions):
             key = sorted(tensors)[number % len(tensors)] if tensors else None
             if what == "make":
@@ -65,8 +65,8 @@ def test_the_ledger_agrees_with_a_plain_model_of_storages(actions, block):
                 model.held[key][1] = what
             assert ledger.allocated_bytes == model.total()
     assert ledger.peak_bytes == ledger.step_peak_bytes == model.step_peak
-    assert ledger.owners_at_peak() == model.owners_at_peak()
-    told = [sum(owners.values()) for _, owners in ledger.timeline()]
+    assert ledger.sum_owners_at_peak() == model.sum_owners_at_peak()
+    told = [sum(owners.values()) for _, owners in ledger.compute_timeline()]
     assert max(told, default=0) == model.step_peak
     assert told[-1:] == ([model.total()] if told else [])
     assert set(totals[1:]) <= set(told)
@@ -74,7 +74,7 @@ def test_the_ledger_agrees_with_a_plain_model_of_storages(actions, block):
 
 def test_a_step_forgets_what_died_before_it_and_keeps_what_lives():
     ledger = AllocationLog(CPU)
-    with ledger.active():
+    with ledger.count_allocations():
         kept = torch.zeros(100)
         dead = torch.zeros(9000)
         del dead
@@ -83,7 +83,7 @@ def test_a_step_forgets_what_died_before_it_and_keeps_what_lives():
     assert (kept.nbytes, made.nbytes) == (400, 200)
     assert ledger.step_peak_bytes == 600
     assert ledger.peak_bytes == 36_400
-    assert [sum(owners.values()) for _, owners in ledger.timeline()] == [400, 600]
+    assert [sum(owners.values()) for _, owners in ledger.compute_timeline()] == [400, 600]
 
 
 def test_what_the_forward_pass_leaves_alive_are_activations_and_phases_have_their_ends():
@@ -93,28 +93,28 @@ def test_what_the_forward_pass_leaves_alive_are_activations_and_phases_have_thei
     x = torch.zeros(16, 8)
     ledger.own("batch", [x])
     ledger.begin_step()
-    with ledger.active():
+    with ledger.count_allocations():
         loss = model(x).square().sum()
         ledger.end_phase("forward")
         loss.backward()
         ledger.end_phase("backward")
     ledger.own("gradients", [p.grad for p in model.parameters()])
-    at_peak = ledger.owners_at_peak()
+    at_peak = ledger.sum_owners_at_peak()
     assert at_peak["parameters"] == sum(p.nbytes for p in model.parameters())
     assert at_peak["batch"] == x.nbytes
     # The peak lies in the backward pass: of the forward's outputs the ReLU's and the loss are left.
     assert at_peak[ACTIVATIONS] == 4 * (16 * 32 + 1)
     assert sum(at_peak.values()) == ledger.step_peak_bytes
-    (forward, first), (backward, second) = ledger.phases()
+    (forward, first), (backward, second) = ledger.list_phases()
     assert (first, second) == ("forward", "backward")
     assert forward < backward
-    lines = {entry.line for entry in ledger.at_peak() if entry.owner == ACTIVATIONS}
+    lines = {entry.line for entry in ledger.list_at_peak() if entry.owner == ACTIVATIONS}
     assert all(line.startswith("test_allocation_log.py:") for line in lines), lines
 
 
 def test_a_limit_refuses_as_a_device_would_and_what_was_refused_is_not_held():
     ledger = AllocationLog(CPU, limit_bytes=3 * MIB)
-    with ledger.active():
+    with ledger.count_allocations():
         kept = torch.zeros(2 * MIB, dtype=torch.uint8)
         ledger.own("data", [kept])
         with pytest.raises(torch.OutOfMemoryError) as refused:
@@ -134,7 +134,7 @@ def test_a_limit_refuses_as_a_device_would_and_what_was_refused_is_not_held():
 
 def test_several_outputs_of_one_operation_are_refused_together():
     ledger = AllocationLog(CPU, limit_bytes=1500)
-    with ledger.active():
+    with ledger.count_allocations():
         x = torch.zeros(100)
         # 400 bytes of values would fit beside the 400 of x, and 800 of indices would.
         with pytest.raises(torch.OutOfMemoryError, match="allocate 1.17 KiB; 1.07 KiB of"):
@@ -144,7 +144,7 @@ def test_several_outputs_of_one_operation_are_refused_together():
 
 def test_what_failed_inside_an_operation_is_remembered_until_the_next_step():
     ledger = AllocationLog(CPU)
-    with ledger.active():
+    with ledger.count_allocations():
         kept = torch.zeros(10)
         with pytest.raises(RuntimeError):
             kept.view(3)
@@ -155,9 +155,9 @@ def test_what_failed_inside_an_operation_is_remembered_until_the_next_step():
 
 def test_other_devices_and_layouts_do_not_count():
     ledger = AllocationLog(CPU)
-    with ledger.active():
+    with ledger.count_allocations():
         kept = torch.empty(100, device="meta"), torch.eye(3).to_sparse()
-    dense = sum(e.bytes for e in ledger.at_peak() if e.what.startswith("eye"))
+    dense = sum(e.bytes for e in ledger.list_at_peak() if e.what.startswith("eye"))
     assert dense == 36
     assert kept[0].device.type == "meta"
-    assert all("meta" not in entry.what for entry in ledger.at_peak())
+    assert all("meta" not in entry.what for entry in ledger.list_at_peak())

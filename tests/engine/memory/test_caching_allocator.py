@@ -12,7 +12,7 @@ from tasks.engine.memory.caching_allocator import (
     SimulatedAllocator,
     count_column_sum_bytes,
     find_smallest_limit,
-    rules,
+    read_rules,
 )
 
 
@@ -88,15 +88,17 @@ def test_the_scratch_memory_of_a_sum_over_rows(rows: int, columns: int, bytes: i
 
 def test_settings_of_the_environment_are_followed_and_others_named() -> None:
     assert (
-        rules({}) == AllocatorRules()
-        and rules({"PYTORCH_ALLOC_CONF": "backend:native"}) == AllocatorRules()
+        read_rules({}) == AllocatorRules()
+        and read_rules({"PYTORCH_ALLOC_CONF": "backend:native"}) == AllocatorRules()
     )
-    found = rules({"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:2"})
+    found = read_rules({"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:2"})
     assert found.round_up(5 * MIB) == 6 * MIB and found.round_up(4 * MIB) == 4 * MIB
-    split = rules({"PYTORCH_ALLOC_CONF": "max_split_size_mb:20, garbage_collection_threshold:0.6"})
+    split = read_rules(
+        {"PYTORCH_ALLOC_CONF": "max_split_size_mb:20, garbage_collection_threshold:0.6"}
+    )
     assert split.max_split_bytes == 20 * MIB and not split.unfollowed
     events = [AllocateEvent(1, 40 * MIB), FreeEvent(1), AllocateEvent(2, 12 * MIB)]
     assert SimulatedAllocator(rules=split).follow(events).reserved == 52 * MIB
     assert SimulatedAllocator(rules=AllocatorRules()).follow(events).reserved == 40 * MIB
     other = {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync,expandable_segments:True,new_one:3"}
-    assert rules(other).unfollowed == ("backend", "new_one")
+    assert read_rules(other).unfollowed == ("backend", "new_one")

@@ -273,7 +273,7 @@ def test_what_nobody_holds_is_described_by_the_most_direct_way_to_it(monkeypatch
     ways = [LiveTensor(kept.view(4), storage, GRADIENT, x), LiveTensor(kept, storage)]
     monkeypatch.setattr(leaks, "find_live_tensors", lambda device: list(ways))
     monkeypatch.setattr(leaks, "_baselines", {})
-    monkeypatch.setattr(leaks.Holders, "of", lambda holders, of: None)
+    monkeypatch.setattr(leaks.Holders, "find_holder", lambda holders, of: None)
     (owner,) = release_device_memory(CPU, baseline_bytes=0).owners
     assert (owner.shape, owner.bytes, owner.held_by) == ((2, 2), 16, NO_HOLDER)
 
@@ -468,7 +468,7 @@ def books(monkeypatch):
         read = {"allocated": told.allocated, "reserved": told.reserved}
         found = {name: size for name, size in read.items() if size is not None}
         return types.SimpleNamespace(
-            read=lambda: found, space=lambda: None if told.total is None else space()
+            read=lambda: found, read_space=lambda: None if told.total is None else space()
         )
 
     monkeypatch.setattr(leaks, "_baselines", {})

@@ -20,7 +20,7 @@ def _training() -> tuple[nn.Module, optim.Optimizer, MemoryByOwner, list[torch.T
         lambda: {
             "parameters": model.parameters(),
             "gradients": [p.grad for p in model.parameters() if p.grad is not None],
-            "optimizer_state": optimizer.state_tensors(),
+            "optimizer_state": optimizer.list_state_tensors(),
         },
     )
     return model, optimizer, accounts, batch
@@ -39,9 +39,9 @@ def _step(model: nn.Module, optimizer: optim.Optimizer, accounts: MemoryByOwner,
 def test_each_owner_has_its_bytes_at_the_peak() -> None:
     model, optimizer, accounts, batch = _training()
     _step(model, optimizer, accounts, batch)  # makes the optimizer's state
-    with accounts.counting(batch):
+    with accounts.count_memory(batch):
         _step(model, optimizer, accounts, batch)
-    owners = {k: v * MIB for k, v in accounts.metrics().items()}
+    owners = {k: v * MIB for k, v in accounts.make_metrics().items()}
     assert owners["memory/parameters_mib"] == 8 * 8 * 4
     assert owners["memory/optimizer_state_mib"] == 2 * 8 * 8 * 4 + 4
     assert owners["memory/batch_mib"] == 500 * 8 * 4
@@ -54,21 +54,21 @@ def test_the_highest_step_is_the_one_that_is_kept() -> None:
     model, optimizer, accounts, _ = _training()
     for rows in (10, 300, 20):
         batch = [torch.ones(rows, 8)]
-        with accounts.counting(batch):
+        with accounts.count_memory(batch):
             _step(model, optimizer, accounts, batch)
-    assert accounts.metrics()["memory/batch_mib"] * MIB == 300 * 8 * 4
+    assert accounts.make_metrics()["memory/batch_mib"] * MIB == 300 * 8 * 4
 
 
 def test_what_was_never_counted_has_no_owner() -> None:
     *_, accounts, _ = _training()
-    assert accounts.metrics() == {}
+    assert accounts.make_metrics() == {}
 
 
 def test_a_cpu_tells_what_was_counted_and_is_silent_about_the_rest() -> None:
     ledger = AllocationLog(CPU)
     allocator = CountedAllocator(ledger, None)
-    assert allocator.read() == {} and allocator.space() is None
-    with ledger.active():
+    assert allocator.read() == {} and allocator.read_space() is None
+    with ledger.count_allocations():
         kept = torch.ones(1000)
         torch.ones(5000)
         inside = allocator.read()
@@ -80,8 +80,8 @@ def test_a_cpu_tells_what_was_counted_and_is_silent_about_the_rest() -> None:
 def test_a_limit_is_the_space_of_a_cpu() -> None:
     ledger = AllocationLog(CPU, limit_bytes=10_000)
     allocator = CountedAllocator(ledger, 10_000)
-    with ledger.active():
+    with ledger.count_allocations():
         kept = torch.ones(1000)
-        space = allocator.space()
+        space = allocator.read_space()
     assert space is not None and (space.total_bytes, space.free_bytes) == (10_000, 6_000)
     del kept

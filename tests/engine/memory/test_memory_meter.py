@@ -44,10 +44,10 @@ class Recorded:
     def reset_peaks(self):
         self.resets += 1
 
-    def space(self):
+    def read_space(self):
         return self.space_now
 
-    def stats(self):
+    def read_stats(self):
         last = {"allocated_bytes.all.peak": 1, "active_bytes.all.peak": 1}
         return {"allocated_bytes.all.current": 1, **last}
 
@@ -59,26 +59,28 @@ def mib(**values):
 
 def test_a_cpu_record_holds_the_host_only():
     meter = MemoryMeter(CPU)
-    meter.phase("forward")
-    assert set(meter.window()) == {"memory/host_rss_mib"}
-    assert set(meter.summary()) == {"memory/host_rss_peak_mib"}
-    assert meter.stats() == {}
+    meter.end_phase("forward")
+    assert set(meter.end_window()) == {"memory/host_rss_mib"}
+    assert set(meter.summarize()) == {"memory/host_rss_peak_mib"}
+    assert meter.read_stats() == {}
 
 
 def test_host_memory_is_this_process_and_its_peak_at_least_that():
     meter = MemoryMeter(CPU)
-    assert 10 < meter.window()["memory/host_rss_mib"] < 100_000
-    assert meter.summary()["memory/host_rss_peak_mib"] >= meter.window()["memory/host_rss_mib"]
+    assert 10 < meter.end_window()["memory/host_rss_mib"] < 100_000
+    assert (
+        meter.summarize()["memory/host_rss_peak_mib"] >= meter.end_window()["memory/host_rss_mib"]
+    )
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no record of the process's peak")
 def test_host_peak_sees_what_came_and_went_between_two_samples():
     host = HostMemory()
     record = host._record_before
-    more = record - host.rss_bytes() + 64 * MIB
+    more = record - host.read_rss_bytes() + 64 * MIB
     block = bytearray(os.urandom(1)) * more
     del block
-    assert host.peak_bytes() >= record + 32 * MIB
+    assert host.read_peak_bytes() >= record + 32 * MIB
 
 
 def test_window_peak_is_of_the_window_and_run_peak_of_the_run():
@@ -90,12 +92,12 @@ def test_window_peak_is_of_the_window_and_run_peak_of_the_run():
             mib(allocated=2, reserved=9, peak_allocated=3, peak_reserved=9),
         ),
     )
-    first, second = meter.window(), meter.window()
+    first, second = meter.end_window(), meter.end_window()
     assert first["memory/peak_allocated_mib"] == 7
     assert first["memory/allocated_mib"] == 2
     assert second["memory/peak_allocated_mib"] == 3
-    assert meter.summary()["memory/run_peak_allocated_mib"] == 7
-    assert meter.summary()["memory/run_peak_reserved_mib"] == 9
+    assert meter.summarize()["memory/run_peak_allocated_mib"] == 7
+    assert meter.summarize()["memory/run_peak_reserved_mib"] == 9
 
 
 def test_a_phase_resets_the_peak_but_the_window_and_the_run_keep_it():
@@ -108,10 +110,10 @@ def test_a_phase_resets_the_peak_but_the_window_and_the_run_keep_it():
     )
     meter = MemoryMeter(CPU, source)
     for phase in ("forward", "backward", "forward"):
-        meter.phase(phase)
-    assert meter.window()["memory/peak_allocated_mib"] == 8
+        meter.end_phase(phase)
+    assert meter.end_window()["memory/peak_allocated_mib"] == 8
     assert source.resets == 5
-    summary = meter.summary()
+    summary = meter.summarize()
     assert summary["memory/peak_forward_mib"] == 8
     assert summary["memory/peak_backward_mib"] == 5
     assert "memory/peak_eval_mib" not in summary
@@ -123,18 +125,18 @@ def test_headroom_counts_other_processes_and_the_highest_reserve():
         space=Space(total_bytes=100 * MIB, free_bytes=70 * MIB),  # 20 are other processes'
     )
     meter = MemoryMeter(CPU, source)
-    assert meter.window()["memory/free_mib"] == 70
+    assert meter.end_window()["memory/free_mib"] == 70
     source.space_now = Space(total_bytes=100 * MIB, free_bytes=90 * MIB)
-    assert meter.summary()["memory/headroom_mib"] == 50
+    assert meter.summarize()["memory/headroom_mib"] == 50
 
 
 def test_headroom_where_the_driver_tells_no_free_memory_is_of_this_process():
     source = Recorded(mib(allocated=1, reserved=10), space=Space(100 * MIB, None))
     meter = MemoryMeter(CPU, source)
-    series = meter.window()
+    series = meter.end_window()
     assert "memory/free_mib" not in series
     assert "memory/peak_allocated_mib" not in series
-    summary = meter.summary()
+    summary = meter.summarize()
     assert summary["memory/headroom_mib"] == 90
     assert "memory/run_peak_allocated_mib" not in summary
 
@@ -150,10 +152,10 @@ def test_retries_are_of_this_run_and_fragmentation_of_where_most_was_in_use():
             mib(peak_allocated=2, peak_reserved=10, inactive_split=8, retries=5),
         ),
     )
-    meter.phase("forward")
-    meter.phase("backward")
-    meter.window()
-    summary = meter.summary()
+    meter.end_phase("forward")
+    meter.end_phase("backward")
+    meter.end_window()
+    summary = meter.summarize()
     assert summary["memory/fragmentation_pct"] == pytest.approx(10)
     assert summary["memory/alloc_retries"] == 2
 
@@ -163,27 +165,27 @@ def test_raw_statistics_have_the_peaks_of_the_run():
     meter = MemoryMeter(
         CPU, Recorded(mib(), mib(peak_allocated=9, peak_reserved=10), mib(peak_allocated=2))
     )
-    meter.phase("forward")
-    meter.window()
-    assert meter.stats() == {
+    meter.end_phase("forward")
+    meter.end_window()
+    assert meter.read_stats() == {
         "allocated_bytes.all.current": 1,
         "allocated_bytes.all.peak": 9 * MIB,
         "reserved_bytes.all.peak": 10 * MIB,
     }
-    assert MemoryMeter(CPU).stats() == {}
+    assert MemoryMeter(CPU).read_stats() == {}
 
 
 def test_a_limit_on_the_hosts_memory_is_told_once_when_it_is_near(monkeypatch, caplog):
     """The kernel killed the training, and nothing had said that memory was running out."""
     free = [500 * MIB, 40 * MIB, 39 * MIB]
-    monkeypatch.setattr(host_memory, "limit_bytes", lambda: 1000 * MIB)
-    monkeypatch.setattr(host_memory, "total_bytes", lambda: 1000 * MIB)
-    monkeypatch.setattr(host_memory, "free_bytes", lambda: free.pop(0))
+    monkeypatch.setattr(host_memory, "find_limit_bytes", lambda: 1000 * MIB)
+    monkeypatch.setattr(host_memory, "read_total_bytes", lambda: 1000 * MIB)
+    monkeypatch.setattr(host_memory, "read_free_bytes", lambda: free.pop(0))
     now = iter([100, 120, 160, 170, 400])
     info = lambda self: SimpleNamespace(rss=next(now) * MIB)  # noqa: E731
     monkeypatch.setattr(psutil.Process, "memory_info", info)
     kept = HostMemory()
-    assert [kept.rss_bytes() // MIB for _ in range(4)] == [120, 160, 170, 400]
+    assert [kept.read_rss_bytes() // MIB for _ in range(4)] == [120, 160, 170, 400]
     (told,) = [r.getMessage() for r in caplog.records]
     assert told.startswith("memory: 40.0 MiB are free of the 0.98 GiB of this memory cgroup; a ")
 
@@ -193,14 +195,14 @@ def test_an_allocator_that_retries_in_two_windows_running_is_thrashing():
     meter = MemoryMeter(CPU, Recorded(*(mib(retries=count) for count in counts)))
     found = []
     for _ in counts[1:]:
-        meter.window()
+        meter.end_window()
         found.append(meter.is_thrashing())
     # Grown: yes, no, yes, yes, yes, yes, no. It tells at the second in a row, and starts anew.
     assert found == [False, False, False, True, False, True, False]
 
 
 def test_nothing_reserved_has_no_fragmentation():
-    summary = MemoryMeter(CPU, Recorded(mib(reserved=0, inactive_split=0))).summary()
+    summary = MemoryMeter(CPU, Recorded(mib(reserved=0, inactive_split=0))).summarize()
     assert "memory/fragmentation_pct" not in summary
 
 
@@ -217,8 +219,8 @@ def test_a_device_that_nobody_used_is_not_woken_and_nothing_is_invented(name):
     release_cached_memory(device)
     assert count_allocated_bytes(device) == 0
     meter = MemoryMeter(device)
-    assert set(meter.summary()) == {"memory/host_rss_peak_mib"}
-    assert meter.stats() == {}
+    assert set(meter.summarize()) == {"memory/host_rss_peak_mib"}
+    assert meter.read_stats() == {}
     assert not torch.cuda.is_initialized()
 
 

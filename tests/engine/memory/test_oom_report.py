@@ -100,7 +100,7 @@ def test_the_others_part_is_told_by_what_is_neither_free_nor_ours(
 
 def test_the_ledgers_own_words_are_understood():
     ledger = AllocationLog(CPU, limit_bytes=3 * MIB)
-    with ledger.active():
+    with ledger.count_allocations():
         kept = torch.zeros(MIB, dtype=torch.uint8)
         with pytest.raises(torch.OutOfMemoryError) as refused:
             kept.new_zeros(4 * MIB)
@@ -130,7 +130,7 @@ def failed(limit_bytes, hidden=32, rows=16):
     ledger.own("parameters", model.parameters())
     ledger.own("batch", [x])
     ledger.begin_step()
-    with pytest.raises(torch.OutOfMemoryError) as refused, ledger.active():
+    with pytest.raises(torch.OutOfMemoryError) as refused, ledger.count_allocations():
         loss = model(x).square().sum()
         ledger.end_phase("forward")
         loss.backward()
@@ -160,7 +160,7 @@ def test_a_backward_pass_that_failed_is_told_from_a_forward_pass():
     fits.own("parameters", model.parameters())
     x = torch.zeros(16, 8)
     fits.own("batch", [x])
-    with fits.active():
+    with fits.count_allocations():
         loss = model(x).square().sum()
     ledger, text = failed(limit_bytes=fits.peak_bytes)
     why = explained(ledger, text)
@@ -195,7 +195,7 @@ def test_a_backward_pass_that_failed_is_told_from_a_forward_pass():
 )
 def test_the_remedy_shrinks_what_holds_most(owner, settings, setting, words):
     ledger = AllocationLog(CPU)
-    with ledger.active():
+    with ledger.count_allocations():
         large, small = torch.zeros(1000), torch.zeros(10)
         ledger.own(owner, [large])
         ledger.own("buffers", [small])

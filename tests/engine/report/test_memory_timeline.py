@@ -59,7 +59,7 @@ def counted(limit=None, layers=3, parts=1):
     x = torch.zeros(64, 32)
     ledger.own("batch", [x])
     ledger.begin_step()
-    with ledger.active():
+    with ledger.count_allocations():
         for part in x.split(64 // parts):
             loss = model(part).square().sum()
             ledger.end_phase("forward")
@@ -84,7 +84,7 @@ def test_the_page_needs_no_network_and_no_script():
 def test_the_sizes_on_the_page_are_the_ledgers():
     ledger = counted(limit=MIB)
     words = " ".join(Read(make_timeline_page(ledger, title="a step")).words)
-    for owner, size in ledger.owners_at_peak().items():
+    for owner, size in ledger.sum_owners_at_peak().items():
         assert f"{owner} {format_mebibytes(size / MIB)}" in re.sub(r"\s+", " ", words)
     assert f"{format_mebibytes(ledger.step_peak_bytes / MIB)} at the peak" in words
     assert "limit 1.00 MiB" in words
@@ -93,7 +93,7 @@ def test_the_sizes_on_the_page_are_the_ledgers():
 
 
 def picture_of(ledger):
-    return draw_timeline(ledger.timeline(), ledger)
+    return draw_timeline(ledger.compute_timeline(), ledger)
 
 
 def gids(axes):
@@ -132,7 +132,7 @@ def test_every_owner_has_a_colour_of_its_own():
 
 def test_what_is_alike_is_one_row_and_the_rest_is_summed_up():
     ledger = AllocationLog(CPU)
-    with ledger.active():
+    with ledger.count_allocations():
         alike = [torch.zeros(MIB // 4) for _ in range(5)]
         others = [torch.zeros(10 + n) for n in range(SHOWN + 6)]
     read = Read(make_timeline_page(ledger, title="a step"))
@@ -151,7 +151,7 @@ def test_what_is_alike_is_one_row_and_the_rest_is_summed_up():
 
 def test_thousands_of_allocations_are_thinned_and_keep_their_peak():
     ledger = AllocationLog(CPU)
-    with ledger.active():
+    with ledger.count_allocations():
         ledger.begin_step()
         for n in range(6000):
             kept = torch.zeros(10_000 if n == 4321 else 1 + n % 97)
@@ -159,7 +159,7 @@ def test_thousands_of_allocations_are_thinned_and_keep_their_peak():
                 ledger.end_phase(f"phase {n}")
     assert len(make_timeline_page(ledger, title="a step")) < 200_000
     assert kept.numel() < 97
-    points = ledger.timeline()
+    points = ledger.compute_timeline()
     shown = thin_out_points(points)
     assert len(shown) <= COLUMNS + 2 and shown[0] == points[0] and shown[-1] == points[-1]
     assert max(map(sum_bytes, shown)) == max(map(sum_bytes, points))
@@ -168,7 +168,7 @@ def test_thousands_of_allocations_are_thinned_and_keep_their_peak():
 @pytest.mark.parametrize("title", ["<script>alert(1)</script>", 'a "b" & <c>'])
 def test_nothing_it_is_given_acts_as_markup(title):
     ledger = counted()
-    for entry in ledger.at_peak():
+    for entry in ledger.list_at_peak():
         entry.line = entry.what = title
     ledger.own(title, [torch.zeros(9)])
     text = make_timeline_page(ledger, title=title, lines=[title])

@@ -89,7 +89,7 @@ def _pretend(monkeypatch, *, plain_s: float, compiled_s: float, cost_s: float) -
 def test_off_is_the_plain_step() -> None:
     tuned = _tuned(_step(), "off")
     assert _take(tuned, 12) == _take(_step(), 12)
-    assert tuned.verdict.compiled == "no" and tuned.verdict.metrics() == {}
+    assert tuned.verdict.compiled == "no" and tuned.verdict.make_metrics() == {}
 
 
 def test_a_short_run_is_not_compiled_and_says_why(monkeypatch) -> None:
@@ -98,7 +98,7 @@ def test_a_short_run_is_not_compiled_and_says_why(monkeypatch) -> None:
     assert _take(tuned, 40) == _take(_step(), 40)
     assert tuned.verdict.compiled == "no"
     assert "too short to try compiling, which costs about 25.0 s" in tuned.verdict.reason
-    assert set(tuned.verdict.metrics()) == {"time/plain_step_ms"}
+    assert set(tuned.verdict.make_metrics()) == {"time/plain_step_ms"}
 
 
 def test_a_run_that_ends_before_it_could_measure_says_so() -> None:
@@ -113,7 +113,7 @@ def test_a_long_run_keeps_the_faster_of_the_two(monkeypatch, compiled_s, verdict
     tuned = _tuned(plain, "auto", steps=1000)
     assert _take(tuned, 80) == pytest.approx(_take(_step(), 80), rel=1e-5)
     assert tuned.verdict.compiled == verdict
-    assert tuned.verdict.metrics() == {
+    assert tuned.verdict.make_metrics() == {
         "time/plain_step_ms": pytest.approx(1000),
         "time/compiled_step_ms": pytest.approx(1000 * compiled_s),
         "time/compile_s": pytest.approx(20),

@@ -244,7 +244,7 @@ def test_where_one_row_of_the_device_does_not_fit_it_ends(residency: str) -> Non
         def __len__(self) -> int:
             return len(batches)
 
-        def in_order(self, rows: int):
+        def iterate_in_order(self, rows: int):
             tried.append(rows)
             raise RuntimeError("CUDA out of memory.")
 

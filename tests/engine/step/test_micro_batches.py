@@ -39,7 +39,7 @@ class _Witness:
     def write(self) -> None:
         self.seen.append("write")
 
-    def reading(self) -> dict[str, int]:
+    def read_allocator(self) -> dict[str, int]:
         return {"allocated": 7}
 
 
@@ -76,7 +76,7 @@ class _Training:
             self.ledger,
             lambda: {
                 "parameters": self.model.parameters(),
-                "optimizer_state": optimizer.state_tensors(),
+                "optimizer_state": optimizer.list_state_tensors(),
             },
         )
         self.witness = _Witness()
@@ -109,7 +109,7 @@ class _Training:
             x = torch.randn(ROWS, WIDTH, generator=draw)
             y = torch.randint(3, (ROWS,), generator=draw)
             self.ledger.own("batch", [x, y])
-            with self.ledger.active():
+            with self.ledger.count_allocations():
                 losses.append(self.step(x, y, norm=False, watched=Watched.NOT).loss.item())
         return losses
 
@@ -226,7 +226,7 @@ def test_an_update_that_failed_and_was_repeated_is_that_of_a_run_that_never_fail
     assert len(calls) == 8 and training.micro.recovered == 4
     assert training.micro.rows == ROWS, "the activations are gone: fewer rows don't help"
     _assert_equal(training, spared)
-    state, wanted = (t.step.optimizer.state_tensors() for t in (training, spared))
+    state, wanted = (t.step.optimizer.list_state_tensors() for t in (training, spared))
     assert all(torch.equal(a, b) for a, b in zip(state, wanted, strict=True))
     assert training.step.scaler.state_dict() == spared.step.scaler.state_dict()
 
@@ -238,7 +238,7 @@ def test_the_optimizer_state_is_made_whole_or_not_at_all() -> None:
     with pytest.raises(MemoryExhausted, match="memory ran out in optimizer"):
         training.train(1)
     assert training.witness.seen == ["start", "write"]
-    made = len(training.step.optimizer.state_tensors())
+    made = len(training.step.optimizer.list_state_tensors())
     assert made in (0, 2 * len(training.step.optimizer.params) + 1)
 
 
@@ -453,15 +453,18 @@ def test_what_is_done_again_is_done_twice_and_not_a_third_time() -> None:
             raise MemoryError
         return 9
 
-    assert tried.micro.again(lambda: fails(1)) == 9
+    assert tried.micro.retry_once(lambda: fails(1)) == 9
     assert (tried.micro.recovered, len(calls)) == (1, 2)
     calls.clear()
     with pytest.raises(MemoryExhausted, match="in optimizer: MemoryError") as ended:
-        tried.micro.again(lambda: fails(2))
+        tried.micro.retry_once(lambda: fails(2))
     assert ended.value.failure == MemoryFailure(
         text="MemoryError", phase="optimizer", allocator={"allocated": 7}
     )
-    for wrong in (tried.micro.again, lambda attempt: tried.micro.fit(lambda *_: attempt(), ())):
+    for wrong in (
+        tried.micro.retry_once,
+        lambda attempt: tried.micro.fit(lambda *_: attempt(), ()),
+    ):
         with pytest.raises(ZeroDivisionError):
             wrong(lambda: 1 / 0)
         with pytest.raises(RuntimeError, match="^not about it$"):

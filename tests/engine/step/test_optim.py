@@ -124,7 +124,7 @@ def test_a_step_with_infinite_gradients_changes_nothing_under_a_scaler(name: str
     scaler.step(optimizer)
     scaler.update()
     assert weight.tolist() == [1, 1, 1]
-    assert all(not state.any() for state in optimizer.state_tensors())
+    assert all(not state.any() for state in optimizer.list_state_tensors())
     assert scaler.get_scale() == 2.0
 
 
@@ -255,13 +255,13 @@ def test_a_step_that_failed_between_two_decays_goes_on_where_it_failed(monkeypat
 def test_one_count_is_kept_for_all_parameters_while_each_gets_its_gradient() -> None:
     model, _ = _twins()
     optimizer = optim.AdamW(model.parameters(), lr=0.1, weight_decay=0, beta1=0.9, beta2=0.99)
-    assert optimizer.state_tensors() == []
+    assert optimizer.list_state_tensors() == []
     _train(model, optimizer, steps=3)
-    *moments, count = optimizer.state_tensors()
+    *moments, count = optimizer.list_state_tensors()
     assert len(moments) == 2 * len(list(model.parameters())) and count.item() == 3
     optimizer.params[0].grad = None
     optimizer.step()
-    counts = optimizer.state_tensors()[len(moments) :]
+    counts = optimizer.list_state_tensors()[len(moments) :]
     assert [count.item() for count in counts] == [3, 4, 4, 4]
 
 
@@ -335,8 +335,8 @@ def test_a_restored_optimizer_takes_the_same_next_step(name, present, parameters
     then = [nn.Parameter(p.detach().clone()) for p in first]
     new = optim.make_fused_optimizer(name, then, **how)
     new.restore(copy.deepcopy(old.state()))
-    assert len(new.state_tensors()) == len(old.state_tensors())
-    assert not any(tensor.requires_grad for tensor in new.state_tensors())
+    assert len(new.list_state_tensors()) == len(old.list_state_tensors())
+    assert not any(tensor.requires_grad for tensor in new.list_state_tensors())
     for p, other in zip(first, then, strict=True):
         p.grad = torch.randn(3)
         other.grad = p.grad.clone()
@@ -373,4 +373,4 @@ def test_complex_weights_take_the_steps_of_torch_optim(name: str) -> None:
         name, [mine], lr=0.05, weight_decay=0.1, momentum=0.9, beta2=0.99
     )
     again.restore(made.state())
-    assert all(map(torch.equal, again.state_tensors(), made.state_tensors()))
+    assert all(map(torch.equal, again.list_state_tensors(), made.list_state_tensors()))

@@ -79,8 +79,8 @@ def test_a_cpu_in_a_memory_cgroup_gives_no_more_than_its_limit(
     data: DataFacts, cpu: DeviceFacts, monkeypatch: pytest.MonkeyPatch, free_mib: float, rows: int
 ) -> None:
     """Of a container's 300 MiB nobody knew: the training was killed without a word."""
-    monkeypatch.setattr(admission.host_memory, "limit_bytes", lambda: 300 * MIB)
-    monkeypatch.setattr(admission.host_memory, "free_bytes", lambda: int(free_mib * MIB))
+    monkeypatch.setattr(admission.host_memory, "find_limit_bytes", lambda: 300 * MIB)
+    monkeypatch.setattr(admission.host_memory, "read_free_bytes", lambda: int(free_mib * MIB))
     nothing = {"past_peak_bytes": None, "past_micro_batch": None}
     if rows is None:
         words = "training one row at a time needs .* of cpu, and 1.00 MiB are free of the 300 MiB"
@@ -275,7 +275,9 @@ def test_what_cannot_be_foretold_is_let_in_and_told(data, gpu, own, sections, to
 def test_what_is_free_is_what_the_device_tells(free, gpu, monkeypatch):
     """Of a device that nobody has used yet nothing is told at all."""
     space = None if free is None else SimpleNamespace(free_bytes=free, total_bytes=9)
-    monkeypatch.setattr(admission, "make_allocator", lambda _: SimpleNamespace(space=lambda: space))
+    monkeypatch.setattr(
+        admission, "make_allocator", lambda _: SimpleNamespace(read_space=lambda: space)
+    )
     assert admission.read_free_bytes(gpu) == free
 
 

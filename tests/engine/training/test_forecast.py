@@ -90,9 +90,9 @@ def really(config: RunConfig, data: DataFacts, device: DeviceFacts) -> dict[str,
         val = place_rows(
             arrays.val_x, arrays.val_y, device=cpu, room_bytes=room, channels_last=images
         )
-        ledger.own("data", (*rows.tensors(), *val.tensors()))
+        ledger.own("data", (*rows.list_tensors(), *val.list_tensors()))
         best = BestWeights(keeps=plan.keeps_best)
-        best.judged({"val/loss": 0.0}, 1)
+        best.record_epoch({"val/loss": 0.0}, 1)
         best.keep(model)
         step = build.make_step(
             plan,
@@ -102,9 +102,9 @@ def really(config: RunConfig, data: DataFacts, device: DeviceFacts) -> dict[str,
             micro=SingleAttempt(plan.micro_batch),
             mark=mark,
         )
-        order = rows.order(seed=0, epoch=0)[: 2 * config.train.batch_size]
+        order = rows.draw_order(seed=0, epoch=0)[: 2 * config.train.batch_size]
         mark("setup")
-        for x, y in rows.shuffled(config.train.batch_size, order, mark):
+        for x, y in rows.iterate_shuffled(config.train.batch_size, order, mark):
             ledger.own("batch", (x, y))
             step(x, y, norm=True, watched=Watched.NOT)
             del x, y  # as the loop does

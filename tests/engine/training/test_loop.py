@@ -224,21 +224,21 @@ def test_the_weights_are_those_of_the_best_epoch_unless_the_last_are_asked_for()
 
 def test_weights_are_copied_only_where_training_goes_on_after_a_better_epoch() -> None:
     model, best = _model(), BestWeights()
-    best.judged({"val/loss": 2.0}, 1)
+    best.record_epoch({"val/loss": 2.0}, 1)
     best.keep(model)
-    (kept, *_) = best.tensors()
+    (kept, *_) = best.iterate_kept()
     first = kept.clone()
     with torch.no_grad():
         model[0].weight += 1
-    best.judged({"val/loss": 3.0}, 2)
+    best.record_epoch({"val/loss": 3.0}, 2)
     best.keep(model)  # worse: nothing is copied
     assert torch.equal(kept, first)
-    best.judged({"val/loss": 1.0}, 3)
+    best.record_epoch({"val/loss": 1.0}, 3)
     best.keep(model)
-    assert torch.equal(kept, first + 1) and next(best.tensors()) is kept
+    assert torch.equal(kept, first + 1) and next(best.iterate_kept()) is kept
     one = BestWeights()
     _fit(_model(), replace(PLAN, epochs=1), best=one)
-    assert list(one.tensors()) == [] and one.epoch == 1
+    assert list(one.iterate_kept()) == [] and one.epoch == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -246,7 +246,7 @@ def test_a_validation_loss_that_is_no_number_is_never_the_best(bad: float) -> No
     model, best = _model(), BestWeights()
     assert best.restore_best(model, {"val/loss": bad}) == {"val/loss": bad}
     for epoch, loss in enumerate((bad, 2.0, bad, bad), start=1):
-        best.judged({"val/loss": loss}, epoch)
+        best.record_epoch({"val/loss": loss}, epoch)
         best.keep(model)
         with torch.no_grad():
             model[0].weight.fill_(epoch)
@@ -258,10 +258,10 @@ def test_a_validation_loss_that_is_no_number_is_never_the_best(bad: float) -> No
 def test_a_buffer_that_grows_is_kept_as_it_was() -> None:
     model, best = _model(), BestWeights()
     model.register_buffer("seen", torch.ones(2))
-    best.judged({"val/loss": 1.0}, 1)
+    best.record_epoch({"val/loss": 1.0}, 1)
     best.keep(model)
     model.seen = torch.zeros(5)
-    best.judged({"val/loss": 2.0}, 2)
+    best.record_epoch({"val/loss": 2.0}, 2)
     best.restore_best(model, {})
     assert model.seen.tolist() == [1, 1]
 
@@ -322,7 +322,7 @@ def test_a_users_own_loader_feeds_the_loop_and_its_waiting_is_timed() -> None:
     tools = _tools(_model(), lambda metrics, step: logged.append(metrics))
     fitted = fit_model(_model(), loaded, _data(40, seed=2), schedule=PLAN, tools=tools)
     assert fitted.steps == 3 * 4 and "train/loss" in logged[0]
-    phases = tools.accounts.phases.clock.seconds_per_step()
+    phases = tools.accounts.phases.clock.compute_step_seconds()
     assert phases["data_wait"] > 0.004  # 16 rows of half a millisecond
 
 
@@ -340,17 +340,17 @@ class _Narrow:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def steps(self, batch_size: int) -> int:
-        return self._rows.steps(batch_size)
+    def count_steps(self, batch_size: int) -> int:
+        return self._rows.count_steps(batch_size)
 
-    def order(self, *, seed: int, epoch: int) -> torch.Tensor:
+    def draw_order(self, *, seed: int, epoch: int) -> torch.Tensor:
         return draw_row_order(len(self), seed=seed, epoch=epoch)
 
-    def shuffled(self, batch_size, order, mark):
-        yield from map(self._sent, self._rows.shuffled(batch_size, order, mark))
+    def iterate_shuffled(self, batch_size, order, mark):
+        yield from map(self._sent, self._rows.iterate_shuffled(batch_size, order, mark))
 
-    def in_order(self, batch_size):
-        yield from map(self._sent, self._rows.in_order(batch_size))
+    def iterate_in_order(self, batch_size):
+        yield from map(self._sent, self._rows.iterate_in_order(batch_size))
 
     def _sent(self, batch):
         assert not any(part() is not None for part in self.last), "the batch before is still there"

@@ -33,13 +33,13 @@ class Kept:
     def follow(self, **parts) -> None:
         self.followed |= set(parts)
 
-    def resumed(self) -> TrainingPosition:
+    def resume(self) -> TrainingPosition:
         return self.begin
 
-    def step_done(self, position: TrainingPosition) -> None:
+    def end_step(self, position: TrainingPosition) -> None:
         self.calls.append(("step", position))
 
-    def epoch_done(self, position: TrainingPosition, *, is_best: bool) -> None:
+    def end_epoch(self, position: TrainingPosition, *, is_best: bool) -> None:
         self.calls.append(("best epoch" if is_best else "epoch", position))
 
     def save(self, position: TrainingPosition, *, last: bool) -> None:
@@ -159,7 +159,7 @@ def test_rows_that_cannot_be_left_out_begin_their_epoch_again() -> None:
 )
 def test_what_was_done_is_not_trained_further(begin, waited, patience, trained, early) -> None:
     best = BestWeights()
-    best.judged({"val/loss": -1.0}, 1)
+    best.record_epoch({"val/loss": -1.0}, 1)
     best.waited = waited
     fitted, calls, seen, *_ = kept_by(replace(PLAN, patience=patience), begin=begin, best=best)
     assert (len(seen), fitted.stopped_early) == (trained, early)

@@ -537,7 +537,7 @@ class _Kept:
     def __len__(self) -> int:
         return sum(nested.count_rows(y) for _, y in self._batches)
 
-    def in_order(self, batch_size: int):
+    def iterate_in_order(self, batch_size: int):
         return iter(self._batches)
 
 
@@ -545,9 +545,9 @@ class _Unwatched:
     def __init__(self) -> None:
         self.meter = self
 
-    def phase(self, name: str) -> None: ...
+    def end_phase(self, name: str) -> None: ...
 
-    def counting_once(self, phase: str, batch: Any) -> Any:
+    def count_memory_once(self, phase: str, batch: Any) -> Any:
         return nullcontext()
 
 

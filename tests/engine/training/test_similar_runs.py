@@ -47,9 +47,12 @@ def test_what_changes_a_step_sets_runs_apart(facts: Any, sections: Any) -> None:
 
 def test_what_compiling_gains_is_known_only_where_all_of_it_was_measured() -> None:
     measured = {"time/plain_step_ms": 2.0, "time/compiled_step_ms": 1.0, "time/compile_s": 9.0}
-    known = PastRuns(measured).compiling()
+    known = PastRuns(measured).find_compile_timings()
     assert known is not None
     assert (known.plain_step_s, known.compiled_step_s, known.cost_s) == (0.002, 0.001, 9.0)
-    assert PastRuns({**measured} | {"time/compile_s": 1.0}).compiling() is not None
+    assert PastRuns({**measured} | {"time/compile_s": 1.0}).find_compile_timings() is not None
     for name in measured:
-        assert PastRuns({k: v for k, v in measured.items() if k != name}).compiling() is None
+        assert (
+            PastRuns({k: v for k, v in measured.items() if k != name}).find_compile_timings()
+            is None
+        )

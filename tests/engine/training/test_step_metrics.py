@@ -62,9 +62,9 @@ def _step(made: StepMetrics, loss: float, *, norm: float | None = None) -> torch
 
 def test_a_reading_is_logged_one_late_and_waits_only_for_the_one_before(made) -> None:
     made, logged = made
-    made.point(_step(made, 1.0, norm=3.0))
+    made.add_log_point(_step(made, 1.0, norm=3.0))
     assert logged == [] and _Event.waits == 0
-    made.point(_step(made, 2.0))
+    made.add_log_point(_step(made, 2.0))
     assert [step for step, _ in logged] == [1] and _Event.waits == 1
     made.drain()
     assert [step for step, _ in logged] == [1, 2] and _Event.waits == 2
@@ -76,7 +76,7 @@ def test_points_close_to_each_other_are_read_together(made, monkeypatch) -> None
     made, logged = made
     monkeypatch.setattr(step_metrics, "READ_EVERY_S", 3600.0)
     for loss in (1.0, 2.0, 3.0):
-        made.point(_step(made, loss))
+        made.add_log_point(_step(made, loss))
     assert logged == []
     made.drain()
     assert [(step, m["train/loss"]) for step, m in logged] == [(1, 1.0), (2, 2.0), (3, 3.0)]
@@ -87,7 +87,7 @@ def test_the_first_step_counts_for_no_speed(made) -> None:
     made, logged = made
     outcome = _step(made, 1.0)
     made.restart()
-    made.point(outcome)
+    made.add_log_point(outcome)
     made.drain()
     assert "speed/samples_per_s" not in logged[0][1]
 
@@ -96,12 +96,12 @@ def test_each_window_has_the_speed_of_its_own_steps_by_the_devices_clock(made) -
     """Two windows read back to back at an epoch's end: the second was told 13,000 times its speed,
     having no time left of the host's."""
     made, logged = made
-    made.point(_step(made, 1.0))
-    made.point(_step(made, 1.0))
+    made.add_log_point(_step(made, 1.0))
+    made.add_log_point(_step(made, 1.0))
     made.drain()
     _Event.now_ms += 5000  # an evaluation
     made.begin(1)
-    made.point(_step(made, 1.0))
+    made.add_log_point(_step(made, 1.0))
     made.drain()
     assert [m["speed/samples_per_s"] for _, m in logged] == pytest.approx([400, 400, 400])
 
@@ -110,7 +110,7 @@ def test_the_last_step_leaves_the_speed_to_the_whole_run(made) -> None:
     """MLflow's curve had two values there: the last window's, and the run's."""
     made, logged = made
     for _ in range(4):
-        made.point(_step(made, 1.0))
+        made.add_log_point(_step(made, 1.0))
     made.drain()
     assert ["speed/samples_per_s" in m for _, m in logged] == [True, True, True, False]
     assert "speed/tokens_per_s" not in logged[-1][1]
@@ -118,8 +118,8 @@ def test_the_last_step_leaves_the_speed_to_the_whole_run(made) -> None:
 
 def test_a_bad_loss_is_found_one_reading_late_and_nothing_after_it_is_logged(made) -> None:
     made, logged = made
-    made.point(_step(made, 1.0))
-    made.point(_step(made, float("nan")))
+    made.add_log_point(_step(made, 1.0))
+    made.add_log_point(_step(made, float("nan")))
     with pytest.raises(Diverged, match="became nan at step 2 .* good loss was 1 at step 1"):
-        made.point(_step(made, 2.0))
+        made.add_log_point(_step(made, 2.0))
     assert [step for step, _ in logged] == [1]
