@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tasks.engine.accounts.phases import Phases
 from tasks.engine.base.timing import Stopwatch, make_event
-from tasks.engine.batches.pinned_staging import copy_to_host
 from tasks.engine.distributed.ranks import Ranks
+from tasks.engine.memory.pinned_memory import copy_to_host
 
 Log = Callable[[dict[str, float], int], None]
 Blame = Callable[[], tuple[str, str] | None]  # the setting to blame and the sentence about it

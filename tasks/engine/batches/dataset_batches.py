@@ -20,17 +20,16 @@ from torch import Tensor
 
 from tasks.engine.base.units import format_mebibytes
 from tasks.engine.batches.pinned_staging import (
-    PINNING,
     FileRows,
     Mark,
     PinnedStaging,
     RowSelection,
-    allocate_pinned,
     find_dtype,
     read_batches,
 )
 from tasks.engine.memory.allocator_stats import drop_cache
 from tasks.engine.memory.memory_meter import clear_frames, is_oom
+from tasks.engine.memory.pinned_memory import PINNING, allocate_pinned
 
 BLOCK_BYTES = 16 * 1024**2  # of one copy on the way to the device: the host never holds all rows
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from functools import cache, partial
+from functools import partial
 from itertools import cycle
 from typing import Any, TypeVar
 
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from tasks.engine.files import prepared_cache
-from tasks.engine.memory.memory_meter import clear_frames, is_oom
 
 
 class FileRows:
@@ -71,7 +70,6 @@ class FileRows:
 Array = np.ndarray | FileRows
 RowSelection = np.ndarray | slice  # sorted row numbers, or a range of rows
 Mark = Callable[[str], None]
-PINNING = ("cuda", "xpu")  # whose copies run beside the host, from pinned memory only
 
 T = TypeVar("T")
 
@@ -115,33 +113,6 @@ def gather_rows(arrays: Sequence[Array], rows: RowSelection, out: Sequence[Tenso
             array.take(rows, axis=0, out=part.numpy(), mode="clip")
         parts.append(part)
     return parts
-
-
-def allocate_pinned(make: Callable[..., Tensor]) -> Tensor:
-    """Return make(pin_memory=True), or make(pin_memory=False) where the host has no memory to
-    pin, from and to which copies only take longer."""
-    try:
-        return make(pin_memory=True)
-    except (RuntimeError, MemoryError) as error:
-        if not is_oom(error):
-            raise
-        clear_frames(error)
-    _warn_once()
-    return make(pin_memory=False)
-
-
-@cache
-def _warn_once() -> None:
-    log.warning("the host has no memory left to pin: copies go through pageable memory, slower")
-
-
-def copy_to_host(tensor: Tensor) -> Tensor:
-    """Return the tensor on the host, whose copy may still be on its way; pinned where
-    possible."""
-    if tensor.device.type not in PINNING:
-        return tensor.to("cpu", non_blocking=True)
-    copy = allocate_pinned(partial(torch.empty_like, tensor, device="cpu"))
-    return copy.copy_(tensor, non_blocking=copy.is_pinned())
 
 
 def allocate_pinned_rows(arrays: Sequence[Array], rows: int) -> list[Tensor]:

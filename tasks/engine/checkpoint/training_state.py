@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tasks.engine.base.seeds import get_random_state, set_random_state
-from tasks.engine.batches.pinned_staging import PINNING, allocate_pinned
 from tasks.engine.distributed.shards import shard_like
+from tasks.engine.memory.pinned_memory import PINNING, allocate_pinned
 from tasks.engine.step.best_weights import iterate_tensors
 
 

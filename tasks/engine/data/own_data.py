@@ -44,11 +44,11 @@ from tasks.engine.batches.dataloaders import (
     find_task,
     share_loader,
 )
-from tasks.engine.batches.pinned_staging import PINNING
 from tasks.engine.data import run_warnings
 from tasks.engine.files.source_data import DataError, RawData
 from tasks.engine.files.targets import STREAM
 from tasks.engine.memory.memory_meter import is_oom
+from tasks.engine.memory.pinned_memory import PINNING
 from tasks.engine.settings.run_config import DataConfig, TrainConfig
 
 Pair = tuple[np.ndarray, np.ndarray]

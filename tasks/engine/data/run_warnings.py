@@ -23,8 +23,6 @@ MOST_LOOKED_UP = 1 << 14  # validation rows; their share among more than these i
 MOST_COUNTED = 1 << 16  # tokens
 LEAST_SHARED = 0.01  # of the validation rows: fewer move no metric by more than that
 FILTER_BITS = 20
-ALIKE = "alike"  # beside the metrics of an evaluation that gave every row the same answer
-UNLOGGED = (ALIKE, MEAN, MEDIAN)  # what stands there for these sentences alone
 FEW_ROWS = 100  # of which a share is known to 10 %, one chance in twenty
 REMEDY = "train longer (train.epochs), or try another optim.lr, model or features"
 

@@ -20,6 +20,8 @@ Figures = dict[str, float]
 # Of amounts: the share of its error that the best single answer would have, where the model's error
 # is not smaller beyond chance. Beside the metrics of an evaluation; see of_guesses.
 MEAN, MEDIAN = "as the mean", "as the median"
+ALIKE = "alike"  # beside the metrics of an evaluation that gave every row the same answer
+UNLOGGED = (ALIKE, MEAN, MEDIAN)  # what stands there for these sentences alone
 CHANCE_T = 1.645  # one side, 5 %
 LARGEST_CLASS = 0.9  # share of the rows above which the accuracy says little
 MOST_CELLS = 2**20  # of a whole matrix: 8 MiB; of more classes the answers are sorted

@@ -21,8 +21,7 @@ from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.batches.batches import Batches
 from tasks.engine.data import scores
-from tasks.engine.data.run_warnings import ALIKE, UNLOGGED
-from tasks.engine.data.scores import Cells, KeptRows, shrink_classes
+from tasks.engine.data.scores import ALIKE, UNLOGGED, Cells, KeptRows, shrink_classes
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.memory.memory_meter import clear_frames
 from tasks.engine.models.model_call import BuiltinForward, Forward

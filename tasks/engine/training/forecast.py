@@ -32,7 +32,7 @@ from tasks.engine.batches.dataset_batches import (
     VAL_SHARE,
     choose_layout,
 )
-from tasks.engine.batches.pinned_staging import PINNING, find_dtype
+from tasks.engine.batches.pinned_staging import find_dtype
 from tasks.engine.data.preparation import load_arrays
 from tasks.engine.data.scores import KeptRows, shrink_classes
 from tasks.engine.device.memory_limit import compute_room_bytes, compute_rows_room_bytes
@@ -48,6 +48,7 @@ from tasks.engine.memory.caching_allocator import (
     read_rules,
 )
 from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS
+from tasks.engine.memory.pinned_memory import PINNING
 from tasks.engine.models import builtin
 from tasks.engine.settings.run_config import FUSED, ModelConfig
 from tasks.engine.step import build, own_model

@@ -21,8 +21,7 @@ from tasks.engine.base.nested import count_rows
 from tasks.engine.base.units import format_seconds
 from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoints import Checkpoints, TrainingPosition
-from tasks.engine.data.run_warnings import UNLOGGED
-from tasks.engine.data.scores import Cells
+from tasks.engine.data.scores import UNLOGGED, Cells
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import TrainConfig

@@ -31,7 +31,8 @@ from tasks.engine.checkpoint.checkpoint_files import DamagedCheckpoint, NewerChe
 from tasks.engine.checkpoint.checkpoints import Checkpoints
 from tasks.engine.checkpoint.training_state import StateMismatch
 from tasks.engine.data import scores
-from tasks.engine.data.run_warnings import ALIKE, UNLOGGED, warn_of_results
+from tasks.engine.data.run_warnings import warn_of_results
+from tasks.engine.data.scores import ALIKE, UNLOGGED
 from tasks.engine.device.detection import set_matmul_precision
 from tasks.engine.device.memory_limit import limit_memory
 from tasks.engine.diagnosis import explain
