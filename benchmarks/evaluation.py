@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 from benchmarks.conditions import publish
 from benchmarks.turns import in_turns, median_ratio
-from tasks.engine.data import scores
+from tasks.engine.base import scores
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
 from tasks.engine.settings.run_config import RunConfig

@@ -22,8 +22,17 @@ from pathlib import Path
 import psutil
 
 from tasks.engine.base.units import make_printable
-from tasks.run.known_runs import KnownRun, find_called_runs, list_known_runs, read_run_folder
-from tasks.run.live_runs import LiveRun, find_live_runs, find_owner, find_process, is_live
+from tasks.run.known_runs import (
+    KnownRun,
+    LiveRun,
+    find_called_runs,
+    find_live_runs,
+    find_owner,
+    find_process,
+    is_live,
+    list_known_runs,
+    read_run_folder,
+)
 from tasks.services.processes import is_running
 from tasks.tracking.where import TrackingError, read_tracking_settings
 

@@ -15,7 +15,7 @@ from tasks.engine.distributed.ranks import read_ranks_from_environment
 from tasks.engine.launch.processes import choose_device_name, count_processes
 from tasks.engine.memory.leaks import take_baseline
 from tasks.engine.settings.run_config import DeviceConfig, LaunchConfig
-from tasks.run.run_task import run_task
+from tasks.process.run_task import run_task
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tasks.engine.base.facts import ModelFacts
 from tasks.engine.predict import prediction
 from tasks.engine.predict.request import Order
-from tasks.run.run_task import run_task
+from tasks.process.run_task import run_task
 from tasks.tracking import ask_mlflow
 from tasks.tracking.where import read_tracking_settings
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from tasks.engine.base.facts import DeviceFacts, ModelFacts, PredictFacts
 from tasks.engine.predict import prediction
 from tasks.engine.predict.request import Order
+from tasks.process.run_task import run_task
 from tasks.run.progress import RowsProgress
-from tasks.run.run_task import run_task
 
 
 @run_task

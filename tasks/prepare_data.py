@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 
+from tasks.engine.base import scores
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.data import scores
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.settings.run_config import DataConfig
 from tasks.process import forks
-from tasks.run.run_task import run_task
+from tasks.process.run_task import run_task
 
 
 @run_task

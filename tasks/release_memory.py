@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tasks.engine.base.facts import DeviceFacts, Owner, ReleaseFacts
 from tasks.engine.memory.leaks import LeakError, describe_leak, release_device_memory
-from tasks.run.run_task import run_task
+from tasks.process.run_task import run_task
 
 log = logging.getLogger(__name__)
 

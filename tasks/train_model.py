@@ -20,7 +20,7 @@ from tasks.engine.training import trainer
 from tasks.engine.training.admission import PastRuns
 from tasks.engine.training.loop import StopRequest
 from tasks.process import forks, signals
-from tasks.run.run_task import run_task
+from tasks.process.run_task import run_task
 
 
 @run_task

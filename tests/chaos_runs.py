@@ -35,9 +35,8 @@ from tasks.engine.training.loop import StopRequest
 from tasks.prepare_data import prepare_data
 from tasks.process import signals
 from tasks.release_memory import release_memory
-from tasks.run.known_runs import list_known_runs
+from tasks.run.known_runs import list_known_runs, list_run_folders, read_json, read_start
 from tasks.run.record import Record
-from tasks.run.run_folders import list_run_folders, read_json, read_start
 from tasks.tracking.journal import SENDING_LOCK
 from tasks.tracking.where import TrackingError
 from tasks.train_model import train_model

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 SUBJECTS = {
     "tasks/engine/files/targets.py": ["files/test_split.py"],
     "tasks/engine/files/row_parts.py": ["data/test_row_parts.py"],
-    "tasks/engine/data/scores.py": ["data/test_figures.py"],
+    "tasks/engine/base/scores.py": ["data/test_figures.py"],
     "tasks/engine/files/encoding.py": ["files/test_encoding.py"],
     "tasks/engine/step/optim.py": ["step/test_optim.py"],
     "tasks/engine/step/evaluation.py": ["step/test_evaluation.py", "training/test_loop.py"],

@@ -21,8 +21,7 @@ from tasks.engine.base.units import (
     format_seconds,
     make_printable,
 )
-from tasks.run.known_runs import KnownRun
-from tasks.run.live_runs import find_user_name
+from tasks.run.known_runs import KnownRun, find_user_name
 
 # The last ones go first where there is no room; those of a live training are told below it then.
 COLUMNS = ("run", "state", "step", "time", "loss", "id", "samples/s", "peak", "epoch", "device")

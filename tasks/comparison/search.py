@@ -34,7 +34,7 @@ from tasks.comparison.trainings import ComparisonFolder, TrainingEnd
 from tasks.engine.base.units import format_number, format_percent
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
-from tasks.run.run_folders import read_json
+from tasks.run.known_runs import read_json
 from tasks.tracking.journal import read_metric_batches
 
 STUDY = "study.journal"

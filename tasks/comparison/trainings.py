@@ -29,9 +29,9 @@ from tasks.engine.settings.read_settings import (
 from tasks.process.prefect_http import FLOW_RUN
 from tasks.process.redaction import redact
 from tasks.run.flow_run import PARENT
+from tasks.run.known_runs import LOCK as TRAINING_LOCK
+from tasks.run.known_runs import list_run_folders, read_json, read_start
 from tasks.run.resume import is_key_held, make_timestamp
-from tasks.run.run_folders import LOCK as TRAINING_LOCK
-from tasks.run.run_folders import list_run_folders, read_json, read_start
 
 STATE = "comparison.json"
 LOCK = "comparison.lock"

@@ -19,7 +19,7 @@ from tasks.engine.base.timing import Stopwatch
 from tasks.engine.memory.leaks import make_release_metrics
 from tasks.engine.memory.memory_meter import MIB
 from tasks.engine.settings.run_config import DataConfig
-from tasks.engine.training.oom_files import OutOfMemory
+from tasks.engine.training.oom_report import OutOfMemory
 from tasks.process.prefect_http import compute_uptime
 from tasks.run.failures import Failure, classify_failure
 

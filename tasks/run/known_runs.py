@@ -1,30 +1,292 @@
-"""Lists the trainings of this host: those that live, with how far they are, and the newest
-of those that ended, with how. It reads the announcements and the folders of the runs, and
-asks no server.
+"""Reads the folders of runs, and what each says of its run's beginning. It imports no
+PyTorch.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import os
+import pwd
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from tasks.engine.base.file_lock import is_held
+import psutil
+
+from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, list_steps
-from tasks.run.live_runs import LiveRun, find_live_runs, find_owner
-from tasks.run.run_folders import (
-    LOCK,
-    RunStart,
-    list_run_folders,
-    make_resume_command,
-    read_json,
-    read_start,
-)
+from tasks.engine.device import leases
+from tasks.engine.device.leases import Leases
+from tasks.process.prefect_http import compute_uptime
+from tasks.process.redaction import redact
+from tasks.tracking import journal
 from tasks.tracking.journal import BEGIN, SENDING_LOCK, Line, read_journal_ends
+
+START, LOCK = journal.START, journal.TRAINING_LOCK
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """How a run began; kept in its folder as start.json."""
+
+    run_id: str
+    experiment_id: str
+    name: str
+    key: str = ""
+    resumed: int = 0  # times that it was gone on with
+    pid: int = 0  # that trains, or trained last
+    began_at: float = 0.0  # Unix time
+    spent_s: float = 0.0  # by the times before
+    device: str = ""  # its kind
+    retries: int = 0  # since there was a newer checkpoint; 0 again where no more is to come
+    retried_at: int = 0  # step of the checkpoint at the last of them
+    after: str = ""  # which class of failure it came
+    steps: int = 0  # that it is to take
+    epochs: int = 0
+    made_at: float = 0.0  # Unix time; see `choose_made_at`
+
+    def write(self, folder: Path) -> None:
+        half = folder / f"{START}.new"
+        half.write_text(json.dumps(asdict(self)))
+        half.rename(folder / START)
+
+    def mark_as_retry(self, before: RunStart | None, *, on: str) -> RunStart:
+        """Return this start on a device of that kind, as a retry of `before` if given."""
+        was = before or self
+        self = replace(self, retries=was.retries, retried_at=was.retried_at, after=was.after)
+        return replace(self, device=on)
+
+    def make_next(self, folder: Path) -> RunStart:
+        """Return the start of the next time, with the seconds that the times before took.
+
+        The last one has recorded how long it took, or lasted, as far as is known, until its
+        newest metric.
+        """
+        spent_s = self.spent_s
+        try:
+            told = read_json(folder / "run.json")["metrics"]["time/total_s"]
+            spent_s = max(spent_s, float(told))
+        except (ValueError, LookupError, TypeError):
+            with suppress(OSError):
+                spent_s += max(0.0, (folder / "metrics.jsonl").stat().st_mtime - self.began_at)
+        return replace(
+            self, resumed=self.resumed + 1, pid=os.getpid(), began_at=time.time(), spent_s=spent_s
+        )
+
+
+def read_start(folder: Path) -> RunStart | None:
+    """Return how the run of this folder began; None where it is no run's folder.
+
+    MLflow may know the run only since then.
+    """
+    with suppress(TypeError):
+        start = RunStart(**read_json(folder / START))
+        with suppress(LookupError):
+            sent = read_json(folder / "sent.json") if not start.run_id else {}
+            start = replace(start, run_id=sent["run_id"], experiment_id=sent["experiment_id"])
+        return start
+    return None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return what a JSON file of a run's folder says.
+
+    Empty where it is not there, or is damaged.
+    """
+    with suppress(OSError, ValueError):
+        found = json.loads(file.read_text())
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def list_run_folders(runs: Path) -> list[Path]:
+    """Return the folders of runs, the newest first, by what their start.json says.
+
+    A folder's name has the time of a clock, which may be that of another time zone, or of the
+    hour that comes twice.
+    """
+    found = (file.parent for file in runs.glob(f"*/{START}"))
+    return sorted(found, key=lambda folder: (_read_made_at(folder), folder.name), reverse=True)
+
+
+def choose_made_at(runs: Path) -> float:
+    """Return the `made_at` of a run that is made now: later than that of any run there.
+
+    It is the time, but where the clock was set back since the newest run was made.
+    """
+    newest = max(map(_read_made_at, (file.parent for file in runs.glob(f"*/{START}"))), default=0.0)
+    return max(time.time(), newest + 0.001)
+
+
+def _read_made_at(folder: Path) -> float:
+    start = read_json(folder / START)
+    with suppress(TypeError, ValueError):
+        # Of an older version: when it began, or was gone on with.
+        return float(start.get("made_at") or start.get("began_at") or 0)
+    return 0.0
+
+
+def make_resume_command(run_id: str) -> str:
+    """Return the command by which a person goes on with that run."""
+    return f"python -m flows.train --resume {run_id}"
+
+
+NEW_S = 60.0
+MOST_BYTES = 2**16  # of a file that anybody may have written
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """What a training announces of itself; what it does not know yet is empty."""
+
+    name: str = ""
+    folder: str = ""
+    run_id: str = ""
+    stage: str = "starting"
+    waits_for: str = ""
+    device: str = ""
+    steps: int = 0
+    epochs: int = 0
+    pid: int = 0
+    started_at: float = 0.0  # the process, Unix time
+    uptime_s: str = ""  # of the host then; see prefect_http.compute_uptime
+    uid: int = 0  # of the file's owner, whatever the file says
+
+
+class Announcement:
+    """The announcement of this process.
+
+    A context manager around a run: on exit it is removed.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        me = psutil.Process()
+        told = {"name": redact(name), "folder": str(folder), "pid": me.pid}
+        self.live = LiveRun(**told, started_at=me.create_time(), uptime_s=compute_uptime(me))  # type: ignore[arg-type]
+        self._place = leases.find_lease_folder()
+        self._path = self._place / f"{time.time_ns():020d}-{me.pid}.run"
+        self._lock: FileLock | None = None
+
+    def make_leases(self, wait_s: float, told: Callable[[str], None] = lambda _: None) -> Leases:
+        """Return leases that announce here what they wait for, and call `told` with it."""
+        holder = f"process {self.live.pid}, {self.live.name}"
+
+        def waits(reason: str) -> None:
+            self.tell(waits_for=reason)
+            told(reason)
+
+        return Leases(self._place, wait_s=wait_s, holder=holder, told=waits)
+
+    def tell(self, **known: str | int) -> None:
+        """Announce what is known from now on, by the fields of LiveRun."""
+        self.live = replace(self.live, **known)  # type: ignore[arg-type]
+        with suppress(OSError):
+            if self._lock is not None:
+                self._lock.write(json.dumps(asdict(self.live)))
+
+    def __enter__(self) -> Announcement:
+        half = self._path.with_suffix(".new")
+        try:
+            leases.make_shared_folder(self._place)
+            self._lock = FileLock(half, mode=0o644)
+            self._lock.take(json.dumps(asdict(self.live)))
+            half.rename(self._path)  # only now: others see it locked, or not at all
+        except OSError as error:
+            log.info("flows.runs does not show this: %s %s", self._place, error.strerror)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self._path.unlink()
+        if self._lock is not None:
+            self._lock.close()
+
+
+def find_live_runs() -> list[LiveRun]:
+    """Return the trainings that live, in the order in which they began.
+
+    Files of trainings that are gone are removed.
+    """
+    found = []
+    for path in leases.list_trusted_files(leases.find_lease_folder(), "*.run"):
+        if not is_held(path):
+            with suppress(OSError):
+                path.unlink()
+        elif (live := _read_live_run(path)) is not None:
+            found.append(live)
+    return found
+
+
+def find_left_files() -> list[Path]:
+    """Return this user's announcements and queue tickets whose processes are gone."""
+    found = []
+    for path in leases.list_trusted_files(leases.find_lease_folder(), "*.*"):
+        with suppress(OSError):
+            about = path.lstat()
+            # Between its making and its locking a new one is nobody's.
+            is_left = path.suffix in (".run", ".ticket") or (
+                path.suffix == ".new" and time.time() - about.st_mtime > NEW_S
+            )
+            if is_left and about.st_uid == os.getuid() and not is_held(path):
+                found.append(path)
+    return found
+
+
+def is_live(live: LiveRun) -> bool:
+    """Return whether that training still lives, whatever else its process does."""
+    of = (live.folder, live.pid, live.started_at)
+    return any((one.folder, one.pid, one.started_at) == of for one in find_live_runs())
+
+
+def find_process(live: LiveRun) -> psutil.Process | None:
+    """Return that very process; None where it can't be seen, or is not its file's owner's."""
+    with suppress(psutil.Error):
+        process = psutil.Process(live.pid)
+        is_same = abs(process.create_time() - live.started_at) < 1
+        is_same |= compute_uptime(process) == live.uptime_s  # the clock was set since
+        if is_same and process.uids().effective == live.uid:
+            return process
+    return None
+
+
+def find_owner(live: LiveRun) -> str:
+    """Return the name of its user."""
+    return find_user_name(live.uid)
+
+
+def find_user_name(uid: int) -> str:
+    """Return the user's name; the number of one without, as in a container."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _read_live_run(path: Path) -> LiveRun | None:
+    """Return what the file says; None where it is not what a training writes."""
+    with suppress(OSError, ValueError, TypeError, AttributeError, OverflowError):
+        with open(path, "rb", opener=_open_without_blocking) as file:
+            text, uid = (
+                file.read(MOST_BYTES).decode(errors="replace"),
+                os.fstat(file.fileno()).st_uid,
+            )
+        told = json.JSONDecoder().raw_decode(text)[0]
+        known = {k: type(v)(told.get(k, v)) for k, v in asdict(LiveRun()).items()}
+        return LiveRun(**{**known, "uid": uid})
+    return None
+
+
+def _open_without_blocking(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+
 
 PEAK, RUN_PEAK = "memory/peak_allocated_mib", "memory/run_peak_allocated_mib"  # of a window; of all
 LEAST_LETTERS = 6  # of an id

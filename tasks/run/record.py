@@ -1,4 +1,8 @@
-"""The record of one run: its journal, its clock, what it has found, and its end."""
+"""Shows in Prefect which run has a device, and which waits for one: a concurrency limit of
+one slot a device, and a state of the flow run. It decides nothing: that does the lease of
+the host, which needs no server. A Prefect that is away, or behind, is no reason to wait or
+to fail.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,18 @@ import logging
 import os
 import shlex
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from json import dumps
 from pathlib import Path
 from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import ConcurrencyLeaseHolder, State
+from prefect.runtime import flow_run
+from prefect.states import Running
 
 from tasks.engine.base.facts import DataFacts, Owner, ReleaseFacts, TrainFacts
 from tasks.engine.base.units import make_printable
@@ -23,7 +33,7 @@ from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import Plan
 from tasks.engine.training.admission import WANTED, PastRuns
 from tasks.process.redaction import redact, redact_nested
-from tasks.run import device_slots
+from tasks.process.run_task import CURRENT_RUN
 from tasks.run.failures import Failure
 from tasks.run.findings import (
     Findings,
@@ -33,17 +43,59 @@ from tasks.run.findings import (
     make_device_tags,
 )
 from tasks.run.gate import compare_with_history, compute_gate_key
-from tasks.run.live_runs import Announcement
+from tasks.run.known_runs import Announcement, RunStart, choose_made_at
 from tasks.run.preflight import check_fit
 from tasks.run.progress import Progress, log_during_silence
 from tasks.run.resume import RunClaim, log_resume_command, make_retry_tags
-from tasks.run.run_folders import RunStart, choose_made_at
-from tasks.run.run_task import CURRENT_RUN
 from tasks.services import serve
 from tasks.tracking.journal import ONCE, Journal, JournalError, RunGone
 from tasks.tracking.where import TrackingError, read_tracking_settings
 
+FREE_AFTER_S = 60.0  # of a slot whose holder is gone, as Prefect shows it; the least it takes
+PATIENCE_S = 1.0  # for the slot of a holder that is gone
 log = logging.getLogger(__name__)
+
+
+def show_waiting(reason: str) -> None:
+    """Give this flow run a state that says what it waits for.
+
+    An empty reason: it waits no more.
+    """
+    if not flow_run.id:
+        return
+    state: State = Running(name="AwaitingDevice", message=reason) if reason else Running()
+    with suppress(Exception), get_client(sync_client=True) as client:
+        client.set_flow_run_state(UUID(flow_run.id), state, force=True)
+
+
+@contextmanager
+def take_device_slot(device: str) -> Iterator[None]:
+    """Take the slot of the concurrency limit named after the device, for the block."""
+    from prefect.concurrency.sync import concurrency  # some ms that a start-up can do without
+
+    stack = ExitStack()
+    try:
+        if flow_run.id:
+            with get_client(sync_client=True) as client:
+                client.upsert_global_concurrency_limit_by_name(device, limit=1)
+            holder = ConcurrencyLeaseHolder(type="flow_run", id=UUID(flow_run.id))
+            slot = concurrency(
+                device,
+                timeout_seconds=PATIENCE_S,
+                lease_duration=FREE_AFTER_S,
+                holder=holder,
+                raise_on_lease_renewal_failure=False,
+            )
+            stack.enter_context(slot)
+    except Exception as error:  # of any kind: it is only shown
+        log.debug("%s: not shown in Prefect: %s", device, error)
+    try:
+        yield
+    finally:
+        with suppress(Exception):  # the server may have gone since
+            stack.close()
+
+
 _ended: list[Record] = []
 
 
@@ -84,7 +136,7 @@ class Record:
         self._screen, self._held = ExitStack(), ExitStack()
         self._is_over = threading.Event()
         self._live = Announcement(self.folder, self._claim.name)
-        self.leases = self._live.make_leases(config.device.wait_s, told=device_slots.show_waiting)
+        self.leases = self._live.make_leases(config.device.wait_s, told=show_waiting)
 
     @property
     def folder(self) -> Path:
@@ -199,7 +251,7 @@ class Record:
             run_id=start.run_id, device=device.name, steps=plan.steps, epochs=plan.epochs
         )
         if self.leases.is_held:
-            self._held.enter_context(device_slots.take_device_slot(device.uuid or device.name))
+            self._held.enter_context(take_device_slot(device.uuid or device.name))
         return measured
 
     def _reopen(self) -> dict[str, float] | None:

@@ -35,7 +35,7 @@ from tasks.engine.training.loop import compute_end_time
 from tasks.process import restart
 from tasks.process.redaction import redact
 from tasks.run.failures import Failure
-from tasks.run.run_folders import (
+from tasks.run.known_runs import (
     LOCK,
     RunStart,
     list_run_folders,

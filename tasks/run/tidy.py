@@ -22,8 +22,14 @@ from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, list_steps
 from tasks.process import children, prefect_http
 from tasks.process.prefect_http import FlowRunEnd
 from tasks.process.redaction import redact
-from tasks.run.live_runs import find_left_files, find_live_runs
-from tasks.run.run_folders import LOCK, START, list_run_folders, read_start
+from tasks.run.known_runs import (
+    LOCK,
+    START,
+    find_left_files,
+    find_live_runs,
+    list_run_folders,
+    read_start,
+)
 from tasks.services import local_prefect, serve
 from tasks.services.processes import find_parts, find_worker_starts
 from tasks.tracking.journal import SENDING_LOCK

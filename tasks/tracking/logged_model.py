@@ -28,9 +28,9 @@ from mlflow.models.utils import _save_example
 from mlflow.types import ColSpec, Schema, TensorSpec
 from mlflow.types.schema import AnyType
 
+from tasks.engine.base.raw_inputs import restore_raw_values
+from tasks.engine.base.structured_inputs import describe_inputs, is_structured
 from tasks.engine.models.checksums import write_checksums
-from tasks.engine.models.raw_inputs import restore_raw_values
-from tasks.engine.models.structured_inputs import describe_inputs, is_structured
 
 if TYPE_CHECKING:
     from tasks.tracking.mlflow_run import SendingState
@@ -48,8 +48,8 @@ CODE = (
     "engine/models/model_call.py",
     "engine/models/own_factory.py",
     "engine/models/predictor.py",
-    "engine/models/raw_inputs.py",
-    "engine/models/structured_inputs.py",
+    "engine/base/raw_inputs.py",
+    "engine/base/structured_inputs.py",
     "engine/settings/__init__.py",
     "engine/settings/model_args.py",
 )

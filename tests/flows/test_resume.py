@@ -19,9 +19,8 @@ from flows.train import train
 from tasks.engine.base.file_lock import is_held
 from tasks.engine.checkpoint.kept_steps import list_steps
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.run.known_runs import list_known_runs
+from tasks.run.known_runs import LOCK, RunStart, list_known_runs, list_run_folders
 from tasks.run.resume import find_resumed_folder, find_unfinished_folder, lock_for_training
-from tasks.run.run_folders import LOCK, RunStart, list_run_folders
 from tasks.tracking.where import TrackingError
 
 Desk = Callable[..., subprocess.Popen[str]]

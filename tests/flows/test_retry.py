@@ -23,8 +23,8 @@ from tasks.engine.settings.read_settings import ConfigError, resolve_config
 from tasks.engine.settings.run_config import RunConfig, RunSettings, TrainConfig
 from tasks.run import flow_run
 from tasks.run.failures import Failure
+from tasks.run.known_runs import RunStart, read_start
 from tasks.run.resume import find_failed_start, make_retry_tags, plan_retry
-from tasks.run.run_folders import RunStart, read_start
 
 Desk = Callable[..., subprocess.Popen[str]]
 LOST = Failure("device_lost", "CUDA error: unspecified launch failure", cure="always")

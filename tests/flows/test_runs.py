@@ -17,9 +17,14 @@ import pytest
 
 from flows import stop
 from tasks.engine.base.file_lock import FileLock, is_held
-from tasks.run.known_runs import KnownRun, find_called_runs, list_known_runs
-from tasks.run.live_runs import find_live_runs
-from tasks.run.run_folders import LOCK, RunStart
+from tasks.run.known_runs import (
+    LOCK,
+    KnownRun,
+    RunStart,
+    find_called_runs,
+    find_live_runs,
+    list_known_runs,
+)
 from tests.conftest import PYTHON, ROOT, desk_environment
 
 Desk = Callable[..., subprocess.Popen[str]]
@@ -80,7 +85,7 @@ def test_a_training_is_listed_as_it_trains_and_stopped_with_a_checkpoint(
 IGNORES = """
 import signal, sys, time
 from pathlib import Path
-from tasks.run.live_runs import Announcement
+from tasks.run.known_runs import Announcement
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 for name in sys.argv[1:-1]:
     Announcement(Path(name), name).__enter__()

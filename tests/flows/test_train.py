@@ -25,7 +25,7 @@ from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.training import shared_model, trainer
 from tasks.engine.training.admission import Admission
-from tasks.engine.training.oom_files import OutOfMemory
+from tasks.engine.training.oom_report import OutOfMemory
 from tasks.run.preflight import BAD_INPUT
 from tasks.tracking import journal
 from tasks.tracking.journal import JournalError

@@ -13,12 +13,12 @@ from tasks.engine.memory.allocator_stats import make_allocator, make_history
 from tasks.engine.memory.caching_allocator import read_rules
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import SNAPSHOT_FILE, clear_frames, is_oom, record_history
-from tasks.engine.memory.oom_report import explain_oom, parse_oom_message
 from tasks.engine.settings.read_settings import override_config
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.micro_batches import MemoryExhausted, MicroBatches
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
+from tasks.engine.training.oom_report import explain_oom, parse_oom_message
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)

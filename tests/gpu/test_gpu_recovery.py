@@ -24,7 +24,7 @@ from tasks.engine.step import optim
 from tasks.engine.step.plan import Plan, make_plan
 from tasks.engine.training import shared_model, trainer
 from tasks.engine.training.admission import Admission
-from tasks.engine.training.oom_files import OutOfMemory
+from tasks.engine.training.oom_report import OutOfMemory
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)

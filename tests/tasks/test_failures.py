@@ -14,10 +14,9 @@ from tasks.engine.checkpoint.checkpoints import NoRoom
 from tasks.engine.device.detection import DeviceError, TemporaryDeviceError
 from tasks.engine.files.source_data import DataError
 from tasks.engine.launch.agent import LostProcess
-from tasks.engine.memory.oom_report import OomExplanation, OomMessage
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.training.oom_files import OutOfMemory
+from tasks.engine.training.oom_report import OomExplanation, OomMessage, OutOfMemory
 from tasks.process.signals import Interrupted, Terminated
 from tasks.run.failures import Failure, classify_failure
 from tasks.tracking.journal import JournalError

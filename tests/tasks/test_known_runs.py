@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from tasks.engine.base.file_lock import FileLock
-from tasks.run.known_runs import KnownRun, find_called_runs, list_known_runs
-from tasks.run.live_runs import Announcement
-from tasks.run.run_folders import RunStart
+from tasks.run.known_runs import Announcement, KnownRun, RunStart, find_called_runs, list_known_runs
 from tasks.tracking.journal import make_line
 
 LOSS, PEAK = "train/loss", "memory/peak_allocated_mib"

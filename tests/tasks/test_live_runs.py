@@ -10,13 +10,13 @@ import pytest
 
 from tasks.engine.base.file_lock import FileLock
 from tasks.engine.device.leases import DevicesBusyError, Leases
-from tasks.run.live_runs import Announcement, LiveRun, find_live_runs
+from tasks.run.known_runs import Announcement, LiveRun, find_live_runs
 from tests.conftest import PYTHON, ROOT
 
 LIVES = """
 import time
 from pathlib import Path
-from tasks.run.live_runs import Announcement
+from tasks.run.known_runs import Announcement
 with Announcement(Path("/runs/a"), "another") as mine:
     mine.tell(stage="train model", steps=10)
     print("told", flush=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tasks.run.known_runs import START, RunStart, choose_made_at, list_run_folders
 from tasks.run.resume import find_unfinished_folder
-from tasks.run.run_folders import START, RunStart, choose_made_at, list_run_folders
 from tasks.tracking.mlflow_store import remove_old_journals
 
 

@@ -12,8 +12,7 @@ from flows.cli.tidy_command import main, parse_age_s
 from tasks.engine.base.file_lock import FileLock
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.process.prefect_http import call_api, is_healthy
-from tasks.run.live_runs import Announcement
-from tasks.run.run_folders import RunStart
+from tasks.run.known_runs import Announcement, RunStart
 
 GONE = {"host": socket.gethostname(), "pid": "4194305", "process.started_at": "1.0"}
 DAY_S = 86400

@@ -34,12 +34,12 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from tasks.engine.base import nested
 from tasks.engine.base.import_paths import describe_error, get_error_message
+from tasks.engine.base.structured_inputs import LABELS
 from tasks.engine.base.units import format_mebibytes
 from tasks.engine.batches.pinned_staging import Mark
 from tasks.engine.files.source_data import DataError
 from tasks.engine.memory.memory_meter import is_oom
 from tasks.engine.memory.pinned_memory import PINNING
-from tasks.engine.models.structured_inputs import LABELS
 
 IGNORED = -100  # the label that PyTorch's losses skip by default
 REMEDY = "set data.task, and train.loss to a function of your own"

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, empty
 
+from tasks.engine.base.nested import get_local_part
 from tasks.engine.checkpoint.checkpoint_files import (
     SHARDED,
     Checkpoint,
@@ -37,7 +38,6 @@ from tasks.engine.checkpoint.checkpoint_files import (
     write_tensors,
 )
 from tasks.engine.distributed.ranks import Ranks
-from tasks.engine.distributed.shards import get_local_part
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tasks.engine.base.nested import shard_like
 from tasks.engine.base.seeds import get_random_state, set_random_state
-from tasks.engine.distributed.shards import shard_like
 from tasks.engine.memory.pinned_memory import PINNING, allocate_pinned
-from tasks.engine.step.best_weights import iterate_tensors
+from tasks.engine.step.evaluation import iterate_tensors
 
 
 class Stateful(Protocol):

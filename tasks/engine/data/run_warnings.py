@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from tasks.engine.base.facts import DataFacts
+from tasks.engine.base.scores import MEAN, MEDIAN
 from tasks.engine.base.units import format_number, format_percent
-from tasks.engine.data.scores import MEAN, MEDIAN
 from tasks.engine.files import scaling
 from tasks.engine.files.source_data import RawData, shorten
 from tasks.engine.files.table_rows import Table

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from tasks.engine.base.nested import gather_full
 from tasks.engine.distributed.ranks import Ranks
-from tasks.engine.distributed.shards import gather_full
 from tasks.engine.settings.read_settings import ConfigError
 
 

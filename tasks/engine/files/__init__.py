@@ -2,6 +2,6 @@
 encoded; the cache of prepared arrays. It refuses every file that is not what it claims, by row
 and column.
 
-Front doors: arrays, columns, encoding, image_folders, images, number_formats, parquet_parts,
-prepared_cache, row_parts, scaling, source_data, table_rows, tables, targets, text_tables, tokens.
+Front doors: arrays, columns, encoding, image_folders, images, prepared_cache, row_parts, scaling,
+source_data, table_files, table_rows, tables, targets, tokens.
 """

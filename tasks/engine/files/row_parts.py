@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import compute
 
-from tasks.engine.files.columns import DATES, find_stray_cell, parse_cells, trim_cells
-from tasks.engine.files.number_formats import Spelling
+from tasks.engine.files.columns import DATES, Spelling, find_stray_cell, parse_cells, trim_cells
 from tasks.engine.files.source_data import DataError, RawData, shorten
 from tasks.engine.files.targets import (
     STREAM,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tasks.engine.base.raw_inputs import LARGEST
 from tasks.engine.files.source_data import DataError, RawData
-from tasks.engine.models.raw_inputs import LARGEST
 
 LARGEST_FEATURE = LARGEST  # 1e38 is some format's "missing"; predictions hold the same
 LARGEST_SCALED = 1e30

@@ -19,9 +19,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from tasks.engine.base.raw_inputs import compute_date_parts
 from tasks.engine.files import prepared_cache
 from tasks.engine.files.columns import LearntColumn
-from tasks.engine.models.raw_inputs import compute_date_parts
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from tasks.engine.base.raw_inputs import NOTHING
 from tasks.engine.files.columns import (
     CATEGORY,
     DATE,
@@ -24,11 +25,11 @@ from tasks.engine.files.columns import (
     WAYS,
     ColumnSource,
     ColumnSummary,
+    Spelling,
     classify_type,
     describe_refused_type,
+    is_number,
 )
-from tasks.engine.files.number_formats import Spelling, is_number
-from tasks.engine.files.parquet_parts import read_common_schema, read_parquet_batches
 from tasks.engine.files.prepared_cache import check_disk_room
 from tasks.engine.files.row_parts import compute_split_keys
 from tasks.engine.files.source_data import (
@@ -45,15 +46,16 @@ from tasks.engine.files.source_data import (
     resolve_cache_folder,
     shorten,
 )
-from tasks.engine.files.table_rows import VALUE_BYTES, RowStore, Table, read_ahead
-from tasks.engine.files.text_tables import (
+from tasks.engine.files.table_files import (
     BELOW,
     TextTable,
     open_text_table,
     read_cell,
+    read_common_schema,
+    read_parquet_batches,
     read_text_rows,
 )
-from tasks.engine.models.raw_inputs import NOTHING
+from tasks.engine.files.table_rows import VALUE_BYTES, RowStore, Table, read_ahead
 from tasks.engine.settings.run_config import DataConfig
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tasks.engine.base.units import format_number
-from tasks.engine.files.number_formats import TEXT, WRITTEN, describe_remedy, find_form
+from tasks.engine.files.columns import TEXT_TYPE, WRITTEN, describe_remedy, find_form
 from tasks.engine.files.source_data import MOST_SHOWN, DataError, RawData, format_list, shorten
 from tasks.engine.settings.run_config import DataConfig
 
@@ -202,7 +202,7 @@ def _refuse_amounts(raw: RawData, task: str, names: list[str]) -> None:
     """Raises DataError for text where numbers are asked for, and for numbers that came as text."""
     forms = {name: find_form(name, raw.decimal or ".") for name in names}
     otherwise = [name for name in names if forms[name] == WRITTEN]
-    words = [name for name in names if forms[name] == TEXT]
+    words = [name for name in names if forms[name] == TEXT_TYPE]
     if task == "auto" and (
         2 * len(words) > len(names) or not (otherwise or len(names) > MOST_AUTO_CLASSES)
     ):

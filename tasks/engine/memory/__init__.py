@@ -3,5 +3,5 @@ operation, and the proof that all was given back. It calls an allocator by its p
 where there are any, and leaves out what a device does not tell.
 
 Front doors: allocation_log, allocator_stats, caching_allocator, leaks, memory_by_owner,
-memory_meter, oom_report.
+memory_meter, pinned_memory.
 """

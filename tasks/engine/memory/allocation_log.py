@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tasks.engine.base.nested import get_local_part
 from tasks.engine.base.units import format_mebibytes
-from tasks.engine.distributed.shards import get_local_part
 from tasks.engine.memory.caching_allocator import AllocateEvent, AllocatorEvent, FreeEvent
 
 _TORCH = str(Path(torch.__file__).parent)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tasks.engine.models.structured_inputs import LABELS, Inputs
+from tasks.engine.base.structured_inputs import LABELS, Inputs
 
 
 class NoOutputsError(TypeError):

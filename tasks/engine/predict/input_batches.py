@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from tasks.engine.base.raw_inputs import NOTHING
+from tasks.engine.base.structured_inputs import describe_inputs, is_structured
 from tasks.engine.files import arrays
 from tasks.engine.files.columns import (
     CATEGORY,
@@ -24,12 +26,11 @@ from tasks.engine.files.columns import (
     EMPTY,
     NUMBER,
     TEXT,
+    Spelling,
     classify_type,
     find_stray_cell,
     parse_cells,
 )
-from tasks.engine.files.number_formats import Spelling
-from tasks.engine.files.parquet_parts import read_parquet_batches, read_schema
 from tasks.engine.files.source_data import (
     DataError,
     check_memory,
@@ -37,9 +38,14 @@ from tasks.engine.files.source_data import (
     format_list,
     shorten,
 )
-from tasks.engine.files.text_tables import BELOW, TextTable, open_text_table, read_text_rows
-from tasks.engine.models.raw_inputs import NOTHING
-from tasks.engine.models.structured_inputs import describe_inputs, is_structured
+from tasks.engine.files.table_files import (
+    BELOW,
+    TextTable,
+    open_text_table,
+    read_parquet_batches,
+    read_schema,
+    read_text_rows,
+)
 from tasks.engine.predict.request import Order, list_parts, report_as_input
 from tasks.engine.settings.run_config import TABLE_FILES
 

@@ -1,6 +1,6 @@
 """One optimizer step: forward, loss, backward, update, in micro-batches, compiled or replayed,
 and its evaluation. It refuses a model that could not be trained or logged.
 
-Front doors: best_weights, build, choose_step, cuda_graph, evaluation, losses, micro_batches,
-optim, optimizer_step, own_model, plan.
+Front doors: build, choose_step, cuda_graph, evaluation, losses, micro_batches, optim,
+optimizer_step, own_model, plan.
 """

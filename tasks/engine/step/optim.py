@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tasks.engine.base import nested
 from tasks.engine.base.field_types import is_import_path
 from tasks.engine.base.import_paths import describe_error, import_callable
-from tasks.engine.distributed.shards import get_local_part, shard_like
+from tasks.engine.base.nested import get_local_part, shard_like
 from tasks.engine.memory.memory_meter import is_oom
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import FUSED, OptimConfig

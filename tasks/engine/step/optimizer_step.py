@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from tasks.engine.accounts.phases import Watched
 from tasks.engine.base import nested
+from tasks.engine.base.nested import gather_full
 from tasks.engine.distributed.sharding import ParallelModel
-from tasks.engine.distributed.shards import gather_full
 from tasks.engine.step.micro_batches import MicroBatching, SingleAttempt
 from tasks.engine.step.optim import Optimizer
 

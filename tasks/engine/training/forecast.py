@@ -24,6 +24,7 @@ from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.base.field_types import is_import_path
 from tasks.engine.base.import_paths import describe_error
+from tasks.engine.base.scores import KeptRows, shrink_classes
 from tasks.engine.base.seeds import read_cublas_workspace_bytes
 from tasks.engine.batches.dataset_batches import (
     BLOCK_BYTES,
@@ -34,7 +35,6 @@ from tasks.engine.batches.dataset_batches import (
 )
 from tasks.engine.batches.pinned_staging import find_dtype
 from tasks.engine.data.preparation import load_arrays
-from tasks.engine.data.scores import KeptRows, shrink_classes
 from tasks.engine.device.memory_limit import compute_room_bytes, compute_rows_room_bytes
 from tasks.engine.memory.allocation_log import LIBRARIES, MIB, AllocationLog
 from tasks.engine.memory.caching_allocator import (
@@ -52,8 +52,7 @@ from tasks.engine.memory.pinned_memory import PINNING
 from tasks.engine.models import builtin
 from tasks.engine.settings.run_config import FUSED, ModelConfig
 from tasks.engine.step import build, own_model
-from tasks.engine.step.best_weights import iterate_tensors
-from tasks.engine.step.evaluation import choose_eval_rows
+from tasks.engine.step.evaluation import choose_eval_rows, iterate_tensors
 from tasks.engine.step.losses import make_loss
 from tasks.engine.step.micro_batches import SingleAttempt
 from tasks.engine.step.optimizer_step import Step

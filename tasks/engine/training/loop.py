@@ -18,15 +18,14 @@ from torch import Tensor, nn
 
 from tasks.engine.accounts.accounts import Accounts, LoopFacts
 from tasks.engine.base.nested import count_rows
+from tasks.engine.base.scores import UNLOGGED, Cells
 from tasks.engine.base.units import format_seconds
 from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoints import Checkpoints, TrainingPosition
-from tasks.engine.data.scores import UNLOGGED, Cells
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import TrainConfig
-from tasks.engine.step.best_weights import BestWeights
-from tasks.engine.step.evaluation import Evaluator, evaluate
+from tasks.engine.step.evaluation import BestWeights, Evaluator, evaluate
 from tasks.engine.step.losses import NO_ORIGIN, NanOrigin, sum_rows
 from tasks.engine.step.micro_batches import MicroBatching, name_oom_phase
 from tasks.engine.step.optim import Optimizer

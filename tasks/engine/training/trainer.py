@@ -22,17 +22,17 @@ from tasks.engine.accounts.throughput import (
     make_peak_tags,
     make_rates,
 )
+from tasks.engine.base import scores
 from tasks.engine.base.facts import TrainFacts
 from tasks.engine.base.import_paths import forbid_exit
+from tasks.engine.base.scores import ALIKE, UNLOGGED
 from tasks.engine.base.seeds import seed_everything
 from tasks.engine.base.timing import Stopwatch
 from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoint_files import DamagedCheckpoint, NewerCheckpoint
 from tasks.engine.checkpoint.checkpoints import Checkpoints
 from tasks.engine.checkpoint.training_state import StateMismatch
-from tasks.engine.data import scores
 from tasks.engine.data.run_warnings import warn_of_results
-from tasks.engine.data.scores import ALIKE, UNLOGGED
 from tasks.engine.device.detection import set_matmul_precision
 from tasks.engine.device.memory_limit import limit_memory
 from tasks.engine.diagnosis import explain
@@ -70,7 +70,7 @@ from tasks.engine.training.loop import (
     find_batch,
     fit_model,
 )
-from tasks.engine.training.oom_files import (
+from tasks.engine.training.oom_report import (
     OutOfMemory,
     describe_setup_failure,
     explain_failure,

@@ -47,7 +47,6 @@ from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS, OwnedTensors
 from tasks.engine.memory.memory_meter import MemoryMeter, Recorder
 from tasks.engine.models import predictor
-from tasks.engine.step.best_weights import BestWeights
 from tasks.engine.step.build import (
     Shared,
     choose_forward,
@@ -56,7 +55,7 @@ from tasks.engine.step.build import (
     takes_channels_last,
 )
 from tasks.engine.step.choose_step import EarlierTimings, TunedStep
-from tasks.engine.step.evaluation import Evaluator, choose_eval_rows
+from tasks.engine.step.evaluation import BestWeights, Evaluator, choose_eval_rows
 from tasks.engine.step.losses import choose_count, load_own_metrics, make_loss, wrap_in_units
 from tasks.engine.step.micro_batches import MicroBatches
 from tasks.engine.step.optim import Optimizer

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import classification_report, confusion_matrix
 
-from tasks.engine.data.scores import Cells, write_class_scores
+from tasks.engine.base.scores import Cells, write_class_scores
 
 
 def _lines(file: Path) -> list[dict[str, str]]:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from sklearn import metrics as sk
 
-from tasks.engine.data import scores
-from tasks.engine.data.scores import Cells
+from tasks.engine.base import scores
+from tasks.engine.base.scores import Cells
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tasks.engine.data import scores
-from tasks.engine.data.scores import KeptRows, shrink_classes
+from tasks.engine.base import scores
+from tasks.engine.base.scores import KeptRows, shrink_classes
 
 
 @pytest.mark.parametrize(("most", "stride"), [(100, 1), (66, 1), (65, 2), (34, 2), (14, 5)])

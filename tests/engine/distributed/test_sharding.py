@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 from tasks.engine.accounts.phases import Watched
+from tasks.engine.base.nested import get_local_part
 from tasks.engine.checkpoint import checkpoint_files, sharded_files
 from tasks.engine.checkpoint.checkpoint_files import Checkpoint, DamagedCheckpoint, flatten_state
 from tasks.engine.checkpoint.checkpoints import Checkpoints, TrainingPosition
@@ -32,7 +33,6 @@ from tasks.engine.distributed.sharding import (
     gather_full_state,
     shard_model,
 )
-from tasks.engine.distributed.shards import get_local_part
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.models import builtin

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from tasks.engine.base.raw_inputs import make_inputs
 from tasks.engine.data import preparation
-from tasks.engine.files import text_tables
-from tasks.engine.files.number_formats import TEXT, describe_remedy, find_form
+from tasks.engine.files import table_files
+from tasks.engine.files.columns import TEXT_TYPE, describe_remedy, find_form
 from tasks.engine.files.source_data import DataError
-from tasks.engine.models.raw_inputs import make_inputs
 from tasks.engine.predict.input_batches import Needs, read_batches
 from tasks.engine.predict.request import Order
 from tasks.engine.settings.read_settings import resolve_config
@@ -107,7 +107,7 @@ def test_a_number_that_came_as_text_is_refused_by_its_cell_with_what_to_do(tmp_p
 
 @pytest.mark.parametrize("text", CATEGORIES)
 def test_ordinary_categories_are_none_of_them(tmp_path, text):
-    assert find_form(text, ".") == find_form(text, ",") == TEXT
+    assert find_form(text, ".") == find_form(text, ",") == TEXT_TYPE
     facts = preparation.prepare_dataset(_of(tmp_path, [text, f"{text}x", "7"]))
     assert f"a={text}" in facts.feature_names
 
@@ -271,7 +271,7 @@ def test_whole_numbers_are_text_where_one_begins_with_a_zero(
     tmp_path, monkeypatch, code, block_bytes
 ):
     """Story: the zip code 02139 became the number 2139, and 007 became 7."""
-    monkeypatch.setattr(text_tables, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(table_files, "BLOCK_BYTES", block_bytes)
     codes = ["10001", "94103"] * 20 + [code, "10001"] * 2
     lines = [f"{c},{i % 9},{i}.0{i % 7},{i % 2}\n" for i, c in enumerate(codes)]
     facts = preparation.prepare_dataset(_csv(tmp_path, "zip,n,f,y\n" + "".join(lines)))

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
-from tasks.engine.memory.oom_report import OomMessage, explain_oom, parse_oom_message
 from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.training.oom_report import OomMessage, explain_oom, parse_oom_message
 
 CPU = torch.device("cpu")
 GIB = 1024 * MIB

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 import torch
 
+from tasks.engine.base.raw_inputs import count_inputs, make_inputs, restore_raw_values
 from tasks.engine.data import preparation
 from tasks.engine.models import builtin, predictor
-from tasks.engine.models.raw_inputs import count_inputs, make_inputs, restore_raw_values
 from tasks.engine.settings.run_config import DataConfig
 
 COLUMNS = [

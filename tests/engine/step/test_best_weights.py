@@ -5,8 +5,8 @@ import math
 import numpy as np
 from torch import nn
 
-from tasks.engine.data.scores import Cells
-from tasks.engine.step.best_weights import BestWeights
+from tasks.engine.base.scores import Cells
+from tasks.engine.step.evaluation import BestWeights
 
 
 def test_epochs_are_counted_from_the_best_one() -> None:

@@ -20,7 +20,7 @@ from tasks.engine.settings.run_config import (
     TrainConfig,
 )
 from tasks.engine.step import build
-from tasks.engine.step.best_weights import BestWeights
+from tasks.engine.step.evaluation import BestWeights
 from tasks.engine.step.micro_batches import SingleAttempt
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import forecast as forecasting

@@ -16,8 +16,7 @@ from tasks.engine.batches.dataset_batches import draw_row_order, place_rows
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_meter import MemoryMeter
 from tasks.engine.step import optim
-from tasks.engine.step.best_weights import BestWeights
-from tasks.engine.step.evaluation import Evaluator, evaluate
+from tasks.engine.step.evaluation import BestWeights, Evaluator, evaluate
 from tasks.engine.step.micro_batches import MemoryExhausted, MemoryFailure, SingleAttempt
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.plan import Schedule

@@ -10,7 +10,7 @@ from tasks.engine.accounts.step_metrics import Diverged
 from tasks.engine.batches.dataloaders import LoaderBatches
 from tasks.engine.batches.dataset_batches import place_rows
 from tasks.engine.checkpoint.checkpoints import TrainingPosition
-from tasks.engine.step.best_weights import BestWeights
+from tasks.engine.step.evaluation import BestWeights
 from tasks.engine.training.loop import StopRequest, TrainingResult, fit_model
 from tests.engine.training.test_loop import CPU, PLAN, _data, _model, _Narrow, _tools
 

@@ -18,7 +18,7 @@ from tasks.engine.step.micro_batches import MemoryExhausted
 from tasks.engine.step.optim import TorchOptimizer
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
-from tasks.engine.training.oom_files import OutOfMemory
+from tasks.engine.training.oom_report import OutOfMemory
 
 Own = Callable[[str, str], None]
 CODE = """

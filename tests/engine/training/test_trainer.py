@@ -22,7 +22,7 @@ from tasks.engine.step.choose_step import set_cpu_threads
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 from tasks.engine.training.admission import Admission
-from tasks.engine.training.oom_files import OutOfMemory
+from tasks.engine.training.oom_report import OutOfMemory
 
 CPU = torch.device("cpu")
 FEW = {"epochs": 3}

@@ -7,7 +7,7 @@ from pathlib import Path
 from flows.cli.compare_command import parse_comparison
 from tasks.comparison.trainings import GridSource, TrainingEnd, open_comparison, run_trainings
 from tasks.engine.base.file_lock import FileLock
-from tasks.run.run_folders import LOCK, RunStart
+from tasks.run.known_runs import LOCK, RunStart
 
 
 def test_a_training_that_outlived_its_comparison_is_waited_for_and_not_repeated(

@@ -15,8 +15,7 @@ from mlflow import MlflowClient
 
 from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.process.prefect_http import read_flow_run_ends
-from tasks.run.known_runs import list_known_runs
-from tasks.run.run_folders import RunStart
+from tasks.run.known_runs import RunStart, list_known_runs
 from tasks.tracking import send_later
 from tasks.tracking.journal import BEGIN, Journal
 from tasks.tracking.where import TrackingError, TrackingSettings

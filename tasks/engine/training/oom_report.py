@@ -7,11 +7,14 @@ log do not tell is left out.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
+from tasks.engine.accounts.phases import Phases
 from tasks.engine.base.field_types import is_import_path
 from tasks.engine.base.units import format_mebibytes
 from tasks.engine.memory.allocation_log import (
@@ -22,7 +25,10 @@ from tasks.engine.memory.allocation_log import (
     Entry,
     sum_by_owner,
 )
+from tasks.engine.report.memory_timeline import make_timeline_page
 from tasks.engine.settings.run_config import TOKEN_SOURCES, RunConfig
+from tasks.engine.step.micro_batches import MemoryFailure
+from tasks.engine.step.plan import Plan
 
 # All count in steps of 1024, also those that write "GB", as older ones on Metal do.
 _UNITS = {"bytes": 0, "B": 0, "KB": 1, "MB": 2, "GB": 3, "TB": 4}
@@ -283,3 +289,62 @@ def _join_sizes(sizes: Sequence[int]) -> str:
 
 def _format_size(size_bytes: int) -> str:
     return format_mebibytes(size_bytes / MIB)
+
+
+log = logging.getLogger(__name__)
+
+
+class OutOfMemory(RuntimeError):
+    """A run ended for lack of memory: what was tried, what was free and what to change."""
+
+    def __init__(self, explanation: OomExplanation) -> None:
+        super().__init__(explanation.sentence)
+        self.explanation = explanation
+
+
+def describe_setup_failure(error: BaseException) -> MemoryFailure:
+    """Return a failure beside the steps, where nothing is repeated and nobody counted."""
+    return MemoryFailure(str(error), phase="set-up")
+
+
+def explain_failure(
+    failure: MemoryFailure, phases: Phases | None, *, plan: Plan, folder: Path
+) -> OomExplanation:
+    """Return the explanation of a failure, left in `folder`/memory/oom.json as well.
+
+    phases: None where the training had none yet.
+    """
+    explanation = explain_oom(
+        failure.text,
+        phases.accounts.ledger if phases else AllocationLog(plan.torch_device),
+        config=plan.settings,
+        device=plan.device.name,
+        precision=plan.precision,
+        phase=failure.phase,
+        step=failure.step,
+        batch_shape=failure.batch_shape,
+        allocator=failure.allocator,
+        tried=failure.tried,
+        fitted=failure.fitted,
+    )
+    try:
+        (folder / "memory").mkdir(parents=True, exist_ok=True)
+        (folder / "memory" / "oom.json").write_text(explanation.to_json())
+    except OSError as error:
+        log.warning("memory/oom.json could not be written: %s", error)
+    if phases is not None:
+        title = f"Out of memory: {explanation.phase} of step {explanation.step}"
+        write_timeline(phases.accounts.ledger, folder, title=title, lines=[explanation.sentence])
+    return explanation
+
+
+def write_timeline(
+    ledger: AllocationLog, folder: Path, *, title: str, lines: Sequence[str]
+) -> None:
+    """Write the last step that was counted as the page `folder`/memory/snapshot.html."""
+    try:
+        (folder / "memory").mkdir(parents=True, exist_ok=True)
+        file = folder / "memory" / "snapshot.html"
+        file.write_text(make_timeline_page(ledger, title=title, lines=lines), encoding="utf-8")
+    except (OSError, MemoryError) as error:  # drawing takes some 40 MiB
+        log.warning("memory/snapshot.html could not be written: %s", error)
