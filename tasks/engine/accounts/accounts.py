@@ -153,9 +153,9 @@ class Accounts:
         assert self.steps is not None
         self.steps.drain()
 
-    def is_short_of_memory(self, step: int) -> bool:
+    def is_short_of_memory(self) -> bool:
         """Return whether the allocator had to free its cache at two log points running."""
-        return self.is_log_point(step) and self.phases.meter.is_thrashing()
+        return self.phases.meter.is_thrashing()
 
     def measure_memory(self) -> dict[str, float]:
         """Return peaks and owners, in MiB under the names of the run record. Call it before the

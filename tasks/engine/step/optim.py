@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -98,15 +98,17 @@ class Optimizer:
     def _find_with_grads(self) -> list[int]:
         return [i for i, p in enumerate(self.params) if p.grad is not None]
 
-    def _iterate_calls(self, *state: list[Tensor]) -> Iterator[tuple[float, list[list[Tensor]]]]:
-        """Yield the calls of the kernel that a step takes, one for each weight decay: the decay,
-        and the lists of parameters, gradients and of each `state`.
+    def _list_calls(
+        self, which: list[int], *state: list[Tensor]
+    ) -> list[tuple[float, list[list[Tensor]]]]:
+        """Return the calls of the kernel that a step on these parameters takes, one for each weight
+        decay: the decay, and the lists of parameters, gradients and of each `state`.
 
         Where a call runs out of memory, the step is tried again: it begins at that call. The lists
         are those of the step before where every parameter has a gradient again, as nearly always.
         """
-        which = self._find_with_grads()
-        groups = self._groups if len(which) == len(self.params) else None
+        is_whole = len(which) == len(self.params)
+        groups = self._groups if is_whole else None
         if groups is None:
             groups = []
             for decay in sorted({self.decays[i] for i in which}):
@@ -114,13 +116,13 @@ class Optimizer:
                 kept: list[Sequence[Tensor]] = [self.params, *state]
                 lists = [self._list_local([tensors[i] for i in part]) for tensors in kept]
                 groups.append((decay, [self.params[i] for i in part], lists))
-            if self._is_plain and len(which) == len(self.params):
+            if self._is_plain and is_whole:
                 self._groups = groups
-        for decay, with_grads, (params, *others) in groups[self._applied :]:
-            gradients: list[Any] = [p.grad for p in with_grads]
-            yield decay, [params, self._list_local(gradients), *others]
-            self._applied += 1
-        self._applied = 0
+        calls = []
+        for decay, parameters, (local, *others) in groups[self._applied :]:
+            gradients: list[Any] = [p.grad for p in parameters]
+            calls.append((decay, [local, self._list_local(gradients), *others]))
+        return calls
 
 
 class AdamW(Optimizer):
@@ -155,15 +157,19 @@ class AdamW(Optimizer):
             # All or nothing: where memory runs out in between, the step can be tried again.
             self.means, self.squares, self._groups = means, squares, None
         which = self._find_with_grads()
-        if len(which) < len(self.params) and len(set(map(id, self.steps))) == 1:
+        is_one = self.steps[0] is self.steps[-1]  # count for all of them, else each has its own
+        if is_one and len(which) < len(self.params):
             self.steps, self._groups = [count.clone() for count in self.steps], None
-        counts = list({id(self.steps[i]): self.steps[i] for i in which}.values())
+            is_one = False
+        counts = self.steps[:1] if is_one else [self.steps[i] for i in which]
         # A step that is skipped for infinite gradients does not count.
         found_inf = getattr(self, "found_inf", None)
         taken = [1.0 if found_inf is None else 1.0 - found_inf] * len(counts)
         torch._foreach_add_(counts, taken)
         try:
-            for weight_decay, lists in self._iterate_calls(self.means, self.squares, self.steps):
+            for weight_decay, lists in self._list_calls(
+                which, self.means, self.squares, self.steps
+            ):
                 params, gradients, means, squares, steps = lists
                 torch._fused_adamw_(
                     params,
@@ -182,6 +188,8 @@ class AdamW(Optimizer):
                     grad_scale=getattr(self, "grad_scale", None),
                     found_inf=found_inf,
                 )
+                self._applied += 1
+            self._applied = 0
         except RuntimeError:
             # Where memory runs out it is tried again: even the loading of a kernel takes some.
             torch._foreach_sub_(counts, taken)
@@ -225,7 +233,8 @@ class Sgd(Optimizer):
         if self.momentum and not self.momenta:
             # From zeros the first step gives momentum * 0 + gradient: what torch.optim starts with.
             self.momenta, self._groups = [torch.zeros_like(p) for p in self.params], None
-        for weight_decay, lists in self._iterate_calls(*([self.momenta] if self.momentum else [])):
+        which, state = self._find_with_grads(), [self.momenta] if self.momentum else []
+        for weight_decay, lists in self._list_calls(which, *state):
             params, gradients, *momenta = lists
             torch._fused_sgd_(
                 params,
@@ -241,6 +250,8 @@ class Sgd(Optimizer):
                 grad_scale=getattr(self, "grad_scale", None),
                 found_inf=getattr(self, "found_inf", None),
             )
+            self._applied += 1
+        self._applied = 0
 
     def list_state_tensors(self) -> list[Tensor]:
         return list(self.momenta)

@@ -109,16 +109,16 @@ def fit_model(
                 t.optimizer.set_lr(t.rate(step))
                 t.checkpoints.let_go_on()
                 step, batch = step + 1, batch + 1
+                is_read = accounts.is_log_point(step)
                 with accounts.count_step((x, y)):
-                    norm = accounts.is_log_point(step)
-                    outcome = t.step(x, y, norm=norm, watched=accounts.watched)
+                    outcome = t.step(x, y, norm=is_read, watched=accounts.watched)
                 step_rows = train.rows_of_whole or count_rows(y)
                 rows += step_rows
                 sums = sum_rows(x, y) if train.residency == "loader" else ()
                 nan_origin = NanOrigin(sums, tuple(t.outputs)) if sums or t.outputs else NO_ORIGIN
                 accounts.end_step(step, *outcome, rows=step_rows, blame=nan_origin.find_blame)
                 t.outputs.clear()
-                if accounts.is_short_of_memory(step):
+                if is_read and accounts.is_short_of_memory():
                     t.micro.ease("the allocator had to free its cache twice running")
                 accounts.begin_step(step + 1)
                 del x, y  # gone before the next ones come
