@@ -240,9 +240,10 @@ class MicroBatches:
         with. Raises MemoryExhausted, ModelError where the batch was written to and no copy
         was, and anything else that attempt raises.
         """
-        self._grow()
+        if self.rows < self._whole:
+            self._grow()
         state, begun_with = self._copy_state(), self.rows
-        versions = self._count_writes(batch)
+        versions = self._count_writes(batch) if self._own else []
         failure: str | None = None
         while True:
             last, failure, at_end = failure, None, False
@@ -262,7 +263,8 @@ class MicroBatches:
             if failure is None:
                 self._calm += 1
                 self.fitted = max(self.rows, self.fitted or 0)
-                self._refuse_written(batch, versions)
+                if self._own:
+                    self._refuse_written(batch, versions)
                 return done
             self._refuse_unrepeatable(batch, versions, failure)
             self._restore(state)
@@ -371,7 +373,7 @@ class MicroBatches:
         )
 
     def _grow(self) -> None:
-        if self.rows < self._whole and self._calm >= self._patience:
+        if self._calm >= self._patience:
             self._calm = 0
             self.rows = min(self._whole, 2 * self.rows)
 

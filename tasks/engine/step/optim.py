@@ -165,7 +165,10 @@ class AdamW(Optimizer):
         # A step that is skipped for infinite gradients does not count.
         found_inf = getattr(self, "found_inf", None)
         taken = [1.0 if found_inf is None else 1.0 - found_inf] * len(counts)
-        torch._foreach_add_(counts, taken)
+        if is_one:  # a third of the time, which a small step feels
+            counts[0].add_(taken[0])
+        else:
+            torch._foreach_add_(counts, taken)
         try:
             for weight_decay, lists in self._list_calls(
                 which, self.means, self.squares, self.steps

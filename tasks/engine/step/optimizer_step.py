@@ -82,28 +82,28 @@ class Step:
         """Return the loss of the batch; its gradients replace whatever the parameters had
         before."""
         self.optimizer.zero_grad()
-        losses = []
-        count = nested.count_rows(y)
-        whole = rows >= count
-        parts = (
-            [(x, y)]
-            if whole
-            else nested.split_batch((x, y), rows, whole=count, least=self.micro.least)
-        )
-        weight = self.weight()
-        shares = [1.0] if whole else self._compute_shares(parts)
-        for i, (part_x, part_y) in enumerate(parts):
-            is_last = i + 1 == len(parts)
-            with NO_CONTEXT if is_last else self._work_alone():
-                with self.autocast():
-                    loss = self.compute(part_x, part_y)
-                if not whole or weight != 1:
-                    loss = scale_loss(loss, weight * shares[i])
-                self.mark("forward")
-                self.scaler.scale(loss).backward()
-            self.mark("communication" if is_last and self.parallel is not None else "backward")
-            losses.append(loss.detach())
+        count, weight = nested.count_rows(y), self.weight()
+        if rows >= count:
+            return self._add_gradients(x, y, share=None if weight == 1 else weight, is_last=True)
+        parts = nested.split_batch((x, y), rows, whole=count, least=self.micro.least)
+        losses = [
+            self._add_gradients(*parts[i], share=weight * share, is_last=i + 1 == len(parts))
+            for i, share in enumerate(self._compute_shares(parts))
+        ]
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    def _add_gradients(self, x: Any, y: Any, *, share: Any, is_last: bool) -> Tensor:
+        """Return the loss of these rows; add its gradients to what the parameters have. share: how
+        much the loss counts, None for all of it."""
+        with NO_CONTEXT if is_last else self._work_alone():
+            with self.autocast():
+                loss = self.compute(x, y)
+            if share is not None:
+                loss = scale_loss(loss, share)
+            self.mark("forward")
+            self.scaler.scale(loss).backward()
+        self.mark("communication" if is_last and self.parallel is not None else "backward")
+        return loss.detach()
 
     def _compute_shares(self, parts: list[Any]) -> list[Any]:
         """Return how much of the batch's loss each part is; on the device where only that knows."""
