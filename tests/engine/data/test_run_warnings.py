@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tasks.engine.base.facts import DataFacts, TrainFacts
+from tasks.engine.base.scores import ALIKE
 from tasks.engine.data import run_warnings
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
@@ -146,7 +147,7 @@ def _trained(tmp_path: Path, data: DataConfig, named: str, **sections) -> TrainF
         folder=tmp_path,
         log=log,
     )
-    assert not any(run_warnings.ALIKE in metrics for metrics in (*logged, facts.metrics))
+    assert not any(ALIKE in metrics for metrics in (*logged, facts.metrics))
     return facts
 
 
