@@ -1,5 +1,7 @@
-"""Reads the folders of runs, and what each says of its run's beginning. It imports no
-PyTorch.
+"""Lists the trainings of this host: those that live, each by a small file beside the leases that it
+holds locked, with how far they are; and the newest of those that ended, by their folders, with how.
+It asks no server and imports no PyTorch. The lock goes with its process: a file that nobody holds
+is of a training that is gone, and one that can't write such a file trains all the same.
 """
 
 from __future__ import annotations

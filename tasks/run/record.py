@@ -1,7 +1,7 @@
-"""Shows in Prefect which run has a device, and which waits for one: a concurrency limit of
-one slot a device, and a state of the flow run. It decides nothing: that does the lease of
-the host, which needs no server. A Prefect that is away, or behind, is no reason to wait or
-to fail.
+"""The record of one run, from the claim on its folder to its true end in MLflow: its journal, its
+clock, what it has found, and its end. Prefect is shown which run has a device, and which waits for
+one, by a concurrency limit of one slot a device: it decides nothing, that does the lease of the
+host, so that a Prefect that is away is no reason to wait or to fail.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Finds the earlier run that another one goes on with: as asked for, or the last one of the
-same key that did not come to its end; and plans retries. A run's folder is held by the
-process that trains in it, by a lock that goes with the process. It refuses a run that still
-trains, and one of which nothing was kept.
+"""Which run a start is: an earlier one that it goes on with, as asked for or as the last of its key
+that did not come to its end, or a new one; and retries. Key and folder are held by locks that go
+with the process. It refuses a run that still trains, and one of which nothing was kept.
 """
 
 from __future__ import annotations
@@ -212,6 +211,7 @@ class RunClaim:
         self.key = config.run.key or key
         self.anew = ""  # why the key does not go on with its last run
         self._runs = runs
+        self._folder_lock: FileLock | None = None  # of the run to go on with
         self._is_by_key = bool(self.key and not resume)
         self._new_name = name or make_default_name(config)
         with ExitStack() as locks:  # first of the key: of two who look for its run one finds it
@@ -262,7 +262,8 @@ class RunClaim:
             raise NothingKept(
                 f"--resume {self.folder}: {why}; remove that folder, or train without --resume"
             ) from None
-        self._folder_lock.close()
+        if self._folder_lock is not None:
+            self._folder_lock.close()
         self.anew = f"{why}; its folder {self.folder} is left, remove it where nobody needs it"
         self.resumes, self.folder = False, self._choose_folder()
         self.start = self.earlier = None

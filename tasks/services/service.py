@@ -1,6 +1,8 @@
-"""The service's keeper as a unit of the user's systemd, where there is one that outlives a log-out:
-then systemd starts the keeper again when it dies, and with the machine, and the keeper the rest.
-Nothing is asked of root, and nothing of what the unit started is ended with it.
+"""Brings the service up, in the order that makes it safe, and waits until each part really answers;
+and takes it down so that nothing is lost: first the runs, each of which gives its memory back and
+closes its record; then the worker, the server and MLflow. Whatever goes wrong on the way up, what
+was started is ended again, and nothing else. Where a systemd of the user outlives a log-out, the
+keeper is a unit of it, which starts it again when it dies, and with the machine.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ PASSING = re.compile(
 )
 
 
-def is_possible() -> bool:
+def can_make_unit() -> bool:
     """Return whether there is a systemd of this user that stays when the user logs out."""
     if _ask("systemctl", "--user", "show-environment") is None:
         return False
@@ -65,7 +67,9 @@ def make_unit_name(folder: Path) -> str:
     return f"headroom-{provide_mark(folder)[:12]}.service"
 
 
-def put(folder: Path, *, project: Path, command: Sequence[str], env: Mapping[str, str]) -> None:
+def install_unit(
+    folder: Path, *, project: Path, command: Sequence[str], env: Mapping[str, str]
+) -> None:
     """Write the unit and start it, also with the machine. Raises ServeError."""
     unit = _find_unit_path(folder)
     unit.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +84,7 @@ def put(folder: Path, *, project: Path, command: Sequence[str], env: Mapping[str
         _do(["systemctl", "--user", *words])
 
 
-def remove(folder: Path) -> None:
+def remove_unit(folder: Path) -> None:
     """End the unit, and what made it; nothing where there is none."""
     if not (folder / "mark").exists() or not (unit := _find_unit_path(folder)).exists():
         return
@@ -189,7 +193,7 @@ def take_down(folder: Path, *, but: Collection[str] = ()) -> None:
 
 def end_keeper(folder: Path) -> None:
     """End the keeper, so that nothing is started again that is taken down."""
-    remove(folder)
+    remove_unit(folder)
     if KEEPER in (up := find_parts(folder)):
         end_processes([up[KEEPER].process], wait_s=20)
 
@@ -352,10 +356,10 @@ def _start_keeper(plan: ServicePlan) -> None:
     """Start the keeper as a unit of systemd where that restarts it too, else as the others."""
     address = plan.addresses[KEEPER]
     program = make_program(KEEPER, address)
-    if not is_possible():
+    if not can_make_unit():
         _start_from_plan(KEEPER, plan)
         return
-    put(
+    install_unit(
         plan.folder,
         project=plan.project,
         command=program.command,

@@ -1,5 +1,7 @@
-"""Functions on tensors that may be sharded among ranks (DTensor). A run of one rank calls them
-too and imports nothing for it: torch.distributed.tensor would cost half a second.
+"""Functions on batches of any structure: tensors, or tuples, lists and dicts of them, where what is
+no tensor is passed on as it is; and on tensors that may be sharded among ranks (DTensor), for which
+nothing is imported: torch.distributed.tensor would cost half a second. For a batch that is one
+tensor each function costs one isinstance check more than the tensor's own.
 """
 
 from __future__ import annotations

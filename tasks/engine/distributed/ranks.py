@@ -1,6 +1,7 @@
-"""What each of several ranks tells the others while it trains: that it lives, how many collectives
-it has come to, and where its code is. The others name by it who has not come. It ends nothing:
-that is for the time-out of PyTorch's process group.
+"""The processes (ranks) that train one model together: how they exchange plain values, what a
+failing one stores for the others, and by their heartbeats who has not come. A training of one
+process has `Ranks()`, whose methods return its own values. Heartbeats end nothing: that is for the
+time-out of PyTorch's process group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Numbers as people and spreadsheets write them in text: with a decimal comma, thousands, a sign of
-money or percent, a typographic minus, as a date; and codes, such as zip codes, whose leading zeros
-a number would lose. It tells what a text is and how a number has to be written; the patterns mean
-the same to Arrow and to Python.
+"""Reads the columns of a table, block by block out of Arrow: what a column is (numbers, dates, a
+category, or of no use, by its row and cell), its values as numbers with NaN for a missing one, and
+codes for text. Numbers in text are told as people and spreadsheets write them: with a decimal
+comma, thousands, a sign of money or percent; codes, such as zip codes, keep their zeros. Nothing
+here imports pandas.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from tasks.engine.base.raw_inputs import DATE_PARTS, DAY_S, find_numbers
 from tasks.engine.files.scaling import LARGEST_FEATURE
 from tasks.engine.files.source_data import shorten
 
-FORMS = TEXT_TYPE, DIGITS, NUMERAL, CODE, WRITTEN = range(
-    5
-)  # WRITTEN: a number, not as float() takes it
+# WRITTEN: a number, not as float() takes it
+FORMS = TEXT_TYPE, DIGITS, NUMERAL, CODE, WRITTEN = range(5)
 
 _SIGN = "[+\u2212-]?"
 _GAP = "[ \xa0\u2009\u202f]"

@@ -1,6 +1,6 @@
-"""Reads text that holds a table: the first line names the columns and tells what separates cells,
-the rows follow as pyarrow reads them, every cell as it is written. It refuses rows of another
-width than the header, and what is not UTF-8, by row or line.
+"""Reads the files that hold a table, block by block: text, whose first line names the columns and
+whose rows pyarrow reads with every cell as it is written, and Parquet. It refuses rows of another
+width than the header, what is not UTF-8, and a damaged file, by row, line or part.
 """
 
 from __future__ import annotations

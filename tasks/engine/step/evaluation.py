@@ -1,7 +1,7 @@
-"""Keeps the weights of the best epoch on the host while the training goes on: they are copied
-only where another epoch follows a better one, into the same memory each time, so that a device
-holds nothing more and an epoch pays for reading its weights once. A loss that is no finite
-number is not compared: where no epoch had one, the last weights stay.
+"""Evaluates the model on rows that it was not trained on: the loss over all rows, and the metrics
+of the task; and keeps the weights of the best epoch, on the host, copied only where another epoch
+follows a better one. Batches that do not fit in memory are evaluated in smaller parts. Where no
+epoch had a loss that is finite, the last weights stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Explain why memory ran out: what was asked for and what was free, by the text of the error,
-which sizes of a micro-batch were tried, who held the memory, and what to change. Each library
-words its error in its own way, old and new; what the error, the allocator and the allocation
-log do not tell is left out.
+"""Explains the end of a run for lack of memory, in one sentence and in files beside it: what was
+asked for and what was free, which sizes of a micro-batch were tried, who held the memory, and what
+to change. Each library words its error in its own way; what is not told is left out, and files that
+cannot be written are no reason to hide the sentence.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def test_up_starts_again_what_has_died_and_leaves_the_rest_alone(
     monkeypatch.setenv("PREFECT_HOME", str(folder))
     monkeypatch.setattr(service, "_wait_until_ready", lambda *_: None)
     monkeypatch.setattr(service, "_deploy", lambda plan, up: None)
-    monkeypatch.setattr(service, "is_possible", lambda: False)
+    monkeypatch.setattr(service, "can_make_unit", lambda: False)
     begun = []
 
     def begin(name: str, plan: service.ServicePlan) -> Part:
@@ -485,14 +485,14 @@ def test_where_systemd_outlives_a_log_out_it_keeps_the_keeper(
     folder: Path, systemd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no secret of the environment is in a file of it."""
-    assert service.is_possible()
+    assert service.can_make_unit()
     project = folder / "100 % of $it"
     project.mkdir()
     monkeypatch.setenv("MY_TOKEN", "s3cretw0rdOfMine")
     env = {**os.environ, "ODD": 'a "b" $c\\ d', "WITH_LOGIN": "http://ann:s3cretw0rd@host/x"}
     env |= {MARK: processes.provide_mark(folder), "PWD": "/", "_": "x", "TERM": "vt100"}
     command = [sys.executable, "-m", "tasks.services.serve", "keep"]
-    service.put(folder, project=project, command=command, env=env)
+    service.install_unit(folder, project=project, command=command, env=env)
     (unit,) = (folder.parent / "config/systemd/user").iterdir()
     told = (folder / "environment").read_text()
     assert "s3cretw0rd" not in told + unit.read_text()
@@ -517,7 +517,7 @@ def test_a_systemd_that_ends_with_the_log_in_keeps_nothing(
 ) -> None:
     """It would end the trainings with it."""
     monkeypatch.setenv("LINGER", "no")
-    assert not service.is_possible()
+    assert not service.can_make_unit()
 
 
 def test_ui_starts_where_the_experiment_was_deleted(
