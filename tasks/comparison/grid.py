@@ -58,6 +58,11 @@ class ComparisonRequest:
     debug: bool
     search: Search | None = None
 
+    @property
+    def count(self) -> int:
+        """Return the number of trainings."""
+        return self.search.trials if self.search is not None else len(self.cells)
+
 
 def parse_axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]:
     """Return the values of each setting that varies, from `NAME=A,B` and a list of devices.
