@@ -94,6 +94,8 @@ class Comparison:
         }
         self.files = page.write_page(report, self.folder, series=series)
         console = Console(highlight=False)
+        for line in report.doubts:
+            console.print(f"! {line}", markup=False)
         console.print(page.make_terminal_table(report, width=console.width))
         for line in (*report.words, *report.notes):
             console.print(f"- {line}", markup=False)

@@ -254,6 +254,7 @@ class ComparisonReport:
     notes: list[str]  # groups that did not end well, and why
     words: list[str]
     goal: Goal | None = None  # of a search
+    doubts: Sequence[str] = ()  # what makes the figures doubtful: stands before them
 
 
 def compare_groups(
@@ -264,12 +265,12 @@ def compare_groups(
     goal: of a search, which `told` has described in words already.
     """
     score, peak = goal.name if goal is not None else find_score(groups), find_peak_metric(groups)
-    known = [group for group in groups if group.compute_median(SPEED)]
-    slowest = min(known, key=lambda group: group.compute_median(SPEED) or 0.0, default=None)
+    classes = differences.find_work_classes(groups)
+    speeds = differences.compare_speeds(classes) if goal is None else None
     names = list(groups[0].settings)
     columns = {"#": [str(g.number) if g.called != g.label else "" for g in groups]} | {
-        said: [group.settings[name] for group in groups]
-        for said, name in zip(shorten_names(names), names, strict=True)
+        said: [group.list_shown()[at] for group in groups]
+        for at, said in enumerate(shorten_names(names))
     }
     if any(len(group.runs) > 1 for group in groups):
         columns["runs"] = [_describe_count(group) for group in groups]
@@ -285,8 +286,10 @@ def compare_groups(
             for group in groups
         ]
     columns["samples/s"] = [format_with_spread(group, SPEED) for group in groups]
-    if slowest is not None and len(known) > 1 and goal is None:
-        columns["speed-up"] = [_format_speed_up(group, slowest) for group in groups]
+    if speeds is not None:
+        columns["speed-up"] = [
+            _format_value(speeds.compute_speed_up(group), "{:.2f}x".format) for group in groups
+        ]
     columns["step ms"] = [format_with_spread(group, compute_step_ms) for group in groups]
     columns["epoch"] = [
         _format_value(group.compute_median(compute_epoch_s), format_seconds) for group in groups
@@ -302,8 +305,12 @@ def compare_groups(
     kept = {name: cells for name, cells in columns.items() if any(cells)}
     failed = [(g, run) for g in groups for run in g.runs if run.status not in GOOD_STATES]
     notes = [f"{g.called}: {run.status}" + f": {run.error}" * bool(run.error) for g, run in failed]
-    said = list(told) if goal is not None else differences.describe_differences(groups)
-    return ComparisonReport(title, groups, kept, list(dict.fromkeys(notes)), said, goal)
+    notes = list(dict.fromkeys(notes))
+    if goal is not None:
+        return ComparisonReport(title, groups, kept, notes, list(told), goal)
+    said = differences.describe_differences(groups, classes, speeds)
+    doubts = differences.describe_doubts(groups, classes)
+    return ComparisonReport(title, groups, kept, notes, said, doubts=doubts)
 
 
 def _describe_count(group: Group) -> str:
@@ -313,14 +320,6 @@ def _describe_count(group: Group) -> str:
 
 def _format_value(value: float | None, say: Callable[[float], str]) -> str:
     return "" if value is None else say(value)
-
-
-def _format_speed_up(group: Group, slowest: Group) -> str:
-    found = differences.compute_speed_up(group, slowest)
-    if found is None:
-        return ""
-    times, off = found
-    return f"{times:.2f}x" + (f" \u00b1 {off:.2f}" if off else "")
 
 
 def is_number(comparison: ComparisonReport, column: str) -> bool:
@@ -358,11 +357,13 @@ def _escape_markup(text: str) -> str:
 def make_markdown(comparison: ComparisonReport) -> str:
     """Return the report in Markdown, for MLflow's description and Prefect's artifact."""
     rows = list(zip(*comparison.columns.values(), strict=True))[:MOST_ROWS]
+    doubts = [f"- Doubtful: {line}" for line in comparison.doubts]
     marks = ["--:" if is_number(comparison, name) else ":--" for name in comparison.columns]
     lines = [" | ".join(cells) for cells in (list(comparison.columns), marks, *rows)]
     table = "\n".join(f"| {line} |" for line in lines)
     said = [f"- {line}" for line in (*comparison.words, *comparison.notes)]
-    return "\n\n".join(filter(None, (f"**{comparison.title}**", table, "\n".join(said))))
+    title = f"**{comparison.title}**"
+    return "\n\n".join(filter(None, (title, "\n".join((*doubts, *said)), table)))
 
 
 def write_page(
@@ -410,6 +411,7 @@ def _make_html(comparison: ComparisonReport, files: Mapping[str, Path]) -> str:
         title,
         STYLE + MORE_STYLE,
         f"<h1>{title}</h1>",
+        _make_html_list("What to doubt", comparison.doubts),
         _make_html_list("What was found" if comparison.goal else "What differs", comparison.words),
         f'<h2>The runs</h2><table class="runs"><tr>{heads}</tr>{body}</table>{notes}',
         *(

@@ -165,8 +165,7 @@ def judge_run(now: Mapping[str, float], runs: History | None, gate: GateConfig) 
         return Verdict(runs[0]["gate"], f"none of the last {len(runs)} runs was ok to compare with")
     if len(good) < NEEDED_RUNS:
         return Verdict(NEW, f"{len(good)} of the {NEEDED_RUNS} runs that a comparison needs")
-    references = sorted(run[REFERENCE] for run in good if REFERENCE in run)
-    usual_ms = references[len(references) // 10] if references else math.inf  # most may be slowed
+    usual_ms = find_usual_ms(good)
     told: dict[str, list[str]] = {kind: [] for kind in GATES}
     trend = []
     score = next((name for name in SCORES if name in now), None)
@@ -182,8 +181,8 @@ def judge_run(now: Mapping[str, float], runs: History | None, gate: GateConfig) 
     worst = next((kind for kind in GATES if told[kind]), OK)
     why = "; ".join(words for kind in GATES for words in told[kind])
     why = why or f"within the limits of the last {len(good)} runs"
-    if not_judged := _describe_disturbance(now, usual_ms, BUSY):
-        is_all = _describe_disturbance(now, usual_ms, BUSIEST)
+    if not_judged := describe_disturbance(now, usual_ms, BUSY):
+        is_all = describe_disturbance(now, usual_ms, BUSIEST)
         why += f"; its {'speed is' if is_all else 'samples/s are'} not judged: {not_judged}"
     return Verdict(worst, why, trend)
 
@@ -203,7 +202,13 @@ def _find_good_runs(runs: History) -> list[Mapping[str, float]]:
     return found
 
 
-def _describe_disturbance(metrics: Mapping[str, float], usual_ms: float, busy: float) -> str:
+def find_usual_ms(runs: Sequence[Mapping[str, float]]) -> float:
+    """Return the milliseconds in which this machine did the fixed piece of work, by these runs."""
+    references = sorted(run[REFERENCE] for run in runs if REFERENCE in run)
+    return references[len(references) // 10] if references else math.inf  # most may be slowed
+
+
+def describe_disturbance(metrics: Mapping[str, float], usual_ms: float, busy: float) -> str:
     """Return what kept the machine from its usual speed; empty where nothing is known."""
     if metrics.get(CORE_WAIT, 0.0) > busy:
         return f"its threads had no core for {metrics[CORE_WAIT]:.0f} % of the time"
@@ -243,7 +248,7 @@ class _FigureHistory:
         """
 
         def is_free(run: Mapping[str, float]) -> bool:
-            return figure.busy == math.inf or not _describe_disturbance(run, usual_ms, figure.busy)
+            return figure.busy == math.inf or not describe_disturbance(run, usual_ms, figure.busy)
 
         values, before = (
             [v for run in of if is_free(run) and (v := _read_value(run, figure.metric)) is not None]
