@@ -152,7 +152,7 @@ ROWS = (
     ),
 )
 # What the tests assume is not always so; how far they hold then.
-STRESSED = (
+STRESSED: tuple[tuple[str, int, int, dict[str, float], float], ...] = (
     ("one setting in two with 3 times the noise, 3 runs each", 2, 3, {"0": 3.0}, 0.0),
     ("one setting in eight with 3 times the noise, 3 runs each", 8, 3, {"0": 3.0}, 0.0),
     ("one run in ten 1.5 times as slow, 2 settings with 3 runs each", 2, 3, {}, 0.1),

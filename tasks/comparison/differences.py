@@ -21,9 +21,15 @@ from tasks.comparison.run_groups import (
     STEPS,
     Group,
     MeasuredRun,
+    compute_epoch_parts,
     find_score,
 )
-from tasks.engine.base.units import format_mebibytes, format_number, format_percent
+from tasks.engine.base.units import (
+    format_mebibytes,
+    format_number,
+    format_percent,
+    format_seconds,
+)
 from tasks.engine.memory import memory_by_owner
 from tasks.run.gate import (
     BUSY,
@@ -60,6 +66,7 @@ SINGLE_NOISE = 0.05  # of a speed or a loss, where no setting has two runs; of a
 RESOLUTION = 0.01  # of a score: the most that one row more or less is taken to change
 OWN_WAIT = "time/core_wait_own_pct"
 OUTLIER = 1.3  # times as slow as the median of its repeats
+STEP_PARTS = ("steps", "first step")  # of an epoch
 MIN_SHARE = 0.10  # of a difference, from which on a share is told
 ROUNDING = 0.02  # of a difference, by which shares may be below 0
 MOST = 12  # sentences of one kind; the table has all
@@ -261,7 +268,36 @@ def describe_differences(
             said = [slowness, _describe_memory(one.group, base.group)]
             if any(said):
                 lines.append(f"{one.group.called} {'; '.join(filter(None, said))}")
-    return describe_scores(groups) + _limit(lines, "are slower or larger")
+    return [
+        *describe_scores(groups),
+        *_limit(lines, "are slower or larger"),
+        *_describe_epochs(groups),
+    ]
+
+
+def _describe_epochs(groups: Sequence[Group]) -> list[str]:
+    """Return a sentence on the epochs that hold the least of steps, where that is below half."""
+    known = [(group, parts) for group in groups if (parts := compute_epoch_parts(group))]
+    if not known:
+        return []
+
+    def share(parts: Mapping[str, float]) -> float:
+        return sum(parts.get(name, 0.0) for name in STEP_PARTS) / sum(parts.values())
+
+    group, parts = min(known, key=lambda one: share(one[1]))
+    if share(parts) >= 0.5:
+        return []
+    beside = sorted(
+        ((s, name) for name, s in parts.items() if name not in STEP_PARTS), reverse=True
+    )
+    told = [
+        f"{format_seconds(s)} {name}" for s, name in beside if s >= MIN_SHARE * sum(parts.values())
+    ]
+    whole = format_seconds(sum(parts.values()))
+    return [
+        f"Steps are {format_percent(share(parts))} of an epoch of {group.called} ({whole}); beside "
+        f"them {', '.join(told)}"
+    ]
 
 
 def _limit(lines: list[str], what: str) -> list[str]:

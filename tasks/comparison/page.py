@@ -24,6 +24,7 @@ from tasks.comparison.run_groups import (
     MeasuredRun,
     Points,
     compute_epoch_j,
+    compute_epoch_parts,
     compute_epoch_s,
     compute_step_ms,
     find_peak_metric,
@@ -66,6 +67,7 @@ ALT = {
     "speed": "Samples a second",
     "loss": "Training loss by step and by time",
     "time": "Where 1,000 samples spend their time",
+    "epoch": "Where an epoch spends its time",
     "memory": "Where the memory went at its peak",
 }
 
@@ -87,6 +89,7 @@ def draw_plots(
         "speed": lambda: _draw_speed(groups),
         "loss": lambda: _draw_loss(groups, series),
         "time": lambda: _draw_stacked(groups, compute_time_parts, "milliseconds of 1,000 samples"),
+        "epoch": lambda: _draw_stacked(groups, compute_epoch_parts, "seconds of an epoch"),
         "memory": lambda: _draw_memory(groups),
     }
     files = {}
@@ -117,7 +120,7 @@ def _draw_history(groups: Sequence[Group], goal: Goal) -> Figure | None:
     )
     label_axes(axes, f"{goal.name} by trial", unit="trial")
     axes.locator_params(axis="x", integer=True)
-    axes.legend(frameon=False, fontsize=8.5, handlelength=1.2)
+    _place_legend(axes.figure, columns=3)  # type: ignore[arg-type]
     return axes.figure  # type: ignore[return-value]
 
 
@@ -175,18 +178,26 @@ def _draw_stacked(
         if any(sizes):
             axes.barh(range(len(known)), sizes, left=left, color=colour, height=0.55, label=name)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    high = figure.get_figheight()
-    figure.subplots_adjust(bottom=0.85 / high)
+    _place_legend(figure, columns=6)
+    return figure
+
+
+def _place_legend(figure: Figure, *, columns: int) -> None:
+    """Draw one legend for all axes below them, where no line is."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    high, count = figure.get_figheight(), len(labels)
+    figure.subplots_adjust(bottom=(0.65 + 0.2 * -(-count // columns)) / high)
     figure.legend(
+        handles,
+        labels,
         loc="lower left",
         bbox_to_anchor=(0.01, 0.02 / high),
-        ncols=min(len(names), 6),
+        ncols=min(count, columns),
         frameon=False,
         fontsize=8.5,
         handlelength=0.9,
         columnspacing=1.1,
     )
-    return figure
 
 
 def _draw_memory(groups: Sequence[Group]) -> Figure | None:
@@ -216,7 +227,7 @@ def _draw_loss(groups: Sequence[Group], series: Mapping[str, Points]) -> Figure 
         return None
     by_step, by_time = make_panels(2)
     label_axes(by_step, "training loss", unit="optimizer step")
-    label_axes(by_time, "by time", unit="s")
+    label_axes(by_time, "by time", unit="s since the first of them")
     for colour, (label, points) in zip(COLOURS, lines, strict=False):
         steps, times, values = zip(*points, strict=True)
         seconds = [(at - times[0]) / 1000 for at in times]
@@ -228,7 +239,7 @@ def _draw_loss(groups: Sequence[Group], series: Mapping[str, Points]) -> Figure 
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
     by_step.locator_params(axis="x", integer=True, nbins=6)
-    by_step.legend(frameon=False, fontsize=8.5, labelcolor="linecolor", handlelength=1.2)
+    _place_legend(by_step.figure, columns=3)  # type: ignore[arg-type]
     return by_step.figure  # type: ignore[return-value]
 
 
@@ -440,6 +451,7 @@ def _make_share_tables(groups: Sequence[Group]) -> str:
     told = []
     for title, parts_of, say in (
         ("Time of 1,000 samples, by phase", differences.compute_time_parts, format_milliseconds),
+        ("Time of an epoch", compute_epoch_parts, format_seconds),
         ("Memory at the peak, by owner", differences.compute_memory_parts, format_mebibytes),
     ):
         known = [(group, parts) for group in groups if (parts := parts_of(group))]

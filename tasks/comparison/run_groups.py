@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tasks.engine.base.units import ELLIPSIS, format_number, make_printable
+from tasks.engine.report.report_sections import split_training_time
 from tasks.engine.settings.run_config import RunConfig
 from tasks.run.gate import SCORES
 
@@ -232,6 +233,20 @@ def compute_epoch_s(run: MeasuredRun) -> float | None:
     """Return the seconds of an epoch, with its evaluation and its checkpoints."""
     seconds, epochs = (run.metrics.get(n) for n in ("time/train_model_s", "train/epoch"))
     return seconds / epochs if seconds and epochs else None
+
+
+def compute_epoch_parts(group: Group) -> dict[str, float]:
+    """Return the seconds of an epoch by part, of the run whose epochs take the median time; they
+    sum to it. Empty where they are not known."""
+    known = [run for run in group.done if split_training_time(run.metrics)]
+    known = sorted(
+        (run for run in known if compute_epoch_s(run)), key=lambda run: compute_epoch_s(run) or 0.0
+    )
+    if not known:
+        return {}
+    run = known[(len(known) - 1) // 2]
+    epochs = run.metrics["train/epoch"]
+    return {name: s / epochs for name, s in split_training_time(run.metrics).items()}
 
 
 def compute_epoch_j(run: MeasuredRun) -> float | None:

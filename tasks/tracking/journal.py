@@ -463,7 +463,7 @@ class Journal:
             raise JournalError(self._describe_refusal(error)) from None
 
     def _compute_ms(self, age_s: float) -> int:
-        """Return the Unix time in ms of so many seconds ago, but never one before the newest line's.
+        """Return the Unix time in ms of so many seconds ago, but none before the newest line's.
 
         Of a step that is told of twice MLflow shows the later one, and a clock may be set back.
         """

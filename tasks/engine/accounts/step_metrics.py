@@ -118,9 +118,7 @@ class StepMetrics:
             self._norms.append(norm)
         at = None if norm is None else len(self._norms) - 1
         self._points.append(
-            _LogPoint(
-                self._step, self._rate(self._step - 1), len(self._losses), at, perf_counter()
-            )
+            _LogPoint(self._step, self._rate(self._step - 1), len(self._losses), at, perf_counter())
         )
         # Several ranks read at the same points: then all find a loss that is no number.
         if not self._ranks.is_alone or perf_counter() - self._read_s >= READ_EVERY_S:

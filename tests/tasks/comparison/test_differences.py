@@ -195,6 +195,19 @@ def test_doubts_stand_before_what_they_are_of() -> None:
     assert text.index("Doubtful: There is one run of each") < text.index("slower") < text.index("|")
 
 
+def test_an_epoch_that_is_mostly_no_steps_is_explained() -> None:
+    """26.7 s of an epoch stood beside 2.4 s of steps without a word."""
+    spent = {"steps": 4.6, "first_step": 0.2, "eval": 1.0, "log": 36.0, "checkpoint": 10.4}
+    metrics = {f"time/{name}_s": value for name, value in spent.items()}
+    metrics |= {"time/train_model_s": 53.4, "train/epoch": 2.0}
+    runs = [run(f"{m}{at}", metrics=metrics, model=m) for m in (1, 2) for at in range(2)]
+    assert compare(runs).words == [
+        "Steps are 9 % of an epoch of model=1 (26.7 s); beside them 18.0 s log, 5.20 s checkpoint"
+    ]
+    mostly = {**metrics, "time/log_s": 1.0, "time/train_model_s": 9.0, "time/checkpoint_s": 2.0}
+    assert compare([run(f"{m}", metrics=mostly, model=m) for m in (1, 2)]).words == []
+
+
 def test_memory_is_told_by_its_owner() -> None:
     small, large = group_runs(
         [

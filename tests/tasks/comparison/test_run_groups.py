@@ -4,6 +4,8 @@ import pytest
 
 from tasks.comparison.run_groups import (
     LETTERS,
+    MeasuredRun,
+    compute_epoch_parts,
     compute_epoch_s,
     compute_step_ms,
     find_differing,
@@ -106,3 +108,15 @@ def test_a_group_is_its_medians_and_deviation_without_those_that_failed() -> Non
 def test_an_epoch_takes_its_share_of_the_training() -> None:
     assert compute_epoch_s(run("a", metrics={"time/train_model_s": 30, "train/epoch": 4})) == 7.5
     assert compute_epoch_s(run("a")) is None
+
+
+def test_the_parts_of_an_epoch_sum_to_it() -> None:
+    def train(at: int, *, steps_s: float, all_s: float) -> MeasuredRun:
+        spent = {"time/steps_s": steps_s, "time/eval_s": 2.0, "time/train_model_s": all_s}
+        return run(f"{at}", metrics={**spent, "train/epoch": 2.0})
+
+    (group,) = group_runs([train(n, steps_s=5.0 + n, all_s=10.0 + n) for n in (9, 0, 3)])
+    assert compute_epoch_parts(group) == {"steps": 4.0, "evaluation": 1.0, "other": 1.5}
+    assert sum(compute_epoch_parts(group).values()) == group.compute_median(compute_epoch_s)
+    (more,) = group_runs([train(0, steps_s=20.0, all_s=10.0)])  # of several processes, together
+    assert compute_epoch_parts(more) == {}
