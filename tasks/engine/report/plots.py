@@ -218,6 +218,10 @@ def _draw_bar_charts(blocks: Sequence[Block], colour: str) -> Figure | None:
     if not blocks:
         return None
     axes = make_panels(len(blocks))
+    if len(blocks) > 2:  # each with room for its labels and its words
+        width = 4.8 * len(blocks)
+        axes[0].figure.set_size_inches(width, INCHES[1])  # type: ignore[union-attr]
+        axes[0].figure.subplots_adjust(left=1.0 / width, wspace=0.5)
     for ax, block in zip(axes, blocks, strict=True):
         _draw_bars(ax, block, colour)
     return axes[0].figure  # type: ignore[return-value]
