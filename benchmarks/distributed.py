@@ -24,7 +24,7 @@ from benchmarks.workloads import images
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
 from tasks.engine.launch import agent
-from tasks.engine.launch.processes import count_processes
+from tasks.engine.launch.placement import count_processes
 from tasks.engine.launch.rank import Job
 from tasks.engine.settings.read_settings import make_config
 from tasks.engine.settings.run_config import LaunchConfig

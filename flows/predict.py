@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import home, signals
+    from tasks.process import signals, startup
 
     signals.protect_standard_streams()
     signals.install_signal_handlers()
-    home.provide()
+    startup.provide_home()
     from flows.cli.predict_command import (
         main,  # answers --help and bad words before prefect is imported
     )

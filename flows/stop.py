@@ -33,8 +33,8 @@ from tasks.run.known_runs import (
     list_known_runs,
     read_run_folder,
 )
-from tasks.services.processes import is_running
-from tasks.tracking.where import TrackingError, read_tracking_settings
+from tasks.services.parts import is_running
+from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
 
 ASK_EVERY_S = 0.1
 TWICE_S = 0.5  # between two signals: of two that come at once a process hears one

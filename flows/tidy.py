@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import home, signals
+    from tasks.process import signals, startup
 
     signals.protect_standard_streams()
     signals.install_signal_handlers()
-    home.provide()
+    startup.provide_home()
     from flows.cli.tidy_command import main  # it needs no prefect
     from flows.cli.train_command import exit_process
 
@@ -24,7 +24,7 @@ from prefect import flow
 
 from flows.cli.tidy_command import describe_action, parse_age_s
 from tasks.run.tidy import clean_up
-from tasks.tracking.where import read_tracking_settings
+from tasks.tracking.tracking_settings import read_tracking_settings
 
 log = logging.getLogger("tasks.run.tidy")  # Prefect shows what the tasks log
 

@@ -26,7 +26,7 @@ from tasks.engine.training.admission import read_free_bytes
 from tasks.engine.training.forecast import Forecast, find_largest_micro_batch, forecast_training
 from tasks.run.preflight import prepare_and_check
 from tasks.tracking.ask_mlflow import read_past_metrics
-from tasks.tracking.where import read_tracking_settings
+from tasks.tracking.tracking_settings import read_tracking_settings
 
 if TYPE_CHECKING:
     from rich.table import Table

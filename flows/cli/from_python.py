@@ -73,7 +73,7 @@ def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
     )
 
 
-def make_called_flow(flow: Flow[..., Any]) -> CalledFlow:
+def make_python_callable(flow: Flow[..., Any]) -> CalledFlow:
     """Return the flow of `config`, `overrides` and `resume`, for who calls it: from Python with all
     that the command does, in Prefect's form with its settings in groups."""
     made = CalledFlow(

@@ -1,7 +1,7 @@
-"""Runs a training from a command line: settings from its flags, a Prefect server if none is
-set, the report in the terminal, and an exit code that says what happened: 0 trained, 1
-failed, 2 bad input, 130 interrupted, 143 terminated. What is slow to import is imported
-when the settings are right.
+"""Runs a training from a command line: settings from its flags, a Prefect server if none is set,
+the report in the terminal, and an exit code that says what happened: 0 trained, 1 failed, 2 bad
+input, 130 interrupted, 143 terminated. Or only describes it: --dry-run, --forecast and --explain-
+device. What is slow to import is imported when the settings are right.
 """
 
 from __future__ import annotations
@@ -20,24 +20,87 @@ from typing import Any, NoReturn
 
 import psutil
 
-from flows.cli import dry_runs
 from flows.cli.flags import make_resume_words, parse_training
 from tasks.engine.base.units import make_printable
-from tasks.engine.launch import attempts
-from tasks.engine.settings.read_settings import ConfigError, check_imports, restore_config_secrets
-from tasks.process import prefect_http, restart, signals
+from tasks.engine.launch import launcher
+from tasks.engine.settings import read_settings
+from tasks.engine.settings.read_settings import (
+    ConfigError,
+    check_imports,
+    dump_yaml,
+    hide_config_secrets,
+    restore_config_secrets,
+)
+from tasks.process import prefect_http, signals, startup
 from tasks.process.redaction import redact, redact_output
 from tasks.services import local_prefect
 from tasks.tracking import journal
-from tasks.tracking.where import TrackingError, read_tracking_settings
+from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
+
+
+def print_dry_run(asked: Namespace) -> int:
+    """Print the settings as they would be used, and the device. Returns the exit code."""
+    from tasks.engine.device.detection import DeviceError, detect_best_device
+
+    print(dump_yaml(hide_config_secrets(asked.config).model_dump()), end="")
+    for line in read_settings.describe_unused_settings(asked.config):
+        print(f"# {line}")
+    device = asked.config.device
+    try:
+        facts = detect_best_device(device.name, require=device.require)
+    except DeviceError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"# device: {facts.name}: {facts.reason}")
+    return 0
+
+
+def print_forecast(asked: Namespace) -> int:
+    """Print the memory that the training would take. Returns the exit code."""
+    from rich.console import Console
+
+    from tasks.forecast_memory import (
+        forecast_memory,
+        forecast_on_gpus,
+        make_gpu_table,
+        parse_gpu_sizes,
+    )
+    from tasks.run.preflight import BAD_INPUT
+
+    try:
+        if asked.elsewhere is not None:
+            found = forecast_on_gpus(asked.config, parse_gpu_sizes(asked.elsewhere))
+            Console().print(make_gpu_table(found, asked.config))
+            return 0 if any(one.fits for one in found) else 2
+        foreseen = forecast_memory(asked.config)
+    except BAD_INPUT as error:
+        print(error, file=sys.stderr)
+        return 2
+    Console().print(foreseen.table())
+    return 0 if foreseen.fits else 2
+
+
+def explain_device(asked: Namespace) -> int:
+    """Print what was found of devices, and what is missing. Returns the exit code."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from tasks.engine.device.detection import explain_choice
+
+    table, signs = Table("check", "ok", "finding", "remedy"), {True: "yes", False: "NO", None: "-"}
+    for check in explain_choice(asked.config.device.name):
+        table.add_row(check.name, signs[check.ok], check.finding, check.remedy)
+    Console().print(table)
+    return 0
+
 
 _prefect_away = threading.Event()  # nothing waits for its server any more
 
 
 def main(argv: Sequence[str]) -> int:
     """Run what the command line says. Returns the exit code."""
-    code = attempts.read_final_code()
-    return attempts.keep_exit_code(_run_command(argv)) if code is None else code
+    code = launcher.read_final_code()
+    return launcher.keep_exit_code(_run_command(argv)) if code is None else code
 
 
 def _run_command(argv: Sequence[str]) -> int:
@@ -45,13 +108,13 @@ def _run_command(argv: Sequence[str]) -> int:
     try:
         asked = parse_training(argv)
         if asked.explain_device:
-            return dry_runs.explain_device(asked)
+            return explain_device(asked)
         asked.config = restore_config_secrets(asked.config)
         check_imports(asked.config)
         if asked.dry_run:
-            return dry_runs.print_dry_run(asked)
+            return print_dry_run(asked)
         if asked.forecast:
-            return dry_runs.print_forecast(asked)
+            return print_forecast(asked)
         return _train(asked)
     except (ConfigError, TrackingError) as error:
         print(redact(str(error)), file=sys.stderr)
@@ -71,14 +134,14 @@ def exit_process(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     if signals.find_exit_code() is None:
-        restart.restart_if_planned()
+        startup.restart_if_planned()
     os._exit(code)
 
 
 def _train(asked: Namespace) -> int:
     if asked.config.launch.machines:  # before it is imported: of names that no server knows
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if attempts.rank_here():  # of torchrun; the first plays the flow
+    if launcher.read_rank():  # of torchrun; the first plays the flow
         from tasks.engine.launch import rank
 
         return rank.follow_lead(asked.config)
@@ -93,7 +156,7 @@ def _train(asked: Namespace) -> int:
     except DataError as error:
         print(redact(str(error)), file=sys.stderr)
         return 2
-    if asked.config.launch.machines and not attempts.is_launched():
+    if asked.config.launch.machines and not launcher.is_launched():
         from tasks.engine.launch.machines import train_on_machines
 
         _log_to_stderr()
@@ -154,7 +217,7 @@ def _run_reporting_errors(play: Callable[[], int], *, debug: bool) -> int:
             print(f"PREFECT_API_URL: {redact(api)} {told}", file=sys.stderr)
             return 2
         print(f"failed: {redact(str(error))}", file=sys.stderr)
-        return attempts.AGAIN if isinstance(error, RestartableError) else 1
+        return launcher.AGAIN if isinstance(error, RestartableError) else 1
 
 
 def print_report(run: Mapping[str, Any]) -> None:
@@ -224,7 +287,7 @@ def _run_flow(asked: Namespace) -> int:
     from tasks.run.gate import GateFailed
     from tasks.run.record import find_last_ended
 
-    ASKED_AT.set(restart.find_restart_time() or psutil.Process().create_time())
+    ASKED_AT.set(startup.find_restart_time() or psutil.Process().create_time())
     signals.enable_signal_exceptions()
     try:
         train(asked.config, resume=asked.resume)
@@ -252,18 +315,18 @@ def _plan_retry(asked: Namespace, error: Exception) -> None:
 
     A first start that has not opened its run is not restarted: its user is there.
     """
-    if attempts.is_launched():  # torchrun starts it again, with the others
+    if launcher.is_launched():  # torchrun starts it again, with the others
         return
     from tasks.run.failures import classify_failure
     from tasks.run.record import find_last_ended
     from tasks.run.resume import plan_retry
 
     ended = find_last_ended()
-    folder = ended.folder if ended is not None else restart.find_failed_folder()
+    folder = ended.folder if ended is not None else startup.find_failed_folder()
     failure = (ended.failure if ended is not None else None) or classify_failure(error)
     if folder is not None and (retry := plan_retry(folder, failure, asked.config)) is not None:
         words = make_resume_words(asked.words, retry.folder) if retry.step else asked.words
-        restart.plan_restart(words, at=retry.at, of=retry.folder, told=str(retry))
+        startup.plan_restart(words, at=retry.at, of=retry.folder, told=str(retry))
 
 
 def _set_up_prefect(api_url: str | None, *, debug: bool) -> None:

@@ -23,7 +23,7 @@ from tasks.engine.training.oom_report import OutOfMemory
 from tasks.process import signals
 from tasks.run.preflight import BAD_INPUT
 from tasks.tracking.journal import SenderEnded
-from tasks.tracking.where import TrackingError
+from tasks.tracking.tracking_settings import TrackingError
 
 # What no later call of this process survives, and what a driver says of a device that has gone.
 # https://docs.nvidia.com/cuda/cuda-runtime-api: "the process must be terminated and relaunched".

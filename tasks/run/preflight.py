@@ -17,7 +17,7 @@ from tasks.engine.base.units import format_mebibytes
 from tasks.engine.data.preparation import check_data, prepare_dataset
 from tasks.engine.device.detection import DeviceError, check_memory_limit, resolve_precision
 from tasks.engine.files.source_data import DataError
-from tasks.engine.launch import attempts
+from tasks.engine.launch import launcher
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import (
     ConfigError,
@@ -29,7 +29,7 @@ from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import Plan, make_plan
 from tasks.engine.training import check_training
 from tasks.engine.training.forecast import UnforeseeableMemory
-from tasks.tracking.where import TrackingError, TrackingSettings, read_tracking_settings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings, read_tracking_settings
 
 MIB = 1024**2
 # Bytes that a run of digits with a log point each step left behind, for each, rounded up.
@@ -84,7 +84,7 @@ def resolve_and_check(config: RunConfig, overrides: Mapping[str, Any] | None) ->
     """Return the settings with `overrides` applied; import paths, data's head and what a launcher
     has set are checked. Raises ConfigError or DataError.
     """
-    attempts.rank_here()
+    launcher.read_rank()
     config = restore_config_secrets(override_config(config, overrides))
     check_imports(config)
     check_data(config.data)

@@ -1,8 +1,9 @@
 """Brings the service up, in the order that makes it safe, and waits until each part really answers;
-and takes it down so that nothing is lost: first the runs, each of which gives its memory back and
-closes its record; then the worker, the server and MLflow. Whatever goes wrong on the way up, what
-was started is ended again, and nothing else. Where a systemd of the user outlives a log-out, the
-keeper is a unit of it, which starts it again when it dies, and with the machine.
+looks after the parts, and starts again what has died; and takes them down so that nothing is lost:
+first the runs, each of which gives its memory back and closes its record; then the worker, the
+server and MLflow. Whatever goes wrong on the way up, what was started is ended again, and nothing
+else. Where a systemd of the user outlives a log-out, the keeper, which looks after the parts, is a
+unit of it, which starts it again when it dies, and with the machine.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tasks.process import prefect_http
 from tasks.process.prefect_http import FLOW_RUN, FlowRunEnd
 from tasks.process.redaction import redact
 from tasks.services import local_prefect
-from tasks.services.processes import (
+from tasks.services.parts import (
     KEEPER,
     MARK,
     PART,
@@ -207,7 +208,7 @@ def _end_workers(folder: Path, workers: Sequence[psutil.Process], api: str) -> N
     is_paused = False
     try:
         with suppress(OSError):  # no answer: then it hands out no runs either
-            if not prefect_http.is_paused(api):
+            if not prefect_http.is_pool_paused(api):
                 prefect_http.set_pool_paused(
                     api, paused=True
                 )  # else the worker would start the next one
@@ -392,7 +393,7 @@ def put_right(plan: ServicePlan, up: Mapping[str, Part]) -> dict[str, FlowRunEnd
     for host, runs in plan.runs:
         known |= prefect_http.read_flow_run_ends(runs, host)
     dead = prefect_http.end_dead_flow_runs(plan.api, known, workers=find_worker_starts(up))
-    return {**dead, **prefect_http.correct_ends(plan.api, known)}
+    return {**dead, **prefect_http.correct_flow_run_ends(plan.api, known)}
 
 
 def _deploy(plan: ServicePlan, up: Mapping[str, Part]) -> None:
@@ -404,7 +405,7 @@ def _deploy(plan: ServicePlan, up: Mapping[str, Part]) -> None:
         print(f"Put {len(righted)} flow run(s) right in Prefect: their processes are gone.")
     if missed:
         print(f"Skipped {missed} scheduled run(s) whose time passed; the latest takes their place.")
-    if prefect_http.is_paused(plan.api):
+    if prefect_http.is_pool_paused(plan.api):
         print("The work pool is paused, so nothing will run. In Prefect's UI it can be resumed.")
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     env, nothing = _make_environment(plan), subprocess.DEVNULL
@@ -469,3 +470,78 @@ def _provide_database() -> None:
             local_prefect.provide_database(folder)
     except OSError as error:
         raise ServeError(f"PREFECT_HOME: {folder} can't be written ({error.strerror})") from None
+
+
+LOOK_S = 5.0  # between two looks at the parts
+PASS_S = 60.0  # between two passes
+AGAIN_S, LONGEST_S = 10.0, 300.0  # after a start that failed
+
+
+def look_after_parts(
+    folder: Path,
+    brought_up: Callable[[], ServicePlan],
+    send: Callable[[], None],
+    *,
+    looks: Callable[[float], None] = time.sleep,
+) -> None:
+    """Look after the parts of the service, for ever.
+
+    brought_up: starts what is missing. send: sees to what was not sent. Raises what `looks`
+    raises.
+    """
+    plan, pause_s, pass_at = _bring_up_patiently(brought_up, looks), AGAIN_S, 0.0
+    up = add_keeper(find_parts(folder))
+    while True:
+        if missing := [name for name in plan.addresses if not _is_up(name, up)]:
+            up = add_keeper(find_parts(folder))  # somebody else may have started it
+            missing = [name for name in plan.addresses if name not in up]
+        if missing:
+            print(f"{_format_now()} {', '.join(missing)}: had ended", flush=True)
+            plan = _bring_up_patiently(brought_up, looks)
+            up, pass_at = add_keeper(find_parts(folder)), 0.0
+            looks(pause_s)  # what ends at once is not started a hundred times
+            pause_s = min(LONGEST_S, 2 * pause_s)
+        elif time.monotonic() > pass_at:
+            if pass_at:
+                pause_s = AGAIN_S  # all has lived for a pass
+            _run_pass(plan, up, send)
+            pass_at = time.monotonic() + PASS_S
+        looks(LOOK_S)
+
+
+def add_keeper(up: Mapping[str, Part]) -> dict[str, Part]:
+    """Return what is up, and this process, which does not find itself."""
+    return {KEEPER: Part(KEEPER_ADDRESS, psutil.Process()), **up}
+
+
+KEEPER_ADDRESS = "starts the others again"  # what `status` shows of it
+
+
+def _is_up(name: str, up: Mapping[str, Part]) -> bool:
+    return name in up and is_running(up[name].process)
+
+
+def _bring_up_patiently(
+    brought_up: Callable[[], ServicePlan], looks: Callable[[float], None]
+) -> ServicePlan:
+    pause_s = AGAIN_S
+    while True:
+        try:
+            return brought_up()
+        except ServeError as error:
+            print(f"{_format_now()} {error}; again in {pause_s:.0f} s", file=sys.stderr, flush=True)
+        looks(pause_s)
+        pause_s = min(LONGEST_S, 2 * pause_s)
+
+
+def _run_pass(plan: ServicePlan, up: Mapping[str, Part], send: Callable[[], None]) -> None:
+    try:
+        if done := put_right(plan, up):
+            print(f"{_format_now()} put right in Prefect: {', '.join(done)}", flush=True)
+        send()
+    except (OSError, ValueError, LookupError, TypeError) as error:  # no answer, or none of Prefect
+        print(f"{_format_now()} the pass failed: {error}", file=sys.stderr, flush=True)
+
+
+def _format_now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from tasks.process import children
-from tasks.tracking.where import TrackingError, TrackingSettings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 
 
 def read_code_version() -> dict[str, str]:

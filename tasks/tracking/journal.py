@@ -34,7 +34,7 @@ from tasks.engine.base import host_memory
 from tasks.process import children
 from tasks.process.redaction import redact
 from tasks.tracking.environment import start_sender
-from tasks.tracking.where import TrackingError, TrackingSettings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 
 Line = tuple[int, int, dict[str, float]]  # Unix ms, step, metrics
 Sample = tuple[str, float, int, int]  # name, value, unix ms, step

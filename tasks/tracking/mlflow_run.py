@@ -34,7 +34,7 @@ from tasks.engine.base.file_lock import FileLock
 from tasks.engine.device.telemetry import Telemetry
 from tasks.engine.report import run_report
 from tasks.process.redaction import redact
-from tasks.tracking import logged_model
+from tasks.tracking import model_sender
 from tasks.tracking.environment import describe_environment
 from tasks.tracking.journal import (
     BEGIN,
@@ -49,7 +49,7 @@ from tasks.tracking.journal import (
     read_series,
 )
 from tasks.tracking.mlflow_pages import make_run_path
-from tasks.tracking.where import TrackingSettings
+from tasks.tracking.tracking_settings import TrackingSettings
 
 SHARE = 0.005  # of a core, where none is idle
 SPARE_CORES = 0.5  # so much of one idle is a core to work on
@@ -413,9 +413,9 @@ class Sender:
     def _send_model(self) -> None:
         """Send the model, once, however often the rest is sent."""
         if not self.state.model_id:
-            self.state.model_id = logged_model.create_model(self.client, self.state, self.folder)
+            self.state.model_id = model_sender.create_model(self.client, self.state, self.folder)
             self._keep()
-        logged_model.send_model_files(self.client, self.state, self.folder)
+        model_sender.send_model_files(self.client, self.state, self.folder)
         self.state.has_model = True
         self._keep()
 
@@ -423,7 +423,7 @@ class Sender:
         """Register the model; where that fails, the run is kept and says why."""
         try:
             turn = Path(self.where.runs) / "registry.lock"
-            self.registered = logged_model.register_model(self.client, self.state, asked, turn)
+            self.registered = model_sender.register_model(self.client, self.state, asked, turn)
         except Exception as error:  # of any store
             told = redact(str(error)).strip() or type(error).__name__
             self.registered = f"not registered as {asked['name']}: {told.splitlines()[0]}"

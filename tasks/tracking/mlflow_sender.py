@@ -48,7 +48,7 @@ from tasks.tracking.mlflow_run import (  # noqa: E402
     wait_for_sending_lock,
 )
 from tasks.tracking.query_runs import find_newest_metrics, read_history  # noqa: E402
-from tasks.tracking.where import TrackingSettings, read_tracking_settings  # noqa: E402
+from tasks.tracking.tracking_settings import TrackingSettings, read_tracking_settings  # noqa: E402
 
 SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell
 

@@ -35,7 +35,7 @@ from tasks.tracking.mlflow_run import (
     try_sending_lock,
 )
 from tasks.tracking.mlflow_store import explain_error, open_experiment
-from tasks.tracking.where import TrackingSettings
+from tasks.tracking.tracking_settings import TrackingSettings
 
 DEAD = "its process was gone"
 

@@ -10,7 +10,7 @@ from tasks.engine.base.facts import TrainFacts
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import DeviceError, detect_best_device
 from tasks.engine.launch import agent
-from tasks.engine.launch.processes import count_processes
+from tasks.engine.launch.placement import count_processes
 from tasks.engine.launch.rank import Job
 from tasks.engine.settings.run_config import LaunchConfig, RunConfig
 from tasks.engine.step.plan import make_plan

@@ -20,7 +20,7 @@ from tasks.engine.training.oom_report import OomExplanation, OomMessage, OutOfMe
 from tasks.process.signals import Interrupted, Terminated
 from tasks.run.failures import Failure, classify_failure
 from tasks.tracking.journal import JournalError
-from tasks.tracking.where import TrackingError
+from tasks.tracking.tracking_settings import TrackingError
 
 MIB = 1024**2
 

@@ -14,7 +14,7 @@ from sqlalchemy import Column, Float, MetaData, String, Table
 
 from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_store import open_experiment
-from tasks.tracking.where import TrackingSettings
+from tasks.tracking.tracking_settings import TrackingSettings
 
 SAMPLES = [
     ("train/loss", 0.5, 1_000, 1),

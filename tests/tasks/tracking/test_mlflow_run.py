@@ -16,7 +16,7 @@ from tasks.tracking import journal, mlflow_run, mlflow_sender
 from tasks.tracking.journal import make_line
 from tasks.tracking.mlflow_run import Throttle
 from tasks.tracking.mlflow_store import open_experiment
-from tasks.tracking.where import TrackingError, TrackingSettings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
 

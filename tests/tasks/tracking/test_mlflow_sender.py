@@ -28,7 +28,7 @@ from tasks.engine.base.file_lock import is_held
 from tasks.run.failures import classify_failure
 from tasks.tracking import environment, mlflow_sender, mlflow_store, orphaned_runs
 from tasks.tracking.journal import Journal, SenderEnded, append_line
-from tasks.tracking.where import TrackingError, TrackingSettings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 from tests.conftest import PYTHON, ROOT
 
 
@@ -61,7 +61,7 @@ FORKS = """
 import ctypes, os, sys, time
 from pathlib import Path
 from tasks.tracking.journal import Journal
-from tasks.tracking.where import TrackingSettings
+from tasks.tracking.tracking_settings import TrackingSettings
 where = TrackingSettings.model_validate_json(sys.argv[1])
 with Journal(where, Path(where.runs) / "one") as journal:
     journal.open(None)
@@ -181,7 +181,7 @@ DIES = """
 import os, signal, sys, time
 from pathlib import Path
 from tasks.tracking.journal import Journal
-from tasks.tracking.where import TrackingSettings
+from tasks.tracking.tracking_settings import TrackingSettings
 where = TrackingSettings.model_validate_json(sys.argv[1])
 journal = Journal(where, Path(where.runs) / "dying").__enter__()
 journal.open(None)
@@ -584,7 +584,7 @@ def test_a_folder_that_is_removed_in_mid_run_is_written_anew(tmp_path: Path) -> 
 FIRST = """
 import sys
 from tasks.tracking import mlflow_store as tracking_store
-from tasks.tracking.where import TrackingSettings
+from tasks.tracking.tracking_settings import TrackingSettings
 tracking_store._provide_database = lambda *_: None
 where = TrackingSettings.model_validate_json(sys.argv[1])
 print(tracking_store.open_experiment(where)[1])

@@ -22,8 +22,8 @@ from tasks.engine.models import builtin, predictor
 from tasks.tracking import mlflow_run, orphaned_runs
 from tasks.tracking.journal import Journal, make_line
 from tasks.tracking.mlflow_store import open_experiment
-from tasks.tracking.where import TrackingSettings
-from tests.tasks.tracking.test_logged_model import SPECS
+from tasks.tracking.tracking_settings import TrackingSettings
+from tests.tasks.tracking.test_model_sender import SPECS
 
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
 # A training whose store takes its end, and neither its metrics nor anything after them.
@@ -31,7 +31,7 @@ UNLUCKY = """
 import json, sqlite3, sys
 from pathlib import Path
 from tasks.tracking.journal import Journal
-from tasks.tracking.where import TrackingError, TrackingSettings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 where = TrackingSettings.model_validate_json(sys.argv[1])
 with Journal(where, Path(where.runs) / "unlucky") as journal:
     journal.open(None)

@@ -8,7 +8,7 @@ from mlflow import MlflowClient
 
 from tasks.tracking import mlflow_run
 from tasks.tracking.mlflow_store import open_experiment
-from tasks.tracking.where import TrackingError, TrackingSettings, read_tracking_settings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings, read_tracking_settings
 from tests.conftest import PYTHON, ROOT
 
 
@@ -116,7 +116,7 @@ def test_an_environment_whose_folder_mlflow_cannot_read_is_refused_in_a_sentence
     (tmp_path / "of%20mine").mkdir()
     link = tmp_path / "of%20mine" / "mlflow"
     link.symlink_to(Path(mlflow.__file__).parent)
-    asks = "import sys; from tasks.tracking import mlflow_store as s, where as w\n"
+    asks = "import sys; from tasks.tracking import mlflow_store as s, tracking_settings as w\n"
     asks += (
         "try: s.open_experiment(w.read_tracking_settings())\nexcept w.TrackingError as e: print(e)"
     )

@@ -8,14 +8,14 @@ from prefect import flow
 from prefect.events import emit_event
 from torch.utils.data import DataLoader, TensorDataset
 
-from tasks.process import forks
+from tasks.process import run_task
 
 # Python 3.12 warns of fork() in a process with threads, PyTorch's own among them.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
 def test_worker_processes_end_well_in_a_flow(prefect_api: str) -> None:
-    forks.fix_prefect_after_fork()
+    run_task.fix_prefect_after_fork()
 
     @flow
     def reads() -> tuple[list[int], int | None]:

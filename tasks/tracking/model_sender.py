@@ -1,4 +1,4 @@
-"""Logs a trained model as an MLflow model: its weights and description, the code that reads them,
+"""Sends a trained model to MLflow: its weights and description, the code that reads them,
 signature, input example and requirements; `mlflow.pyfunc.load_model` needs nothing else. And makes
 it a version of a registered model. Part of the sending process.
 """
