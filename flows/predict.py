@@ -9,15 +9,11 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import signals, startup
+    from tasks.process.command import exit_process, start_command
 
-    signals.protect_standard_streams()
-    signals.install_signal_handlers()
-    startup.provide_home()
-    from flows.cli.predict_command import (
-        main,  # answers --help and bad words before prefect is imported
-    )
-    from flows.cli.train_command import exit_process
+    start_command()
+    # It answers --help and bad words before prefect is imported.
+    from flows.cli.predict_command import main
 
     exit_process(main(sys.argv[1:]))
 

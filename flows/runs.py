@@ -9,10 +9,9 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import signals
+    from tasks.process.command import exit_process, start_command
 
-    signals.protect_standard_streams()
-    signals.install_signal_handlers()
+    start_command()
 
 import argparse
 import os
@@ -183,6 +182,4 @@ def _make_notes(run: KnownRun, columns: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    from flows.cli.train_command import exit_process
-
     exit_process(main(sys.argv[1:]))

@@ -8,10 +8,9 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import signals
+    from tasks.process.command import exit_process, start_command
 
-    signals.protect_standard_streams()
-    signals.install_signal_handlers()
+    start_command()
 
 import argparse
 import math
@@ -147,6 +146,4 @@ def _read_now(run: KnownRun) -> KnownRun:
 
 
 if __name__ == "__main__":
-    from flows.cli.train_command import exit_process
-
     exit_process(main(sys.argv[1:]))

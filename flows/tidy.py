@@ -8,13 +8,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import signals, startup
+    from tasks.process.command import exit_process, start_command
 
-    signals.protect_standard_streams()
-    signals.install_signal_handlers()
-    startup.provide_home()
+    start_command()
     from flows.cli.tidy_command import main  # it needs no prefect
-    from flows.cli.train_command import exit_process
 
     exit_process(main(sys.argv[1:]))
 

@@ -6,17 +6,15 @@ device. What is slow to import is imported when the settings are right.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
-import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
@@ -31,7 +29,7 @@ from tasks.engine.settings.read_settings import (
     hide_config_secrets,
     restore_config_secrets,
 )
-from tasks.process import prefect_http, signals, startup
+from tasks.process import command, prefect_http, signals
 from tasks.process.redaction import redact, redact_output
 from tasks.services import local_prefect
 from tasks.tracking import journal
@@ -94,9 +92,6 @@ def explain_device(asked: Namespace) -> int:
     return 0
 
 
-_prefect_away = threading.Event()  # nothing waits for its server any more
-
-
 def main(argv: Sequence[str]) -> int:
     """Run what the command line says. Returns the exit code."""
     code = launcher.read_final_code()
@@ -119,23 +114,6 @@ def _run_command(argv: Sequence[str]) -> int:
     except (ConfigError, TrackingError) as error:
         print(redact(str(error)), file=sys.stderr)
         return 2
-
-
-def exit_process(code: int) -> NoReturn:
-    """End the process once everything is written and flushed, without tearing its modules down.
-
-    That would cost up to another second.
-    """
-    signals.disable_signal_exceptions()
-    if not _prefect_away.is_set():
-        atexit._run_exitfuncs()  # Prefect's last logs and events among them
-        logging.shutdown()
-    with suppress(OSError):  # whoever read it has gone
-        sys.stdout.flush()
-        sys.stderr.flush()
-    if signals.find_exit_code() is None:
-        startup.restart_if_planned()
-    os._exit(code)
 
 
 def _train(asked: Namespace) -> int:
@@ -287,7 +265,7 @@ def _run_flow(asked: Namespace) -> int:
     from tasks.run.gate import GateFailed
     from tasks.run.record import find_last_ended
 
-    ASKED_AT.set(startup.find_restart_time() or psutil.Process().create_time())
+    ASKED_AT.set(command.find_restart_time() or psutil.Process().create_time())
     signals.enable_signal_exceptions()
     try:
         train(asked.config, resume=asked.resume)
@@ -296,13 +274,14 @@ def _run_flow(asked: Namespace) -> int:
         return 1
     except Exception as error:
         ended = find_last_ended()
-        if isinstance(error, TransportError):
-            _prefect_away.set()
+        is_away = isinstance(error, TransportError)
+        if is_away:
+            command.leave_prefect()
         if asked.debug:
             raise
         if ended is None or ended.run["status"] != "FINISHED":
             _plan_retry(asked, error)
-            if ended is None or not _prefect_away.is_set():
+            if ended is None or not is_away:
                 raise
             raise RuntimeError(ended.run["error"]) from error  # what Prefect's own error hides
         print(f"trained, but Prefect could not record its end: {error}", file=sys.stderr)
@@ -322,11 +301,11 @@ def _plan_retry(asked: Namespace, error: Exception) -> None:
     from tasks.run.resume import plan_retry
 
     ended = find_last_ended()
-    folder = ended.folder if ended is not None else startup.find_failed_folder()
+    folder = ended.folder if ended is not None else command.find_failed_folder()
     failure = (ended.failure if ended is not None else None) or classify_failure(error)
     if folder is not None and (retry := plan_retry(folder, failure, asked.config)) is not None:
         words = make_resume_words(asked.words, retry.folder) if retry.step else asked.words
-        startup.plan_restart(words, at=retry.at, of=retry.folder, told=str(retry))
+        command.plan_restart(words, at=retry.at, of=retry.folder, told=str(retry))
 
 
 def _set_up_prefect(api_url: str | None, *, debug: bool) -> None:

@@ -1,5 +1,5 @@
-"""A process and its surroundings: signals, standard streams, forks, its home, its start anew, and
+"""A process and its surroundings: how it starts and ends, signals, children, and
 secrets that none of these may show. It knows nothing of a run.
 
-Front doors: children, prefect_http, redaction, run_task, signals, startup.
+Front doors: children, command, prefect_http, redaction, run_task, signals.
 """

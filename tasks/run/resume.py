@@ -31,7 +31,7 @@ from tasks.engine.settings.read_settings import ConfigError, resolve_config
 from tasks.engine.settings.run_config import RunConfig, RunSettings
 from tasks.engine.step.plan import Plan
 from tasks.engine.training.loop import compute_end_time
-from tasks.process import startup
+from tasks.process import command
 from tasks.process.redaction import redact
 from tasks.run.failures import Failure
 from tasks.run.known_runs import (
@@ -394,7 +394,7 @@ def _is_over(until: str | None, at: float) -> bool:
 
 def find_failed_start(runs: Path, key: str) -> RunStart | None:
     """Return the start of the run that failed without a checkpoint, if this is its retry."""
-    folder = startup.find_failed_folder() or _find_newest(runs, key)
+    folder = command.find_failed_folder() or _find_newest(runs, key)
     start = read_start(folder) if folder is not None else None
     return start if start is not None and start.retries else None
 

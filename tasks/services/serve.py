@@ -20,7 +20,7 @@ from typing import IO
 
 import psutil
 
-from tasks.process import prefect_http, startup
+from tasks.process import command, prefect_http
 from tasks.process.redaction import redact, remove_login
 from tasks.services import service
 from tasks.services.parts import (
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tasks.services.serve", description=__doc__)
     parser.add_argument("action", choices=list(actions))
     action = parser.parse_args(argv).action
-    startup.provide_home()
+    command.provide_home()
     try:
         return actions[action]()
     except ServeError as error:
