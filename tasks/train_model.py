@@ -20,7 +20,7 @@ from tasks.engine.training import trainer
 from tasks.engine.training.admission import PastRuns
 from tasks.engine.training.loop import StopRequest
 from tasks.process import signals
-from tasks.process.run_task import fix_prefect_after_fork, run_task
+from tasks.process.run_task import run_task
 
 
 @run_task
@@ -39,7 +39,6 @@ def train_model(
         raise ConfigError(
             f"--resume {folder}: its checkpoints were removed; train without --resume"
         )
-    fix_prefect_after_fork()
     with signals.defer_signals() as came:
 
         def asked() -> StopRequest | None:

@@ -290,20 +290,12 @@ def _run_flow(asked: Namespace) -> int:
 
 
 def _plan_retry(asked: Namespace, error: Exception) -> None:
-    """Plan a restart after this process, where the failure is one that a new process may cure.
+    """Plan a restart after this process, where the failure is one that a new process may cure."""
+    from tasks.run.flow_run import plan_command_retry
 
-    A first start that has not opened its run is not restarted: its user is there.
-    """
     if launcher.is_launched():  # torchrun starts it again, with the others
         return
-    from tasks.run.failures import classify_failure
-    from tasks.run.record import find_last_ended
-    from tasks.run.resume import plan_retry
-
-    ended = find_last_ended()
-    folder = ended.folder if ended is not None else command.find_failed_folder()
-    failure = (ended.failure if ended is not None else None) or classify_failure(error)
-    if folder is not None and (retry := plan_retry(folder, failure, asked.config)) is not None:
+    if (retry := plan_command_retry(error, asked.config)) is not None:
         words = make_resume_words(asked.words, retry.folder) if retry.step else asked.words
         command.plan_restart(words, at=retry.at, of=retry.folder, told=str(retry))
 

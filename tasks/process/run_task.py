@@ -6,11 +6,10 @@ argument of it is hashed or kept; and what it forks, such as the workers of a Da
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from prefect import Task
@@ -55,13 +54,14 @@ def run_task(function: Callable[P, R]) -> RunTask[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        fix_prefect_after_fork()
         with redact_errors():  # Prefect keeps the text of a failed task
             return function(*args, **kwargs)
 
     return RunTask(call, cache_policy=NO_CACHE)
 
 
-@functools.cache
+@cache
 def fix_prefect_after_fork() -> None:
     """Mend, in every process forked from now on, the Prefect services copied from its parent.
 
