@@ -37,7 +37,7 @@ SLOW = (
     "engine/files/test_fuzz_readers",
     "engine/launch/test_rank",
     "flows/test_team",
-    "engine/launch/test_agent",
+    "engine/launch/test_supervisor",
     "test_chaos",
     "flows/test_compare",
     "flows/test_runs",

@@ -40,14 +40,14 @@ from tasks.process.redaction import redact, redact_output  # noqa: E402
 from tasks.tracking import mlflow_store, orphaned_runs, send_later  # noqa: E402
 from tasks.tracking.environment import read_code_version  # noqa: E402
 from tasks.tracking.journal import RunGone  # noqa: E402
-from tasks.tracking.mlflow_run import (  # noqa: E402
+from tasks.tracking.query_runs import find_newest_metrics, read_history  # noqa: E402
+from tasks.tracking.run_sender import (
     Sender,
     SendingState,
     make_telemetry,
     try_sending_lock,
     wait_for_sending_lock,
 )
-from tasks.tracking.query_runs import find_newest_metrics, read_history  # noqa: E402
 from tasks.tracking.tracking_settings import TrackingSettings, read_tracking_settings  # noqa: E402
 
 SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell

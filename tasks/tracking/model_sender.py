@@ -33,7 +33,7 @@ from tasks.engine.base.structured_inputs import describe_inputs, is_structured
 from tasks.engine.models.checksums import write_checksums
 
 if TYPE_CHECKING:
-    from tasks.tracking.mlflow_run import SendingState
+    from tasks.tracking.run_sender import SendingState
 
 # All that predictor.py imports: nothing else of this project is there where the model is loaded.
 CODE = (

@@ -13,7 +13,7 @@ from tasks.engine.accounts.step_metrics import Diverged
 from tasks.engine.checkpoint.checkpoints import NoRoom
 from tasks.engine.device.detection import DeviceError, TemporaryDeviceError
 from tasks.engine.files.source_data import DataError
-from tasks.engine.launch.agent import LostProcess
+from tasks.engine.launch.supervisor import LostProcess
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.training.oom_report import OomExplanation, OomMessage, OutOfMemory

@@ -18,7 +18,7 @@ from tasks.engine.base.facts import ModelFacts
 from tasks.engine.files.source_data import DataError
 from tasks.engine.models import builtin, predictor
 from tasks.tracking import ask_mlflow, mlflow_store, model_finder, model_sender
-from tasks.tracking.mlflow_run import SendingState
+from tasks.tracking.run_sender import SendingState
 from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 from tests.tasks.tracking.test_model_sender import SPECS
 

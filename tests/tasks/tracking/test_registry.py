@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 from tasks.engine.models import builtin
 from tasks.engine.models.model_folder import save_model_folder
 from tasks.tracking import mlflow_store
-from tasks.tracking.mlflow_run import REGISTERED, Sender, create_run
+from tasks.tracking.run_sender import REGISTERED, Sender, create_run
 from tasks.tracking.tracking_settings import TrackingSettings
 from tests.tasks.tracking.test_model_sender import SPECS
 
