@@ -37,11 +37,11 @@ def tidy(older_than: str | None = None, dry_run: bool = False) -> list[str]:
     """
     log.setLevel(logging.INFO)
     lines, problems = [], []
-    for deed in clean_up(
+    for action in clean_up(
         read_tracking_settings(), older_s=parse_age_s(older_than), does=not dry_run
     ):
-        lines.append(describe_action(deed, does=not dry_run))
-        problems += [lines[-1]] if deed.problem else []
+        lines.append(describe_action(action, does=not dry_run))
+        problems += [lines[-1]] if action.problem else []
         log.info("%s", lines[-1])
     if problems:
         raise RuntimeError("; ".join(problems))

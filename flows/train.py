@@ -31,7 +31,7 @@ from tasks.run.flow_run import make_run_name, open_run, publish_run
 from tasks.train_model import train_model
 
 
-@make_python_callable
+@make_python_callable  # a call from Python does what the command does
 @flow(name="train", flow_run_name=make_run_name)
 def train(
     config: RunConfig = RunConfig(),  # noqa: B008 (frozen; Prefect's form shows it)

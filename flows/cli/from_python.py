@@ -25,7 +25,7 @@ from tasks.run.resume import read_resumed_settings
 
 
 def train_from_python(
-    play: Callable[..., Any],
+    run_flow: Callable[..., Any],
     config: RunConfig | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     resume: str | None = None,
@@ -43,10 +43,10 @@ def train_from_python(
         given = config if isinstance(config, RunConfig) else make_config(config)
         asked = resolve_and_check(given, overrides)
         if FlowRunContext.get() is not None:  # a step of somebody's own flow
-            run: dict[str, Any] = play(config=asked, resume=resume)
+            run: dict[str, Any] = run_flow(config=asked, resume=resume)
             return run
         with train_command.set_up_call():
-            run = play(config=asked, resume=resume)
+            run = run_flow(config=asked, resume=resume)
     except BAD_INPUT as error:
         raise error.with_traceback(None) from None
     except GateFailed as failed:

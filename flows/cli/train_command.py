@@ -119,7 +119,7 @@ def _run_command(argv: Sequence[str]) -> int:
 def _train(asked: Namespace) -> int:
     if asked.config.launch.machines:  # before it is imported: of names that no server knows
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if launcher.read_rank():  # of torchrun; the first plays the flow
+    if launcher.read_rank():  # of torchrun; the first runs the flow
         from tasks.engine.launch import rank
 
         return rank.follow_lead(asked.config)
@@ -143,10 +143,10 @@ def _train(asked: Namespace) -> int:
     return run_with_server(partial(_run_flow, asked), debug=asked.debug)
 
 
-def run_with_server(play: Callable[[], int], *, debug: bool) -> int:
+def run_with_server(run_flow: Callable[[], int], *, debug: bool) -> int:
     """Run a flow with a Prefect server, and return the exit code.
 
-    Prefect must not be imported yet. The code is what `play` returns, or that of the error
+    Prefect must not be imported yet. The code is what `run_flow` returns, or that of the error
     that ends it, which is printed; with `debug` it is raised again.
     """
     home, api_url = local_prefect.find_prefect_home(), None
@@ -161,10 +161,10 @@ def run_with_server(play: Callable[[], int], *, debug: bool) -> int:
             print(error, file=sys.stderr)
             return 2
         _set_up_prefect(api_url, debug=debug)
-        return _run_reporting_errors(play, debug=debug)
+        return _run_reporting_errors(run_flow, debug=debug)
 
 
-def _run_reporting_errors(play: Callable[[], int], *, debug: bool) -> int:
+def _run_reporting_errors(run_flow: Callable[[], int], *, debug: bool) -> int:
     try:
         from prefect import tags
         from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
@@ -172,7 +172,7 @@ def _run_reporting_errors(play: Callable[[], int], *, debug: bool) -> int:
         # A heartbeat tells a distant server that a run is alive; here it costs 0.9 s at the exit.
         heartless = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
         with heartless, tags(prefect_http.make_flow_run_tag()):
-            return play() or signals.find_exit_code() or 0
+            return run_flow() or signals.find_exit_code() or 0
     except BaseException as error:
         from tasks.run.preflight import BAD_INPUT
 

@@ -119,7 +119,7 @@ def show_markdown(text: str, key: str, title: str) -> None:
         create_markdown_artifact(text, key=key, description=title)
     except (TransportError, HTTPStatusError) as error:
         log.warning("no report in Prefect: %s", redact(str(error)))
-        if "PREFECT__FLOW_RUN_ID" not in os.environ:  # the desk's end does not wait once more
+        if "PREFECT__FLOW_RUN_ID" not in os.environ:  # the end of a command does not wait once more
             here = get_settings_context()
             once = here.settings.copy_with_update({PREFECT_CLIENT_MAX_RETRIES: 0})
             SettingsContext(profile=here.profile, settings=once).__enter__()
@@ -172,7 +172,7 @@ def schedule_retry(record: Record) -> Iterator[None]:
         retry = plan_retry(record.folder, failure, record.config, starts=flow_run.run_count)
         if retry is None:
             raise Ended(f"{failure.kind}: {failure.said}") from error
-        # A worker with a limit dies of a run that it finds scheduled while it still plays it
+        # A worker with a limit dies of a run that it finds scheduled while it still runs it
         # (Prefect 3.8, acquire_on_behalf_of_nowait), and it looks some seconds ahead.
         ahead_s = get_current_settings().worker.prefetch_seconds + 2 * EXIT_S
         retry = replace(retry, at=max(retry.at, time.time() + ahead_s))

@@ -176,7 +176,7 @@ def test_processes_that_are_lost_again_and_again_end_the_training(own: Own, tmp_
 
 
 def _on_checkpoint(folder: Path, act: Callable[[], None], times: int = 1) -> Callable[[], None]:
-    """What the supervisor asks, whether to stop: it acts once after each checkpoint, so many times."""
+    """Whether to stop, as the supervisor asks: it acts once after each checkpoint, `times`."""
     seen: list[list[int]] = []
 
     def asked() -> None:
