@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import sqlite3
 import sys
 import time
@@ -35,7 +36,6 @@ from tasks.engine.device.telemetry import Telemetry
 from tasks.engine.report import run_report
 from tasks.process.redaction import redact
 from tasks.tracking import model_sender
-from tasks.tracking.environment import describe_environment
 from tasks.tracking.journal import (
     BEGIN,
     ONCE,
@@ -363,7 +363,7 @@ class Sender:
         run["series"] = read_series(self.folder / "metrics.jsonl")
         command = run.get("open_command", "make ui") + (path if is_late else "")
         plots = run_report.draw_plots(run, self._make_folder("plots"))
-        (self.folder / "environment.txt").write_text(describe_environment())
+        (self.folder / "environment.txt").write_text(_describe_environment())
         has_model = (self.folder / "model" / "spec.json").is_file()
         if run["status"] == "FINISHED" and has_model and not self.state.has_model:
             self._send_model()
@@ -444,6 +444,18 @@ class Sender:
         half = self.folder / "sent.json.new"
         half.write_text(json.dumps(vars(self.state)))
         half.rename(self.folder / "sent.json")
+
+
+def _describe_environment() -> str:
+    """Return Python, the platform, and every package with its version, as text.
+
+    Read off the names of the packages' metadata folders: parsing what is in them costs
+    0.4 s.
+    """
+    folders = {f.stem for place in sys.path for f in Path(place).glob("*.dist-info")}
+    packages = sorted({"==".join(name.rsplit("-", 1)) for name in folders}, key=str.lower)
+    head = f"# Python {platform.python_version()} on {platform.platform()}"
+    return "\n".join([head, *packages]) + "\n"
 
 
 def create_run(
