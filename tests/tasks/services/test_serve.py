@@ -375,7 +375,7 @@ def _keep(folder: Path, plan: service.ServicePlan, done: list[str], *, looks: in
         if len(pauses) == looks:
             raise Enough
 
-    def brought_up() -> service.ServicePlan:
+    def start_missing() -> service.ServicePlan:
         for name in plan.addresses:
             if name not in parts.find_parts(folder) and name != "keeper":
                 done.append(name)
@@ -385,7 +385,7 @@ def _keep(folder: Path, plan: service.ServicePlan, done: list[str], *, looks: in
         return plan
 
     with pytest.raises(Enough):
-        service.look_after_parts(folder, brought_up, lambda: done.append("sent"), looks=look)
+        service.look_after_parts(folder, start_missing, lambda: done.append("sent"), sleep=look)
     return pauses
 
 
@@ -409,7 +409,7 @@ def test_the_keeper_starts_again_what_has_died_and_sees_to_what_was_not_sent(
     worker = parts.find_parts(folder)["worker"].process
     worker.kill()
     parts.await_end([worker], wait_s=10)
-    # As `brought_up` finds it up at first: the death is seen by a look.
+    # As `start_missing` finds it up at first: the death is seen by a look.
     real, first = parts.find_parts(folder), start(folder, SLEEP, name="worker")
     assert "worker" not in real
     done.clear()
@@ -428,7 +428,7 @@ def test_the_keeper_starts_again_what_has_died_and_sees_to_what_was_not_sent(
         return plan
 
     with pytest.raises(Enough):
-        service.look_after_parts(folder, again, lambda: None, looks=dies)
+        service.look_after_parts(folder, again, lambda: None, sleep=dies)
     assert done == ["worker"] and "worker" in parts.find_parts(folder)
 
 
