@@ -24,7 +24,21 @@ from tasks.run.preflight import BAD_INPUT, resolve_and_check
 from tasks.run.resume import read_resumed_settings
 
 
-def train_from_python(
+def make_python_callable(flow: Flow[..., Any]) -> CalledFlow:
+    """Return the flow of `config`, `overrides` and `resume`, for who calls it: from Python with all
+    that the command does, in Prefect's form with its settings in groups."""
+    made = CalledFlow(
+        flow.fn,
+        call=_train_from_python,
+        shown=_hide_secrets,
+        name=flow.name,
+        flow_run_name=flow.flow_run_name,
+    )
+    made.parameters = _make_form(made.parameters)
+    return made
+
+
+def _train_from_python(
     run_flow: Callable[..., Any],
     config: RunConfig | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -71,20 +85,6 @@ def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
         f"train() takes config, overrides and resume, not {', '.join(unknown)}: settings are given "
         f"by their dotted names, as in train(overrides={{{by_name}}})"
     )
-
-
-def make_python_callable(flow: Flow[..., Any]) -> CalledFlow:
-    """Return the flow of `config`, `overrides` and `resume`, for who calls it: from Python with all
-    that the command does, in Prefect's form with its settings in groups."""
-    made = CalledFlow(
-        flow.fn,
-        call=train_from_python,
-        shown=_hide_secrets,
-        name=flow.name,
-        flow_run_name=flow.flow_run_name,
-    )
-    made.parameters = _make_form(made.parameters)
-    return made
 
 
 def _hide_secrets(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Runs a training from a command line: settings from its flags, a Prefect server if none is set,
 the report in the terminal, and an exit code that says what happened: 0 trained, 1 failed, 2 bad
-input, 130 interrupted, 143 terminated. Or only describes it: --dry-run, --forecast and --explain-
-device. What is slow to import is imported when the settings are right.
+input, 130 interrupted, 143 terminated. Or only describes it, by --dry-run, --forecast and
+--explain-device. What is slow to import is imported when the settings are right.
 """
 
 from __future__ import annotations
@@ -36,111 +36,10 @@ from tasks.tracking import journal
 from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
 
 
-def print_dry_run(asked: Namespace) -> int:
-    """Print the settings as they would be used, and the device. Returns the exit code."""
-    from tasks.engine.device.detection import DeviceError, detect_best_device
-
-    print(dump_yaml(hide_config_secrets(asked.config).model_dump()), end="")
-    for line in read_settings.describe_unused_settings(asked.config):
-        print(f"# {line}")
-    device = asked.config.device
-    try:
-        facts = detect_best_device(device.name, require=device.require)
-    except DeviceError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"# device: {facts.name}: {facts.reason}")
-    return 0
-
-
-def print_forecast(asked: Namespace) -> int:
-    """Print the memory that the training would take. Returns the exit code."""
-    from rich.console import Console
-
-    from tasks.forecast_memory import (
-        forecast_memory,
-        forecast_on_gpus,
-        make_gpu_table,
-        parse_gpu_sizes,
-    )
-    from tasks.run.preflight import BAD_INPUT
-
-    try:
-        if asked.elsewhere is not None:
-            found = forecast_on_gpus(asked.config, parse_gpu_sizes(asked.elsewhere))
-            Console().print(make_gpu_table(found, asked.config))
-            return 0 if any(one.fits for one in found) else 2
-        foreseen = forecast_memory(asked.config)
-    except BAD_INPUT as error:
-        print(error, file=sys.stderr)
-        return 2
-    Console().print(foreseen.table())
-    return 0 if foreseen.fits else 2
-
-
-def explain_device(asked: Namespace) -> int:
-    """Print what was found of devices, and what is missing. Returns the exit code."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from tasks.engine.device.detection import explain_choice
-
-    table, signs = Table("check", "ok", "finding", "remedy"), {True: "yes", False: "NO", None: "-"}
-    for check in explain_choice(asked.config.device.name):
-        table.add_row(check.name, signs[check.ok], check.finding, check.remedy)
-    Console().print(table)
-    return 0
-
-
 def main(argv: Sequence[str]) -> int:
     """Run what the command line says. Returns the exit code."""
     code = launcher.read_final_code()
     return launcher.keep_exit_code(_run_command(argv)) if code is None else code
-
-
-def _run_command(argv: Sequence[str]) -> int:
-    redact_output()
-    try:
-        asked = parse_training(argv)
-        if asked.explain_device:
-            return explain_device(asked)
-        asked.config = restore_config_secrets(asked.config)
-        check_imports(asked.config)
-        if asked.dry_run:
-            return print_dry_run(asked)
-        if asked.forecast:
-            return print_forecast(asked)
-        return _train(asked)
-    except (ConfigError, TrackingError) as error:
-        print(redact(str(error)), file=sys.stderr)
-        return 2
-
-
-def _train(asked: Namespace) -> int:
-    if asked.config.launch.machines:  # before it is imported: of names that no server knows
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if launcher.read_rank():  # of torchrun; the first runs the flow
-        from tasks.engine.launch import rank
-
-        return rank.follow_lead(asked.config)
-    data, model = asked.config.data, make_printable(asked.config.model.name, limit=60)
-    told = f"{model} on {make_printable(data.path or data.source, limit=60)}"
-    print(f"{told}: loading PyTorch, Prefect and MLflow ...", file=sys.stderr, flush=True)
-    from tasks.engine.data.preparation import check_data
-    from tasks.engine.files.source_data import DataError
-
-    try:
-        check_data(asked.config.data)
-    except DataError as error:
-        print(redact(str(error)), file=sys.stderr)
-        return 2
-    if asked.config.launch.machines and not launcher.is_launched():
-        from tasks.engine.launch.machines import train_on_machines
-
-        _log_to_stderr()
-        return train_on_machines(asked.config, asked.words)
-    journal.warm_up(read_tracking_settings())
-    return run_with_server(partial(_run_flow, asked), debug=asked.debug)
 
 
 def run_with_server(run_flow: Callable[[], int], *, debug: bool) -> int:
@@ -162,52 +61,6 @@ def run_with_server(run_flow: Callable[[], int], *, debug: bool) -> int:
             return 2
         _set_up_prefect(api_url, debug=debug)
         return _run_reporting_errors(run_flow, debug=debug)
-
-
-def _run_reporting_errors(run_flow: Callable[[], int], *, debug: bool) -> int:
-    try:
-        from prefect import tags
-        from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-
-        # A heartbeat tells a distant server that a run is alive; here it costs 0.9 s at the exit.
-        heartless = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
-        with heartless, tags(prefect_http.make_flow_run_tag()):
-            return run_flow() or signals.find_exit_code() or 0
-    except BaseException as error:
-        from tasks.run.preflight import BAD_INPUT
-
-        # Whatever a signal has become on its way up.
-        if isinstance(error, KeyboardInterrupt) or signals.find_exit_code():
-            print(signals.describe_signal(), file=sys.stderr)
-            return signals.find_exit_code() or 130
-        if isinstance(error, BAD_INPUT):
-            print(redact(str(error)), file=sys.stderr)
-            return 2
-        if debug and isinstance(error, Exception):
-            raise
-        from prefect.settings import PREFECT_API_URL
-
-        from tasks.engine.distributed.ranks import RestartableError
-
-        api = PREFECT_API_URL.value() or ""
-        if str(error).startswith("Failed to reach API") and not local_prefect.is_temporary_api(api):
-            told = "does not answer; start that server, or name none: a run then starts its own"
-            print(f"PREFECT_API_URL: {redact(api)} {told}", file=sys.stderr)
-            return 2
-        print(f"failed: {redact(str(error))}", file=sys.stderr)
-        return launcher.AGAIN if isinstance(error, RestartableError) else 1
-
-
-def print_report(run: Mapping[str, Any]) -> None:
-    """Print the report of a run."""
-    from rich.console import Console
-
-    from tasks.engine.report import run_report
-
-    command = run["open_command"] if run["run_id"] else ""  # MLflow may not know it yet
-    Console(file=sys.stdout).print(
-        run_report.make_terminal_report(run, open_command=command), crop=False
-    )
 
 
 @contextmanager
@@ -246,6 +99,153 @@ def set_up_call() -> Iterator[None]:
         stack.callback(logging.getLogger("tasks").removeHandler, _log_to_stderr())
         journal.warm_up(read_tracking_settings())
         yield
+
+
+def print_report(run: Mapping[str, Any]) -> None:
+    """Print the report of a run."""
+    from rich.console import Console
+
+    from tasks.engine.report import run_report
+
+    command = run["open_command"] if run["run_id"] else ""  # MLflow may not know it yet
+    Console(file=sys.stdout).print(
+        run_report.make_terminal_report(run, open_command=command), crop=False
+    )
+
+
+def _print_dry_run(asked: Namespace) -> int:
+    """Print the settings as they would be used, and the device. Returns the exit code."""
+    from tasks.engine.device.detection import DeviceError, detect_best_device
+
+    print(dump_yaml(hide_config_secrets(asked.config).model_dump()), end="")
+    for line in read_settings.describe_unused_settings(asked.config):
+        print(f"# {line}")
+    device = asked.config.device
+    try:
+        facts = detect_best_device(device.name, require=device.require)
+    except DeviceError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"# device: {facts.name}: {facts.reason}")
+    return 0
+
+
+def _print_forecast(asked: Namespace) -> int:
+    """Print the memory that the training would take. Returns the exit code."""
+    from rich.console import Console
+
+    from tasks.forecast_memory import (
+        forecast_memory,
+        forecast_on_gpus,
+        make_gpu_table,
+        parse_gpu_sizes,
+    )
+    from tasks.run.preflight import BAD_INPUT
+
+    try:
+        if asked.elsewhere is not None:
+            found = forecast_on_gpus(asked.config, parse_gpu_sizes(asked.elsewhere))
+            Console().print(make_gpu_table(found, asked.config))
+            return 0 if any(one.fits for one in found) else 2
+        foreseen = forecast_memory(asked.config)
+    except BAD_INPUT as error:
+        print(error, file=sys.stderr)
+        return 2
+    Console().print(foreseen.table())
+    return 0 if foreseen.fits else 2
+
+
+def _print_device_checks(asked: Namespace) -> int:
+    """Print what was found of devices, and what is missing. Returns the exit code."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from tasks.engine.device.detection import explain_choice
+
+    table, signs = Table("check", "ok", "finding", "remedy"), {True: "yes", False: "NO", None: "-"}
+    for check in explain_choice(asked.config.device.name):
+        table.add_row(check.name, signs[check.ok], check.finding, check.remedy)
+    Console().print(table)
+    return 0
+
+
+def _run_command(argv: Sequence[str]) -> int:
+    redact_output()
+    try:
+        asked = parse_training(argv)
+        if asked.explain_device:
+            return _print_device_checks(asked)
+        asked.config = restore_config_secrets(asked.config)
+        check_imports(asked.config)
+        if asked.dry_run:
+            return _print_dry_run(asked)
+        if asked.forecast:
+            return _print_forecast(asked)
+        return _train(asked)
+    except (ConfigError, TrackingError) as error:
+        print(redact(str(error)), file=sys.stderr)
+        return 2
+
+
+def _train(asked: Namespace) -> int:
+    if asked.config.launch.machines:  # before it is imported: of names that no server knows
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if launcher.read_rank():  # of torchrun; the first runs the flow
+        from tasks.engine.launch import rank
+
+        return rank.follow_lead(asked.config)
+    data, model = asked.config.data, make_printable(asked.config.model.name, limit=60)
+    told = f"{model} on {make_printable(data.path or data.source, limit=60)}"
+    print(f"{told}: loading PyTorch, Prefect and MLflow ...", file=sys.stderr, flush=True)
+    from tasks.engine.data.preparation import check_data
+    from tasks.engine.files.source_data import DataError
+
+    try:
+        check_data(asked.config.data)
+    except DataError as error:
+        print(redact(str(error)), file=sys.stderr)
+        return 2
+    if asked.config.launch.machines and not launcher.is_launched():
+        from tasks.engine.launch.machines import train_on_machines
+
+        _log_to_stderr()
+        return train_on_machines(asked.config, asked.words)
+    journal.warm_up(read_tracking_settings())
+    return run_with_server(partial(_run_flow, asked), debug=asked.debug)
+
+
+def _run_reporting_errors(run_flow: Callable[[], int], *, debug: bool) -> int:
+    try:
+        from prefect import tags
+        from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+        # A heartbeat tells a distant server that a run is alive; here it costs 0.9 s at the exit.
+        heartless = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+        with heartless, tags(prefect_http.make_flow_run_tag()):
+            return run_flow() or signals.find_exit_code() or 0
+    except BaseException as error:
+        from tasks.run.preflight import BAD_INPUT
+
+        # Whatever a signal has become on its way up.
+        if isinstance(error, KeyboardInterrupt) or signals.find_exit_code():
+            print(signals.describe_signal(), file=sys.stderr)
+            return signals.find_exit_code() or 130
+        if isinstance(error, BAD_INPUT):
+            print(redact(str(error)), file=sys.stderr)
+            return 2
+        if debug and isinstance(error, Exception):
+            raise
+        from prefect.settings import PREFECT_API_URL
+
+        from tasks.engine.distributed.ranks import RestartableError
+
+        api = PREFECT_API_URL.value() or ""
+        if str(error).startswith("Failed to reach API") and not local_prefect.is_temporary_api(api):
+            told = "does not answer; start that server, or name none: a run then starts its own"
+            print(f"PREFECT_API_URL: {redact(api)} {told}", file=sys.stderr)
+            return 2
+        print(f"failed: {redact(str(error))}", file=sys.stderr)
+        return launcher.AGAIN if isinstance(error, RestartableError) else 1
 
 
 def _log_to_stderr() -> logging.Handler:
