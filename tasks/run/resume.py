@@ -404,7 +404,7 @@ def make_retry_tags(
 ) -> dict[str, str]:
     """Return the tags of a retry; none for another start. is_new: as a run of its own.
 
-    Raises NotNow where the device is gone: nobody asked for weeks on the CPU.
+    Raises TemporaryDeviceError where the device is gone: nobody asked for weeks on the CPU.
     """
     if before is None or not before.retries:
         return {}
