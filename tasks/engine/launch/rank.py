@@ -7,7 +7,7 @@ to it.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from tasks.engine.launch.parent import end_with_parent
+    from tasks.engine.launch.parent_death import end_with_parent
 
     end_with_parent()  # before PyTorch is imported: that takes seconds
 
@@ -49,8 +49,8 @@ from tasks.engine.distributed.ranks import (
     store_micro_batch,
 )
 from tasks.engine.files.source_data import DataError
-from tasks.engine.launch.attempts import AGAIN
-from tasks.engine.launch.processes import choose_device_name, find_rank_device
+from tasks.engine.launch.launcher import AGAIN
+from tasks.engine.launch.placement import choose_device_name, find_rank_device
 from tasks.engine.memory.leaks import release_device_memory, take_baseline
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError

@@ -12,11 +12,11 @@ from mlflow import MlflowClient
 from mlflow.store.tracking.dbmodels.models import SqlDataset
 from sqlalchemy import event
 
-from tasks.tracking import journal, mlflow_run, mlflow_sender
+from tasks.tracking import journal, mlflow_sender, run_sender
 from tasks.tracking.journal import make_line
-from tasks.tracking.mlflow_run import Throttle
 from tasks.tracking.mlflow_store import open_experiment
-from tasks.tracking.where import TrackingError, TrackingSettings
+from tasks.tracking.run_sender import Throttle
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
 
@@ -32,7 +32,7 @@ def test_a_training_that_needs_all_cores_is_sent_in_pieces_and_whole_at_its_end(
     client, experiment_id = open_experiment(where)
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
-    sender = mlflow_run.create_run(
+    sender = run_sender.create_run(
         client, where, experiment_id=experiment_id, folder=folder, name="n", params={}, tags={}
     )
     clock = [0.0]
@@ -47,7 +47,7 @@ def test_a_training_that_needs_all_cores_is_sent_in_pieces_and_whole_at_its_end(
     clock[0] = 1.0
     sender.flush_patiently()
     first = sent()
-    assert 0 < first < 3000 and sender.state.offset < mlflow_run.PIECE_BYTES + 100
+    assert 0 < first < 3000 and sender.state.offset < run_sender.PIECE_BYTES + 100
     sender.flush_patiently()  # it rests
     assert sent() == first
     clock[0] = 1000.0
@@ -68,10 +68,10 @@ def test_the_energy_of_a_run_that_goes_on_adds_up(
     client.log_metric(run_id, "gpu/energy_j", 42.0)
     begun: list[tuple[str | None, float]] = []
     monkeypatch.setattr(
-        mlflow_run, "Telemetry", lambda uuid, energy_j=0.0: begun.append((uuid, energy_j))
+        run_sender, "Telemetry", lambda uuid, energy_j=0.0: begun.append((uuid, energy_j))
     )
-    mlflow_run.make_telemetry(client, run_id, {"device.kind": "cuda", "device.uuid": "GPU-1"})
-    mlflow_run.make_telemetry(client, run_id, {"device.kind": "cpu"})
+    run_sender.make_telemetry(client, run_id, {"device.kind": "cuda", "device.uuid": "GPU-1"})
+    run_sender.make_telemetry(client, run_id, {"device.kind": "cpu"})
     assert begun == [("GPU-1", 42.0), (None, 0.0)]
 
 
@@ -128,7 +128,7 @@ def test_data_that_another_run_tells_at_the_same_time_is_told_all_the_same(tmp_p
     for folder in folders:
         folder.mkdir(parents=True)
         how = {"experiment_id": experiment_id, "folder": folder, "name": "n"}
-        senders.append(mlflow_run.create_run(client, where, **how, params={}, tags={}))
+        senders.append(run_sender.create_run(client, where, **how, params={}, tags={}))
     both = threading.Barrier(2)
 
     def made(*_: object) -> None:
@@ -159,10 +159,10 @@ def test_a_run_that_is_gone_on_with_knows_the_flow_runs_it_was_in(tmp_path: Path
     folder.mkdir(parents=True)
     how = {"experiment_id": experiment_id, "folder": folder, "name": "n", "params": {}}
     first = {"prefect.flow_run_id": "first", "unsent": "its model"}
-    state = mlflow_run.create_run(client, where, **how, tags=first).state
+    state = run_sender.create_run(client, where, **how, tags=first).state
     for flow_run in ("second", "second", "third"):
         tags = {"prefect.flow_run_id": flow_run}
-        sender = mlflow_run.reopen_run(client, where, state=state, folder=folder, tags=tags)
+        sender = run_sender.reopen_run(client, where, state=state, folder=folder, tags=tags)
         state = sender.state
     found = client.get_run(state.run_id).data.tags
     assert found["prefect.earlier_flow_runs"] == state.earlier == "first,second"

@@ -1,6 +1,6 @@
 """Ends a process with the one that has started it, also where it is stopped or waits in a driver
-and hears nothing: `python -m tasks.engine.launch.parent MODULE ARGUMENTS` is `python -m MODULE
-ARGUMENTS` that does. Linux alone can do that; elsewhere a process ends when it next looks.
+and hears nothing: `python -m tasks.engine.launch.parent_death MODULE ARGUMENTS` runs a module so.
+Linux alone can do that; elsewhere a process ends when it next looks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""How the processes of a training that a launcher starts ended, for those that come after them: the
-launcher starts them again whatever the reason was, and what is wrong for good is told once. It
-imports nothing slow: the command asks it first.
+"""What a launcher such as torchrun tells this process, and is told by it. By the environment: the
+rank, checked before anything slow is imported. By the exit code: the launcher starts processes
+again whatever the reason was, so what is wrong for good is kept for those that come after, and told
+once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def is_launched() -> bool:
     return "RANK" in os.environ
 
 
-def rank_here() -> int:
+def read_rank() -> int:
     """Return the rank that a launcher has given this process; 0 where none has.
 
     Raises ConfigError where what the launcher must set is missing or makes no sense.

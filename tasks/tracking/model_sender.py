@@ -1,4 +1,4 @@
-"""Logs a trained model as an MLflow model: its weights and description, the code that reads them,
+"""Sends a trained model to MLflow: its weights and description, the code that reads them,
 signature, input example and requirements; `mlflow.pyfunc.load_model` needs nothing else. And makes
 it a version of a registered model. Part of the sending process.
 """
@@ -33,7 +33,7 @@ from tasks.engine.base.structured_inputs import describe_inputs, is_structured
 from tasks.engine.models.checksums import write_checksums
 
 if TYPE_CHECKING:
-    from tasks.tracking.mlflow_run import SendingState
+    from tasks.tracking.run_sender import SendingState
 
 # All that predictor.py imports: nothing else of this project is there where the model is loaded.
 CODE = (

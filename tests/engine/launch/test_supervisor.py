@@ -23,7 +23,7 @@ from tasks.engine.base.facts import TrainFacts
 from tasks.engine.checkpoint.kept_steps import list_steps
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
-from tasks.engine.launch import agent
+from tasks.engine.launch import supervisor
 from tasks.engine.launch.rank import Job
 from tasks.engine.memory.leaks import LeakError, take_baseline
 from tasks.engine.settings.run_config import RunConfig
@@ -94,7 +94,7 @@ def _train(
         }
     )
     logged: list[tuple[str, int]] = []
-    facts = agent.train_in_processes(
+    facts = supervisor.train_in_processes(
         Job(config, prepare_dataset(config.data), PastRuns(), folder, resumes=False),
         detect_best_device("cpu"),
         processes=2,
@@ -170,13 +170,13 @@ def test_what_a_process_does_not_give_back_is_told_with_its_rank(own: Own, tmp_p
 def test_processes_that_are_lost_again_and_again_end_the_training(own: Own, tmp_path: Path) -> None:
     own("agents_own", MODEL)
     said = r"launch.processes: .* more often than run.retries allows \(1\): rank 1 .* by SIGKILL"
-    with pytest.raises(agent.LostProcess, match=said):
+    with pytest.raises(supervisor.LostProcess, match=said):
         _train(tmp_path, "always lost")
     assert not _left()
 
 
 def _on_checkpoint(folder: Path, act: Callable[[], None], times: int = 1) -> Callable[[], None]:
-    """What the agent asks, whether to stop: it acts once after each checkpoint, so many times."""
+    """Whether to stop, as the supervisor asks: it acts once after each checkpoint, `times`."""
     seen: list[list[int]] = []
 
     def asked() -> None:
@@ -225,7 +225,9 @@ def test_a_launcher_that_is_lost_again_and_again_ends_the_training(
         ranks.extend(_left()[0].children())
         _left()[0].kill()
 
-    with pytest.raises(agent.LostProcess, match=r"allows \(1\): their launcher was ended by SIGK"):
+    with pytest.raises(
+        supervisor.LostProcess, match=r"allows \(1\): their launcher was ended by SIGK"
+    ):
         _train(tmp_path, "slow", asked=_on_checkpoint(tmp_path, kill, times=2))
     assert len(ranks) == 4 and not any(rank.is_running() for rank in ranks) and not _left()
 
@@ -304,7 +306,8 @@ def test_no_process_outlives_the_one_that_asked_for_it(own: Own, tmp_path: Path,
         pytest.skip("only Linux kills what is stopped")
     own("agents_own", MODEL)
     script = (
-        "import sys; from pathlib import Path; from tests.engine.launch.test_agent import _train;"
+        "import sys; from pathlib import Path;"
+        "from tests.engine.launch.test_supervisor import _train;"
         f"_train(Path({str(tmp_path)!r}), epochs=5000)"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), "."])}
@@ -335,7 +338,7 @@ def test_no_process_outlives_the_one_that_asked_for_it(own: Own, tmp_path: Path,
 def test_one_that_is_gone_before_it_has_its_job_keeps_no_other_from_its_own(tmp_path: Path) -> None:
     """Nobody was given one any more, and the training waited for ever."""
     with Listener() as listener, subprocess.Popen([sys.executable, "-c", ""]) as launcher:
-        ranks = agent._LaunchedRanks(launcher, tmp_path / "printed")
+        ranks = supervisor._LaunchedRanks(launcher, tmp_path / "printed")
         Client(listener.address).close()
         job = ("a job", "a device")
         threading.Thread(target=ranks.accept, args=(listener, *job), daemon=True).start()
@@ -349,7 +352,7 @@ def test_a_launcher_that_starts_nobody_is_given_up_and_all_begin_again(
 ) -> None:
     """One that was stopped at the start: the run was RUNNING for ever."""
     own("agents_own", MODEL)
-    monkeypatch.setattr(agent, "LAUNCH_S", 0.0)
+    monkeypatch.setattr(supervisor, "LAUNCH_S", 0.0)
     stopped: list[psutil.Process] = []
 
     def stop() -> None:

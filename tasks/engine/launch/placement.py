@@ -1,4 +1,6 @@
-"""How many processes train, and on which devices. It refuses more than there are GPUs."""
+"""How many processes train, and which device each of them gets. It refuses more than there are
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from tasks.engine.device.detection import DeviceError, detect_best_device
 from tasks.engine.device.leases import Leases, find_lease_folder
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.distributed.ranks import read_ranks_from_environment as ranks_asked
-from tasks.engine.launch.attempts import is_launched
+from tasks.engine.launch.launcher import is_launched
 from tasks.engine.memory.leaks import take_baseline
 from tasks.engine.settings.run_config import DeviceConfig, LaunchConfig
 

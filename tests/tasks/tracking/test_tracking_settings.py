@@ -6,9 +6,9 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
-from tasks.tracking import mlflow_run
+from tasks.tracking import run_sender
 from tasks.tracking.mlflow_store import open_experiment
-from tasks.tracking.where import TrackingError, TrackingSettings, read_tracking_settings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings, read_tracking_settings
 from tests.conftest import PYTHON, ROOT
 
 
@@ -91,7 +91,7 @@ def test_a_database_lies_in_its_folder_whatever_that_is_called(
     client, experiment = open_experiment(chosen)
     run_id = client.create_run(experiment).info.run_id
     samples = [("loss", 1.0, 1, 1)]
-    mlflow_run.send_metrics(client, chosen.database, run_id, samples)
+    run_sender.send_metrics(client, chosen.database, run_id, samples)
     # As a process that is started is told of it, by this variable.
     monkeypatch.setenv("MLFLOW_TRACKING_URI", chosen.tracking_uri)
     assert read_tracking_settings() == chosen
@@ -116,7 +116,7 @@ def test_an_environment_whose_folder_mlflow_cannot_read_is_refused_in_a_sentence
     (tmp_path / "of%20mine").mkdir()
     link = tmp_path / "of%20mine" / "mlflow"
     link.symlink_to(Path(mlflow.__file__).parent)
-    asks = "import sys; from tasks.tracking import mlflow_store as s, where as w\n"
+    asks = "import sys; from tasks.tracking import mlflow_store as s, tracking_settings as w\n"
     asks += (
         "try: s.open_experiment(w.read_tracking_settings())\nexcept w.TrackingError as e: print(e)"
     )

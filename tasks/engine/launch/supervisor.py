@@ -27,8 +27,8 @@ import psutil
 
 from tasks.engine.accounts.step_metrics import Log
 from tasks.engine.base.facts import DeviceFacts, TrainFacts
-from tasks.engine.launch.parent import PARENT
-from tasks.engine.launch.processes import count_threads
+from tasks.engine.launch.parent_death import PARENT
+from tasks.engine.launch.placement import count_threads
 from tasks.engine.launch.rank import ADDRESS, Job
 from tasks.engine.training.loop import StopCheck
 
@@ -306,7 +306,7 @@ def _launch_ranks(
         with printed.open("wb") as output:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "tasks.engine.launch.parent"),
+                    *(sys.executable, "-m", "tasks.engine.launch.parent_death"),
                     *("torch.distributed.run", "--standalone", "--local-addr=localhost"),
                     *(f"--nproc-per-node={processes}", f"--max-restarts={restarts + EASINGS}"),
                     *("--monitor-interval=0.1", "-m", "tasks.engine.launch.rank"),

@@ -15,7 +15,7 @@ from tasks.engine.base.facts import ModelFacts
 from tasks.engine.models import builtin, predictor
 from tasks.engine.predict import prediction
 from tasks.engine.settings.model_args import ModelError
-from tasks.tracking import logged_model
+from tasks.tracking import model_sender
 
 ROOT = Path(__file__).parent.parent.parent.parent
 SPECS = {
@@ -103,7 +103,7 @@ def _written(path: Path, name: str) -> predictor.Predictor | predictor.TokenPred
     predictor.save(model, spec, trained)
     np.save(trained / "example.npy", EXAMPLES[name].reshape(2, -1))
     (path / "logged").mkdir()
-    logged_model._write_model_folder(path / "logged", trained, spec, run_id="0" * 32)
+    model_sender._write_model_folder(path / "logged", trained, spec, run_id="0" * 32)
     return predictor.load(trained)
 
 
@@ -201,7 +201,7 @@ def test_the_checksums_of_a_logged_model_are_those_of_sha256sum(tmp_path: Path) 
 def test_the_signature_tells_what_goes_in_and_comes_out(
     name: str, inputs: str, outputs: str
 ) -> None:
-    signature = logged_model.make_signature(SPECS[name])
+    signature = model_sender.make_signature(SPECS[name])
     assert repr(signature.inputs) == inputs
     assert repr(signature.outputs) == (
         f"['prediction': {outputs} (required), 'probability': float (required)]"
@@ -242,8 +242,8 @@ def test_a_logged_model_predicts_on_the_raw_rows_of_a_table(tmp_path: Path) -> N
 
 def test_what_travels_with_a_model_imports_nothing_that_stays_behind() -> None:
     """Story: builtin.py imported memory_meter.py: no logged model loaded elsewhere."""
-    there = {Path(name).stem for name in logged_model.CODE}
-    for name in logged_model.CODE:
+    there = {Path(name).stem for name in model_sender.CODE}
+    for name in model_sender.CODE:
         tree = ast.parse((ROOT / "tasks" / name).read_text())
         for node in tree.body:  # what runs at the import
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tasks"):

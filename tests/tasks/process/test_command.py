@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.process import home
+from tasks.process import command
 
 
 @pytest.fixture(autouse=True)
@@ -26,12 +26,12 @@ def test_a_user_without_a_name_gets_a_home_of_its_own(
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-    home.provide()
+    command.provide_home()
     assert Path.home().parent == temporary and os.access(Path.home(), os.W_OK)
     assert Path.home().stat().st_mode & 0o777 == 0o700
     first = Path.home()
     monkeypatch.delenv("HOME")
-    home.provide()
+    command.provide_home()
     assert Path.home() == first, "Prefect's server is shared by the runs of a user"
 
 
@@ -42,7 +42,7 @@ def test_a_home_that_cannot_be_written_is_kept_beside_one_for_prefect_and_matplo
     may = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/" and may(path, mode))
     monkeypatch.setenv("MPLCONFIGDIR", "/mine")
-    home.provide()
+    command.provide_home()
     assert os.environ["HOME"] == "/" and os.environ["MPLCONFIGDIR"] == "/mine"
     assert Path(os.environ["PREFECT_HOME"]).parent.parent == temporary
 
@@ -51,7 +51,7 @@ def test_a_home_that_can_be_written_stays_as_it_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    home.provide()
+    command.provide_home()
     assert "PREFECT_HOME" not in os.environ and not list(tmp_path.iterdir())
 
 
@@ -62,5 +62,5 @@ def test_a_folder_that_others_could_have_made_is_no_home(
     theirs.mkdir()
     theirs.chmod(0o777)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    home.provide()
+    command.provide_home()
     assert Path(os.environ["HOME"]) != theirs and Path(os.environ["HOME"]).parent == temporary

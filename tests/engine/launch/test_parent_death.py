@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.engine.launch.parent import PARENT
+from tasks.engine.launch.parent_death import PARENT
 from tests.conftest import PYTHON, ROOT
 
 SLEEPER = """
@@ -21,8 +21,8 @@ time.sleep(100)
 """
 PARENT_CODE = """
 import os, subprocess, sys
-from tasks.engine.launch.parent import PARENT
-command = [sys.executable, "-m", "tasks.engine.launch.parent", "sleeper"]
+from tasks.engine.launch.parent_death import PARENT
+command = [sys.executable, "-m", "tasks.engine.launch.parent_death", "sleeper"]
 subprocess.run(command, env=os.environ | {PARENT: str(os.getpid())})
 """
 
@@ -59,7 +59,7 @@ def test_a_stopped_process_ends_with_the_one_that_has_started_it(
 def test_one_whose_parent_is_gone_already_does_not_begin(
     tmp_path: Path, env: dict[str, str]
 ) -> None:
-    command = [PYTHON, "-m", "tasks.engine.launch.parent", "sleeper"]
+    command = [PYTHON, "-m", "tasks.engine.launch.parent_death", "sleeper"]
     gone = subprocess.Popen([PYTHON, "-c", ""])
     gone.wait()
     process = subprocess.Popen(command, cwd=tmp_path, env=env | {PARENT: str(gone.pid)})

@@ -17,10 +17,10 @@ from mlflow import MlflowClient
 from tasks.engine.base.facts import ModelFacts
 from tasks.engine.files.source_data import DataError
 from tasks.engine.models import builtin, predictor
-from tasks.tracking import ask_mlflow, logged_model, logged_models, mlflow_store
-from tasks.tracking.mlflow_run import SendingState
-from tasks.tracking.where import TrackingError, TrackingSettings
-from tests.tasks.tracking.test_logged_model import SPECS
+from tasks.tracking import ask_mlflow, mlflow_store, model_finder, model_sender
+from tasks.tracking.run_sender import SendingState
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
+from tests.tasks.tracking.test_model_sender import SPECS
 
 ROOT = Path(__file__).parent.parent.parent.parent
 SPEC = {**SPECS["rows"], "feature_names": None}
@@ -36,11 +36,11 @@ class Store:
     models: dict[str, str]
 
     def found(self, run: str) -> dict[str, str]:
-        return logged_models.locate_model(self.client, self.where, run, "unused")
+        return model_finder.locate_model(self.client, self.where, run, "unused")
 
     def refused(self, run: str, where: TrackingSettings | None = None) -> str:
         with pytest.raises(TrackingError) as caught:
-            logged_models.locate_model(self.client, where or self.where, run, "unused")
+            model_finder.locate_model(self.client, where or self.where, run, "unused")
         return str(caught.value)
 
 
@@ -64,8 +64,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
             runs[name] = client.create_run(experiment_id).info.run_id
             if name != "bare":
                 state = SendingState(runs[name], experiment_id)
-                state.model_id = logged_model.create_model(client, state, folder)
-                logged_model.send_model_files(client, state, folder)
+                state.model_id = model_sender.create_model(client, state, folder)
+                model_sender.send_model_files(client, state, folder)
                 run = client.get_run(runs[name])
                 ids[name] = run.outputs.model_outputs[0].model_id
             client.set_terminated(runs[name], "FAILED" if name == "failed" else "FINISHED")
@@ -177,7 +177,7 @@ def test_a_database_that_is_not_there_is_not_made(tmp_path: Path) -> None:
 
 def test_the_process_that_answers_ends_with_the_one_that_asks() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tasks.tracking.logged_models"],
+        [sys.executable, "-m", "tasks.tracking.model_finder"],
         stdin=subprocess.PIPE,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -9,7 +9,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from flows.cli.runs_table import make_runs_table
+from flows.runs import make_runs_table
 from tasks.run.known_runs import KnownRun
 
 ME = pwd.getpwuid(os.getuid()).pw_name

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from flows.cli import starter
+from flows import new
 from flows.new import main
 from tasks.engine.settings.read_settings import ConfigError
 from tests.conftest import ROOT, desk_environment
@@ -47,8 +47,8 @@ def test_the_commands_that_it_prints_do_what_they_say(tmp_path: Path) -> None:
 
 
 def test_it_is_written_in_the_style_of_the_house(tmp_path: Path) -> None:
-    folder = starter.write_example(str(tmp_path / "new"))
-    assert {f.name for f in folder.iterdir()} == set(starter.FILES)
+    folder = new.write_example(str(tmp_path / "new"))
+    assert {f.name for f in folder.iterdir()} == set(new.FILES)
     for file in folder.glob("*.py"):
         assert ast.get_docstring(ast.parse(file.read_text()))
     ruff = [sys.executable, "-m", "ruff"]
@@ -60,8 +60,8 @@ def test_it_is_written_in_the_style_of_the_house(tmp_path: Path) -> None:
 
 def test_an_empty_folder_may_be_there_and_folders_above_are_made(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert (starter.write_example(str(tmp_path / "empty")) / "model.py").is_file()
-    assert (starter.write_example(str(tmp_path / "a" / "b c")) / "model.py").is_file()
+    assert (new.write_example(str(tmp_path / "empty")) / "model.py").is_file()
+    assert (new.write_example(str(tmp_path / "a" / "b c")) / "model.py").is_file()
 
 
 def test_a_folder_that_holds_anything_is_left_as_it_is(
@@ -90,7 +90,7 @@ def test_a_place_that_cannot_be_written_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError) as caught:
-        starter.write_example(name)
+        new.write_example(name)
     (problem,) = caught.value.problems
     assert problem.startswith("DIR: ") and said in problem
     assert [f.name for f in tmp_path.iterdir()] == ["file"]
@@ -99,15 +99,15 @@ def test_a_place_that_cannot_be_written_is_one_sentence(
 def test_what_cannot_be_written_whole_is_not_written_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(starter.FILES, "no/where.py", "x = 1\n")
+    monkeypatch.setitem(new.FILES, "no/where.py", "x = 1\n")
     with pytest.raises(ConfigError, match=r"cannot be written \(No such file or directory\)"):
-        starter.write_example(str(tmp_path / "a" / "b"))
+        new.write_example(str(tmp_path / "a" / "b"))
     assert not list(tmp_path.iterdir())
 
 
 def test_the_commands_quote_what_a_shell_would_take_apart() -> None:
-    assert starter.list_commands("a b")[0] == "cd 'a b'"
-    assert starter.list_commands("-x")[0] == "cd ./-x"
+    assert new.list_commands("a b")[0] == "cd 'a b'"
+    assert new.list_commands("-x")[0] == "cd ./-x"
 
 
 def test_it_imports_nothing_slow() -> None:

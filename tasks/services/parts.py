@@ -1,7 +1,7 @@
-"""Starts, finds and ends the processes of `serve`: each is detached, in a session of its
-own, with a log. They, and the processes that they start in turn, are recognised by marks in
-their environment; no other process is ever ended, however much it looks like one of ours,
-and no file can be out of date.
+"""Starts, finds and ends the parts of the service, each a process that is detached, in a session of
+its own, with a log. They, and the processes that they start in turn, are recognised by marks in
+their environment; no other process is ever ended, however much it looks like one of ours, and no
+file can be out of date.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from mlflow.entities import LoggedModel  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 
 from tasks.tracking.mlflow_store import explain_error  # noqa: E402
-from tasks.tracking.where import TrackingError, TrackingSettings  # noqa: E402
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings  # noqa: E402
 
 PAGE = 50  # models asked for at once
 NEWEST = [{"field_name": "creation_timestamp", "ascending": False}]

@@ -6,7 +6,7 @@ import pytest
 
 from tasks.engine.device.detection import DeviceError, detect_best_device
 from tasks.engine.distributed.ranks import read_ranks_from_environment
-from tasks.engine.launch import attempts, processes
+from tasks.engine.launch import launcher, placement
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import DeviceConfig, RunConfig
 from tasks.run.preflight import resolve_and_check
@@ -24,12 +24,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_rank_is_what_a_launcher_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert attempts.rank_here() == 1
+    assert launcher.read_rank() == 1
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name)
-    assert attempts.rank_here() == 0 and not attempts.is_launched()
+    assert launcher.read_rank() == 0 and not launcher.is_launched()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert attempts.rank_here() == 0
+    assert launcher.read_rank() == 0
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_a_launcher_must_set_is_asked_for_by_name(
     else:
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"^{words}"):
-        attempts.rank_here()
+        launcher.read_rank()
 
 
 def test_a_call_from_python_is_refused_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,11 +71,11 @@ def test_without_a_number_on_its_host_a_process_takes_the_only_device_it_sees(
 ) -> None:
     """A pod with one GPU asked for cuda:1."""
     gpu = replace(detect_best_device("cpu"), name="cuda:0", kind="cuda", index=0)
-    monkeypatch.setattr(processes.torch.accelerator, "device_count", lambda: visible)
-    monkeypatch.setattr(processes, "detect_best_device", lambda *_, **__: gpu)
+    monkeypatch.setattr(placement.torch.accelerator, "device_count", lambda: visible)
+    monkeypatch.setattr(placement, "detect_best_device", lambda *_, **__: gpu)
     ranks = read_ranks_from_environment()
     if name is None:
         with pytest.raises((DeviceError, ConfigError), match="^LOCAL_RANK: is not set, while RANK"):
-            processes.choose_device_name(DeviceConfig(name="cuda"), ranks)
+            placement.choose_device_name(DeviceConfig(name="cuda"), ranks)
     else:
-        assert processes.choose_device_name(DeviceConfig(name="cuda"), ranks) == name
+        assert placement.choose_device_name(DeviceConfig(name="cuda"), ranks) == name
