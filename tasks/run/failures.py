@@ -18,7 +18,7 @@ from tasks.engine.checkpoint.checkpoints import NoRoom
 from tasks.engine.device.detection import TemporaryDeviceError
 from tasks.engine.distributed.ranks import LostRank
 from tasks.engine.launch.agent import LostProcess
-from tasks.engine.memory.memory_meter import is_oom, list_error_chain
+from tasks.engine.memory.out_of_memory import is_oom, list_error_chain
 from tasks.engine.training.oom_report import OutOfMemory
 from tasks.process import signals
 from tasks.run.preflight import BAD_INPUT

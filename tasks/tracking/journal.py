@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from tasks.engine.base import host_memory
+from tasks.engine.memory import host_memory
 from tasks.process import children
 from tasks.process.redaction import redact
 from tasks.tracking.environment import start_sender

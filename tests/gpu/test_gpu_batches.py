@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from tasks.engine.batches.batches import RankShare
 from tasks.engine.batches.dataloaders import LoaderBatches
 from tasks.engine.batches.dataset_batches import (
     ResidentBatches,
@@ -16,7 +17,6 @@ from tasks.engine.batches.dataset_batches import (
     draw_row_order,
     place_rows,
 )
-from tasks.engine.batches.rank_share import RankShare
 from tasks.engine.data.preparation import view_token_rows
 from tasks.engine.memory.leaks import release_device_memory, take_baseline
 

@@ -363,3 +363,12 @@ def _describe_parameters(names: list[str]) -> str:
         return "takes no arguments"
     more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
     return f"takes {', '.join(names[:MOST_SHOWN])}{more}"
+
+
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+
+
+def is_import_path(name: str) -> bool:
+    """Return whether the name is an import path, package.module:attribute, to a user's own
+    code."""
+    return ":" in name

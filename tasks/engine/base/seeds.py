@@ -4,23 +4,13 @@ it.
 
 from __future__ import annotations
 
-import os
 import random
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
-
-
-def read_cublas_workspace_bytes() -> int | None:
-    """Return the size of a cuBLAS workspace that the environment sets, such as :4096:8, eight
-    times 4096 KiB; None where it sets none."""
-    said = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
-    pairs = re.findall(r":(\d+):(\d+)", said)
-    return 1024 * sum(int(size) * int(count) for size, count in pairs) if pairs else None
 
 
 @contextmanager

@@ -34,11 +34,11 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from tasks.engine.base import nested
 from tasks.engine.base.import_paths import describe_error, get_error_message
-from tasks.engine.base.structured_inputs import LABELS
+from tasks.engine.base.raw_inputs import LABELS
 from tasks.engine.base.units import format_mebibytes
-from tasks.engine.batches.pinned_staging import Mark
+from tasks.engine.batches.prefetch import Mark
 from tasks.engine.files.source_data import DataError
-from tasks.engine.memory.memory_meter import is_oom
+from tasks.engine.memory.out_of_memory import is_oom
 from tasks.engine.memory.pinned_memory import PINNING
 
 IGNORED = -100  # the label that PyTorch's losses skip by default

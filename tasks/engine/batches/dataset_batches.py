@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tasks.engine.base.units import format_mebibytes
-from tasks.engine.batches.pinned_staging import (
+from tasks.engine.batches.prefetch import (
     FileRows,
     Mark,
     PinnedStaging,
@@ -27,8 +27,8 @@ from tasks.engine.batches.pinned_staging import (
     find_dtype,
     read_batches,
 )
-from tasks.engine.memory.allocator_stats import drop_cache
-from tasks.engine.memory.memory_meter import clear_frames, is_oom
+from tasks.engine.memory.allocators import drop_cache
+from tasks.engine.memory.out_of_memory import clear_frames, is_oom
 from tasks.engine.memory.pinned_memory import PINNING, allocate_pinned
 
 BLOCK_BYTES = 16 * 1024**2  # of one copy on the way to the device: the host never holds all rows

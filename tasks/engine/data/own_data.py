@@ -30,12 +30,12 @@ from torch.utils.data import (
 
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.field_types import is_import_path
 from tasks.engine.base.import_paths import (
     bind_arguments,
     call_factory,
     describe_error,
     import_callable,
+    is_import_path,
 )
 from tasks.engine.batches.dataloaders import (
     ENDLESS,
@@ -45,9 +45,9 @@ from tasks.engine.batches.dataloaders import (
     share_loader,
 )
 from tasks.engine.data import run_warnings
+from tasks.engine.data.targets import STREAM
 from tasks.engine.files.source_data import DataError, RawData
-from tasks.engine.files.targets import STREAM
-from tasks.engine.memory.memory_meter import is_oom
+from tasks.engine.memory.out_of_memory import is_oom
 from tasks.engine.memory.pinned_memory import PINNING
 from tasks.engine.settings.run_config import DataConfig, TrainConfig
 

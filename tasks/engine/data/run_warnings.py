@@ -14,10 +14,10 @@ import numpy as np
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.scores import MEAN, MEDIAN
 from tasks.engine.base.units import format_number, format_percent
-from tasks.engine.files import scaling
+from tasks.engine.data import encoding
+from tasks.engine.data.targets import Labels, iterate_row_blocks
 from tasks.engine.files.source_data import RawData, shorten
 from tasks.engine.files.table_rows import Table
-from tasks.engine.files.targets import Labels, iterate_row_blocks
 
 MOST_LOOKED_UP = 1 << 14  # validation rows; their share among more than these is told of as many
 MOST_COUNTED = 1 << 16  # tokens
@@ -215,7 +215,7 @@ def _read_columns(raw: RawData) -> Iterator[tuple[slice, np.ndarray]]:
     """The features in blocks of rows, (columns, rows) float64."""
     table = raw.features
     if not isinstance(table, Table):
-        yield from ((part, x.T) for part, x in scaling.iterate_feature_blocks(raw))
+        yield from ((part, x.T) for part, x in encoding.iterate_feature_blocks(raw))
         return
     for part, values in table.map_blocks(
         lambda start, values: (slice(start, start + values.shape[1]), values)

@@ -27,8 +27,8 @@ from tasks.engine.device.checks import (
 )
 from tasks.engine.device.leases import DevicesBusyError, Leases
 from tasks.engine.device.probe import probe_machine, take_first_line
-from tasks.engine.memory.allocator_stats import release_cached_memory
-from tasks.engine.memory.memory_meter import is_oom
+from tasks.engine.memory.allocators import release_cached_memory
+from tasks.engine.memory.out_of_memory import is_oom
 
 RUNTIMES = {"cuda": "CUDA", "rocm": "ROCm", "xpu": "oneAPI", "mps": "Metal"}
 INDEXED = ("cuda", "rocm", "xpu")

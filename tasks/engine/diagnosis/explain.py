@@ -36,7 +36,7 @@ from tasks.engine.diagnosis.tensor_names import (
     TensorNames,
     find_reachable,
 )
-from tasks.engine.memory.memory_meter import clear_frames, is_oom, list_error_chain
+from tasks.engine.memory.out_of_memory import clear_frames, is_oom, list_error_chain
 
 TORCH = Path(torch.__file__).parent
 OURS = tuple(Path(__file__).parents[3] / room for room in ("tasks", "flows"))

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from tasks.engine.base import host_memory
 from tasks.engine.base.units import format_mebibytes
+from tasks.engine.memory import host_memory
 from tasks.engine.settings.run_config import TOKEN_SOURCES, DataConfig
 
 TARGET_NAMES = ("target", "label", "class", "y")

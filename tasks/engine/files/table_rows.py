@@ -9,60 +9,20 @@ import os
 import tempfile
 import weakref
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from tasks.engine.base.raw_inputs import compute_date_parts
+from tasks.engine.base.threads import R, count_usable_threads, map_in_order
 from tasks.engine.files import prepared_cache
 from tasks.engine.files.columns import LearntColumn
 
-T = TypeVar("T")
-R = TypeVar("R")
-MOST_THREADS = 8
 VALUE_BYTES = 8
 MOST_CATEGORIES = 1000  # inputs that a column of text becomes
-
-
-def count_usable_threads() -> int:
-    """Return the number of processors that this process may use, at most 8: beyond that, one
-    thread cannot hand out work fast enough."""
-    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0))))
-
-
-def map_in_order(work: Callable[[T], R], items: Iterable[T], *, threads: int) -> Iterator[R]:
-    """Yield work(item) for each item, in the items' order; at most `threads` + 1 are under way, so
-    that their memory is bounded.
-
-    Raises what `work` raises, at its turn. Closed early, it waits for what is under way.
-    """
-    pool = ThreadPoolExecutor(threads)
-    under_way: deque[Future[R]] = deque()
-    try:
-        for item in items:
-            under_way.append(pool.submit(work, item))
-            if len(under_way) > threads:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def read_ahead(items: Iterable[T]) -> Iterator[T]:
-    """Yield the items, while a thread makes the next one."""
-    coming = iter(items)
-    with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(lambda: list(islice(coming, 1)))
-        while found := following.result():
-            following = pool.submit(lambda: list(islice(coming, 1)))
-            yield from found
 
 
 class RowStore:

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from tasks.engine.base.raw_inputs import NOTHING
+from tasks.engine.base.threads import read_ahead
 from tasks.engine.files.columns import (
     CATEGORY,
     DATE,
@@ -31,7 +32,6 @@ from tasks.engine.files.columns import (
     is_number,
 )
 from tasks.engine.files.prepared_cache import check_disk_room
-from tasks.engine.files.row_parts import compute_split_keys
 from tasks.engine.files.source_data import (
     MOST_SHOWN,
     DataError,
@@ -46,6 +46,7 @@ from tasks.engine.files.source_data import (
     resolve_cache_folder,
     shorten,
 )
+from tasks.engine.files.split_column import compute_split_keys
 from tasks.engine.files.table_files import (
     BELOW,
     TextTable,
@@ -55,7 +56,7 @@ from tasks.engine.files.table_files import (
     read_parquet_batches,
     read_text_rows,
 )
-from tasks.engine.files.table_rows import VALUE_BYTES, RowStore, Table, read_ahead
+from tasks.engine.files.table_rows import VALUE_BYTES, RowStore, Table
 from tasks.engine.settings.run_config import DataConfig
 
 

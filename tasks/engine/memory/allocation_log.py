@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasks.engine.base.nested import get_local_part
 from tasks.engine.base.units import format_mebibytes
-from tasks.engine.memory.caching_allocator import AllocateEvent, AllocatorEvent, FreeEvent
+from tasks.engine.memory.simulated_allocator import AllocateEvent, AllocatorEvent, FreeEvent
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = __file__

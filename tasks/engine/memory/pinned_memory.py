@@ -9,7 +9,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from tasks.engine.memory.memory_meter import clear_frames, is_oom
+from tasks.engine.memory.out_of_memory import clear_frames, is_oom
 
 log = logging.getLogger(__name__)
 PINNING = ("cuda", "xpu")  # whose copies run beside the host, from pinned memory only

@@ -281,7 +281,7 @@ def check_model(
     (2, outputs), for tokens (2, tokens, outputs).
     """
     # Here, since builtin.py travels with every logged model and memory_meter.py does not.
-    from tasks.engine.memory.memory_meter import is_oom
+    from tasks.engine.memory.out_of_memory import is_oom
 
     _refuse_other_task(name, task)
     sent = (min(*input_shape, CHECKED_TOKENS),) if task == "tokens" else tuple(input_shape)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from tasks.engine.base.raw_inputs import NOTHING
-from tasks.engine.base.structured_inputs import describe_inputs, is_structured
+from tasks.engine.base.raw_inputs import NOTHING, describe_inputs, is_structured
 from tasks.engine.files import arrays
 from tasks.engine.files.columns import (
     CATEGORY,

@@ -22,8 +22,7 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
 
 from tasks.engine.base import secret_names
-from tasks.engine.base.field_types import is_import_path
-from tasks.engine.base.import_paths import find_allow_problem, find_import_problem
+from tasks.engine.base.import_paths import find_allow_problem, find_import_problem, is_import_path
 from tasks.engine.settings.run_config import SOURCES_BY_SETTING, TOKEN_SOURCES, RunConfig
 from tasks.engine.settings.table import (
     MAPPINGS,

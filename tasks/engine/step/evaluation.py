@@ -26,8 +26,8 @@ from tasks.engine.base.nested import get_local_part, shard_like
 from tasks.engine.base.scores import ALIKE, UNLOGGED, Cells, KeptRows, shrink_classes
 from tasks.engine.batches.batches import Batches
 from tasks.engine.distributed.ranks import Ranks
-from tasks.engine.memory.memory_meter import clear_frames
-from tasks.engine.models.model_call import BuiltinForward, Forward
+from tasks.engine.memory.out_of_memory import clear_frames
+from tasks.engine.models.user_model import BuiltinForward, Forward
 from tasks.engine.step.losses import OwnMetrics
 from tasks.engine.step.micro_batches import MemoryExhausted, MicroBatching, name_oom_phase
 from tasks.engine.step.optimizer_step import Count, Loss, count_rows, scale_loss

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from tasks.engine.base import nested
 from tasks.engine.base.import_paths import get_error_message
 from tasks.engine.base.seeds import get_random_state, set_random_state
-from tasks.engine.memory.allocator_stats import drop_cache
+from tasks.engine.memory.allocators import drop_cache
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
-from tasks.engine.memory.memory_meter import clear_frames, is_oom
+from tasks.engine.memory.out_of_memory import clear_frames, is_oom
 from tasks.engine.settings.model_args import ModelError
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from torch.overrides import wrap_torch_function
 
 from tasks.engine.diagnosis.explain import describe_own_line, explain_failure
 from tasks.engine.diagnosis.tensor_names import find_reachable
-from tasks.engine.memory.memory_meter import clear_frames
+from tasks.engine.memory.out_of_memory import clear_frames
 
 META = torch.device("meta")
 GLOBAL = torch.ones(3)

@@ -10,9 +10,8 @@ import torch
 from sklearn import metrics as sk
 from torch import Tensor, nn
 
-from tasks.engine.accounts.phases import Phases
+from tasks.engine.accounts.phases import HostClock, Phases
 from tasks.engine.base.scores import Cells
-from tasks.engine.base.timing import HostClock
 from tasks.engine.batches.dataset_batches import place_rows
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_by_owner import MemoryByOwner

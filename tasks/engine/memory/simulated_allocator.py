@@ -316,3 +316,11 @@ def _find_power_of_two(n: int, most: int) -> int:
 def _is_over_rows(tensor: Tensor, dims: Any) -> bool:
     kept = {d % tensor.dim() for d in dims or ()}
     return tensor.is_contiguous() and kept == set(range(tensor.dim() - 1)) and tensor.dim() > 1
+
+
+def read_cublas_workspace_bytes() -> int | None:
+    """Return the size of a cuBLAS workspace that the environment sets, such as :4096:8, eight
+    times 4096 KiB; None where it sets none."""
+    said = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    pairs = re.findall(r":(\d+):(\d+)", said)
+    return 1024 * sum(int(size) * int(count) for size, count in pairs) if pairs else None

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.engine.base import host_memory
+from tasks.engine.memory import host_memory
 from tests.conftest import PYTHON, ROOT
 
 MIB = 1024**2

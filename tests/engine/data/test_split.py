@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tasks.engine.files import targets
+from tasks.engine.data import targets
 
 STREAM = 0x5EED  # of every version: a seed draws the rows that it drew
 

@@ -1,9 +1,6 @@
-"""Keeps the rows of prepared arrays and yields batches of them. Rows that fit live on the
-device whole, and their batches are gathered there; others are read from disk ahead of the
-loop, by a memory map or by calls that leave no pages in memory. Tokens are kept as narrow as
-they were written, images in the memory format that convolutions like. The order of the rows
-depends on the seed and the epoch alone, so that it is the same on every device. It refuses
-arrays whose rows do not lie side by side, since each gathering would copy all of them.
+"""Gather the rows of each batch in a thread while the device computes on the batch before: from
+arrays in memory, or from a file by calls that leave no pages in memory; to a GPU through pinned
+memory, by a stream of its own. It refuses a file that ended early.
 """
 
 from __future__ import annotations
