@@ -163,7 +163,7 @@ def test_an_iteration_that_ends_early_leaves_nothing_behind() -> None:
     for batch in fed.iterate_shuffled(32, draw_row_order(500, seed=0, epoch=0), nothing):
         assert batch[0].is_cuda
         break
-    assert not [t for t in threading.enumerate() if t.name.startswith("gather")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("in-order")]
     assert len(
         list(fed.iterate_shuffled(32, draw_row_order(500, seed=0, epoch=1), nothing))
     ) == fed.count_steps(32)

@@ -1,8 +1,8 @@
 """Turn rows as a user has them into the inputs that a model was trained on. Of a table, text
 becomes its category, a date its parts, a missing value what the training put in its place; rows
-for a model of the user's own are an array, or arrays by the names of its inputs. Text where numbers belong and
-arrays of another shape are refused; a row with a missing value that nothing replaces is marked and
-never guessed. It travels with logged models, and imports no PyTorch.
+for a model of the user's own are an array, or arrays by the names of its inputs. Text where
+numbers belong and arrays of another shape are refused; a row with a missing value that nothing
+replaces is marked and never guessed. It travels with logged models, and imports no PyTorch.
 """
 
 from __future__ import annotations

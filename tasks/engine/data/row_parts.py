@@ -19,8 +19,6 @@ from tasks.engine.data.targets import (
 from tasks.engine.files.source_data import DataError, RawData, shorten
 from tasks.engine.settings.run_config import DataConfig
 
-PART_NAMES = {"train": "training", "val": "validation", "test": "test"}
-
 
 @dataclass(frozen=True)
 class RowParts:

@@ -1,5 +1,5 @@
-"""Sources that are files of arrays, tables, images or tokens, and the cache of prepared arrays. It refuses every file that is not what it claims, by row
-and column.
+"""Sources that are files of arrays, tables, images or tokens, and the cache of prepared arrays. It
+refuses every file that is not what it claims, by row and column.
 
 Front doors: arrays, columns, image_folders, images, prepared_cache, source_data, table_files,
 table_rows, tables, tokens.

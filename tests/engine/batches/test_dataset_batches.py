@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
+from tasks.engine.base.threads import map_in_order
 from tasks.engine.batches import prefetch
 from tasks.engine.batches.dataset_batches import (
     BLOCK_BYTES,
@@ -32,7 +33,7 @@ def nothing(phase: str) -> None:
 
 
 def threads() -> set[str]:
-    return {t.name for t in threading.enumerate() if t.name.startswith("gather")}
+    return {t.name for t in threading.enumerate() if t.name.startswith("in-order")}
 
 
 @pytest.fixture
@@ -228,9 +229,9 @@ def test_the_thread_is_one_batch_ahead_and_no_further(on_disk) -> None:
     def work():
         for number in range(6):
             asked.append(number)
-            yield lambda n=number: n
+            yield number
 
-    results = prefetch.run_ahead(work())
+    results = map_in_order(lambda number: number, work(), threads=1)
     for number in range(4):
         assert next(results) == number
         assert asked[-1] == number + 1
