@@ -35,8 +35,7 @@ class CoreWatch:
         self._counts_s = _read_counts_s()
 
     def read_core_wait(self) -> CoreWait | None:
-        """Return the waiting since this object was made; None where the system does not
-        tell."""
+        """Return the waiting since this object was made; None where the system does not tell."""
         before_s, now_s = self._counts_s, _read_counts_s()
         if before_s is None or now_s is None:
             return None
@@ -56,9 +55,8 @@ class CoreWatch:
 
 
 def _read_counts_s() -> tuple[float, float, float, float] | None:
-    """Return four counts in seconds: how long the present threads of this process waited and
-    ran, how long it ran with all threads that ended, and how long the cores it may use were
-    busy."""
+    """Return four counts in seconds: how long the present threads of this process waited and ran,
+    how long it ran with all threads that ended, and how long the cores it may use were busy."""
     threads_s, busy_s = _read_threads_s(), _read_busy_s()
     if threads_s is None or busy_s is None:
         return None

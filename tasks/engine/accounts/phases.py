@@ -48,9 +48,8 @@ class PhaseClock(Protocol):
         """Read the times that are ready, without waiting for any."""
 
     def compute_step_seconds(self, *, replayed: bool = False) -> dict[str, float]:
-        """Return the seconds of each phase, of steps run eagerly or of those replayed from a
-        graph: the mean over all steps, or the median over those sampled; empty where none was
-        timed."""
+        """Return the seconds of each phase, of steps run eagerly or of those replayed from a graph:
+        the mean over all steps, or the median over those sampled; empty where none was timed."""
 
     def count_sampled_steps(self) -> int | None:
         """Return how many steps were sampled; None where all are timed."""
@@ -339,8 +338,7 @@ class Phases:
         self._timed = self._whole = self._counted = self._first = None
 
     def recount(self) -> None:
-        """Count again, steps and what is beside them: from here on they hold something
-        else."""
+        """Count again, steps and what is beside them: from here on they hold something else."""
         self._counted = None
         self._once.clear()
         self.accounts.forget()

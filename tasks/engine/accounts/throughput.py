@@ -68,8 +68,7 @@ _SHEETS = {
 
 
 def find_peak_flops(facts: DeviceFacts, precision: str) -> PeakFlops | None:
-    """Return the data sheet's figure for this device and arithmetic; None where none is
-    known."""
+    """Return the data sheet's figure for this device and arithmetic; None where none is known."""
     sheet = _SHEETS.get(facts.model or "")
     tflops: float | None = getattr(sheet, precision) if sheet else None
     if sheet is None or tflops is None:

@@ -355,8 +355,7 @@ def describe_inputs(spec: Mapping[str, Any]) -> dict[str, Any]:
 def check_inputs(rows: Any, spec: Mapping[str, Any]) -> NamedArrays:
     """Return the rows as arrays of the right types. Raises ValueError.
 
-    rows: a dict or a DataFrame with the names of the inputs, or the array itself where it is
-    one.
+    rows: a dict or a DataFrame with the names of the inputs, or the array itself where it is one.
     """
     needs = describe_inputs(spec)
     if not isinstance(rows, Mapping) and not hasattr(rows, "columns"):

@@ -68,8 +68,7 @@ class ByClass:
 
 
 def compute_by_class(cells: Cells) -> ByClass:
-    """Compute the scores of each class; 0 where a class was never predicted, or no row has
-    it."""
+    """Compute the scores of each class; 0 where a class was never predicted, or no row has it."""
     so, told, rows = cells.table
     classes = np.union1d(so, told)
     right, is_so, given = (
@@ -101,9 +100,8 @@ def compute_class_scores(cells: Cells) -> Figures:
 
 
 def compute_label_scores(logits: np.ndarray, labels: np.ndarray) -> Figures:
-    """Return the mean F1 of the labels that a row has or was given, and the mean average
-    precision of those that a row has. logits, labels: (rows, labels), of which labels are
-    booleans."""
+    """Return the mean F1 of the labels that a row has or was given, and the mean average precision
+    of those that a row has. logits, labels: (rows, labels), of which labels are booleans."""
     from sklearn.metrics import average_precision_score, f1_score
 
     told, found = logits > 0, {}
@@ -151,14 +149,12 @@ def compute_constant_baseline(
     targets: np.ndarray,
     guess: tuple[tuple[float, ...], tuple[float, ...]] | None,
 ) -> Figures:
-    """Return the errors of the best constant prediction where the model's are not smaller
-    beyond chance: MEAN, the root mean squared error of the training rows' mean; MEDIAN, the
-    mean absolute error of their median. outputs, targets: (rows, 1); several targets give
-    nothing.
+    """Return the errors of the best constant prediction where the model's are not smaller beyond
+    chance: MEAN, the root mean squared error of the training rows' mean; MEDIAN, the mean absolute
+    error of their median. outputs, targets: (rows, 1); several targets give nothing.
 
-    Beyond chance: by a t-test of the differences row by row, on one side, at 5 %, or where a
-    few rows are most of the error, by a sign test, which counts the rows that the model is
-    nearer to.
+    Beyond chance: by a t-test of the differences row by row, on one side, at 5 %, or where a few
+    rows are most of the error, by a sign test, which counts the rows that the model is nearer to.
     """
     if guess is None or outputs.shape != targets.shape or targets.shape[1] != 1:
         return {}

@@ -51,8 +51,7 @@ def get_random_state(device: torch.device) -> list[Tensor]:
 
 
 def set_random_state(device: torch.device, state: list[Tensor]) -> None:
-    """Restore what `get_random_state` returned, or only the host's state where it holds no
-    more."""
+    """Restore what `get_random_state` returned, or only the host's state where it holds no more."""
     torch.set_rng_state(state[0])
     if len(state) > 1:
         torch.get_device_module(device).set_rng_state(state[1], *_list_devices(device))

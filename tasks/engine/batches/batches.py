@@ -36,9 +36,8 @@ class Batches(Protocol):
 
     @property
     def weight(self) -> float:
-        """Return how much the last batch counts in the mean over all ranks: its rows here
-        times the ranks, divided by those of the whole batch; 1 for a process that trains
-        alone."""
+        """Return how much the last batch counts in the mean over all ranks: its rows here times the
+        ranks, divided by those of the whole batch; 1 for a process that trains alone."""
 
     @property
     def rows_of_whole(self) -> int | None:
@@ -46,8 +45,7 @@ class Batches(Protocol):
 
     @property
     def begins_again(self) -> bool:
-        """Return whether the epoch that a checkpoint was taken in is repeated from its
-        start."""
+        """Return whether the epoch that a checkpoint was taken in is repeated from its start."""
 
     def __len__(self) -> int:
         """Return the rows of one epoch."""
@@ -125,8 +123,7 @@ class RankShare:
     def iterate_shuffled(
         self, batch_size: int, order: Tensor, mark: Mark
     ) -> Iterator[tuple[Any, Any]]:
-        """Yield this rank's part of each batch: batch_size and order are those of all
-        ranks."""
+        """Yield this rank's part of each batch: batch_size and order are those of all ranks."""
         if isinstance(self.whole, LoaderBatches):
             return self._weigh_loaded(self.whole.iterate_shuffled(batch_size, order, mark))
         chunks = order.split(batch_size)

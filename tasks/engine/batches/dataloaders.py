@@ -46,8 +46,7 @@ REMEDY = "set data.task, and train.loss to a function of your own"
 
 
 def find_task(asked: str, inputs: Any, targets: Any) -> str:
-    """Return data.task, or the task that the targets of a first batch imply. Raises
-    DataError."""
+    """Return data.task, or the task that the targets of a first batch imply. Raises DataError."""
     if asked != "auto":
         return asked
     if not isinstance(targets, Tensor):
@@ -66,9 +65,8 @@ def find_task(asked: str, inputs: Any, targets: Any) -> str:
     if binary:
         return "multilabel"
     raise DataError(
-        f"data.task: targets of shape {tuple(targets.shape)} and type "
-        f"{_describe_tensor(targets)} do not "
-        f"tell the task; {REMEDY}"
+        f"data.task: targets of shape {tuple(targets.shape)} and type {_describe_tensor(targets)} "
+        f"do not tell the task; {REMEDY}"
     )
 
 
@@ -172,8 +170,7 @@ class BatchShare:
         return slice(first, last) if last > first else slice(0, 1)
 
     def compute_weight(self, rows: int) -> float:
-        """Return how much this part counts in the mean over the ranks; 0 where it only fills
-        in."""
+        """Return how much this part counts in the mean over the ranks; 0 where it only fills in."""
         own = self._begin(self.rank + 1, rows) - self._begin(self.rank, rows)
         return own * self.size / max(1, rows)
 

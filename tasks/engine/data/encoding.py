@@ -41,8 +41,7 @@ def iterate_feature_blocks(raw: RawData) -> Iterator[tuple[slice, np.ndarray]]:
 
 
 def measure_scaling(raw: RawData, *, for_training: np.ndarray, scale: bool) -> Scaling:
-    """Measure mean and deviation of the training rows: per feature, or of all pixels of
-    images.
+    """Measure mean and deviation of the training rows: per feature, or of all pixels of images.
 
     Constant features get scale 1. Errors: DataError naming the first value that is no usable
     number.
@@ -158,8 +157,7 @@ class Encoding:
     def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield the inputs in blocks of rows, (rows, inputs) float32, scaled.
 
-        Errors: DataError where a value lies so far from the training rows that it is no
-        number.
+        Errors: DataError where a value lies so far from the training rows that it is no number.
         """
         for parts in self.raw.features.map_blocks(self._encode_block, threads=2):
             yield from parts
@@ -313,9 +311,8 @@ def _refuse_useless(raw: RawData, columns: list[Column], counts: dict[int, float
         if column.rest is not None and set(column.values) <= {OTHER, MISSING_CATEGORY}
     ]
     problems += [
-        f"data.path: {raw.label} column {shorten(column.name)}: holds "
-        f"{format_list(column.values)} in "
-        f"every row that is left, of which nothing can be learnt; {LEAVE_OUT}"
+        f"data.path: {raw.label} column {shorten(column.name)}: holds {format_list(column.values)} "
+        f"in every row that is left, of which nothing can be learnt; {LEAVE_OUT}"
         for column in columns
         if column.kind == "category" and len(column.values) < 2 and column.rest is None
     ]

@@ -333,10 +333,9 @@ log = logging.getLogger(__name__)
 class Arrays:
     """The prepared arrays, mapped from disk and read-only.
 
-    x: (rows, *input_shape) float32, scaled; y: (rows,) int64 classes or (rows, k) float32,
-    amounts scaled.
-    Tokens: x and y (rows, context) uint8 or uint16, overlapping views of one text, of which y is
-    one token further on.
+    x: (rows, *input_shape) float32, scaled; y: (rows,) int64 classes or (rows, k) float32, amounts
+    scaled. Tokens: x and y (rows, context) uint8 or uint16, overlapping views of one text, of which
+    y is one token further on.
     """
 
     train_x: np.ndarray

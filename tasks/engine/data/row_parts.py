@@ -22,8 +22,7 @@ from tasks.engine.settings.run_config import DataConfig
 
 @dataclass(frozen=True)
 class RowParts:
-    """The rows of each part, (rows,) booleans each; test is None where there are no test
-    rows."""
+    """The rows of each part, (rows,) booleans each; test is None where there are no test rows."""
 
     validation: np.ndarray
     test: np.ndarray | None = None

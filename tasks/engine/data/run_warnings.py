@@ -83,8 +83,7 @@ def warn_of_data(
         said.append(
             f"data.source: {about}{round(shared * held):,} of the {held:,} validation rows "
             f"({format_percent(shared)}) are training rows too, so that val/ metrics are better "
-            "than on "
-            "new rows; leave out rows that are there twice"
+            "than on new rows; leave out rows that are there twice"
         )
     return tuple(said)
 
@@ -137,8 +136,7 @@ def warn_of_results(
     if share is not None and others < FEW_ROWS:
         said.append(
             f"{format_percent(share)} of the validation rows are of one class, so that "
-            "val/accuracy says "
-            f"little and val/balanced_accuracy rests on {others} "
+            f"val/accuracy says little and val/balanced_accuracy rests on {others} "
             f"{'row' if others == 1 else 'rows'} of others; raise data.validation_fraction, or add "
             "rows of these"
         )
@@ -152,9 +150,8 @@ def warn_of_results(
     if data.guess is not None and is_plain and metrics["val/loss"] >= data.guess:
         said.append(
             f"val/loss is {format_number(metrics['val/loss'])}, not below "
-            f"{format_number(data.guess)}, the "
-            "entropy of the validation tokens: how often each is there is as good an answer; "
-            f"{REMEDY}"
+            f"{format_number(data.guess)}, the entropy of the validation tokens: how often each is "
+            f"there is as good an answer; {REMEDY}"
         )
     if not math.isfinite(metrics["val/loss"]):
         said.append(

@@ -404,11 +404,9 @@ def choose_transform(
     return TargetTransform(
         log.log,
         (
-            f"the target is skewed to the right, and log(1 + target / {format_number(unit[0])}) "
-            "is learnt "
-            f"instead: on a sample, boosted trees err by {format_number(ratio)} of what they do "
-            "without "
-            "it (data.target_transform)",
+            f"the target is skewed to the right, and log(1 + target / {format_number(unit[0])}) is "
+            f"learnt instead: on a sample, boosted trees err by {format_number(ratio)} of what "
+            "they do without it (data.target_transform)",
         ),
     )
 

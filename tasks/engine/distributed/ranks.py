@@ -249,8 +249,7 @@ class Ranks:
         return bool(flag)
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """Average the tensor over the ranks, in place, in the device's stream. All must call
-        it."""
+        """Average the tensor over the ranks, in place, in the device's stream. All must call it."""
         if not self.is_alone:
             dist.all_reduce(tensor)
             tensor /= self.size
@@ -415,8 +414,7 @@ def _count_calls(device: torch.device) -> Callable[[], int]:
 
 
 def refuse_different(ranks: Ranks, things: Mapping[str, Any]) -> None:
-    """Raise ConfigError on all ranks where they were not started with the same things, by
-    name."""
+    """Raise ConfigError on all ranks where they were not started with the same things, by name."""
     found = ranks.all_gather(dict(things))
     for name, ours in found[0].items():
         for rank, theirs in enumerate(found):

@@ -456,8 +456,7 @@ def classify_type(kind: pa.DataType) -> str:
 
 
 def describe_refused_type(name: str, kind: str, *, target: str, label: str) -> str:
-    """Describe why a column of a type such as lists and decimals is of no use, and what to
-    do."""
+    """Describe why a column of a type such as lists and decimals is of no use, and what to do."""
     where = f"data.path: {label} column {name!r}"
     if "binary" in kind:
         return f"{where} holds bytes that are not UTF-8 text; save it as UTF-8"

@@ -168,9 +168,8 @@ def read_images(data: DataConfig) -> RawData:
     """Read rows of (1 or 3, image_size, image_size) pixels, 0..255 as uint8; classes are the
     folders.
 
-    One channel where all images are greyscale. They lie in memory where data.memory_mib has
-    room for them, else in a file without a name beside data.cache, which is gone when they
-    are.
+    One channel where all images are greyscale. They lie in memory where data.memory_mib has room
+    for them, else in a file without a name beside data.cache, which is gone when they are.
     """
     folder = scan_image_folder(data)
     with warnings.catch_warnings():
@@ -236,8 +235,7 @@ def _decode_images(
         raise DataError(
             f"data.memory_mib: {what} needs about {format_size(needed)} to decode, but "
             f"{format_size(max(room, 0))} are left of {format_size(budget)}; raise "
-            "data.memory_mib, or shrink "
-            "the image"
+            "data.memory_mib, or shrink the image"
         )
     workers = max(1, min(WORKERS, room // max(needed, 1)))
     if workers * needed + len(seen) * row_bytes <= room:

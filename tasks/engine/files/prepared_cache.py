@@ -216,8 +216,7 @@ def check_disk_room(cache: Path, needed_bytes: int) -> None:
     if needed_bytes > free_bytes:
         raise DataError(
             f"data.cache: {shown} needs {format_size(needed_bytes)} for the prepared arrays and "
-            "has "
-            f"{format_size(free_bytes)} free; make room there, or name another folder"
+            f"has {format_size(free_bytes)} free; make room there, or name another folder"
         )
 
 

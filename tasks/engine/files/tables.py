@@ -146,8 +146,7 @@ def _list_name_problems(names: Sequence[str], left: Sequence[str], label: str) -
     if double:
         problems.append(
             f"data.path: {label} has columns of one name: {format_list(double)}; rename one, or "
-            "leave "
-            "them out by data.drop"
+            "leave them out by data.drop"
         )
     if "" in left:
         problems.append(
@@ -169,8 +168,7 @@ def refuse_no_header(names: Sequence[str], label: str) -> None:
     if steps and min(steps) <= 0 and (len(steps) > 1 or 0 in steps):
         raise DataError(
             f"data.path: {label} line 1 looks like a row, not like names "
-            f"({format_list(names, 4)}); "
-            "put the columns' names in line 1"
+            f"({format_list(names, 4)}); put the columns' names in line 1"
         )
 
 

@@ -162,8 +162,7 @@ class HostMemory:
 
     def read_peak_bytes(self) -> int:
         """Return the most since this object was made. Exact where that is the process's record;
-        where the process was larger before, the largest value seen at log points, a lower
-        bound.
+        where the process was larger before, the largest value seen at log points, a lower bound.
 
         Linux could reset its record (/proc/self/clear_refs), but the whole process shares it.
         """

@@ -77,8 +77,7 @@ def forget_frames(error: BaseException) -> None:
     """Remove the frames themselves from an error that ends a run from outside.
 
     In Python 3.11 a cleared frame keeps its function, and so what this encloses. Where in the
-    libraries an interrupt arrived is of no use to anybody, and the compiler's closures hold
-    models.
+    libraries an interrupt arrived is of no use to anybody, and the compiler's closures hold models.
     """
     for one in list_error_chain(error):
         one.__traceback__ = None

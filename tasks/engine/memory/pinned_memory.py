@@ -34,8 +34,7 @@ def _warn_once() -> None:
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Return the tensor on the host, whose copy may still be on its way; pinned where
-    possible."""
+    """Return the tensor on the host, whose copy may still be on its way; pinned where possible."""
     if tensor.device.type not in PINNING:
         return tensor.to("cpu", non_blocking=True)
     copy = allocate_pinned(partial(torch.empty_like, tensor, device="cpu"))

@@ -236,8 +236,7 @@ def _join_blocks(block: _Block, other: _Block) -> _Block:
 
 
 def find_smallest_limit(events: list[AllocatorEvent], *, up_to: int) -> int:
-    """Return the smallest limit in bytes, a multiple of 2 MiB, under which all of these events
-    fit.
+    """Return the smallest limit in bytes, a multiple of 2 MiB, under which all of these events fit.
 
     up_to: a limit that is known to suffice.
     """

@@ -23,8 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class History(Protocol):
-    """Records what an allocator does from start() on, and the Python lines that asked for
-    it."""
+    """Records what an allocator does from start() on, and the Python lines that asked for it."""
 
     can_record: bool
 
@@ -115,10 +114,9 @@ def record_history(
 ) -> Iterator[Recorder]:
     """Record the memory history of a training inside the block.
 
-    on: record from the start, and write the file at the end, however the block ends. Otherwise
-    the file is written where an out-of-memory error leaves the block, unless write() was called
-    before; it contains more if start() was called. source: the history; that of the device if
-    None.
+    on: record from the start, and write the file at the end, however the block ends. Otherwise the
+    file is written where an out-of-memory error leaves the block, unless write() was called before;
+    it contains more if start() was called. source: the history; that of the device if None.
     """
     found = source or make_history(device)
     recorder = Recorder(found, folder / SNAPSHOT_FILE)

@@ -271,8 +271,7 @@ def save(model: nn.Module, spec: dict[str, Any], folder: Path) -> None:
 
 
 def load(folder: str | Path) -> Predictor | TokenPredictor:
-    """Load the model of `folder` on the CPU. Raises ModelError, also where a file was
-    changed."""
+    """Load the model of `folder` on the CPU. Raises ModelError, also where a file was changed."""
     folder = Path(folder)
     check_checksums(folder)
     spec = json.loads((folder / "spec.json").read_text())

@@ -69,8 +69,7 @@ class Model(Protocol):
 
 
 class ProgressCallback(Protocol):
-    """Is called with how far a prediction is: rows, and how much of the input's amount is
-    done."""
+    """Is called with how far a prediction is: rows, and how much of the input's amount is done."""
 
     def __call__(self, rows: int, done: int) -> None: ...
 
@@ -182,8 +181,7 @@ class RowPredictor:
         self.recovered = 0
 
     def predict_batch(self, batch: Batch) -> Iterator[tuple[int, Any]]:
-        """Yield where each part of the batch begins, and its predictions; one even of no
-        rows."""
+        """Yield where each part of the batch begins, and its predictions; one even of no rows."""
         begin, total = 0, count_rows(batch.rows)
         hole = None if self._has_columns else find_first_hole(batch.rows)
         if hole is not None:

@@ -83,8 +83,7 @@ def join_parts(parts: Iterable[str]) -> tuple[str, ...]:
 
 
 def make_phrases(metrics: Numbers, *wanted: tuple[str, str]) -> list[str]:
-    """Return the phrases `(key, template)` whose metric was measured, with its value
-    filled in."""
+    """Return the phrases `(key, template)` whose metric was measured, with its value filled in."""
     return [
         template.format(_format_metric(key, metrics[key]))
         for key, template in wanted
@@ -142,8 +141,7 @@ def make_classes_section(run: Mapping[str, Any], *, limit: int) -> Section:
 
 
 def draw_confusion_matrix(run: Mapping[str, Any], part: str) -> Figure | None:
-    """Draw the confusion matrix of this part: a line a class, coloured by the share of its
-    rows."""
+    """Draw the confusion matrix of this part: a line a class, coloured by the share of its rows."""
     found = (run.get("classes") or {}).get(part)
     if not found:
         return None
@@ -213,8 +211,7 @@ LEAKS_SHOWN = 6
 
 
 def make_memory_section(metrics: Numbers) -> Section:
-    """Return the section of the peak, by owner and by phase, and of the host process's
-    memory."""
+    """Return the section of the peak, by owner and by phase, and of the host process's memory."""
     peak_mib = metrics.get("memory/run_peak_allocated_mib")
     owners = [(label, metrics[k]) for label, k in OWNERS if metrics.get(k)]
     peaks = [(label, metrics[k]) for label, k in PHASE_PEAKS if k in metrics]
@@ -352,8 +349,7 @@ FIGURES = (
 
 
 def make_report(run: Mapping[str, Any], *, limit: int = 400) -> Report:
-    """Return the report of a run, each free text cut to `limit` characters; keys may be
-    absent."""
+    """Return the report of a run, each free text cut to `limit` characters; keys may be absent."""
     learned = _read_numbers(run, finite=False)
     metrics = _read_numbers(run, finite=True)
     tags = _read_texts(run, limit)

@@ -25,8 +25,7 @@ _PHRASE = re.compile(r"[^,]{2,28}(?=,|$)")  # short enough to keep on one line
 
 
 def render_terminal(report: Report, command: str) -> Group:
-    """Return the report and the command that opens it, if any, to be printed by a rich
-    console."""
+    """Return the report and the command that opens it, if any, to be printed by a rich console."""
     from rich.console import Group
     from rich.constrain import Constrain
     from rich.table import Table
