@@ -45,7 +45,7 @@ from tasks.engine.batches.dataloaders import (
     share_loader,
 )
 from tasks.engine.data import run_warnings
-from tasks.engine.data.targets import STREAM
+from tasks.engine.data.row_parts import STREAM
 from tasks.engine.files.source_data import DataError, RawData
 from tasks.engine.memory.out_of_memory import is_oom
 from tasks.engine.memory.pinned_memory import PINNING

@@ -5,9 +5,6 @@ refuses a disk that has no room, by the setting data.cache.
 
 from __future__ import annotations
 
-import os
-import tempfile
-import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -32,15 +29,7 @@ class RowStore:
         """is_small: they lie in memory, and not in a file in this folder."""
         self.columns = columns
         self.starts = [0]  # of each block, and the number of rows at the end
-        self._folder = folder
-        with prepared_cache.refuse_unwritable(folder):
-            if is_small:
-                self._file = os.memfd_create("rows")
-            else:
-                folder.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=folder) as file:
-                    self._file = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._file)
+        self._file = prepared_cache.ScratchFile(folder, is_in_memory=is_small)
 
     @property
     def rows(self) -> int:
@@ -58,21 +47,14 @@ class RowStore:
             first, last = self.starts[block], self.starts[block + 1]
             part, values = values[: last - start], values[last - start :]
             at = (first * self.columns + column * (last - first) + start - first) * VALUE_BYTES
-            view = np.ascontiguousarray(part, dtype=np.float64).data.cast("B")
-            with prepared_cache.refuse_unwritable(self._folder):
-                while len(view):
-                    wrote = os.pwrite(self._file, view, at)
-                    view, at = view[wrote:], at + wrote
+            self._file.write(np.asarray(part, dtype=np.float64), at)
             start, block = last, block + 1
 
     def read(self) -> Iterator[np.ndarray]:
         """Yield the values of each block, (columns, rows)."""
         for first, last in pairwise(self.starts):
             values = np.empty((self.columns, last - first))
-            at = first * self.columns * VALUE_BYTES
-            with prepared_cache.refuse_unwritable(self._folder):
-                if not prepared_cache.fill_from_file(values, self._file, at):
-                    raise OSError("it ended early")
+            self._file.fill(values, first * self.columns * VALUE_BYTES)
             yield values
 
 

@@ -101,7 +101,7 @@ class MemoryFailure:
     batch_shape: tuple[int, ...] = ()
     tried: tuple[int, ...] = ()  # rows of the micro-batches that did not fit
     fitted: int | None = None  # of the largest that did
-    allocator: dict[str, int] = field(default_factory=dict)  # see allocator_stats.py
+    allocator: dict[str, int] = field(default_factory=dict)  # see allocators.py
 
 
 class MemoryExhausted(RuntimeError):
@@ -141,7 +141,7 @@ class OomRecorder(Protocol):
         """Keep what the device's memory looks like: the attempt has failed."""
 
     def read_allocator(self) -> dict[str, int]:
-        """Return the allocator's statistics; see allocator_stats.py."""
+        """Return the allocator's statistics; see allocators.py."""
 
 
 class MicroBatching(Protocol):

@@ -467,7 +467,7 @@ def list_workspaces(device: DeviceFacts) -> dict[str, list[int]]:
     return {"data_wait": [cublas_bytes, *lt], "forward": [cublas_bytes]}
 
 
-POOLED = ("cuda", "rocm", "xpu")  # whose allocators cache as caching_allocator.py tells
+POOLED = ("cuda", "rocm", "xpu")  # whose allocators cache as simulated_allocator.py tells
 # What lies among the small tensors and in no dry run, such as losses that wait to be read: an mlp
 # and a transformer took one segment more than their dry runs, and no more.
 SPARE_BYTES = SMALL_SEGMENT_BYTES

@@ -17,7 +17,8 @@ import pytest
 
 from tasks.engine.data import preparation
 from tasks.engine.data.encoding import measure_scaling, scale_features
-from tasks.engine.data.targets import choose_validation_rows, encode_target
+from tasks.engine.data.row_parts import choose_validation_rows
+from tasks.engine.data.targets import encode_target
 from tasks.engine.files import prepared_cache
 from tasks.engine.files.source_data import DataError, RawData
 from tasks.engine.settings.run_config import DataConfig
