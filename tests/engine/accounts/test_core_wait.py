@@ -83,7 +83,7 @@ def test_a_server_here_that_the_run_talks_to_works_for_it(one_core: None) -> Non
 def test_many_threads_that_wait_for_each_other_come_to_no_more_than_all(one_core: None) -> None:
     """8 threads of one process on one core: 700 % of the time were told, as other work."""
     code = (
-        "import torch, time; from tasks.engine.accounts.phases import CoreWatch\n"
+        "import torch, time; from tasks.engine.accounts.core_wait import CoreWatch\n"
         "torch.set_num_threads(8); a = torch.randn(600, 600); a @ a; watch = CoreWatch()\n"
         "until = time.time() + 1\nwhile time.time() < until: a @ a\nprint(*watch.read_core_wait())"
     )
