@@ -1,7 +1,7 @@
-"""Measures how fast a training was, in the names of the run record: where its time went,
-samples and tokens a second, and what share of the device's peak that is. The peaks are those
-of the vendors' data sheets, without sparsity, and count for the device with exactly that name:
-none is guessed from a name that looks alike. What is not known of a device is absent.
+"""Compute how fast a training was beside its samples a second: in tokens, and as a share of the
+device's peak. The peaks are those of the vendors' data sheets, without sparsity, and count for the
+device with exactly that name: none is guessed from a name that looks alike. What is not known of a
+device is absent.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Set random seeds and deterministic arithmetic for the length of a run, and restore both after
-it.
+"""Set random seeds and deterministic arithmetic for the length of a run, and restore both after it;
+read and restore the state of the random numbers of PyTorch.
 """
 
 from __future__ import annotations

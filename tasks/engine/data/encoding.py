@@ -15,7 +15,7 @@ import numpy as np
 from tasks.engine.base.facts import Column
 from tasks.engine.base.raw_inputs import LARGEST
 from tasks.engine.files.source_data import DataError, RawData, format_list, shorten
-from tasks.engine.files.table_rows import MOST_CATEGORIES, Table
+from tasks.engine.files.table_store import MOST_CATEGORIES, Table
 
 LARGEST_FEATURE = LARGEST  # 1e38 is some format's "missing"; predictions hold the same
 LARGEST_SCALED = 1e30

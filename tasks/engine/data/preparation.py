@@ -53,7 +53,7 @@ from tasks.engine.files.prepared_cache import (
     refuse_changed_files,
 )
 from tasks.engine.files.source_data import DataError, RawData, check_memory, resolve_cache_folder
-from tasks.engine.files.table_rows import Table
+from tasks.engine.files.table_store import Table
 from tasks.engine.files.tokens import BLOCK_TOKENS, BYTES, Tokens, build_default_text
 from tasks.engine.settings.run_config import SPLIT_SETTINGS, TABLE_FILES, TOKEN_SOURCES, DataConfig
 

@@ -17,7 +17,7 @@ from tasks.engine.base.units import format_number, format_percent
 from tasks.engine.data import encoding
 from tasks.engine.data.targets import Labels, iterate_row_blocks
 from tasks.engine.files.source_data import RawData, shorten
-from tasks.engine.files.table_rows import Table
+from tasks.engine.files.table_store import Table
 
 MOST_LOOKED_UP = 1 << 14  # validation rows; their share among more than these is told of as many
 MOST_COUNTED = 1 << 16  # tokens

@@ -298,7 +298,9 @@ class Meeting:
         """Return what ends this rank where it heard this error, and another one is gone."""
         silence = self.heartbeats.describe_silence() if self.heartbeats is not None else ""
         missing = self.heartbeats.missing() if self.heartbeats is not None and silence else ()
-        return LostRank(f"{silence or 'another rank was lost'} ({describe(error)})", missing)
+        return LostRank(
+            f"{silence or 'another rank was lost'} ({describe_peer_error(error)})", missing
+        )
 
 
 @contextmanager
@@ -334,8 +336,10 @@ def join_ranks(
         )
     except RuntimeError as error:
         if is_lost_peer(error):
-            raise LostRank(f"another rank was lost at the start: {describe(error)}") from None
-        raise shorten(error) from None
+            raise LostRank(
+                f"another rank was lost at the start: {describe_peer_error(error)}"
+            ) from None
+        raise shorten_peer_error(error) from None
     own = tcp.clone()  # at the other one threads of PyTorch's wait
     own.set_timeout(timedelta(seconds=STORE_S))
     with Heartbeats(
@@ -374,8 +378,8 @@ def _open_store(ranks: Ranks, wait_s: float) -> Any:
     except dist.DistNetworkError as error:
         if serves:
             raise ConfigError(
-                f"MASTER_PORT: {_meeting_place()} cannot be opened ({describe(error)}); choose "
-                "another"
+                f"MASTER_PORT: {_meeting_place()} cannot be opened "
+                f"({describe_peer_error(error)}); choose another"
             ) from None
         raise LostRank(
             f"launch.wait_s: rank 0 did not come to {_meeting_place()} within {wait_s:g} s"
@@ -470,7 +474,7 @@ def is_lost_peer(error: BaseException) -> bool:
     return is_plain and _GONE.search(text) is not None
 
 
-def describe(error: BaseException) -> str:
+def describe_peer_error(error: BaseException) -> str:
     """Return what an error of gloo, NCCL or the store says, in a line and without places in C++."""
     text = " ".join(get_error_message(error).partition(_FRAMES)[0].split())
     # As DistributedDataParallel wraps it.
@@ -480,6 +484,6 @@ def describe(error: BaseException) -> str:
     return re.sub(r"\[\S+\.\w+:\d+\] ", "", text)[:WORDS]
 
 
-def shorten(error: RuntimeError) -> RuntimeError:
+def shorten_peer_error(error: RuntimeError) -> RuntimeError:
     """Return the same error in such words, where it is one of theirs."""
-    return type(error)(describe(error)) if isinstance(error, dist.DistError) else error
+    return type(error)(describe_peer_error(error)) if isinstance(error, dist.DistError) else error

@@ -2,5 +2,5 @@
 refuses every file that is not what it claims, by row and column.
 
 Front doors: arrays, columns, image_folders, images, prepared_cache, source_data, table_files,
-table_rows, tables, tokens.
+table_store, tables, tokens.
 """

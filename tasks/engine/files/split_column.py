@@ -1,6 +1,6 @@
-"""The column of a table by which its rows are split, as one number a row: of times their order, of
-groups a hash of 64 bits, so that it takes 8 bytes a row however many values there are. It refuses
-cells that are missing, and times that are neither numbers nor dates.
+"""Read the column of a table by which its rows are split, as one number a row: of times their
+order, of groups a hash of 64 bits, so that it takes 8 bytes a row however many values there are. It
+refuses cells that are missing, and times that are neither numbers nor dates.
 """
 
 from __future__ import annotations

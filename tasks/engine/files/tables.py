@@ -56,7 +56,7 @@ from tasks.engine.files.table_files import (
     read_parquet_batches,
     read_text_rows,
 )
-from tasks.engine.files.table_rows import VALUE_BYTES, RowStore, Table
+from tasks.engine.files.table_store import VALUE_BYTES, RowStore, Table
 from tasks.engine.settings.run_config import DataConfig
 
 

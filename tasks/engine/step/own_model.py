@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.import_paths import describe_error, import_callable, is_import_path
-from tasks.engine.diagnosis import explain
+from tasks.engine.diagnosis import failed_step
 from tasks.engine.diagnosis.tensor_names import find_unsaved_tensors
 from tasks.engine.memory.out_of_memory import is_oom
 from tasks.engine.models import builtin
@@ -242,7 +242,7 @@ def _run_forward(
         if is_oom(error):
             raise
         again = partial(make_own_forward(model, takes_loss=takes_loss), x)
-        told = explain.explain_failure(error, model, (x, y), again) or (
+        told = failed_step.explain_failure(error, model, (x, y), again) or (
             f"model.name: forward of {name}, given two rows of {_describe_inputs(x)}, raised: "
             f"{describe_error(error)}"
         )

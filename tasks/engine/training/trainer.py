@@ -35,7 +35,7 @@ from tasks.engine.checkpoint.training_state import StateMismatch
 from tasks.engine.data.run_warnings import warn_of_results
 from tasks.engine.device.detection import set_matmul_precision
 from tasks.engine.device.memory_limit import limit_memory
-from tasks.engine.diagnosis import explain
+from tasks.engine.diagnosis import failed_step
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.files.source_data import DataError
 from tasks.engine.memory import allocators, memory_meter, out_of_memory
@@ -401,4 +401,4 @@ def _log_nothing(metrics: dict[str, float], step: int) -> None:
 def _explain_mistake(error: Exception, model: nn.Module, step: Step) -> str | None:
     """Return the sentence for a mistake of the user's; its batch lives no longer than that."""
     batch = find_batch(error)
-    return explain.explain_failure(error, model, batch, partial(step.forward, *batch))
+    return failed_step.explain_failure(error, model, batch, partial(step.forward, *batch))

@@ -12,7 +12,7 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from tasks.engine.data import encoding
 from tasks.engine.files.columns import LearntColumn
 from tasks.engine.files.source_data import DataError, RawData
-from tasks.engine.files.table_rows import RowStore, Table
+from tasks.engine.files.table_store import RowStore, Table
 
 RED, WORDS = 1, ("red", "blue", "never", "green")
 

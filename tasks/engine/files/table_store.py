@@ -1,6 +1,6 @@
-"""Keeps the features of a table as numbers, in memory or in a file that has no name, so that
-nothing is left of it, and hands them out block by block: a table may be larger than memory. It
-refuses a disk that has no room, by the setting data.cache.
+"""Keep the features of a table as numbers, in memory or in a file that has no name, and hand them
+out block by block: a table may be larger than memory. It refuses a disk that has no room, by the
+setting data.cache.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import wrap_torch_function
 
-from tasks.engine.diagnosis.explain import describe_own_line, explain_failure
+from tasks.engine.diagnosis.failed_step import describe_own_line, explain_failure
 from tasks.engine.diagnosis.tensor_names import find_reachable
 from tasks.engine.memory.out_of_memory import clear_frames
 
