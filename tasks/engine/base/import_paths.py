@@ -27,6 +27,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 T = TypeVar("T")
 ALLOW = "HEADROOM_ALLOW_IMPORTS"
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
@@ -360,9 +361,6 @@ def _describe_parameters(names: list[str]) -> str:
         return "takes no arguments"
     more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
     return f"takes {', '.join(names[:MOST_SHOWN])}{more}"
-
-
-IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 
 def is_import_path(name: str) -> bool:
