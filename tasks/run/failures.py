@@ -18,7 +18,7 @@ from tasks.engine.checkpoint.checkpoints import NoRoom
 from tasks.engine.device.detection import TemporaryDeviceError
 from tasks.engine.distributed.ranks import LostRank
 from tasks.engine.launch.supervisor import LostProcess
-from tasks.engine.memory.memory_meter import is_oom, list_error_chain
+from tasks.engine.memory.out_of_memory import is_oom, list_error_chain
 from tasks.engine.training.oom_report import OutOfMemory
 from tasks.process import signals
 from tasks.run.preflight import BAD_INPUT
@@ -38,7 +38,7 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 _FULL = re.compile(r"No space left on device|Disk quota exceeded|database or disk is full")
-# A wrong index is the same in any process; see explain.py, which names it where it can.
+# A wrong index is the same in any process; see failed_step.py, which names it where it can.
 _ASSERT = "device-side assert triggered"
 
 

@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from tasks.engine.base import host_memory
+from tasks.engine.memory import host_memory
 from tasks.process import children
 from tasks.process.redaction import redact
 from tasks.tracking.tracking_settings import TrackingError, TrackingSettings

@@ -33,8 +33,8 @@ from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it 
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  # noqa: E402
 
-from tasks.engine.base import host_memory  # noqa: E402
 from tasks.engine.base.file_lock import FileLock  # noqa: E402
+from tasks.engine.memory import host_memory  # noqa: E402
 from tasks.engine.report import run_report  # noqa: E402
 from tasks.process import prefect_http
 from tasks.process.redaction import redact, redact_output  # noqa: E402

@@ -28,8 +28,7 @@ from mlflow.models.utils import _save_example
 from mlflow.types import ColSpec, Schema, TensorSpec
 from mlflow.types.schema import AnyType
 
-from tasks.engine.base.raw_inputs import restore_raw_values
-from tasks.engine.base.structured_inputs import describe_inputs, is_structured
+from tasks.engine.base.raw_inputs import describe_inputs, is_structured, restore_raw_values
 from tasks.engine.models.checksums import write_checksums
 
 if TYPE_CHECKING:
@@ -45,11 +44,11 @@ CODE = (
     "engine/models/__init__.py",
     "engine/models/builtin.py",
     "engine/models/checksums.py",
-    "engine/models/model_call.py",
-    "engine/models/own_factory.py",
+    "engine/models/user_model.py",
+    "engine/models/user_model.py",
     "engine/models/predictor.py",
     "engine/base/raw_inputs.py",
-    "engine/base/structured_inputs.py",
+    "engine/base/raw_inputs.py",
     "engine/settings/__init__.py",
     "engine/settings/model_args.py",
 )

@@ -37,14 +37,14 @@ from tasks.engine.distributed.ranks import (
     Meeting,
     Ranks,
     RestartableError,
-    describe,
+    describe_peer_error,
     is_lost_peer,
     join_ranks,
     read_failure,
     read_micro_batches,
     read_ranks_from_environment,
     refuse_different,
-    shorten,
+    shorten_peer_error,
     store_failure,
     store_micro_batch,
 )
@@ -136,9 +136,9 @@ def train_together(
         except Exception as error:
             if is_lost_peer(error):
                 raise _failure_of_another(meeting, error) from None
-            store_failure(store, ranks, describe(error) or type(error).__name__)
+            store_failure(store, ranks, describe_peer_error(error) or type(error).__name__)
             if isinstance(error, dist.DistError):
-                raise shorten(error) from None
+                raise shorten_peer_error(error) from None
             raise
     metrics = facts.metrics | released.metrics
     metrics |= {k: v + len(tried) for k, v in metrics.items() if "/ooms_recovered" in k}

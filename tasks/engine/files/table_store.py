@@ -1,68 +1,25 @@
-"""Keeps the features of a table as numbers, in memory or in a file that has no name, so that
-nothing is left of it, and hands them out block by block: a table may be larger than memory. It
-refuses a disk that has no room, by the setting data.cache.
+"""Keep the features of a table as numbers, in memory or in a file that has no name, and hand them
+out block by block: a table may be larger than memory. It refuses a disk that has no room, by the
+setting data.cache.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
-import weakref
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from tasks.engine.base.raw_inputs import compute_date_parts
+from tasks.engine.base.threads import R, count_usable_threads, map_in_order
 from tasks.engine.files import prepared_cache
 from tasks.engine.files.columns import LearntColumn
 
-T = TypeVar("T")
-R = TypeVar("R")
-MOST_THREADS = 8
 VALUE_BYTES = 8
 MOST_CATEGORIES = 1000  # inputs that a column of text becomes
-
-
-def count_usable_threads() -> int:
-    """Return the number of processors that this process may use, at most 8: beyond that, one
-    thread cannot hand out work fast enough."""
-    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0))))
-
-
-def map_in_order(work: Callable[[T], R], items: Iterable[T], *, threads: int) -> Iterator[R]:
-    """Yield work(item) for each item, in the items' order; at most `threads` + 1 are under way, so
-    that their memory is bounded.
-
-    Raises what `work` raises, at its turn. Closed early, it waits for what is under way.
-    """
-    pool = ThreadPoolExecutor(threads)
-    under_way: deque[Future[R]] = deque()
-    try:
-        for item in items:
-            under_way.append(pool.submit(work, item))
-            if len(under_way) > threads:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def read_ahead(items: Iterable[T]) -> Iterator[T]:
-    """Yield the items, while a thread makes the next one."""
-    coming = iter(items)
-    with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(lambda: list(islice(coming, 1)))
-        while found := following.result():
-            following = pool.submit(lambda: list(islice(coming, 1)))
-            yield from found
 
 
 class RowStore:
@@ -72,15 +29,7 @@ class RowStore:
         """is_small: they lie in memory, and not in a file in this folder."""
         self.columns = columns
         self.starts = [0]  # of each block, and the number of rows at the end
-        self._folder = folder
-        with prepared_cache.refuse_unwritable(folder):
-            if is_small:
-                self._file = os.memfd_create("rows")
-            else:
-                folder.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=folder) as file:
-                    self._file = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._file)
+        self._file = prepared_cache.ScratchFile(folder, is_in_memory=is_small)
 
     @property
     def rows(self) -> int:
@@ -98,21 +47,14 @@ class RowStore:
             first, last = self.starts[block], self.starts[block + 1]
             part, values = values[: last - start], values[last - start :]
             at = (first * self.columns + column * (last - first) + start - first) * VALUE_BYTES
-            view = np.ascontiguousarray(part, dtype=np.float64).data.cast("B")
-            with prepared_cache.refuse_unwritable(self._folder):
-                while len(view):
-                    wrote = os.pwrite(self._file, view, at)
-                    view, at = view[wrote:], at + wrote
+            self._file.write(np.asarray(part, dtype=np.float64), at)
             start, block = last, block + 1
 
     def read(self) -> Iterator[np.ndarray]:
         """Yield the values of each block, (columns, rows)."""
         for first, last in pairwise(self.starts):
             values = np.empty((self.columns, last - first))
-            at = first * self.columns * VALUE_BYTES
-            with prepared_cache.refuse_unwritable(self._folder):
-                if not prepared_cache.fill_from_file(values, self._file, at):
-                    raise OSError("it ended early")
+            self._file.fill(values, first * self.columns * VALUE_BYTES)
             yield values
 
 

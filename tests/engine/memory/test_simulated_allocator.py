@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.engine.memory.caching_allocator import (
+from tasks.engine.memory.simulated_allocator import (
     MIB,
     AllocateEvent,
     AllocatorRules,

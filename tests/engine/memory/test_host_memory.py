@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.engine.base import host_memory
+from tasks.engine.memory import host_memory
 from tests.conftest import PYTHON, ROOT
 
 MIB = 1024**2
@@ -102,7 +102,7 @@ def group() -> Iterator[Path]:
 
 LIMITED = """
 import os
-from tasks.engine.base import host_memory
+from tasks.engine.memory import host_memory
 before, free = host_memory.count_kills(), host_memory.read_free_bytes()
 print(host_memory.find_limit_bytes(), free <= host_memory.find_limit_bytes())
 kept = bytearray(100 * 2**20)

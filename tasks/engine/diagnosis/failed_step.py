@@ -36,7 +36,7 @@ from tasks.engine.diagnosis.tensor_names import (
     TensorNames,
     find_reachable,
 )
-from tasks.engine.memory.memory_meter import clear_frames, is_oom, list_error_chain
+from tasks.engine.memory.out_of_memory import clear_frames, is_oom, list_error_chain
 
 TORCH = Path(torch.__file__).parent
 OURS = tuple(Path(__file__).parents[3] / room for room in ("tasks", "flows"))
@@ -278,14 +278,13 @@ def explain_failure(
     batch: tuple[Any, Any],
     again: Callable[[], object],
 ) -> str | None:
-    """Explain the error in one sentence, starting with the setting at fault; None for another
-    kind of error.
+    """Explain the error in one sentence, starting with the setting at fault; None for another kind
+    of error.
 
-    batch: the inputs and targets of the step, each a tensor or tuples, lists and mappings of
-    them. again: runs the forward pass once more, and the loss where that was reached. Call it
-    while the error is at hand, since it reads the variables that the traceback keeps, and
-    releases them; it keeps none (code that keeps the error clears the frames of its chain: see
-    clear_frames).
+    batch: the inputs and targets of the step, each a tensor or tuples, lists and mappings of them.
+    again: runs the forward pass once more, and the loss where that was reached. Call it while the
+    error is at hand, since it reads the variables that the traceback keeps, and releases them; it
+    keeps none (code that keeps the error clears the frames of its chain: see clear_frames).
     """
     words = [get_error_message(one) for one in list_error_chain(error)]
     if any("device-side assert triggered" in text for text in words):

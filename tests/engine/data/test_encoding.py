@@ -9,10 +9,10 @@ import pytest
 from sklearn.impute import SimpleImputer
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
-from tasks.engine.files import encoding
+from tasks.engine.data import encoding
 from tasks.engine.files.columns import LearntColumn
 from tasks.engine.files.source_data import DataError, RawData
-from tasks.engine.files.table_rows import RowStore, Table
+from tasks.engine.files.table_store import RowStore, Table
 
 RED, WORDS = 1, ("red", "blue", "never", "green")
 
@@ -48,7 +48,7 @@ def _inputs(made: encoding.Encoding) -> np.ndarray:
         inputs[where] = part
     assert [part.start for part, _ in parts[1:]] == [part.stop for part, _ in parts[:-1]]
     assert parts[-1][0].stop == rows
-    assert all(part.size <= max(encoding.BLOCK_VALUES, len(made.names)) for _, part in parts)
+    assert all(part.size <= max(encoding.ENCODED_VALUES, len(made.names)) for _, part in parts)
     return inputs
 
 
@@ -59,7 +59,7 @@ def test_inputs_are_those_of_scikit_learn(
     monkeypatch: pytest.MonkeyPatch, missing: str, most: int, scale: bool
 ) -> None:
     """However rows are cut, first as they are read and then as they are encoded."""
-    monkeypatch.setattr(encoding, "BLOCK_VALUES", most)
+    monkeypatch.setattr(encoding, "ENCODED_VALUES", most)
     random = np.random.default_rng(2)
     a, b = random.normal(5, 3, 40), random.normal(-1e6, 1e-2, 40)
     colour, size = random.choice([0.0, 1.0, 3.0], 40), random.choice([0.0, 1.0], 40)
@@ -125,7 +125,7 @@ def test_a_value_too_far_from_the_training_rows_is_named_by_its_row(
     monkeypatch: pytest.MonkeyPatch, sign: int, row: int, most: int
 ) -> None:
     """Up to 1e30 deviations it is an input."""
-    monkeypatch.setattr(encoding, "BLOCK_VALUES", most)
+    monkeypatch.setattr(encoding, "ENCODED_VALUES", most)
     far = np.arange(20.0)
     far[row] = sign * 1e30
     codes = np.arange(20.0) % 2

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import wrap_torch_function
 
-from tasks.engine.diagnosis.explain import describe_own_line, explain_failure
+from tasks.engine.diagnosis.failed_step import describe_own_line, explain_failure
 from tasks.engine.diagnosis.tensor_names import find_reachable
-from tasks.engine.memory.memory_meter import clear_frames
+from tasks.engine.memory.out_of_memory import clear_frames
 
 META = torch.device("meta")
 GLOBAL = torch.ones(3)
@@ -686,7 +686,7 @@ def test_an_error_of_another_kind_is_not_explained(does: Forward) -> None:
     with pytest.raises(Exception, match=".") as caught:
         model(X)
     assert explain_failure(caught.value, model, (X, Y), lambda: model(X)) is None
-    assert "test_explain.py:" in (describe_own_line(caught.value) or "")
+    assert "test_failed_step.py:" in (describe_own_line(caught.value) or "")
 
 
 def test_the_own_line_is_the_users_line_and_not_that_of_pytorch_or_a_package(

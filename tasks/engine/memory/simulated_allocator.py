@@ -236,8 +236,7 @@ def _join_blocks(block: _Block, other: _Block) -> _Block:
 
 
 def find_smallest_limit(events: list[AllocatorEvent], *, up_to: int) -> int:
-    """Return the smallest limit in bytes, a multiple of 2 MiB, under which all of these events
-    fit.
+    """Return the smallest limit in bytes, a multiple of 2 MiB, under which all of these events fit.
 
     up_to: a limit that is known to suffice.
     """
@@ -316,3 +315,11 @@ def _find_power_of_two(n: int, most: int) -> int:
 def _is_over_rows(tensor: Tensor, dims: Any) -> bool:
     kept = {d % tensor.dim() for d in dims or ()}
     return tensor.is_contiguous() and kept == set(range(tensor.dim() - 1)) and tensor.dim() > 1
+
+
+def read_cublas_workspace_bytes() -> int | None:
+    """Return the size of a cuBLAS workspace that the environment sets, such as :4096:8, eight
+    times 4096 KiB; None where it sets none."""
+    said = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    pairs = re.findall(r":(\d+):(\d+)", said)
+    return 1024 * sum(int(size) * int(count) for size, count in pairs) if pairs else None

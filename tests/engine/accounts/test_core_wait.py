@@ -9,7 +9,7 @@ from contextlib import closing
 import psutil
 import pytest
 
-from tasks.engine.base import timing
+from tasks.engine.accounts import core_wait
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 BURN = "import time; until = time.time() + 20\nwhile time.time() < until: pass"
@@ -49,7 +49,7 @@ def test_others_take_cores_and_own_helpers_do_not_count_as_others(one_core: None
     helper = subprocess.Popen([sys.executable, "-c", BURN])
     try:
         time.sleep(0.3)
-        watch = timing.CoreWatch()
+        watch = core_wait.CoreWatch()
         _burn()
         own = watch.read_core_wait()
     finally:
@@ -59,7 +59,7 @@ def test_others_take_cores_and_own_helpers_do_not_count_as_others(one_core: None
     stranger, _ = _stranger(BURN)
     try:
         time.sleep(0.3)
-        watch = timing.CoreWatch()
+        watch = core_wait.CoreWatch()
         _burn()
         foreign = watch.read_core_wait()
     finally:
@@ -72,7 +72,7 @@ def test_a_server_here_that_the_run_talks_to_works_for_it(one_core: None) -> Non
     server, port = _stranger(f"{LISTEN}\n{BURN}")
     try:
         with closing(socket.create_connection(("127.0.0.1", int(port)))):
-            watch = timing.CoreWatch()
+            watch = core_wait.CoreWatch()
             _burn()
             found = watch.read_core_wait()
     finally:
@@ -83,7 +83,7 @@ def test_a_server_here_that_the_run_talks_to_works_for_it(one_core: None) -> Non
 def test_many_threads_that_wait_for_each_other_come_to_no_more_than_all(one_core: None) -> None:
     """8 threads of one process on one core: 700 % of the time were told, as other work."""
     code = (
-        "import torch, time; from tasks.engine.base.timing import CoreWatch\n"
+        "import torch, time; from tasks.engine.accounts.core_wait import CoreWatch\n"
         "torch.set_num_threads(8); a = torch.randn(600, 600); a @ a; watch = CoreWatch()\n"
         "until = time.time() + 1\nwhile time.time() < until: a @ a\nprint(*watch.read_core_wait())"
     )
@@ -95,5 +95,5 @@ def test_many_threads_that_wait_for_each_other_come_to_no_more_than_all(one_core
 def test_a_system_that_does_not_tell_of_waiting_says_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(timing, "_read_threads_s", lambda: None)
-    assert timing.CoreWatch().read_core_wait() is None
+    monkeypatch.setattr(core_wait, "_read_threads_s", lambda: None)
+    assert core_wait.CoreWatch().read_core_wait() is None

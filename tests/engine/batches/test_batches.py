@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tasks.engine.batches.batches import RankShare
 from tasks.engine.batches.dataloaders import BatchShare
 from tasks.engine.batches.dataset_batches import (
     ResidentBatches,
@@ -13,7 +14,6 @@ from tasks.engine.batches.dataset_batches import (
     draw_row_order,
     place_rows,
 )
-from tasks.engine.batches.rank_share import RankShare
 from tasks.engine.data.preparation import view_token_rows
 
 CPU = torch.device("cpu")

@@ -5,8 +5,7 @@ import logging
 import pytest
 import torch
 
-from tasks.engine.memory.allocator_stats import CudaHistory, NoHistory, make_history
-from tasks.engine.memory.memory_meter import record_history
+from tasks.engine.memory.snapshot import CudaHistory, NoHistory, make_history, record_history
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 

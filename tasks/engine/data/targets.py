@@ -1,7 +1,7 @@
-"""Decides which rows are for training, validation and test: by chance, with the same share of
-each class, by time, or by groups of rows that stay together. It works in blocks, so that no
-row costs more memory than its answer and a split column takes 8 bytes a row. It refuses a
-split that leaves a part without a row, and times or groups that are missing or cannot be read.
+"""Make the targets to learn from what a source gives: classes by their names, several labels, or
+numbers; and scale a skewed target by its logarithm where that is shown to help. It works in blocks
+of rows. It refuses missing labels, a single class, and values that are no usable number, each by
+its row.
 """
 
 from __future__ import annotations
@@ -14,63 +14,10 @@ import numpy as np
 
 from tasks.engine.base.units import format_number
 from tasks.engine.files.columns import TEXT_TYPE, WRITTEN, describe_remedy, find_form
-from tasks.engine.files.source_data import MOST_SHOWN, DataError, RawData, format_list, shorten
+from tasks.engine.files.source_data import DataError, RawData, format_list, shorten
 from tasks.engine.settings.run_config import DataConfig
 
 BLOCK_ROWS = 1 << 16
-MOST_BINS = 1 << 12
-# Beside the seed: rows that their user drew with the same one would else lie in validation for
-# what their first column says.
-STREAM = 0x5EED
-
-
-def draw_rows(
-    group: np.ndarray | None, counts: np.ndarray, taken: np.ndarray, *, seed: int
-) -> np.ndarray:
-    """Draw rows for validation: (rows,) booleans, true for taken[k] rows of each class k; the
-    same for the same seed.
-
-    group: (rows,) classes from 0, None where all rows are of one; counts: rows of each.
-    """
-    rows, classes = int(counts.sum()), len(counts)
-    bins = max(1, min(MOST_BINS, (1 << 20) // classes))
-    seen = np.zeros(classes * bins, dtype=np.int64)
-    for _, _, _, place in _iterate_random_blocks(group, rows, seed, bins):
-        seen += np.bincount(place, minlength=len(seen))
-    below = np.cumsum(seen.reshape(classes, bins), axis=1)
-    # The bin in which the last row to take lies: those below are taken, of it the smallest few.
-    last = (below >= taken[:, None]).argmax(axis=1)
-    left = taken - np.where(last > 0, below[np.arange(classes), np.maximum(last - 1, 0)], 0)
-    edge = np.arange(classes) * bins + last
-    chosen = np.zeros(rows, dtype=bool)
-    open_rows, open_values, open_groups = [], [], []
-    for start, values, of, place in _iterate_random_blocks(group, rows, seed, bins):
-        at = edge[of]
-        chosen[start : start + len(values)] = place < at
-        inside = np.flatnonzero(place == at)
-        open_rows.append(start + inside)
-        open_values.append(values[inside])
-        open_groups.append(of[inside])
-    row, of = np.concatenate(open_rows), np.concatenate(open_groups)
-    order = np.lexsort((np.concatenate(open_values), of))
-    ends = np.searchsorted(of[order], np.arange(classes))
-    rank = np.arange(len(order)) - ends[of[order]]
-    chosen[row[order][rank < left[of[order]]]] = True
-    return chosen
-
-
-def _iterate_random_blocks(
-    group: np.ndarray | None, rows: int, seed: int, bins: int
-) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-    """In blocks: the first row, each row's random number, its class, and its bin among those of
-    all classes."""
-    random = np.random.default_rng([STREAM, seed])
-    for start in range(0, rows, BLOCK_ROWS):
-        count = min(BLOCK_ROWS, rows - start)
-        values = random.random(count)
-        some = np.zeros(count, np.int64) if group is None else group[start : start + count]
-        of = some.astype(np.int64)
-        yield start, values, of, of * bins + (values * bins).astype(np.int64)
 
 
 MOST_AUTO_CLASSES = 100
@@ -283,44 +230,6 @@ def _check_finite(raw: RawData) -> None:
         )
 
 
-def choose_validation_rows(
-    raw: RawData, labels: Labels, *, fraction: float, seed: int
-) -> np.ndarray:
-    """Choose the rows for validation, as (n,) booleans; the same for the same seed.
-
-    Where the source brought a split of its own, that. Else a classification takes the fraction
-    of each class, at least one row and not all of them; what rounding leaves over goes to the
-    classes that are furthest below theirs. Errors: DataError naming the classes of one row, or
-    where a part would have no row.
-    """
-    rows = len(labels.values)
-    if raw.validation is not None:
-        return _use_given_split(raw, rows)
-    if labels.task != "classification":
-        group, counts = None, np.array([rows])
-    else:
-        assert labels.class_names is not None
-        group = labels.values
-        counts = count_class_rows(labels)
-        lonely = [labels.class_names[i] for i in np.flatnonzero(counts < 2)]
-        if lonely:
-            raise DataError(
-                f"data.target: {raw.label} has classes of one row, which cannot be in both parts: "
-                f"{format_list(lonely, MOST_SHOWN)}; add rows of them, or drop them"
-                + (
-                    ", or set data.task to regression if these are amounts"
-                    if raw.target.dtype.kind != "O"
-                    else ""
-                )
-            )
-    quota = counts * fraction
-    taken = np.clip(np.floor(quota), 1, counts - 1).astype(np.int64)
-    below = np.argsort(-(quota - taken), kind="stable")
-    below = below[taken[below] < counts[below] - 1]
-    taken[below[: max(0, round(rows * fraction) - int(taken.sum()))]] += 1
-    return draw_rows(group, counts, taken, seed=seed)
-
-
 def count_class_rows(labels: Labels, chosen: np.ndarray | None = None) -> np.ndarray:
     """Count the rows of each class; only among the chosen ones, (rows,) booleans, if given."""
     assert labels.class_names is not None
@@ -335,15 +244,6 @@ def iterate_row_blocks(rows: int) -> Iterator[slice]:
     """Yield slices of rows: what is computed of all at once takes many times their memory."""
     for start in range(0, rows, BLOCK_ROWS):
         yield slice(start, min(rows, start + BLOCK_ROWS))
-
-
-def _use_given_split(raw: RawData, rows: int) -> np.ndarray:
-    chosen = np.asarray(raw.validation, dtype=bool)
-    assert chosen.shape == (rows,)
-    if chosen.all() or not chosen.any():
-        part = "training" if chosen.all() else "validation"
-        raise DataError(f"data.source: {raw.label} has no {part} rows; give both parts some")
-    return chosen
 
 
 # A sample is enough to tell, and bounds the time: a second or two, once for prepared data.
@@ -404,11 +304,9 @@ def choose_transform(
     return TargetTransform(
         log.log,
         (
-            f"the target is skewed to the right, and log(1 + target / {format_number(unit[0])}) "
-            "is learnt "
-            f"instead: on a sample, boosted trees err by {format_number(ratio)} of what they do "
-            "without "
-            "it (data.target_transform)",
+            f"the target is skewed to the right, and log(1 + target / {format_number(unit[0])}) is "
+            f"learnt instead: on a sample, boosted trees err by {format_number(ratio)} of what "
+            "they do without it (data.target_transform)",
         ),
     )
 

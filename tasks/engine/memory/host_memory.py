@@ -1,10 +1,12 @@
-"""The host's memory as the kernel lets this process have it: what is free of the whole, or of the
-least that a memory cgroup leaves it, such as a container's. More than that is not refused: the
-kernel kills a process. And whether it has killed one.
+"""Read the host's memory as the kernel lets this process have it: what is free of the whole, or of
+the least that a memory cgroup leaves it, such as a container's; what this process uses of it, and
+whether the kernel has killed one that took more. It imports no PyTorch.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,12 +14,19 @@ import psutil
 
 from tasks.engine.base.units import format_mebibytes
 
+if sys.platform != "win32":
+    import resource
+
 ROOT = Path("/sys/fs/cgroup")  # where cgroups of both versions are mounted
 OWN = Path("/proc/self/cgroup")
 LEAST_UNLIMITED = 2**60  # bytes: version 1 writes nearly 2**63 where there is no limit
 # Of a group's use: files that are cached, which the kernel drops before it kills.
 CACHED = {"active_file", "inactive_file"}
 OLD_CACHED = {"total_active_file", "total_inactive_file"}
+MIB = 1024**2
+NEAR = 0.05  # of a limit on the host's memory: so little left is told
+
+log = logging.getLogger(__name__)
 
 
 def read_total_bytes() -> int:
@@ -39,11 +48,7 @@ def find_limit_bytes() -> int | None:
 def describe_limit() -> str:
     """Return the words behind what is free, where that is of a limit."""
     limit = find_limit_bytes()
-    return (
-        ""
-        if limit is None
-        else f" of the {format_mebibytes(limit / 1024**2)} of this memory cgroup"
-    )
+    return "" if limit is None else f" of the {format_mebibytes(limit / MIB)} of this memory cgroup"
 
 
 def count_kills() -> int | None:
@@ -65,9 +70,7 @@ def describe_kills_since(before: int | None) -> str:
     if now is None or now <= (before or 0):
         return ""
     limit = find_limit_bytes()
-    where = (
-        "on this host" if limit is None else f"in its cgroup of {format_mebibytes(limit / 1024**2)}"
-    )
+    where = "on this host" if limit is None else f"in its cgroup of {format_mebibytes(limit / MIB)}"
     return f"maybe by the kernel: memory ran out {where}, and it killed a process"
 
 
@@ -126,3 +129,50 @@ def _read_counts(file: Path) -> dict[str, int]:
             if number.isdecimal():
                 found[name] = int(number)
     return found
+
+
+class HostMemory:
+    """Measures this process's resident memory."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._record_before = _read_peak_rss_bytes()
+        self._highest = 0
+        self._limit = find_limit_bytes()
+        self._looked_at = 0  # bytes in use when its cgroup was asked
+        self.read_rss_bytes()
+
+    def read_rss_bytes(self) -> int:
+        """Return what is in use now, which is remembered for the peak. Warns once where a limit
+        is near."""
+        now = int(self._process.memory_info().rss)
+        if self._limit is not None and now - self._looked_at > self._limit * NEAR:
+            self._looked_at = now
+            free = read_free_bytes()
+            if free < self._limit * NEAR:
+                self._limit = None
+                log.warning(
+                    "memory: %s are free of the %s of this memory cgroup; a process that takes "
+                    "more is killed. Take smaller batches or fewer workers, or raise the limit",
+                    format_mebibytes(free / MIB),
+                    format_mebibytes(read_total_bytes() / MIB),
+                )
+        self._highest = max(now, self._highest)
+        return now
+
+    def read_peak_bytes(self) -> int:
+        """Return the most since this object was made. Exact where that is the process's record;
+        where the process was larger before, the largest value seen at log points, a lower bound.
+
+        Linux could reset its record (/proc/self/clear_refs), but the whole process shares it.
+        """
+        record = _read_peak_rss_bytes()
+        return max(self._highest, record if record > self._record_before else 0)
+
+
+def _read_peak_rss_bytes() -> int:
+    """Return the most that the process ever had in memory; 0 where the system does not tell."""
+    if sys.platform == "win32":
+        return 0
+    record = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return record if sys.platform == "darwin" else 1024 * record

@@ -1,9 +1,6 @@
-"""Read what a device's allocator tells, kind by kind, release its caches, record its history,
-and keep the C library's heap, from which a CPU's tensors come, between steps. What a device
-does not tell is absent, never zero, and no function here initializes a device that was not used
-yet. A history is written as a file, memory/snapshot.pickle, on request and when memory ran out;
-a device that keeps none leaves no file, and neither a full disk nor a broken device ends a run
-because of it.
+"""Read what a device's allocator tells, kind by kind, and release its caches; keep the C library's
+heap, from which a CPU's tensors come, between steps. What a device does not tell is absent, never
+zero, and no function here initializes a device that was not used yet.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -28,8 +24,7 @@ NEVER = 2**31 - 1
 
 @contextmanager
 def keep_heap(device: torch.device) -> Iterator[None]:
-    """Keep what a step on a CPU frees for the next step, inside the block; `trim_heap` returns
-    it.
+    """Keep what a step on a CPU frees for the next step, inside the block; `trim_heap` returns it.
 
     A step of a cnn (3x32x32, batch 512, 2 cores) took 0.23 s inside and 0.32 to 0.44 s outside.
     """
@@ -58,10 +53,6 @@ def trim_heap() -> None:
 @cache
 def _load_glibc() -> ctypes.CDLL | None:
     return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
-
-
-# Of the allocator's history: some steps of a large model; each entry holds its Python frames.
-HISTORY_ENTRIES = 20_000
 
 
 @dataclass(frozen=True)
@@ -169,59 +160,6 @@ def make_allocator(device: torch.device) -> Allocator:
     return MpsAllocator() if device.type == "mps" else NoAllocator()
 
 
-class History(Protocol):
-    """Records what an allocator does from start() on, and the Python lines that asked for
-    it."""
-
-    can_record: bool
-
-    def start(self) -> None: ...
-
-    def write(self, file: Path) -> None:
-        """Write a pickle that https://pytorch.org/memory_viz opens; allocations from before
-        start() have no lines there."""
-
-    def stop(self) -> None:
-        """Forget what was recorded, if anything."""
-
-
-class NoHistory:
-    """The history of devices whose allocators keep none."""
-
-    can_record = False
-
-    def start(self) -> None:
-        pass
-
-    def write(self, file: Path) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-
-class CudaHistory:
-    """The history of CUDA and ROCm. Recording costs some microseconds an allocation."""
-
-    can_record = True
-
-    def start(self) -> None:
-        torch.cuda.memory._record_memory_history(
-            "all", context="alloc", stacks="python", max_entries=HISTORY_ENTRIES
-        )
-
-    def write(self, file: Path) -> None:
-        torch.cuda.memory._dump_snapshot(str(file))
-
-    def stop(self) -> None:
-        torch.cuda.memory._record_memory_history(None)
-
-
-def make_history(device: torch.device) -> History:
-    """Return the history of this device's allocator."""
-    return CudaHistory() if device.type == "cuda" else NoHistory()
-
-
 def count_pool_bytes(device: torch.device) -> int:
     """Return the bytes reserved in private pools, which recorded graphs have; 0 where there are
     none."""
@@ -283,3 +221,9 @@ def _empty_pinned() -> None:
 
 def _pick(nested: dict[str, Any], stat: str, metric: str) -> int | None:
     return nested.get(stat, {}).get("all", {}).get(metric)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until the device has finished all its work; return at once on a CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
