@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.field_types import is_import_path
+from tasks.engine.base.import_paths import is_import_path
 from tasks.engine.device.detection import make_autocast
 from tasks.engine.distributed.sharding import ParallelModel
-from tasks.engine.models.model_call import BuiltinForward, Forward, make_own_forward
+from tasks.engine.models.user_model import BuiltinForward, Forward, make_own_forward
 from tasks.engine.settings.read_settings import hide_config_secrets
 from tasks.engine.settings.run_config import FUSED, ModelConfig, OptimConfig, TrainConfig
 from tasks.engine.step import optim, own_model
@@ -64,7 +64,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class _Compute:
-    """The loss of a micro-batch. No closure: see oom.Fitting.fit."""
+    """The loss of a micro-batch. No closure: see micro_batches.MicroBatching.fit."""
 
     model: Callable[[Tensor], Any]
     loss: Loss
@@ -100,8 +100,8 @@ def make_step(
     """Return the plain step.
 
     mark: is called where a phase ends. device: where it computes, if not on the plan's. outputs:
-    where to keep what a loss of the user's own was given; see nan_origin.Seen. count: see
-    losses.count_of.
+    where to keep what a loss of the user's own was given; see losses.NanOrigin. count: see
+    losses.choose_count.
     """
     train, data, device = plan.settings.train, plan.data, device or plan.torch_device
     loss = make_loss(train, data, device)
