@@ -444,7 +444,7 @@ def describe_scores(groups: Sequence[Group]) -> list[str]:
         return [f"{best_line} ({gap})", *_limit(lines[1:], "are worse")]
     others = [f"{judged[at].called} ({shown[at]})" for at in equal[:MOST_NAMED]]
     others += [f"{len(equal) - MOST_NAMED:,} more"] if len(equal) > MOST_NAMED else []
-    told = f"{name} ({value}) cannot be told apart from {', '.join(others)} by {score}"
+    told = f"{name} ({value}) cannot be told apart from {'; '.join(others)} by {score}"
     return [told, *_limit(lines, "are worse")]
 
 
