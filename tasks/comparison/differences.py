@@ -230,10 +230,12 @@ def describe_doubts(groups: Sequence[Group], classes: Sequence[WorkClass]) -> li
             f"had, up to {format_percent(max(own) / 100)} of the time: that is part of their speed"
         )
     done = [run for group in groups for run in group.done]
+    seeds = {run.params.get(SEED, "") for run in done}
     single = [group for group in groups if len(group.done) == 1]
     if len(groups) > 1 and done and len(single) == sum(bool(group.done) for group in groups):
+        are_timed = any(len(one.judged.runs) > 1 for one in classes)  # by those of the same work
         lines.append(
-            "There is one run of each: how far repeats would lie apart is not known, and "
+            f"There is one run of each: how far {'scores of ' * are_timed}repeats would lie apart is not known, and "
             f"{format_percent(SINGLE_NOISE)} is taken for it"
         )
     elif len(groups) > 1 and single:
@@ -241,10 +243,9 @@ def describe_doubts(groups: Sequence[Group], classes: Sequence[WorkClass]) -> li
             f"Of {len(single)} of {len(groups)} settings there is one run: repeats of it are taken "
             "to lie as far apart as those of the others"
         )
-    elif len(groups) > 1 and len({run.params.get(SEED) for run in done} | {None}) == 2:
-        seed = done[0].params[SEED]
+    elif len(groups) > 1 and len(seeds) == 1 and "" not in seeds:
         lines.append(
-            f"All runs have {SEED} {seed}: scores of repeats do not show what another seed changes"
+            f"All runs have {SEED} {seeds.pop()}: scores of repeats do not show what another seed changes"
         )
     return lines + [line for one in classes for line in _describe_outliers(one.judged)][:MOST]
 

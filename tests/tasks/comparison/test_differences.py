@@ -137,6 +137,8 @@ def test_runs_of_one_work_are_repeats_of_its_speed() -> None:
     comparison = compare(runs)
     assert comparison.words == ["batch_size=32 is 1.10x slower than batch_size=64 (1.10 to 1.10)"]
     assert comparison.columns["speed-up"] == ["1.00x", "1.10x"] * 3
+    (doubt,) = comparison.doubts
+    assert doubt.startswith("There is one run of each: how far scores of repeats would lie apart")
 
 
 def test_a_setting_that_both_have_alike_is_no_difference_between_them() -> None:
