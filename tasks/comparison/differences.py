@@ -234,8 +234,9 @@ def describe_doubts(groups: Sequence[Group], classes: Sequence[WorkClass]) -> li
     single = [group for group in groups if len(group.done) == 1]
     if len(groups) > 1 and done and len(single) == sum(bool(group.done) for group in groups):
         are_timed = any(len(one.judged.runs) > 1 for one in classes)  # by those of the same work
+        what = "scores of repeats" if are_timed else "repeats"
         lines.append(
-            f"There is one run of each: how far {'scores of ' * are_timed}repeats would lie apart is not known, and "
+            f"There is one run of each: how far {what} would lie apart is not known, and "
             f"{format_percent(SINGLE_NOISE)} is taken for it"
         )
     elif len(groups) > 1 and single:
@@ -245,7 +246,8 @@ def describe_doubts(groups: Sequence[Group], classes: Sequence[WorkClass]) -> li
         )
     elif len(groups) > 1 and len(seeds) == 1 and "" not in seeds:
         lines.append(
-            f"All runs have {SEED} {seeds.pop()}: scores of repeats do not show what another seed changes"
+            f"All runs have {SEED} {seeds.pop()}: scores of repeats do not show what another seed "
+            "changes"
         )
     return lines + [line for one in classes for line in _describe_outliers(one.judged)][:MOST]
 
