@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from tasks.comparison.run_groups import PEAKS, SPEED, STEPS, Group, find_score
 from tasks.engine.base.units import format_mebibytes, format_number, format_percent
 from tasks.engine.memory import memory_by_owner
-from tasks.run.gate import BUSY, CORE_WAIT, LOWER_IS_BETTER
+from tasks.engine.settings.run_config import LOWER_IS_BETTER
+from tasks.run.gate import BUSY, CORE_WAIT
 
 PHASES = {  # of a step; what no phase holds is "other"
     "time/data_wait_ms": "data wait",

@@ -50,6 +50,7 @@ from tasks.engine.memory.caching_allocator import (
 from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS
 from tasks.engine.memory.pinned_memory import PINNING
 from tasks.engine.models import builtin
+from tasks.engine.models.parameter_patterns import freeze_parameters
 from tasks.engine.settings.run_config import FUSED, ModelConfig
 from tasks.engine.step import build, own_model
 from tasks.engine.step.evaluation import choose_eval_rows, iterate_tensors
@@ -368,6 +369,7 @@ def _build_model(settings: ModelConfig, data: DataFacts, device: torch.device) -
             outputs=data.outputs,
             args=settings.args,
         )
+    freeze_parameters(model, settings.freeze)
     if build.takes_channels_last(settings.name, model):
         # Not by model.to(), which can't convert such tensors.
         for weight in (p for p in model.parameters() if p.dim() == 4):
@@ -441,7 +443,7 @@ def _evaluate_batches(
         with step.autocast():
             outputs, loss = forward(x)
             if loss is None:
-                make_loss(train, data, outputs.device)(outputs, y)
+                make_loss(train, data, outputs.device, is_judged=True)(outputs, y)
         if data.task == "classification":
             told = outputs.argmax(1)
             _ = told == y

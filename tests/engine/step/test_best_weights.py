@@ -12,7 +12,7 @@ from tasks.engine.step.evaluation import BestWeights
 def test_epochs_are_counted_from_the_best_one() -> None:
     best, waited = BestWeights(), []
     for epoch, loss in enumerate([3.0, 2.0, 2.0, 2.5, 1.0, math.nan, math.inf, 0.5], 1):
-        best.record_epoch({"val/loss": loss}, epoch)
+        best.record({"val/loss": loss}, epoch)
         waited.append((best.epoch, best.waited))
     assert waited == [(1, 0), (2, 0), (2, 1), (2, 2), (5, 0), (5, 1), (5, 2), (8, 0)]
 
@@ -21,7 +21,7 @@ def test_only_the_weights_of_a_best_epoch_are_copied() -> None:
     best, model = BestWeights(), nn.Linear(1, 1, bias=False)
     for epoch, (loss, weight) in enumerate([(2.0, 1.0), (1.0, 2.0), (1.5, 3.0)], 1):
         nn.init.constant_(model.weight, weight)
-        best.record_epoch({"val/loss": loss}, epoch)
+        best.record({"val/loss": loss}, epoch)
         best.keep(model)
     found = best.restore_best(model, {"val/loss": 1.5})
     assert model.weight.item() == 2 and found == {"val/loss": 1.0, "train/best_epoch": 2.0}
@@ -30,8 +30,8 @@ def test_only_the_weights_of_a_best_epoch_are_copied() -> None:
 def test_the_cells_of_the_best_epoch_come_back_with_its_weights() -> None:
     """Those of a checkpoint of before are not known, and no reason to refuse it."""
     best, cells = BestWeights(), [Cells(np.full((3, 1), k)) for k in range(2)]
-    best.record_epoch({"val/loss": 1.0}, 1, cells=cells[0])
-    best.record_epoch({"val/loss": 2.0}, 2, cells=cells[1])
+    best.record({"val/loss": 1.0}, 1, cells=cells[0])
+    best.record({"val/loss": 2.0}, 2, cells=cells[1])
     assert best.cells is cells[0]
     again = BestWeights()
     again.restore(best.state())

@@ -223,16 +223,16 @@ def test_the_weights_are_those_of_the_best_epoch_unless_the_last_are_asked_for()
 
 def test_weights_are_copied_only_where_training_goes_on_after_a_better_epoch() -> None:
     model, best = _model(), BestWeights()
-    best.record_epoch({"val/loss": 2.0}, 1)
+    best.record({"val/loss": 2.0}, 1)
     best.keep(model)
     (kept, *_) = best.iterate_kept()
     first = kept.clone()
     with torch.no_grad():
         model[0].weight += 1
-    best.record_epoch({"val/loss": 3.0}, 2)
+    best.record({"val/loss": 3.0}, 2)
     best.keep(model)  # worse: nothing is copied
     assert torch.equal(kept, first)
-    best.record_epoch({"val/loss": 1.0}, 3)
+    best.record({"val/loss": 1.0}, 3)
     best.keep(model)
     assert torch.equal(kept, first + 1) and next(best.iterate_kept()) is kept
     one = BestWeights()
@@ -245,7 +245,7 @@ def test_a_validation_loss_that_is_no_number_is_never_the_best(bad: float) -> No
     model, best = _model(), BestWeights()
     assert best.restore_best(model, {"val/loss": bad}) == {"val/loss": bad}
     for epoch, loss in enumerate((bad, 2.0, bad, bad), start=1):
-        best.record_epoch({"val/loss": loss}, epoch)
+        best.record({"val/loss": loss}, epoch)
         best.keep(model)
         with torch.no_grad():
             model[0].weight.fill_(epoch)
@@ -257,10 +257,10 @@ def test_a_validation_loss_that_is_no_number_is_never_the_best(bad: float) -> No
 def test_a_buffer_that_grows_is_kept_as_it_was() -> None:
     model, best = _model(), BestWeights()
     model.register_buffer("seen", torch.ones(2))
-    best.record_epoch({"val/loss": 1.0}, 1)
+    best.record({"val/loss": 1.0}, 1)
     best.keep(model)
     model.seen = torch.zeros(5)
-    best.record_epoch({"val/loss": 2.0}, 2)
+    best.record({"val/loss": 2.0}, 2)
     best.restore_best(model, {})
     assert model.seen.tolist() == [1, 1]
 

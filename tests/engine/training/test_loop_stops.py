@@ -159,7 +159,7 @@ def test_rows_that_cannot_be_left_out_begin_their_epoch_again() -> None:
 )
 def test_what_was_done_is_not_trained_further(begin, waited, patience, trained, early) -> None:
     best = BestWeights()
-    best.record_epoch({"val/loss": -1.0}, 1)
+    best.record({"val/loss": -1.0}, 1)
     best.waited = waited
     fitted, calls, seen, *_ = kept_by(replace(PLAN, patience=patience), begin=begin, best=best)
     assert (len(seen), fitted.stopped_early) == (trained, early)
