@@ -104,9 +104,9 @@ def shard_model(model: nn.Module, *, device: torch.device, recompute: bool) -> n
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.contiguous()  # FSDP shares out rows, not channels last
         dist.broadcast(tensor.detach(), 0)
-    found = find_shard_units(model)
     if recompute:
-        recompute_activations(found)
+        recompute_activations(model)
+    found = find_shard_units(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*found, model):
         fully_shard(module, mesh=mesh)
@@ -159,10 +159,22 @@ def find_shard_units(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(found(model)))
 
 
-def recompute_activations(modules: list[nn.Module]) -> None:
-    """Make these modules keep only their inputs for the backward pass, and compute the rest
-    again."""
-    for module in modules:
+def recompute_activations(model: nn.Module) -> None:
+    """Make the blocks of the model keep only their inputs for the backward pass, and compute the
+    rest again; by a method of its own, where it has the one of Hugging Face's models, which also
+    keeps no cache then. Raises ConfigError where it has neither."""
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    blocks = find_shard_units(model)
+    if callable(enable):
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    if not blocks:
+        raise ConfigError(
+            "memory.recompute: the model has no gradient_checkpointing_enable() and no blocks of "
+            f"{UNIT_BYTES // 1024} KiB in an nn.Sequential or nn.ModuleList; set it to false, or "
+            "call torch.utils.checkpoint in the model's forward"
+        )
+    for module in blocks:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 

@@ -445,6 +445,12 @@ class BestMetric(NamedTuple):
     is_lower: bool  # whether less is better
 
 
+def parse_best_metric(text: str) -> BestMetric:
+    """Return the metric of a name, or of min:NAME and max:NAME."""
+    direction, _, name = text.rpartition(":")
+    return BestMetric(name, direction == "min" if direction else name in LOWER_IS_BETTER)
+
+
 class TrainConfig(Section):
     epochs: Annotated[Int, Field(ge=1, le=10**6)] = 20
     """Passes over the training rows."""
@@ -543,8 +549,8 @@ class TrainConfig(Section):
 
     @property
     def best(self) -> BestMetric:
-        direction, _, name = self.best_metric.rpartition(":")
-        return BestMetric(name, direction == "min" if direction else name in LOWER_IS_BETTER)
+        """Return the metric that best_metric names."""
+        return parse_best_metric(self.best_metric)
 
     @model_validator(mode="after")
     def _check_micro_batches(self) -> TrainConfig:

@@ -51,8 +51,14 @@ def check_training(plan: Plan) -> ModelCheck:
             f"optim.name: {config.optim.name} cannot train a model that is shared out "
             "(train.parallel is fsdp); choose another, or ddp"
         )
-    if config.optim.groups:
-        optim.find_groups(config.optim, own_model.build_model_on_host(config.model, data))
+    if config.optim.groups or config.memory.recompute:
+        model = own_model.build_model_on_host(config.model, data)
+        optim.find_groups(config.optim, model)
+        if config.memory.recompute:
+            # torch.distributed.fsdp costs a second.
+            from tasks.engine.distributed.sharding import recompute_activations
+
+            recompute_activations(model)
     return checked
 
 

@@ -371,7 +371,13 @@ class _Trained:
             held_bytes=held_bytes,
             stats=stats,
             warnings=(
-                *warn_of_results(data, result.metrics, loss=plan.settings.train.loss, alike=alike),
+                *warn_of_results(
+                    data,
+                    result.metrics,
+                    loss=plan.settings.train.loss,
+                    alike=alike,
+                    best=plan.settings.train.best.name,
+                ),
                 *warn_of_parts(plan.settings.train, is_sum=checked.adds_up, micro_rows=least_rows),
                 *((moves,) if moves else ()),
                 *self.checkpoints.warnings,
