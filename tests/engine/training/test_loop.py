@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tasks.engine.accounts.accounts import Accounts
 from tasks.engine.accounts.step_metrics import Diverged
@@ -529,3 +530,91 @@ def test_the_batch_of_an_error_is_the_one_that_was_trained_or_judged_on() -> Non
     with pytest.raises(ValueError) as neither:
         judges(1, 2)
     assert find_batch(neither.value) == (None, None)
+
+
+@pytest.mark.parametrize("every", [1, 3, 5, 7])
+def test_evaluations_within_an_epoch_change_no_weight_and_are_logged_at_their_steps(
+    every: int,
+) -> None:
+    model, plain = _model(), _model()
+    model.insert(1, nn.Dropout(0.3))
+    plain.insert(1, nn.Dropout(0.3))
+    torch.manual_seed(5)
+    _fit(plain, best=BestWeights(keeps=False))
+    torch.manual_seed(5)
+    plan = replace(PLAN, eval_every_steps=every)
+    fitted, logged = _fit(model, plan, best=BestWeights(keeps=False))
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+    found = {step: m["train/epoch"] for step, m in logged if "val/loss" in m}
+    assert sorted(found) == sorted({*range(every, 21, every), 7, 14, 21})
+    assert all(epoch == pytest.approx(step / 7) for step, epoch in found.items())
+    losses = [step for step, m in logged if "train/loss" in m]
+    assert losses == [4, 8, 12, 16, 20, 21]
+    assert _judged_again(model) == pytest.approx(fitted.metrics["val/loss"])
+
+
+def test_the_best_weights_may_be_those_within_an_epoch() -> None:
+    model = _model()
+    plan = replace(PLAN, epochs=2, eval_every_steps=2)
+    fitted, logged = _fit(model, plan, lr=0.5)
+    losses = {m["train/epoch"]: m["val/loss"] for _, m in logged if "val/loss" in m}
+    best = min(losses, key=lambda epoch: losses[epoch])
+    assert not float(best).is_integer(), "no test: choose another rate"
+    assert fitted.metrics["train/best_epoch"] == best
+    assert _judged_again(model) == pytest.approx(losses[best])
+
+
+def test_the_time_of_evaluations_within_an_epoch_is_no_time_of_steps() -> None:
+    class Slow(_Narrow):
+        def iterate_in_order(self, batch_size):
+            time.sleep(0.05)
+            yield from super().iterate_in_order(batch_size)
+
+    logged: list[dict[str, float]] = []
+    model = _model()
+    tools = _tools(model, lambda metrics, step: logged.append(metrics))
+    plan = replace(PLAN, epochs=1, log_every=1, eval_every_steps=1)
+    began = time.perf_counter()
+    fit_model(model, _data(160, seed=1), Slow(40, most=1024), schedule=plan, tools=tools)
+    total_s = time.perf_counter() - began
+    spent = tools.accounts.watch.seconds
+    assert spent["eval"] >= 10 * 0.05 and spent["steps"] + spent["first_step"] < 0.4
+    found = tools.accounts.summarize(steps=10, rows=160)
+    assert sum(spent.values()) <= total_s + 0.01
+    phases_ms = sum(v for k, v in found.items() if k in ("time/data_wait_ms", "time/forward_ms"))
+    assert phases_ms < 40  # an evaluation is 50
+    assert found["speed/steps_per_s"] > 25
+
+
+def test_averaged_weights_are_judged_and_logged_and_the_others_are_trained() -> None:
+    """Held against a loop with PyTorch's AveragedModel."""
+    model, plain = _model(), _model()
+    tools = _tools(
+        model, lambda metrics, step: logged.append(metrics), best=BestWeights(keeps=False)
+    )
+    tools.optimizer.keep_average(0.9)
+    logged: list[dict[str, float]] = []
+    data, val = _data(100, seed=1), _data(40, seed=2)
+    fitted = fit_model(model, data, val, schedule=replace(PLAN, eval_every_steps=5), tools=tools)
+    reference = optim.AdamW(plain.parameters(), lr=0.05, weight_decay=0.01, beta1=0.9, beta2=0.99)
+    average = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    losses, step = [], 0
+    for epoch in range(3):
+        orders = draw_row_order(100, seed=0, epoch=epoch).split(16)
+        for batch, rows in enumerate(orders, start=1):
+            reference.zero_grad()
+            nn.functional.cross_entropy(plain(data.x[rows]), data.y[rows]).backward()
+            reference.step()
+            average.update_parameters(plain)
+            step += 1
+            if step % 5 == 0 or batch == len(orders):
+                losses.append(_judged_again(average.module))
+    assert [m["val/loss"] for m in logged if "val/loss" in m] == losses
+    for a, b, trained in zip(
+        model.parameters(), average.module.parameters(), tools.optimizer.averages, strict=True
+    ):
+        assert torch.equal(a, b) and not torch.equal(a, trained)
+    for trained, b in zip(tools.optimizer.averages, plain.parameters(), strict=True):
+        assert torch.equal(trained, b)
+    assert fitted.metrics["val/loss"] == losses[-1]
