@@ -5,7 +5,7 @@ nothing, with the nearest names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -30,12 +30,16 @@ def find_parameters(model: nn.Module, pattern: str, *, setting: str) -> list[nn.
         modules = [
             name for name, module in model.named_modules() if name and [*module.parameters()]
         ]
-        near = get_close_matches(pattern[:80], [*modules, *named], SHOWN) or [*named][:SHOWN]
-        raise ConfigError(
-            f"{setting}: {pattern[:80]!r} matches no parameter of the model; there are "
-            f"{', '.join(near)}, {len(named)} in all"
-        )
+        near = get_close_matches(pattern[:80], [*modules, *named], SHOWN)
+        told = f"did you mean {' or '.join(near)}?" if near else f"it has {_list_some(named)}"
+        raise ConfigError(f"{setting}: {pattern[:80]!r} matches no parameter of the model; {told}")
     return found
+
+
+def _list_some(names: Iterable[str]) -> str:
+    first = [*names]
+    more = f" and {len(first) - SHOWN} more" if len(first) > SHOWN else ""
+    return ", ".join(first[:SHOWN]) + more
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -462,11 +462,11 @@ def make_schedule(
     """
     if is_import_path(o.schedule):
         return _make_own_schedule(o, steps=steps)
-    warm_up = count_warm_up(o, steps)
+    if o.schedule == "one_cycle":
+        return _make_one_cycle(o.lr, steps=steps, warm_up=_count_warm_up(o, steps))
+    warm_up = round(_count_warm_up(o, steps))
     if o.schedule == "plateau":
         return Plateau(o, warm_up=warm_up, best=best, min_delta=min_delta)
-    if o.schedule == "one_cycle":
-        return _make_one_cycle(o.lr, steps=steps, warm_up=warm_up)
     name, lr, least, gamma = o.schedule, o.lr, o.min_lr_fraction, o.gamma
     period = o.step_epochs * epoch_steps
 
@@ -484,18 +484,18 @@ def make_schedule(
     return at
 
 
-def count_warm_up(o: OptimConfig, steps: int) -> int:
-    """Return the steps in which the rate rises."""
+def _count_warm_up(o: OptimConfig, steps: int) -> float:
+    """Return the steps in which the rate rises. A part of a step is what OneCycleLR knows too."""
     if o.warmup_steps is not None:
         return o.warmup_steps
     preset = PCT_START if o.schedule == "one_cycle" else 0.05
-    return round((preset if o.warmup_fraction is None else o.warmup_fraction) * steps)
+    return (preset if o.warmup_fraction is None else o.warmup_fraction) * steps
 
 
 PCT_START, DIV_FACTOR, FINAL_DIV_FACTOR = 0.3, 25.0, 1e4  # what OneCycleLR itself presets
 
 
-def _make_one_cycle(lr: float, *, steps: int, warm_up: int) -> Callable[[int], float]:
+def _make_one_cycle(lr: float, *, steps: int, warm_up: float) -> Callable[[int], float]:
     """The formula of OneCycleLR.get_lr."""
     first, top = lr / DIV_FACTOR, warm_up - 1
 

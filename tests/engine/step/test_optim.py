@@ -403,7 +403,7 @@ def test_parts_with_their_own_rate_take_the_steps_of_torch_optim(name: str, deca
     [
         (
             {"hed.*": {"lr": 0.1}},
-            r"optim\.groups: 'hed\.\*' matches no parameter of the model; there are head",
+            r"optim\.groups: 'hed\.\*' matches no parameter of the model; did you mean head",
         ),
         (GROUPS, r"optim\.groups: '\*\.bias' has no parameter of its own: those it matches are"),
     ],

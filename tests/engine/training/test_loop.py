@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tasks.engine.accounts.accounts import Accounts
@@ -16,6 +17,7 @@ from tasks.engine.batches.dataloaders import LoaderBatches
 from tasks.engine.batches.dataset_batches import draw_row_order, place_rows
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_meter import MemoryMeter
+from tasks.engine.settings.run_config import OptimConfig
 from tasks.engine.step import optim
 from tasks.engine.step.evaluation import BestWeights, Evaluator, evaluate
 from tasks.engine.step.micro_batches import MemoryExhausted, MemoryFailure, SingleAttempt
@@ -568,23 +570,22 @@ def test_the_best_weights_may_be_those_within_an_epoch() -> None:
 def test_the_time_of_evaluations_within_an_epoch_is_no_time_of_steps() -> None:
     class Slow(_Narrow):
         def iterate_in_order(self, batch_size):
-            time.sleep(0.05)
+            time.sleep(0.3)
             yield from super().iterate_in_order(batch_size)
 
-    logged: list[dict[str, float]] = []
-    model = _model()
-    tools = _tools(model, lambda metrics, step: logged.append(metrics))
-    plan = replace(PLAN, epochs=1, log_every=1, eval_every_steps=1)
     began = time.perf_counter()
-    fit_model(model, _data(160, seed=1), Slow(40, most=1024), schedule=plan, tools=tools)
+    model = _model()
+    tools = _tools(model, lambda metrics, step: None)
+    plan = replace(PLAN, epochs=1, log_every=1, eval_every_steps=1)
+    fit_model(model, _data(80, seed=1), Slow(40, most=1024), schedule=plan, tools=tools)
     total_s = time.perf_counter() - began
     spent = tools.accounts.watch.seconds
-    assert spent["eval"] >= 10 * 0.05 and spent["steps"] + spent["first_step"] < 0.4
-    found = tools.accounts.summarize(steps=10, rows=160)
+    assert spent["eval"] >= 5 * 0.3 and spent["steps"] + spent["first_step"] < 1.0
+    found = tools.accounts.summarize(steps=5, rows=80)
     assert sum(spent.values()) <= total_s + 0.01
     phases_ms = sum(v for k, v in found.items() if k in ("time/data_wait_ms", "time/forward_ms"))
-    assert phases_ms < 40  # an evaluation is 50
-    assert found["speed/steps_per_s"] > 25
+    assert phases_ms < 200  # an evaluation is 300
+    assert found["speed/steps_per_s"] > 5
 
 
 def test_averaged_weights_are_judged_and_logged_and_the_others_are_trained() -> None:
@@ -618,3 +619,54 @@ def test_averaged_weights_are_judged_and_logged_and_the_others_are_trained() -> 
     for trained, b in zip(tools.optimizer.averages, plain.parameters(), strict=True):
         assert torch.equal(trained, b)
     assert fitted.metrics["val/loss"] == losses[-1]
+
+
+def _follow_torch(o: OptimConfig, *, every: int) -> tuple[nn.Module, list[float]]:
+    """A loop as PyTorch's pages have it: its optimizer, its schedule, called after each step, or of
+    a plateau after each evaluation."""
+    model, data, losses, rates = _model(), _data(100, seed=1), [], []
+    reference = torch.optim.AdamW(model.parameters(), lr=o.lr, betas=(0.9, 0.99), weight_decay=0.01)
+    cycle = plateau = None
+    if o.schedule == "plateau":
+        plateau = ReduceLROnPlateau(reference, factor=0.1, patience=1, threshold_mode="abs")
+    else:
+        cycle = OneCycleLR(reference, o.lr, total_steps=84, cycle_momentum=False)
+    step = 0
+    for epoch in range(12):
+        orders = draw_row_order(100, seed=0, epoch=epoch).split(16)
+        for batch, rows in enumerate(orders, start=1):
+            rates.append(reference.param_groups[0]["lr"])
+            reference.zero_grad()
+            nn.functional.cross_entropy(model(data.x[rows]), data.y[rows]).backward()
+            reference.step()
+            step += 1
+            if cycle is not None:
+                cycle.step()
+            if plateau is not None and (step % every == 0 or batch == len(orders)):
+                losses.append(_judged_again(model))
+                model.train()
+                plateau.step(losses[-1])
+    return model, rates[:step]
+
+
+@pytest.mark.parametrize("schedule", ["one_cycle", "plateau"])
+def test_a_run_with_a_schedule_is_the_loop_that_pytorchs_pages_show(schedule: str) -> None:
+    """The rates are the same to the bit; the weights are those of the fused kernel, which rounds
+    otherwise."""
+    o = OptimConfig(lr=0.1, schedule=schedule, plateau_patience=1, warmup_steps=None)
+    if schedule == "plateau":
+        o = o.model_copy(update={"warmup_steps": 0})
+    rate = optim.make_schedule(o, steps=84)
+    logged: list[tuple[int, dict[str, float]]] = []
+    model = _model()
+    tools = _tools(model, lambda m, step: logged.append((step, m)), best=BestWeights(keeps=False))
+    tools = replace(tools, rate=rate)
+    if isinstance(rate, optim.Plateau):
+        tools = replace(tools, judged=rate.record)
+    plan = replace(PLAN, epochs=12, eval_every_steps=3, log_every=1)
+    fit_model(model, _data(100, seed=1), _data(40, seed=2), schedule=plan, tools=tools)
+    theirs, rates = _follow_torch(o, every=3)
+    assert [m["train/lr"] for _, m in logged if "train/lr" in m] == rates
+    assert len(set(rates)) >= 3
+    for a, b in zip(model.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
