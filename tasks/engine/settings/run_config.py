@@ -536,14 +536,15 @@ class TrainConfig(Section):
     def _check_best_metric(self) -> TrainConfig:
         direction, colon, name = self.best_metric.rpartition(":")
         own = [f"val/{metric}" for metric in self.metrics]
-        known = [*dict.fromkeys(m for of in TASK_METRICS.values() for m in of), TOP5, *own]
+        of_tasks = [*dict.fromkeys(m for of in TASK_METRICS.values() for m in of), TOP5]
+        known = of_tasks + own
         if name not in known or (colon and direction not in ("min", "max")):
             near = get_close_matches(f"val/{name.removeprefix('val/')}"[:80], known, 1)
             raise ValueError(
                 f"best_metric: must be one of {', '.join(known)} (got {self.best_metric[:80]!r})"
                 + (f"; did you mean {near[0]}?" if near else "")
             )
-        if name in own and not colon:
+        if name not in of_tasks and not colon:
             raise ValueError(f"best_metric: {name} is your own; say min:{name} or max:{name}")
         return self
 
