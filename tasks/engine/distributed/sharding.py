@@ -159,22 +159,31 @@ def find_shard_units(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(found(model)))
 
 
+# Of transformers models, from version 5.23 on and before.
+ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+
+
 def recompute_activations(model: nn.Module) -> None:
     """Make the blocks of the model keep only their inputs for the backward pass, and compute the
-    rest again; by a method of its own, where it has the one of Hugging Face's models, which also
-    keeps no cache then. Raises ConfigError where it has neither."""
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    blocks = find_shard_units(model)
-    if callable(enable):
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return
-    if not blocks:
-        raise ConfigError(
-            "memory.recompute: the model has no gradient_checkpointing_enable() and no blocks of "
-            f"{UNIT_BYTES // 1024} KiB in an nn.Sequential or nn.ModuleList; set it to false, or "
-            "call torch.utils.checkpoint in the model's forward"
+    rest again: by the method that transformers models have for it, since their blocks called twice
+    would fill their cache twice. Raises ConfigError where there is neither."""
+    enable = next((f for name in ENABLE if callable(f := getattr(model, name, None))), None)
+    blocks, told = find_shard_units(model), ""
+    if enable is not None:
+        try:
+            enable({"use_reentrant": False})
+        except ValueError as error:
+            told = str(error).rstrip(".")
+    elif not blocks:
+        told = (
+            f"the model has no {ENABLE[1]}(), and no block of {UNIT_BYTES // 1024} KiB or more in "
+            "an nn.Sequential or nn.ModuleList"
         )
-    for module in blocks:
+    if told:
+        raise ConfigError(
+            f"memory.recompute: {told}; set it to false, or call torch.utils.checkpoint in forward"
+        )
+    for module in blocks if enable is None else ():
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
