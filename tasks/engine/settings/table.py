@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, NamedTuple
 
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.run_config import GroupConfig, RunConfig
 
 MAPPINGS = (
     "model.args",
@@ -98,6 +98,8 @@ def describe_setting(row: Setting) -> str:
 def describe_unknown_setting(name: str) -> str:
     """Describe why the name is refused, and which setting was probably meant."""
     section = name.partition(".")[0]
+    if name.startswith("optim.groups."):
+        return f"unknown; a group has {' and '.join(GroupConfig.model_fields)}"
     own = [row.name for row in list_settings() if row.name.startswith(f"{section}.")]
     if name == section and own:
         return f"is a section; give its settings by name, such as {own[0]}"

@@ -77,6 +77,12 @@ def _refuse_evaluations(plan: Plan) -> None:
             f"train.eval_every_steps: must be below the {plan.steps:,} steps of the run "
             f"(got {t.eval_every_steps:,}); lower it, or drop it"
         )
+    times = plan.epochs + (plan.steps // t.eval_every_steps if t.eval_every_steps else 0)
+    if o.schedule == "plateau" and o.plateau_patience + 2 > times:
+        raise ConfigError(
+            f"optim.plateau_patience: {o.plateau_patience} never lowers the rate within the "
+            f"{times:,} evaluations of the run; lower it, or raise train.epochs"
+        )
     if o.schedule == "plateau" and 0 < t.patience <= o.plateau_patience + 1:
         raise ConfigError(
             f"optim.plateau_patience: {o.plateau_patience} never lowers the rate before "

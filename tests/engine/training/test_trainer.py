@@ -327,6 +327,10 @@ def test_what_the_run_held_at_its_end_counts_as_given_back(tmp_path: Path) -> No
             "optim.plateau_patience: 4 never lowers the rate before train.patience 5 ends",
         ),
         (
+            {"optim": {"schedule": "plateau", "plateau_patience": 1}, "train": {"epochs": 2}},
+            "optim.plateau_patience: 1 never lowers the rate within the 2 evaluations of the run",
+        ),
+        (
             {"optim": {"schedule": "linear", "warmup_steps": 460}},
             r"optim.warmup_steps: must be below the 460 steps of the run",
         ),
