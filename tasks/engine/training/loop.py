@@ -55,7 +55,7 @@ class LoopTools:
     judged: Callable[[dict[str, float]], None] = lambda metrics: None  # told of each evaluation
     speeds: Callable[[float], dict[str, float]] = lambda samples_per_s: {}  # see LoopFacts
     best: BestWeights = field(default_factory=BestWeights)
-    outputs: list[tuple[str, Tensor]] = field(default_factory=list)  # see nan_origin.Seen
+    outputs: list[tuple[str, Tensor]] = field(default_factory=list)  # see losses.NanOrigin
     checkpoints: Checkpoints = field(default_factory=Checkpoints.make_disabled)
     stop: Callable[[], StopRequest | None] = lambda: None  # asked after each step
 
@@ -127,6 +127,7 @@ def fit_model(
     is_done = is_judged and (stopped_early or (at.batch == 0 and step == last_step))
     stopped_early &= is_done  # else what is left is judged once more
     accounts.lap("setup")
+    is_summed = train.residency == "loader"  # else its rows were looked at before
 
     with name_oom_phase("training", step=lambda: step):
         for epoch in range(at.epoch, 0 if is_done else schedule.epochs):
@@ -140,18 +141,17 @@ def fit_model(
                 t.optimizer.set_lr(t.rate(step))
                 t.checkpoints.let_go_on()
                 step, batch = step + 1, batch + 1
-                is_read = accounts.is_log_point(step)
+                is_read = accounts.is_log_point
                 with accounts.count_step((x, y)):
                     outcome = t.step(x, y, norm=is_read, watched=accounts.watched)
                 step_rows = train.rows_of_whole or count_rows(y)
                 rows += step_rows
-                sums = sum_rows(x, y) if train.residency == "loader" else ()
+                sums = sum_rows(x, y) if is_summed else ()
                 nan_origin = NanOrigin(sums, tuple(t.outputs)) if sums or t.outputs else NO_ORIGIN
                 accounts.end_step(step, *outcome, rows=step_rows, blame=nan_origin.find_blame)
                 t.outputs.clear()
                 if is_read and accounts.is_short_of_memory():
                     t.micro.ease("the allocator had to free its cache twice running")
-                accounts.begin_step(step + 1)
                 del x, y  # gone before the next ones come
                 at = TrainingPosition(step, epoch, batch, rows)
                 if batch < of_epoch:  # else it is judged first
