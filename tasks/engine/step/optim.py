@@ -174,8 +174,12 @@ class Optimizer:
         groups = self._groups if is_whole else None
         if groups is not None and not self._applied:
             made: list[Any] = [
-                (decay, [local, [p.grad for p in parameters], *others])
-                for decay, parameters, (local, *others) in groups
+                (
+                    decay,
+                    self.lr if share == 1.0 else self.lr * share,
+                    [local, [p.grad for p in parameters], *others],
+                )
+                for (decay, share), parameters, (local, *others) in groups
             ]
             return made
         if groups is None:
