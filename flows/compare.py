@@ -8,14 +8,11 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import home, signals
+    from tasks.process.command import exit_process, start_command
 
-    signals.protect_standard_streams()
-    signals.install_signal_handlers()
-    home.provide()
+    start_command()
     # It answers --help and bad settings before prefect is imported.
     from flows.cli.compare_command import main
-    from flows.cli.train_command import exit_process
 
     exit_process(main(sys.argv[1:]))
 
@@ -39,7 +36,7 @@ from tasks.run.findings import make_process_tags
 from tasks.run.flow_run import CalledFlow, show_markdown
 from tasks.run.resume import make_timestamp
 from tasks.services import serve
-from tasks.tracking.where import TrackingError, read_tracking_settings
+from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
 
 if TYPE_CHECKING:
     from tasks.comparison.search import Trials

@@ -27,7 +27,7 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE  # noqa: E402
 
 from tasks.process.redaction import redact  # noqa: E402
 from tasks.tracking import mlflow_store  # noqa: E402
-from tasks.tracking.where import TrackingError, TrackingSettings  # noqa: E402
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings  # noqa: E402
 
 NEWEST = 20  # runs to look through; each may lack what another has measured
 HISTORY = 40  # runs that one is compared with, and those that did not pass; 7 ms each

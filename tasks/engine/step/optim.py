@@ -20,10 +20,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from tasks.engine.base import nested
-from tasks.engine.base.field_types import is_import_path
-from tasks.engine.base.import_paths import describe_error, import_callable
+from tasks.engine.base.import_paths import describe_error, import_callable, is_import_path
 from tasks.engine.base.nested import get_local_part, shard_like
-from tasks.engine.memory.memory_meter import is_oom
+from tasks.engine.memory.out_of_memory import is_oom
 from tasks.engine.models.parameter_patterns import find_parameters
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import FUSED, BestMetric, GroupConfig, OptimConfig

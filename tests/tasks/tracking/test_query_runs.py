@@ -8,7 +8,7 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.tracking.query_runs import ExperimentRuns
-from tasks.tracking.where import TrackingError, read_tracking_settings
+from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
 
 
 @pytest.fixture
