@@ -32,14 +32,8 @@ from tasks.engine.base.units import (
     format_seconds,
 )
 from tasks.engine.memory import memory_by_owner
-from tasks.run.gate import (
-    BUSY,
-    CORE_WAIT,
-    HUGE,
-    LOWER_IS_BETTER,
-    describe_disturbance,
-    find_usual_ms,
-)
+from tasks.engine.settings.run_config import LOWER_IS_BETTER
+from tasks.run.gate import BUSY, CORE_WAIT, HUGE, describe_disturbance, find_usual_ms
 
 PHASES = {  # of a step; what no phase holds is "other"
     "time/data_wait_ms": "data wait",

@@ -286,4 +286,5 @@ def read_evaluations(
                     if name in (metric, EPOCH):
                         found.setdefault(step, {}).setdefault(name, value)
     epochs = [at for _, at in sorted(found.items()) if metric in at and EPOCH in at]
-    return [(int(at[EPOCH]), at[metric]) for at in epochs], offset
+    whole = [at for at in epochs if at[EPOCH].is_integer()]  # others are within an epoch
+    return [(int(at[EPOCH]), at[metric]) for at in whole], offset

@@ -23,7 +23,7 @@ from tasks.engine.base.units import (
     format_percent,
 )
 from tasks.engine.settings import read_settings
-from tasks.engine.settings.run_config import GateConfig, RunConfig
+from tasks.engine.settings.run_config import LOWER_IS_BETTER, GateConfig, RunConfig
 
 OK, NEW = "ok", "new"
 GATES = ("worse", "larger", "slower")  # the most serious first
@@ -36,7 +36,6 @@ WORST = 0.1  # of the good runs, which lie beyond the limits for three in a row 
 CORE_WAIT, BUSY, BUSIEST = "time/core_wait_pct", 10.0, 50.0  # the mean; the fastest step in twenty
 REFERENCE, SLOWER = "time/reference_ms", 1.07  # times the fastest tenth
 SCORES = ("val/accuracy", "val/r2", "val/perplexity", "val/loss")  # a run is judged by the first
-LOWER_IS_BETTER = ("val/perplexity", "val/loss", "val/mae", "val/rmse")
 PHASES = ("data_wait", "h2d", "forward", "backward", "communication", "optimizer", "replay")
 UNCOMPARED = ("run.", "gate.", "data.cache")  # settings that make no other training
 HUGE = 1e300  # MLflow's infinity

@@ -18,6 +18,7 @@ from tasks.engine.base.units import (
     format_seconds,
     make_printable,
 )
+from tasks.engine.settings.run_config import parse_best_metric
 
 Numbers = Mapping[str, float]
 
@@ -388,7 +389,11 @@ def _make_training_section(run: Mapping[str, Any], learned: Numbers, limit: int)
     kept = []
     if {"train/best_epoch", "train/epoch"} <= learned.keys():
         best, last = (format_number(learned[k]) for k in ("train/best_epoch", "train/epoch"))
-        kept.append(f"the weights are those of epoch {best} of {last}: its val/loss is the lowest")
+        metric = parse_best_metric(str(params.get("train.best_metric", "val/loss")))
+        end = "lowest" if metric.is_lower else "highest"
+        kept.append(
+            f"the weights are those of epoch {best} of {last}: its {metric.name} is the {end}"
+        )
     pace = make_phrases(
         learned,
         ("speed/samples_per_s", "{} samples/s"),

@@ -23,7 +23,12 @@ from ruamel.yaml.error import YAMLError
 
 from tasks.engine.base import secret_names
 from tasks.engine.base.import_paths import find_allow_problem, find_import_problem, is_import_path
-from tasks.engine.settings.run_config import SOURCES_BY_SETTING, TOKEN_SOURCES, RunConfig
+from tasks.engine.settings.run_config import (
+    SCHEDULES_BY_SETTING,
+    SOURCES_BY_SETTING,
+    TOKEN_SOURCES,
+    RunConfig,
+)
 from tasks.engine.settings.table import (
     MAPPINGS,
     describe_unknown_setting,
@@ -372,8 +377,10 @@ def find_unused_settings(config: RunConfig) -> dict[str, str]:
         }
     if not is_import_path(source):
         unused["data.args"] = f"it is for a source of your own (this is {source})"
-    if config.optim.schedule == "constant":
-        unused["optim.min_lr_fraction"] = "it is for the cosine (optim.schedule is constant)"
+    for name, schedules in SCHEDULES_BY_SETTING.items():
+        if config.optim.schedule not in schedules:
+            meant = " or ".join(schedules)
+            unused[name] = f"it is for optim.schedule {meant} (this is {config.optim.schedule})"
     if optimizer == "sgd":
         unused["optim.beta2"] = "it is for AdamW (optim.name is sgd)"
     return unused
@@ -399,7 +406,7 @@ def describe_unused_settings(config: RunConfig) -> list[str]:
         if asked[name] != usual[name]
     ]
     patience, epochs = config.train.patience, config.train.epochs
-    if patience >= epochs:
+    if patience >= epochs and config.train.eval_every_steps is None:
         why = f"the run ends after {epochs} epoch{'s' * (epochs != 1)}, by train.epochs"
         lines.append(f"train.patience: has no effect (got {patience}): {why}")
     return lines

@@ -5,7 +5,7 @@ memory lives and dies inside `train`, also when it raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,12 +45,13 @@ from tasks.engine.memory.leaks import survive_broken_device
 from tasks.engine.memory.snapshot import Recorder, record_history
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.step.build import describe_model, make_schedule
+from tasks.engine.step.build import describe_model
 from tasks.engine.step.choose_step import set_cpu_threads
 from tasks.engine.step.cuda_graph import use_own_stream
 from tasks.engine.step.evaluation import evaluate
 from tasks.engine.step.losses import warn_of_parts
 from tasks.engine.step.micro_batches import MemoryExhausted
+from tasks.engine.step.optim import Plateau, make_schedule
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.own_model import ModelCheck
 from tasks.engine.step.plan import Plan
@@ -262,12 +263,25 @@ class _Trained:
         plan, parts, ranks, peak = self.plan, self.parts, self.order.ranks, self.place.peak
         schedule = plan.schedule
         steps = schedule.count_steps(self.rows.count_steps(schedule.batch_size))
+        train = plan.settings.train
+        rate = make_schedule(
+            plan.settings.optim,
+            steps=steps,
+            epoch_steps=plan.epoch_steps,
+            best=train.best,
+            min_delta=train.min_delta,
+        )
+        judged: Callable[[dict[str, float]], None] = _ignore_evaluation
+        if isinstance(rate, Plateau):
+            judged = rate.record
+            self.checkpoints.follow(schedule=rate)
         tools = LoopTools(
             step=parts.tuned,
             micro=parts.micro,
             evaluator=parts.evaluator,
             optimizer=parts.optimizer,
-            rate=make_schedule(plan.settings.optim, steps=steps),
+            rate=rate,
+            judged=judged,
             accounts=parts.accounts,
             speeds=make_rates(plan.data, work=work, peak=peak),
             best=parts.best,
@@ -357,7 +371,13 @@ class _Trained:
             held_bytes=held_bytes,
             stats=stats,
             warnings=(
-                *warn_of_results(data, result.metrics, loss=plan.settings.train.loss, alike=alike),
+                *warn_of_results(
+                    data,
+                    result.metrics,
+                    loss=plan.settings.train.loss,
+                    alike=alike,
+                    best=plan.settings.train.best.name,
+                ),
                 *warn_of_parts(plan.settings.train, is_sum=checked.adds_up, micro_rows=least_rows),
                 *((moves,) if moves else ()),
                 *self.checkpoints.warnings,
@@ -392,6 +412,10 @@ def _fit_and_judge(trained: _Trained, work: int) -> TrainingResult:
     # Explained apart from the error, which keeps what it came through.
     phases, folder = parts.accounts.phases, trained.order.folder
     raise OutOfMemory(explain_failure(exhausted, phases, plan=plan, folder=folder))
+
+
+def _ignore_evaluation(metrics: dict[str, float]) -> None:
+    """Of a schedule that depends on the step alone."""
 
 
 def _log_nothing(metrics: dict[str, float], step: int) -> None:

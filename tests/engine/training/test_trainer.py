@@ -56,6 +56,8 @@ def test_the_default_run_reads_digits_well(tmp_path: Path, seed: int) -> None:
         {"model": {"name": "mlp", "args": {"hidden": [64], "dropout": 0.2}}},
         {"optim": {"name": "sgd", "lr": 0.05}},
         {"optim": {"schedule": "constant", "warmup_fraction": 0.2, "clip_norm": 1.0}},
+        {"optim": {"schedule": "one_cycle", "ema_decay": 0.9}, "train": {"label_smoothing": 0.1}},
+        {"train": {"best_metric": "val/macro_f1", "eval_every_steps": 5, "epochs": 6}},
         {"train": {"precision": "bf16", "epochs": 6}},
         {"train": {"accumulate": 4, "epochs": 6}},
     ],
@@ -190,6 +192,19 @@ def test_memory_by_owner_is_what_the_model_has(tmp_path: Path) -> None:
     assert facts.held_bytes > 3 * mib * 2**20
 
 
+def test_memory_by_owner_knows_frozen_and_averaged_weights(tmp_path: Path) -> None:
+    """Frozen ones have neither gradients nor state; an average is as large as what is trained."""
+    optim = {"ema_decay": 0.9}
+    facts, _, _ = _train(tmp_path, train=FEW, optim=optim, model={"freeze": ["1", "3"]})
+    weights = torch.load(tmp_path / "model" / "weights.pt", weights_only=True)
+    mib = sum(w.nbytes for w in weights.values()) / 2**20
+    trained = sum(w.nbytes for name, w in weights.items() if name.startswith("5.")) / 2**20
+    assert 0 < trained < mib / 2
+    assert facts.metrics["memory/parameters_mib"] == pytest.approx(mib)
+    assert facts.metrics["memory/gradients_mib"] == pytest.approx(trained)
+    assert facts.metrics["memory/optimizer_state_mib"] == pytest.approx(3 * trained, rel=1e-2)
+
+
 def test_the_peak_of_a_run_may_lie_before_its_first_step(tmp_path: Path) -> None:
     # The meter opened after the rows had been sent, which hold most where a model is small.
     wide = {"source": "synthetic", "rows": 1000, "features": 784}
@@ -295,6 +310,36 @@ def test_what_the_run_held_at_its_end_counts_as_given_back(tmp_path: Path) -> No
     [
         ({"train": {"batch_size": 2000}}, "train.batch_size: must be at most the 1438 training"),
         ({"train": {"loss": "mse"}}, "train.loss: mse does not fit classification"),
+        (
+            {"train": {"best_metric": "val/f1"}},
+            "train.best_metric: val/f1 is not measured of this classification; choose one of val/a",
+        ),
+        (
+            {"train": {"best_metric": "val/top5_accuracy"}},  # of ten classes
+            "train.best_metric: val/top5_accuracy is not measured of this classification",
+        ),
+        (
+            {"train": {"epochs": 1, "eval_every_steps": 23}},
+            r"train.eval_every_steps: must be below the 23 steps of the run \(got 23\)",
+        ),
+        (
+            {"optim": {"schedule": "plateau", "plateau_patience": 4}, "train": {"patience": 5}},
+            "optim.plateau_patience: 4 never lowers the rate before train.patience 5 ends",
+        ),
+        (
+            {"optim": {"schedule": "plateau", "plateau_patience": 1}, "train": {"epochs": 2}},
+            "optim.plateau_patience: 1 never lowers the rate within the 2 evaluations of the run",
+        ),
+        (
+            {"optim": {"schedule": "linear", "warmup_steps": 460}},
+            r"optim.warmup_steps: must be below the 460 steps of the run",
+        ),
+        ({"optim": {"groups": {"head": {"lr": 1.0}}}}, "optim.groups: 'head' matches no parameter"),
+        ({"model": {"freeze": ["head"]}}, "model.freeze: 'head' matches no parameter of the model"),
+        (
+            {"memory": {"recompute": True}, "model": {"name": "linear"}},
+            "memory.recompute: the model has no gradient_checkpointing_enable",
+        ),
     ],
 )
 def test_a_setting_that_contradicts_the_data_is_refused(
