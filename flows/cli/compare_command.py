@@ -55,8 +55,7 @@ def main(argv: Sequence[str]) -> int:
     from flows.cli.train_command import run_with_server
 
     if asked.cells:
-        count = asked.search.trials if asked.search else len(asked.cells)
-        told = f"{count} trainings: looking at data, devices and models ..."
+        told = f"{asked.count} trainings: looking at data, devices and models ..."
         print(told, file=sys.stderr, flush=True)
     return run_with_server(partial(_run_flow, list(argv), asked), debug=asked.debug)
 

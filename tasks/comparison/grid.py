@@ -18,7 +18,8 @@ from tasks.process import children
 from tasks.process.redaction import redact
 
 MAX_TRAININGS = 1_000  # trainings
-DEVICE = "device.name"
+DEVICE, SEED = "device.name", "train.seed"
+SEEDS = 2**63  # of train.seed
 ALL = "all"
 _OPENING, _CLOSING, _QUOTES = "[{(", "]})", "\"'"
 
@@ -57,6 +58,11 @@ class ComparisonRequest:
     dry_run: bool
     debug: bool
     search: Search | None = None
+
+    @property
+    def count(self) -> int:
+        """Return the number of trainings."""
+        return self.search.trials if self.search is not None else len(self.cells)
 
 
 def parse_axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]:
@@ -115,10 +121,11 @@ def make_cells(
     resolve: Callable[[Mapping[str, str]], RunConfig],
     repeats: int = 1,
 ) -> list[Cell]:
-    """Return the trainings in the order in which they run: repeats in turns.
+    """Return the trainings in the order in which they run: repeats in turns, every other turn from
+    the last to the first, so that a machine that grows slower makes none of them slower.
 
-    resolve: returns the settings with one combination. Raises ConfigError with every problem
-    of all of them.
+    The repeats of one have seeds of their own, where the seed does not vary. resolve: returns
+    the settings with one combination. Raises ConfigError with every problem of all of them.
     """
     problems: list[str] = []
     made: list[tuple[dict[str, str], RunConfig]] = []
@@ -131,11 +138,17 @@ def make_cells(
             problems += error.problems
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
-    turns = [(turn, settings, config) for turn in range(repeats) for settings, config in made]
+    turns = [(turn, *one) for turn in range(repeats) for one in made[:: -1 if turn % 2 else 1]]
     return [
-        Cell(number, settings, config, turn + 1)
+        Cell(number, settings, config if SEED in settings else _shift_seed(config, turn), turn + 1)
         for number, (turn, settings, config) in enumerate(turns, 1)
     ]
+
+
+def _shift_seed(config: RunConfig, turn: int) -> RunConfig:
+    """Return the settings with the seed of this turn: scores of one seed show no chance."""
+    seed = (config.train.seed + turn) % SEEDS
+    return config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})})
 
 
 class GridCheck:

@@ -194,8 +194,7 @@ def judge_run(now: Mapping[str, float], runs: History | None, gate: GateConfig) 
         return Verdict(runs[0]["gate"], f"none of the last {len(runs)} runs was ok to compare with")
     if len(good) < NEEDED_RUNS:
         return Verdict(NEW, f"{len(good)} of the {NEEDED_RUNS} runs that a comparison needs")
-    references = sorted(run[REFERENCE] for run in good if REFERENCE in run)
-    usual_ms = references[len(references) // 10] if references else math.inf  # most may be slowed
+    usual_ms = find_usual_ms(good)
     told: dict[str, list[str]] = {kind: [] for kind in GATES}
     trend = []
     for figure in (*_list_score_figures(now), *FIGURES):
@@ -211,8 +210,8 @@ def judge_run(now: Mapping[str, float], runs: History | None, gate: GateConfig) 
     why = "; ".join(words for kind in GATES for words in told[kind])
     why = why or f"within the limits of the last {len(good)} runs"
     warning = ""
-    if not_judged := _describe_disturbance(now, usual_ms, BUSY):
-        is_all = bool(_describe_disturbance(now, usual_ms, BUSIEST))
+    if not_judged := describe_disturbance(now, usual_ms, BUSY):
+        is_all = bool(describe_disturbance(now, usual_ms, BUSIEST))
         what = "speed is" if is_all else "samples/s are"
         why += f"; its {what} not judged: {not_judged}"
         row = _count_disturbed(runs, usual_ms, BUSIEST if is_all else BUSY)
@@ -237,7 +236,13 @@ def _find_good_runs(runs: History) -> list[Mapping[str, float]]:
     return found
 
 
-def _describe_disturbance(metrics: Mapping[str, float], usual_ms: float, busy: float) -> str:
+def find_usual_ms(runs: Sequence[Mapping[str, float]]) -> float:
+    """Return the milliseconds in which this machine did the fixed piece of work, by these runs."""
+    references = sorted(run[REFERENCE] for run in runs if REFERENCE in run)
+    return references[len(references) // 10] if references else math.inf  # most may be slowed
+
+
+def describe_disturbance(metrics: Mapping[str, float], usual_ms: float, busy: float) -> str:
     """Return what kept the machine from its usual speed; empty where nothing is known."""
     if metrics.get(CORE_WAIT, 0.0) > busy:
         return f"its threads had no core for {metrics[CORE_WAIT]:.0f} % of the time"
@@ -249,7 +254,7 @@ def _describe_disturbance(metrics: Mapping[str, float], usual_ms: float, busy: f
 
 def _count_disturbed(runs: History, usual_ms: float, busy: float) -> int:
     """Return how many of the newest runs in a row were kept from their usual speed."""
-    disturbed = (bool(_describe_disturbance(run["metrics"], usual_ms, busy)) for run in runs)
+    disturbed = (bool(describe_disturbance(run["metrics"], usual_ms, busy)) for run in runs)
     return sum(1 for _ in takewhile(bool, disturbed))
 
 
@@ -287,7 +292,7 @@ class _FigureHistory:
         """
 
         def is_free(run: Mapping[str, float]) -> bool:
-            return figure.busy == math.inf or not _describe_disturbance(run, usual_ms, figure.busy)
+            return figure.busy == math.inf or not describe_disturbance(run, usual_ms, figure.busy)
 
         values, every, before = (
             [v for run in of if is_free(run) and (v := _read_value(run, figure.metric)) is not None]

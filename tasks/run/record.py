@@ -23,6 +23,7 @@ from prefect.client.schemas.objects import ConcurrencyLeaseHolder, State
 from prefect.runtime import flow_run
 from prefect.states import Running
 
+from tasks.engine.accounts.step_metrics import AGE_S
 from tasks.engine.base.facts import DataFacts, Owner, ReleaseFacts, TrainFacts
 from tasks.engine.base.units import make_printable
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, list_steps
@@ -304,8 +305,9 @@ class Record:
         """Keep the metrics of a step: the loop's one seam."""
         assert self._progress is not None, "log() before begin()"
         self._step = step
+        age_s = metrics.pop(AGE_S, 0.0)
         self._found.series |= metrics
-        self._journal.log(metrics, step)
+        self._journal.log(metrics, step, age_s=age_s)
         self._progress.update(metrics, step)
 
     def keep_training(self, facts: TrainFacts) -> None:

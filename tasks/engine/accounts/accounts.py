@@ -185,7 +185,7 @@ class Accounts:
         samples_per_s = rows / loop_s
         found = {
             **{f"time/{p}_ms": 1000 * phase_s[p] for p in (*PHASES, REPLAY) if p in phase_s},
-            **{f"time/{part}_s": spent[part] for part in PARTS},
+            **{f"time/{part}_s": spent[part] for part in (*PARTS, "steps")},
             "speed/samples_per_s": samples_per_s,
             "speed/steps_per_s": steps / loop_s,
             **self._facts.speeds(samples_per_s),

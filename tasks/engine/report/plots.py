@@ -173,6 +173,22 @@ def label_axes(ax: Axes, title: str, *, unit: str = "", grid: Literal["x", "y"] 
     ax.set_axisbelow(True)
 
 
+def place_legend(ax: Axes, *, colours: Sequence[str] | None = None) -> None:
+    """Draw the legend below the axes, where no line is."""
+    figure = ax.figure
+    figure.subplots_adjust(bottom=0.2)
+    ax.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.13),
+        ncols=3,
+        frameon=False,
+        fontsize=9,
+        labelcolor=colours,
+        handlelength=1.2,
+        columnspacing=1.2,
+    )
+
+
 def _draw_lines(ax: Axes, lines: list[Line], title: str) -> None:
     label_axes(ax, title, unit="optimizer step")
     ax.locator_params(axis="x", integer=True, nbins=7)
@@ -181,8 +197,7 @@ def _draw_lines(ax: Axes, lines: list[Line], title: str) -> None:
         marker = "o" if len(points) < 2 else ""
         ax.plot(x, y, color=colour, linewidth=1.7, label=label, marker=marker, markersize=4)
     if len(lines) > 1:
-        colours = [colour for _, colour, _ in lines]
-        ax.legend(frameon=False, fontsize=9, labelcolor=colours, handlelength=1.2)
+        place_legend(ax, colours=[colour for _, colour, _ in lines])
 
 
 def _mark_point(ax: Axes, point: tuple[float, float], text: str) -> None:

@@ -324,6 +324,20 @@ STAGES = (
     ("release", "time/release_memory_s"),
     ("close", "time/close_s"),
 )
+BESIDE_STEPS = (
+    ("time/first_step_s", "first step {}"),
+    ("time/eval_s", "eval {}"),
+    ("time/log_s", "log {}"),
+    ("time/checkpoint_s", "checkpoint {}"),
+)
+TRAINING = (  # the parts of the stage "train"; what none of them holds is "other"
+    ("set-up", "time/setup_s"),
+    ("first step", "time/first_step_s"),
+    ("steps", "time/steps_s"),
+    ("evaluation", "time/eval_s"),
+    ("log", "time/log_s"),
+    ("checkpoint", "time/checkpoint_s"),
+)
 PHASES = tuple(
     (phase.replace("_", " "), f"time/{phase}_ms")
     for phase in ("data_wait", "h2d", "forward", "backward", "communication", "optimizer")
@@ -507,6 +521,18 @@ def _make_step_block(name: str, phases: list[tuple[str, float]]) -> Block:
     )
 
 
+def split_training_time(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of a training by part; they sum to `time/train_model_s`.
+
+    Empty where that or the steps are not known, or where the parts are more: of a training that
+    went on they are those of all its processes.
+    """
+    whole_s = metrics.get("time/train_model_s", 0.0)
+    parts = {name: metrics[key] for name, key in TRAINING if key in metrics}
+    other_s = whole_s - sum(parts.values())
+    return {**parts, "other": other_s} if "steps" in parts and other_s >= 0 else {}
+
+
 def _make_time_section(metrics: Numbers) -> Section:
     total_s = metrics.get("time/total_s")
     stages = [(label, metrics[k]) for label, k in STAGES if k in metrics]
@@ -524,17 +550,18 @@ def _make_time_section(metrics: Numbers) -> Section:
     is_below = metrics.get("time/unaccounted_pct", 0) >= 0  # else phases, times steps, are more
     besides = make_phrases(
         metrics,
-        ("time/first_step_s", "first step {}"),
-        ("time/eval_s", "eval {}"),
-        ("time/log_s", "log {}"),
-        ("time/checkpoint_s", "checkpoint {}"),
+        *(() if split_training_time(metrics) else BESIDE_STEPS),
         *((("time/unaccounted_pct", "{} % unaccounted"),) if is_below else ()),
         ("time/timed_steps", "phases of {} steps timed"),
         ("time/core_wait_pct", "other work had its cores {} % of the time"),
         ("time/core_wait_own_pct", "its own helpers {} %"),
     )
+    training = split_training_time(metrics)
+    train_s = sum(training.values())
+    bars = make_bars([*training.items()], whole=train_s, words=format_seconds)
     blocks = (
         Block("stages of the run", make_bars(stages, whole=total_s, words=format_seconds)),
+        Block(f"training, {format_seconds(train_s)}", bars),
         *(_make_step_block(name, parts) for name, parts in steps.items()),
     )
     return Section(

@@ -119,6 +119,20 @@ def test_the_times_of_a_journal_never_go_back(
     assert metrics["time/total_s"] == 3.0
 
 
+def test_a_step_that_is_logged_late_has_the_time_when_it_was_taken(tmp_path: Path) -> None:
+    with Journal(_where(tmp_path), tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        journal.create("one", params={}, tags={})
+        for step, age_s in ((1, 60.0), (2, 40.0), (3, 50.0), (4, 0.0)):
+            journal.log({"train/loss": 0.5}, step, age_s=age_s)
+        journal.close(_run())
+    lines = (tmp_path / "runs" / "one" / "metrics.jsonl").read_text().splitlines()
+    times = [json.loads(line)["t"] for line in lines[:4]]
+    assert times[1] - times[0] == pytest.approx(20_000, abs=2_000)
+    assert times[2] == times[1], "it never goes back"
+    assert times[3] - times[1] == pytest.approx(40_000, abs=2_000)
+
+
 def test_a_run_ends_after_it_began_by_a_clock_that_was_set_back(tmp_path: Path) -> None:
     """Set back by an hour in mid-run it ended 59 minutes before it began, and how long it took in
     all stayed that of the part before."""

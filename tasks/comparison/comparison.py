@@ -1,0 +1,210 @@
+"""A comparison from what was asked for to what is left of it: it trains in processes of their
+own, as children of one run in MLflow, or reads runs that exist; and it shows the report on them
+in the terminal, as a page, in MLflow and in Prefect.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from tasks.comparison import page, search_space, trainings
+from tasks.comparison.grid import Cell, ComparisonRequest, GridCheck
+from tasks.comparison.page import MAX_GROUPS, ComparisonReport
+from tasks.comparison.run_groups import Goal, Group, MeasuredRun, Points, group_runs
+from tasks.comparison.trainings import ComparisonFolder, TrainingEnd
+from tasks.engine.base.units import format_number
+from tasks.process.redaction import redact_command_line
+from tasks.run.findings import make_process_tags
+from tasks.run.flow_run import show_markdown
+from tasks.run.resume import make_timestamp
+from tasks.services import serve
+from tasks.tracking.where import TrackingError, TrackingSettings, read_tracking_settings
+
+if TYPE_CHECKING:
+    from tasks.comparison.search import Trials
+    from tasks.tracking.query_runs import ExperimentRuns
+
+CURVE_POINTS = 1_000  # of a line in a picture
+
+
+@dataclass
+class Comparison:
+    """Runs side by side: where they come from, and what is to be kept of them."""
+
+    asked: ComparisonRequest
+    store: ExperimentRuns
+    title: str
+    folder: Path  # of its page and its plots
+    runs: Path  # where the folders of all runs are
+    state: ComparisonFolder | None = None  # how far its trainings have come
+    trials: Trials | None = None  # of a search
+    status: str = "KILLED"  # of its run in MLflow, while it has not come to its end
+    text: str = ""
+    files: list[Path] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.status == "FINISHED" else 1
+
+    def train(self) -> list[Group]:
+        """Train all that has not ended yet, and return the trainings by group."""
+        assert self.state is not None
+        source = self.trials or trainings.GridSource(self.state, self.asked.cells)
+        trainings.run_trainings(self.state, source, runs=self.runs, tell=self._tell)
+        trained = self.trials.list_cells() if self.trials else self.asked.cells
+        runs = _read_measured(self.store, trained, self.state)
+        self.status = "FINISHED" if any(run.is_done for run in runs) else "FAILED"
+        return self.trials.make_groups(runs) if self.trials else group_runs(runs, self.asked.varied)
+
+    def read(self) -> list[Group]:
+        """Return the runs that were asked for, by group. Raises TrackingError."""
+        found = (
+            self.store.read_runs(self.asked.runs)
+            if self.asked.runs
+            else self.store.read_newest(last=self.asked.last, query=self.asked.filter)
+        )
+        if not found:
+            where = self.store.where.experiment
+            raise TrackingError(f"--filter: no training of {where!r} is found")
+        self.title = f"{len(found):,} runs of {self.store.where.experiment}"
+        self.status = "FINISHED"
+        return group_runs([MeasuredRun(**run) for run in found])
+
+    def compare(self, groups: Sequence[Group]) -> ComparisonReport:
+        """Return the report on these groups; that on a search is told by its trials."""
+        if self.trials is None:
+            return page.compare_groups(groups, title=self.title)
+        told = self.trials.describe()
+        return page.compare_groups(groups, title=self.title, goal=self.trials.goal, told=told)
+
+    def publish(self, report: ComparisonReport) -> None:
+        """Print the report, and write its page and its plots."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        shown = [group.done[0].run_id for group in report.groups if group.done][:MAX_GROUPS]
+        series: dict[str, Points] = {
+            run_id: self.store.read_series(run_id, "train/loss", most=CURVE_POINTS)
+            for run_id in shown
+        }
+        self.files = page.write_page(report, self.folder, series=series)
+        console = Console(highlight=False)
+        for line in report.doubts:
+            console.print(f"! {line}", markup=False)
+        console.print(page.make_terminal_table(report, width=console.width))
+        for line in (*report.words, *report.notes):
+            console.print(f"- {line}", markup=False)
+        console.print(f"Page     {self.files[0]}", markup=False, soft_wrap=True)
+        self.text = page.make_markdown(report)
+        if self.trials is not None and self.trials.best is not None:
+            settings, again = self.trials.make_best_command()
+            run_id = self.trials.comparison.run_id
+            self.store.set_tags(run_id, {"best.command": again}, params=settings)
+            console.print(f"Again    {again}", markup=False, soft_wrap=True)
+            self.text += f"\n\n```\n{again}\n```"
+
+    def _tell(self, cell: Cell, ended: TrainingEnd | None) -> None:
+        said = "begins" if ended is None else ended.status
+        if ended is not None and ended.value is not None and self.trials is not None:
+            said += f", {self.trials.goal.name} {format_number(ended.value)}"
+        error = f": {ended.error}" if ended is not None and ended.error else ""
+        line = f"{cell.number}/{self.asked.count} {cell.label}: {said}{error}"
+        print(line, file=sys.stderr, flush=True)
+        if ended is not None and ended.status == "PRUNED" and ended.run_id:
+            self.store.set_tags(ended.run_id, {"pruned": ended.error})
+        if ended is not None and self.trials is not None and ended == self.trials.best:
+            tags = {"best": cell.label, "best.run_id": ended.run_id, "best.value": str(ended.value)}
+            self.store.set_tags(self.trials.comparison.run_id, tags)
+
+
+@contextmanager
+def open_comparison(asked: ComparisonRequest) -> Iterator[Comparison]:
+    """Yield the comparison; where it trains, inside of the run in MLflow that holds the others.
+
+    Raises ConfigError and TrackingError for what can be neither trained nor read.
+    """
+    if not asked.cells:
+        comparison = _open_existing(asked, read_tracking_settings())
+        yield comparison
+        show_markdown(comparison.text, f"comparison-{comparison.folder.name}", comparison.title)
+        return
+    comparison, state = _open_new(asked)
+    store, run_id = comparison.store, state.run_id
+    try:
+        yield comparison
+    finally:
+        store.end(run_id, status=comparison.status, text=comparison.text, files=comparison.files)
+    state.is_over = True
+    state.keep()
+    link = serve.make_open_command(
+        store.where.tracking_uri, experiment_id=store.experiment_id, run_id=run_id
+    )
+    print(f"Open     {link}", flush=True)
+    show_markdown(comparison.text, f"comparison-{run_id}", comparison.title)
+
+
+def _open_existing(asked: ComparisonRequest, chosen: TrackingSettings) -> Comparison:
+    from tasks.tracking.query_runs import ExperimentRuns  # imports mlflow
+
+    if chosen.database is not None and not chosen.database.is_file():
+        raise TrackingError(f"tracking_uri: {chosen.database} is not there; nothing has run yet")
+    store = ExperimentRuns(chosen, asked.base.run.experiment, makes=False)
+    runs = Path(chosen.runs)
+    folder = runs.parent / "comparisons" / make_timestamp()
+    return Comparison(asked, store, "", folder, runs)
+
+
+def _open_new(asked: ComparisonRequest) -> tuple[Comparison, ComparisonFolder]:
+    """Return the comparison, new or one that goes on, and how far its trainings have come."""
+    check = GridCheck(asked.cells)
+    from tasks.tracking.query_runs import ExperimentRuns  # imports mlflow, while that looks
+
+    check.answer()
+    goal = _find_goal(asked, check.tasks)
+    chosen = read_tracking_settings()
+    store = ExperimentRuns(chosen, asked.base.run.experiment)
+    runs = Path(chosen.runs)
+    words = [str(Path.cwd()), *redact_command_line(asked.words)]
+    state = trainings.open_comparison(runs.parent / "comparisons", " ".join(words))
+    trials = None
+    if asked.search is not None and goal is not None:
+        from tasks.comparison.search import Trials  # imports Optuna
+
+        trials = Trials(asked.search, state, goal=goal, base=asked.base)
+    if state.ended:
+        print(f"going on: {len(state.ended)} of {asked.count} have ended", file=sys.stderr)
+    kind = "compare" if trials is None else "search"
+    varied = ", ".join(asked.varied) or asked.base.model.name
+    name = asked.base.run.name or f"{kind}-{varied}-{make_timestamp()}"
+    tags = make_process_tags("flows/compare.py")
+    state.run_id = store.begin(state.run_id, name=name, count=asked.count, tags=tags)
+    state.keep()
+    return Comparison(asked, store, name, state.folder, runs, state, trials), state
+
+
+def _find_goal(asked: ComparisonRequest, tasks: list[str]) -> Goal | None:
+    if asked.search is None:
+        return None
+    return search_space.find_goal(asked.search.goal, tasks, list(asked.base.train.metrics))
+
+
+def _read_measured(
+    store: ExperimentRuns, trained: Sequence[Cell], state: ComparisonFolder
+) -> list[MeasuredRun]:
+    """Return the trainings as MLflow has them, and those that never had a run as they ended."""
+    ends = [state.ended[cell.number] for cell in trained]
+    found = {
+        run["run_id"]: run for run in store.read_runs([end.run_id for end in ends if end.run_id])
+    }
+    runs = []
+    for cell, end in zip(trained, ends, strict=True):
+        run = found.get(end.run_id, {"run_id": "", "name": cell.label})
+        params = {**run.get("params", {}), **cell.settings}  # as they were written
+        told = {"status": end.status, "params": params, "error": end.error}
+        runs.append(MeasuredRun(**{**run, **told}))
+    return runs
