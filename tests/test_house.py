@@ -220,6 +220,23 @@ def test_a_file_opens_with_what_it_is_for(file: Path) -> None:
         assert ast.get_docstring(ast.parse(text)), "no opening paragraph"
 
 
+def test_what_a_comment_refers_to_exists() -> None:
+    """A file that was renamed left its old name behind in six comments."""
+    text = {name: file.read_text() for name, file in MODULES.items()}
+    stems = {name.rpartition(".")[2]: source for name, source in text.items()}
+    lost = [
+        f"{name}: {found[0]}"
+        for name, source in text.items()
+        for found in re.finditer(r"\b[Ss]ee ([a-z_]+)\.(py\b|[A-Za-z_]+)", source)
+        if found[1] not in stems
+        and found[1] not in ("data", "train", "launch")  # settings
+        or found[2] != "py"
+        and found[1] in stems
+        and not re.search(rf"^ *(def|class) {found[2]}\b|^{found[2]}\b", stems[found[1]], re.M)
+    ]
+    assert not lost
+
+
 def test_there_is_no_drawer_for_odds_and_ends() -> None:
     assert not {f.stem for f in FILES} & {"utils", "helpers", "common", "misc"}
 

@@ -38,7 +38,7 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 _FULL = re.compile(r"No space left on device|Disk quota exceeded|database or disk is full")
-# A wrong index is the same in any process; see diagnosis.explain, which names it where it can.
+# A wrong index is the same in any process; see explain.py, which names it where it can.
 _ASSERT = "device-side assert triggered"
 
 

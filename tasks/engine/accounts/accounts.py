@@ -52,8 +52,7 @@ class Accounts:
         for x, y in ...:                       # what gives batches calls mark("data_wait")
             with accounts.count_step((x, y)):  # what takes steps calls mark(phase)
                 loss, norm = ...
-            accounts.end_step(step, loss, norm, rows=len(y))
-            accounts.begin_step(step + 1)
+            accounts.end_step(step, loss, norm, rows=len(y))  # the next one begins
         accounts.end_epoch()                   # logs what is not logged yet
         accounts.lap("eval")                   # the time since then was an evaluation's
     accounts.summarize(...)
@@ -85,6 +84,7 @@ class Accounts:
         self.lap = self.watch.lap
         self._facts: LoopFacts | None = None
         self._is_first = True  # no step is done yet
+        self.is_log_point = False  # whether the metrics of the step that has begun are logged
         self.steps: StepMetrics | None = None
 
     @property
@@ -107,20 +107,19 @@ class Accounts:
         )
         return self.steps
 
-    def is_log_point(self, step: int) -> bool:
-        """Return whether the metrics of this step, counted from 1, are logged."""
-        assert self._facts is not None
-        return step % self._facts.log_every == 0 or step == self._facts.last_step
-
     def begin_epoch(self, epoch: int, step: int) -> None:
         """Steps of this epoch begin here with this one, after something else."""
         assert self.steps is not None
-        self.begin_step(step)
+        self._begin_step(step)
         self.steps.begin(epoch)
 
-    def begin_step(self, step: int) -> None:
-        """This step begins, with the wait for its batch. It need not come to its end."""
-        self.phases.begin(step, is_log_point=self.is_log_point(step))
+    def _begin_step(self, step: int) -> None:
+        """This step, counted from 1, begins with the wait for its batch. It need not come to its
+        end."""
+        facts = self._facts
+        assert facts is not None
+        self.is_log_point = step % facts.log_every == 0 or step == facts.last_step
+        self.phases.begin(step, is_log_point=self.is_log_point)
 
     def count_step(self, batch: Sequence[Any]) -> AbstractContextManager[None]:
         """Return what stands around a step on this batch, which counts its memory if it is due."""
@@ -135,7 +134,8 @@ class Accounts:
         rows: int,
         blame: Blame = blame_nobody,
     ) -> None:
-        """This step is done. blame: what is to blame if its loss is no number. Raises Diverged."""
+        """This step is done, and the next one begins. blame: what is to blame if its loss is no
+        number. Raises Diverged."""
         steps = self.steps
         assert steps is not None
         steps.add(loss, rows=rows, blame=blame)
@@ -145,8 +145,9 @@ class Accounts:
             self.phases.restart()
             steps.restart()
             self.lap("first_step")
-        if self.is_log_point(step):
+        if self.is_log_point:
             steps.add_log_point(grad_norm)
+        self._begin_step(step + 1)
 
     def end_epoch(self) -> None:
         """Wait for the device and log all there is. Raises Diverged."""

@@ -178,7 +178,7 @@ def _is_view(array: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _widen_integers(part: Tensor, unsigned: bool) -> Tensor:
-    if part.is_floating_point():
+    if part.is_floating_point() or (part.dtype is torch.int64 and part.is_contiguous()):
         return part
     wide = part.to(torch.int64).contiguous()
     return wide.bitwise_and_(0xFFFF) if unsigned else wide
@@ -269,8 +269,10 @@ class ResidentBatches(_StoredBatches):
             self._batch = [
                 torch.empty_like(self._flatten(part)[:rows]) for part in self._view_parts()
             ]
+        # index_select returns contiguous rows whatever it is given; in this view images are.
+        flat = [self._flatten(part) for part in self._parts]
         for chosen in order.split(batch_size):
-            batch = self._layout.open(self._gather_chosen(chosen))
+            batch = self._layout.open(self._gather_chosen(flat, chosen))
             mark("data_wait")
             yield batch
             del batch  # before the next one
@@ -289,17 +291,16 @@ class ResidentBatches(_StoredBatches):
     def close(self) -> None:
         self._batch = []
 
-    def _gather_chosen(self, chosen: Tensor) -> Iterator[Tensor]:
-        for i, part in enumerate(self._parts):
+    def _gather_chosen(self, flat: Sequence[Tensor], chosen: Tensor) -> Iterator[Tensor]:
+        for i, (part, kept) in enumerate(zip(flat, self._parts, strict=True)):
             out = self._batch[i][: len(chosen)] if self._in_place else None
-            rows = self._layout.gather(self._flatten(part), chosen, out=out)
-            yield rows.permute(0, 3, 1, 2) if self._is_images(part) else rows
+            rows = self._layout.gather(part, chosen, out=out)
+            yield rows if part is kept else rows.permute(0, 3, 1, 2)
 
     def _view_parts(self) -> list[Tensor]:
         return [self._layout.view_rows(part) for part in self._parts]
 
     def _flatten(self, part: Tensor) -> Tensor:
-        # index_select returns contiguous rows whatever it is given; in this view images are.
         return part.permute(0, 2, 3, 1) if self._is_images(part) else part
 
     def _is_images(self, part: Tensor) -> bool:

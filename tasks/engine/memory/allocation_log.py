@@ -131,7 +131,7 @@ class AllocationLog(TorchDispatchMode):
         end."""
         super().__init__()
         self._scratch, self._told = scratch, told
-        self.pool = 0  # that storages are made in from here on; see pool.Take
+        self.pool = 0  # that storages are made in from here on
         self._device, self._limit, self._block = device, limit_bytes, block
         self.is_active = False
         self._live: dict[int, Entry] = {}

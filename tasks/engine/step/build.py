@@ -64,7 +64,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class _Compute:
-    """The loss of a micro-batch. No closure: see oom.Fitting.fit."""
+    """The loss of a micro-batch. No closure: see micro_batches.MicroBatching.fit."""
 
     model: Callable[[Tensor], Any]
     loss: Loss
@@ -100,8 +100,8 @@ def make_step(
     """Return the plain step.
 
     mark: is called where a phase ends. device: where it computes, if not on the plan's. outputs:
-    where to keep what a loss of the user's own was given; see nan_origin.Seen. count: see
-    losses.count_of.
+    where to keep what a loss of the user's own was given; see losses.NanOrigin. count: see
+    losses.choose_count.
     """
     train, data, device = plan.settings.train, plan.data, device or plan.torch_device
     loss = make_loss(train, data, device)

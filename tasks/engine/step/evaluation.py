@@ -299,7 +299,10 @@ def _sum_batch(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _Batch
 def _sum_in_parts(forward: Forward, evaluator: Evaluator, x: Any, y: Any, rows: int) -> _BatchSums:
     parts = nested.split_batch((x, y), rows, whole=nested.count_rows(y))
     found = []
-    for part_x, part_y in parts:  # no comprehension, which is a closure: see oom.Fitting.fit
+    for (
+        part_x,
+        part_y,
+    ) in parts:  # no comprehension, which is a closure: see micro_batches.MicroBatching.fit
         found.append(_sum_part(forward, part_x, part_y, evaluator))
     pairs = [pair for part in found for pair in part.pairs]
     return _BatchSums(_add_sums([part.values for part in found]), pairs)

@@ -223,6 +223,11 @@ class MicroBatches:
                 elif changes.own:
                     self._constant.append((where, buffer))
         self._numbers = [(model.get_submodule(path), name) for path, name in changes.numbers]
+        # Of our own models only those with dropout draw: reading the state costs 3 us a step.
+        dropout = nn.modules.dropout._DropoutNd
+        self._draws = changes.own or any(
+            isinstance(layer, dropout) and layer.p > 0 for layer in model.modules()
+        )
         # A batch norm of columns can't train on one value of each; others have those of pixels.
         is_normed = any(isinstance(m, nn.BatchNorm1d) for m in model.modules())
         self.least = 2 if is_normed and what == "training" else 1
@@ -415,12 +420,14 @@ class MicroBatches:
         buffers = [(m, n, b := m._buffers[n], b.clone()) for m, n in self._buffers]  # type: ignore[union-attr]
         numbers = [(layer, name, getattr(layer, name)) for layer, name in self._numbers]
         drawn = (random.getstate(), np.random.get_state()) if self._own else None
-        return get_random_state(self._device), buffers, numbers, drawn
+        torch_random = get_random_state(self._device) if self._draws else None
+        return torch_random, buffers, numbers, drawn
 
     @torch.no_grad()
     def _restore(self, state: tuple[Any, ...]) -> None:
         torch_random, buffers, numbers, drawn = state
-        set_random_state(self._device, torch_random)
+        if torch_random is not None:
+            set_random_state(self._device, torch_random)
         for layer, name, buffer, kept in buffers:
             buffer.copy_(kept)
             layer._buffers[name] = buffer

@@ -109,6 +109,12 @@ class Optimizer:
         """
         is_whole = len(which) == len(self.params)
         groups = self._groups if is_whole else None
+        if groups is not None and not self._applied:
+            made: list[Any] = [
+                (decay, [local, [p.grad for p in parameters], *others])
+                for decay, parameters, (local, *others) in groups
+            ]
+            return made
         if groups is None:
             groups = []
             for decay in sorted({self.decays[i] for i in which}):

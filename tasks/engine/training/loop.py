@@ -54,7 +54,7 @@ class LoopTools:
     accounts: Accounts
     speeds: Callable[[float], dict[str, float]] = lambda samples_per_s: {}  # see LoopFacts
     best: BestWeights = field(default_factory=BestWeights)
-    outputs: list[tuple[str, Tensor]] = field(default_factory=list)  # see nan_origin.Seen
+    outputs: list[tuple[str, Tensor]] = field(default_factory=list)  # see losses.NanOrigin
     checkpoints: Checkpoints = field(default_factory=Checkpoints.make_disabled)
     stop: Callable[[], StopRequest | None] = lambda: None  # asked after each step
 
@@ -96,6 +96,7 @@ def fit_model(
     stopped_early = 0 < schedule.patience <= t.best.waited and step < last_step
     is_done = at.batch == 0 and (stopped_early or step == last_step)
     accounts.lap("setup")
+    is_summed = train.residency == "loader"  # else its rows were looked at before
 
     with name_oom_phase("training", step=lambda: step):
         for epoch in range(at.epoch, 0 if is_done else schedule.epochs):
@@ -109,18 +110,17 @@ def fit_model(
                 t.optimizer.set_lr(t.rate(step))
                 t.checkpoints.let_go_on()
                 step, batch = step + 1, batch + 1
-                is_read = accounts.is_log_point(step)
+                is_read = accounts.is_log_point
                 with accounts.count_step((x, y)):
                     outcome = t.step(x, y, norm=is_read, watched=accounts.watched)
                 step_rows = train.rows_of_whole or count_rows(y)
                 rows += step_rows
-                sums = sum_rows(x, y) if train.residency == "loader" else ()
+                sums = sum_rows(x, y) if is_summed else ()
                 nan_origin = NanOrigin(sums, tuple(t.outputs)) if sums or t.outputs else NO_ORIGIN
                 accounts.end_step(step, *outcome, rows=step_rows, blame=nan_origin.find_blame)
                 t.outputs.clear()
                 if is_read and accounts.is_short_of_memory():
                     t.micro.ease("the allocator had to free its cache twice running")
-                accounts.begin_step(step + 1)
                 del x, y  # gone before the next ones come
                 at = TrainingPosition(step, epoch, batch, rows)
                 if batch < of_epoch:  # else it is judged first

@@ -175,7 +175,7 @@ class Owners:
 
 @dataclass(frozen=True)
 class _Witness:
-    """Keeps what the device tells of the last attempt; see oom.Witness."""
+    """Keeps what the device tells of the last attempt; see micro_batches.OomRecorder."""
 
     recorder: Recorder
     meter: MemoryMeter
@@ -214,7 +214,7 @@ class TrainingParts:
     tuned: TunedStep
     evaluator: Evaluator
     best: BestWeights
-    outputs: list[tuple[str, Tensor]]  # see suspects.Seen
+    outputs: list[tuple[str, Tensor]]  # see losses.NanOrigin
 
     def list_stateful(self, model: nn.Module, *, is_lead: bool = True) -> dict[str, Stateful]:
         """Return what its next step depends on, beside the rows. Random numbers are the lead's."""
