@@ -143,6 +143,7 @@ def fit_model(
             at = TrainingPosition(step, epoch + 1, 0, rows)
             if stopped_early or step == last_step:
                 t.checkpoints.finish(at)
+                accounts.lap("checkpoint")
                 break
             t.checkpoints.end_epoch(at, is_best=t.best.waited == 0)
             t.checkpoints.let_go_on()
