@@ -22,7 +22,7 @@ from tasks.comparison.page import MAX_GROUPS
 from tasks.comparison.run_groups import MeasuredRun, group_runs
 from tasks.engine.settings.run_config import RunConfig
 from tasks.tracking.query_runs import ExperimentRuns
-from tasks.tracking.where import TrackingSettings
+from tasks.tracking.tracking_settings import TrackingSettings
 
 RUNS, SERIES = 1_000, 100  # runs, and points of each one's loss
 PAGES = 2_000

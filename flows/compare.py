@@ -8,14 +8,11 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import home, signals
+    from tasks.process.command import exit_process, start_command
 
-    signals.protect_standard_streams()
-    signals.install_signal_handlers()
-    home.provide()
+    start_command()
     # It answers --help and bad settings before prefect is imported.
     from flows.cli.compare_command import main
-    from flows.cli.train_command import exit_process
 
     exit_process(main(sys.argv[1:]))
 

@@ -199,7 +199,7 @@ def test_what_answers_first_imports_nothing_slow(module: str) -> None:
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["mlflow_sender", "logged_models", "query_runs"])
+@pytest.mark.parametrize("name", ["mlflow_sender", "model_finder", "query_runs"])
 def test_no_process_that_asks_mlflow_imports_torch(name: str) -> None:
     """The sending process did: 2 s of a core and 150 MiB beside each run."""
     code = (

@@ -19,7 +19,7 @@ from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.process import signals
 from tasks.process.redaction import redact_output
-from tasks.tracking.where import TrackingError, read_tracking_settings
+from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
 
 INSTALL = "pip install -c constraints.txt -e '.[search]' brings it"
 _EXAMPLES = """\

@@ -25,7 +25,7 @@ from tasks.run.findings import make_process_tags
 from tasks.run.flow_run import show_markdown
 from tasks.run.resume import make_timestamp
 from tasks.services import serve
-from tasks.tracking.where import TrackingError, TrackingSettings, read_tracking_settings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings, read_tracking_settings
 
 if TYPE_CHECKING:
     from tasks.comparison.search import Trials

@@ -178,7 +178,7 @@ def _draw_stacked(
         if any(sizes):
             axes.barh(range(len(known)), sizes, left=left, color=colour, height=0.55, label=name)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    _place_legend(figure, columns=6)
+    _place_legend(figure, columns=7)
     return figure
 
 

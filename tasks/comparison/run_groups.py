@@ -265,4 +265,6 @@ def format_with_spread(group: Group, of: str | Callable[[MeasuredRun], float | N
     median, spread = group.compute_median(of), group.compute_spread(of)
     if median is None:
         return ""
-    return format_number(median) + (f" \u00b1 {format_number(spread)}" if spread else "")
+    return format_number(median) + (
+        f" \u00b1 {format_number(float(f'{spread:.2g}'))}" if spread else ""
+    )

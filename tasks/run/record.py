@@ -50,7 +50,7 @@ from tasks.run.progress import Progress, log_during_silence
 from tasks.run.resume import RunClaim, log_resume_command, make_retry_tags
 from tasks.services import serve
 from tasks.tracking.journal import ONCE, Journal, JournalError, RunGone
-from tasks.tracking.where import TrackingError, read_tracking_settings
+from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
 
 FREE_AFTER_S = 60.0  # of a slot whose holder is gone, as Prefect shows it; the least it takes
 PATIENCE_S = 1.0  # for the slot of a holder that is gone

@@ -24,17 +24,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
 
-from tasks.engine.base import host_memory
+from tasks.engine.memory import host_memory
 from tasks.process import children
 from tasks.process.redaction import redact
-from tasks.tracking.environment import start_sender
-from tasks.tracking.where import TrackingError, TrackingSettings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 
 Line = tuple[int, int, dict[str, float]]  # Unix ms, step, metrics
 Sample = tuple[str, float, int, int]  # name, value, unix ms, step
@@ -261,6 +261,18 @@ _spare: list[subprocess.Popen[str]] = []
 def warm_up(where: TrackingSettings) -> None:
     """Start the sending process early: it imports mlflow while this one imports torch."""
     _spare.append(start_sender(where))
+
+
+def start_sender(where: TrackingSettings) -> subprocess.Popen[str]:
+    """Start the sending process. Raises TrackingError where it could write nothing."""
+    runs = Path(where.runs)
+    try:
+        runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log = open(runs / "tracking.log", "a", opener=partial(os.open, mode=0o600))  # noqa: SIM115
+    except OSError as error:
+        raise TrackingError(f"runs: {runs} can't be written ({error.strerror})") from None
+    with log:
+        return children.start_child("tasks.tracking.mlflow_sender", stderr=log)
 
 
 class JournalError(RuntimeError):

@@ -15,18 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.engine.accounts.phases import COUNT_EVERY, Phases, Watched
-from tasks.engine.accounts.step_metrics import Blame, Log, StepMetrics, blame_nobody
-from tasks.engine.base.timing import (
+from tasks.engine.accounts.core_wait import CoreWatch
+from tasks.engine.accounts.phases import (
+    COUNT_EVERY,
     PHASES,
     REPLAY,
-    CoreWatch,
+    Phases,
     Stopwatch,
+    Watched,
     make_phase_clock,
-    wait_for_device,
 )
+from tasks.engine.accounts.step_metrics import Blame, Log, StepMetrics, blame_nobody
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.memory.allocation_log import AllocationLog
+from tasks.engine.memory.allocators import wait_for_device
 from tasks.engine.memory.memory_by_owner import MemoryByOwner, OwnedTensors
 from tasks.engine.memory.memory_meter import MemoryMeter
 

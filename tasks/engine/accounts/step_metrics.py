@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.engine.accounts.phases import Phases
-from tasks.engine.base.timing import Stopwatch, make_event
+from tasks.engine.accounts.phases import Phases, Stopwatch, make_event
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.memory.pinned_memory import copy_to_host
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tasks.engine.base.units import format_mebibytes
-from tasks.engine.batches.pinned_staging import (
+from tasks.engine.batches.prefetch import (
     FileRows,
     Mark,
     PinnedStaging,
@@ -27,8 +27,8 @@ from tasks.engine.batches.pinned_staging import (
     find_dtype,
     read_batches,
 )
-from tasks.engine.memory.allocator_stats import drop_cache
-from tasks.engine.memory.memory_meter import clear_frames, is_oom
+from tasks.engine.memory.allocators import drop_cache
+from tasks.engine.memory.out_of_memory import clear_frames, is_oom
 from tasks.engine.memory.pinned_memory import PINNING, allocate_pinned
 
 BLOCK_BYTES = 16 * 1024**2  # of one copy on the way to the device: the host never holds all rows
@@ -59,12 +59,10 @@ class RowLayout:
         return np.arange(first, last) * self.context if self.context else slice(first, last)
 
     def draw_order(self, length: int, *, seed: int, epoch: int) -> Tensor:
-        """Return the rows of an epoch in their order, int64, the same for the same seed and
-        epoch.
+        """Return the rows of an epoch in their order, int64, the same for the same seed and epoch.
 
-        Rows of tokens by where they begin, which is shifted in each epoch: what a row's end
-        has hidden from the model is seen in another. The last row is moved back where it would
-        not fit.
+        Rows of tokens by where they begin, which is shifted in each epoch: what a row's end has
+        hidden from the model is seen in another. The last row is moved back where it would not fit.
         """
         order = draw_row_order(self.count_rows(length), seed=seed, epoch=epoch)
         if not self.context:
@@ -432,9 +430,8 @@ def place_rows(
 ) -> ResidentBatches | StreamedBatches:
     """Place rows of x with their targets y where they are fastest to reach.
 
-    They move to the device whole if they take at most half of `room_bytes`. channels_last:
-    images come in that memory format, if x holds images. is_spare: rows on disk take no memory
-    there.
+    They move to the device whole if they take at most half of `room_bytes`. channels_last: images
+    come in that memory format, if x holds images. is_spare: rows on disk take no memory there.
     """
     arrays, layout = choose_layout(x, y, channels_last=channels_last)
     need_bytes = sum(array.nbytes for array in arrays)

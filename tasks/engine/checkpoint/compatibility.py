@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from tasks.engine.base.field_types import is_import_path
-from tasks.engine.base.import_paths import OWN, PACKAGES, is_installed
+from tasks.engine.base.import_paths import OWN, PACKAGES, is_import_path, is_installed
 from tasks.engine.settings.read_settings import ConfigError, hide_config_secrets
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import Plan

@@ -84,14 +84,13 @@ UNIT_BYTES = 64 * 1024
 
 
 def shard_model(model: nn.Module, *, device: torch.device, recompute: bool) -> nn.Module:
-    """Shard the model in place with FSDP2 and return it: each of its parameters becomes a
-    DTensor, of which this rank holds its rows. All ranks begin with the weights and buffers of
-    the first. recompute: what a block's forward pass leaves is dropped, and computed again for
-    its backward.
+    """Shard the model in place with FSDP2 and return it: each of its parameters becomes a DTensor,
+    of which this rank holds its rows. All ranks begin with the weights and buffers of the first.
+    recompute: what a block's forward pass leaves is dropped, and computed again for its backward.
 
-    Blocks are gathered in the type of their parameters, and autocast stays around the forward
-    pass: the arithmetic of one rank. FSDP's own policy would gather half the bytes, and run
-    norms, sums and losses in bf16 too, or fail where a norm is given float32.
+    Blocks are gathered in the type of their parameters, and autocast stays around the forward pass:
+    the arithmetic of one rank. FSDP's own policy would gather half the bytes, and run norms, sums
+    and losses in bf16 too, or fail where a norm is given float32.
 
     Raises ConfigError for a parameter without rows.
     """

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tasks.engine.base.units import (
     format_mebibytes,
@@ -18,9 +18,6 @@ from tasks.engine.base.units import (
     format_seconds,
     make_printable,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Numbers = Mapping[str, float]
 
@@ -83,8 +80,7 @@ def join_parts(parts: Iterable[str]) -> tuple[str, ...]:
 
 
 def make_phrases(metrics: Numbers, *wanted: tuple[str, str]) -> list[str]:
-    """Return the phrases `(key, template)` whose metric was measured, with its value
-    filled in."""
+    """Return the phrases `(key, template)` whose metric was measured, with its value filled in."""
     return [
         template.format(_format_metric(key, metrics[key]))
         for key, template in wanted
@@ -116,15 +112,13 @@ def _compute_share(size: float, whole: float | None) -> float | None:
 PARTS = {"val": "validation", "test": "test"}
 HEAD = ("class", "rows", "precision", "recall", "F1")
 WORST = 3  # classes that the line names
-NAMES_SHOWN = 24  # letters of a class on the picture
-FEW = 12  # classes: names lie straight, numbers are large
 
 
 def make_classes_section(run: Mapping[str, Any], *, limit: int) -> Section:
     """Return the section of the rows by class, for each part that was evaluated."""
     lines, grids = [], []
     for part, found in (run.get("classes") or {}).items():
-        listed = [(_shorten_name(row[0], limit), *row[1:]) for row in found["listed"]]
+        listed = [(shorten_class_name(row[0], limit), *row[1:]) for row in found["listed"]]
         worst = sorted(listed, key=lambda row: row[-1])[:WORST]
         told = ", ".join(
             f"{name}: {format_number(f1)} ({rows:,} rows)" for name, rows, *_, f1 in worst
@@ -141,53 +135,9 @@ def make_classes_section(run: Mapping[str, Any], *, limit: int) -> Section:
     return Section("Classes", tuple(lines), grids=tuple(grids))
 
 
-def draw_confusion_matrix(run: Mapping[str, Any], part: str) -> Figure | None:
-    """Draw the confusion matrix of this part: a line a class, coloured by the share of its
-    rows."""
-    found = (run.get("classes") or {}).get(part)
-    if not found:
-        return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    names, matrix = [_shorten_name(name, NAMES_SHOWN) for name in found["drawn"]], found["matrix"]
-    count = len(names)
-    side = min(12.0, max(4.6, 1.8 + 0.34 * count))
-    figure = Figure(figsize=(side + 0.6, side), dpi=150, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    ax = figure.subplots()
-    shares = [[cell / (sum(line) or 1) for cell in line] for line in matrix]
-    ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    size = 10 if count <= FEW else 6.5
-    for i, line in enumerate(matrix):
-        for j, cell in enumerate(line):
-            if cell:
-                colour = "white" if shares[i][j] > 0.5 else "#202020"
-                text = f"{cell}" if cell < 10_000 else f"{cell / 1000:.0f}k"
-                ax.text(j, i, text, ha="center", va="center", fontsize=size, color=colour)
-    ax.set_xticks(range(count), names, rotation=0 if _may_show_names(names) else 90, fontsize=9)
-    ax.set_yticks(range(count), names, fontsize=9)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-    ax.set_xlabel("predicted class", fontsize=9, color="#595959")
-    ax.set_ylabel("true class", fontsize=9, color="#595959")
-    some = "" if count == found["count"] else f", the {count} most confused of {found['count']}"
-    ax.set_title(
-        f"{PARTS[part].capitalize()} rows by class{some}",
-        loc="left",
-        fontsize=11,
-        fontweight="bold",
-        color="#202020",
-    )
-    return figure
-
-
-def _shorten_name(name: Any, limit: int) -> str:
+def shorten_class_name(name: Any, limit: int) -> str:
+    """Return the name of a class in at most `limit` letters, and no more than 40."""
     return make_printable(name, limit=min(limit, 40)) or "(empty)"
-
-
-def _may_show_names(names: list[str]) -> bool:
-    return len(names) <= FEW and max(map(len, names)) * len(names) <= 48
 
 
 OWNERS = tuple(
@@ -213,8 +163,7 @@ LEAKS_SHOWN = 6
 
 
 def make_memory_section(metrics: Numbers) -> Section:
-    """Return the section of the peak, by owner and by phase, and of the host process's
-    memory."""
+    """Return the section of the peak, by owner and by phase, and of the host process's memory."""
     peak_mib = metrics.get("memory/run_peak_allocated_mib")
     owners = [(label, metrics[k]) for label, k in OWNERS if metrics.get(k)]
     peaks = [(label, metrics[k]) for label, k in PHASE_PEAKS if k in metrics]
@@ -366,8 +315,7 @@ FIGURES = (
 
 
 def make_report(run: Mapping[str, Any], *, limit: int = 400) -> Report:
-    """Return the report of a run, each free text cut to `limit` characters; keys may be
-    absent."""
+    """Return the report of a run, each free text cut to `limit` characters; keys may be absent."""
     learned = _read_numbers(run, finite=False)
     metrics = _read_numbers(run, finite=True)
     tags = _read_texts(run, limit)

@@ -22,8 +22,7 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
 
 from tasks.engine.base import secret_names
-from tasks.engine.base.field_types import is_import_path
-from tasks.engine.base.import_paths import find_allow_problem, find_import_problem
+from tasks.engine.base.import_paths import find_allow_problem, find_import_problem, is_import_path
 from tasks.engine.settings.run_config import SOURCES_BY_SETTING, TOKEN_SOURCES, RunConfig
 from tasks.engine.settings.table import (
     MAPPINGS,
@@ -130,8 +129,7 @@ def dump_yaml(settings: Any) -> str:
 
 
 def _read_value(node: Any, constructor: Any, path: str, document: Document) -> Any:
-    """Return the plain value of a node, and record the lines of the names in it in the
-    document."""
+    """Return the plain value of a node, and record the lines of the names in it in the document."""
     document.count += 1
     if document.count > MAX_VALUES:  # a few aliases of aliases stand for billions
         raise SettingsProblem(f"holds over {MAX_VALUES:,} values", node.start_mark.line + 1)
@@ -172,8 +170,7 @@ class ConfigError(ValueError):
 
 
 def resolve_config(file: str | None, flags: Mapping[str, Any]) -> RunConfig:
-    """Return the settings of `file`, with `flags` (dotted names; text is read as YAML) over
-    them.
+    """Return the settings of `file`, with `flags` (dotted names; text is read as YAML) over them.
 
     Raises ConfigError with every problem of both.
     """
@@ -221,8 +218,7 @@ def override_config(
 
 
 def make_config(settings: Mapping[str, Any]) -> RunConfig:
-    """Return the config of a plain dict, in sections or by dotted names, as a notebook has
-    them.
+    """Return the config of a plain dict, in sections or by dotted names, as a notebook has them.
 
     Raises ConfigError with every problem.
     """

@@ -9,24 +9,59 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from datetime import datetime
+from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
-
-from tasks.engine.base.field_types import (
-    IMPORT_PATH,
-    PRINTABLE,
-    Bool,
-    Float,
-    Int,
-    Name,
-    Section,
-    Text,
-    is_import_path,
-    require_known,
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    field_validator,
+    model_validator,
 )
+
+from tasks.engine.base.import_paths import IMPORT_PATH, is_import_path
 from tasks.engine.settings.model_args import BUILTIN_ARGS, find_argument_problems
+
+Int = Annotated[int, Strict()]  # `true` is not 1
+Float = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Bool = Annotated[bool, Strict()]  # "yes" is not true
+Text = Annotated[str, Strict(), Field(max_length=4096)]
+
+
+def _check_printable(text: str) -> str:
+    if text and (not text.isprintable() or not text.strip()):
+        raise ValueError("must be printable text on one line")
+    return text
+
+
+PRINTABLE = AfterValidator(_check_printable)
+Name = Annotated[Text, Field(min_length=1, max_length=250), PRINTABLE]
+
+
+def require_known(known: Iterable[str]) -> AfterValidator:
+    """Return pydantic's validator of a name that is one of these, or an import path."""
+
+    def check(name: str) -> str:
+        if name in known or IMPORT_PATH.fullmatch(name):
+            return name
+        near = get_close_matches(name[:80].lower(), known, 1)
+        raise ValueError(
+            f"must be one of {', '.join(known)}, or package.module:attribute for your own "
+            f"(got {name[:80]!r})" + (f"; did you mean {near[0]}?" if near else "")
+        )
+
+    return AfterValidator(check)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
+    )
+
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 _COUNT = re.compile(r"[1-9][0-9]{0,2}|10[01][0-9]|102[0-4]")

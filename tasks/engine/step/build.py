@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.field_types import is_import_path
+from tasks.engine.base.import_paths import is_import_path
 from tasks.engine.device.detection import make_autocast
 from tasks.engine.distributed.sharding import ParallelModel
-from tasks.engine.models.model_call import BuiltinForward, Forward, make_own_forward
+from tasks.engine.models.user_model import BuiltinForward, Forward, make_own_forward
 from tasks.engine.settings.read_settings import hide_config_secrets
 from tasks.engine.settings.run_config import FUSED, ModelConfig, OptimConfig, TrainConfig
 from tasks.engine.step import optim, own_model

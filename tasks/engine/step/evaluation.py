@@ -23,11 +23,11 @@ from tasks.engine.accounts.phases import Phases
 from tasks.engine.base import nested, scores
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.nested import get_local_part, shard_like
-from tasks.engine.base.scores import ALIKE, UNLOGGED, Cells, KeptRows, shrink_classes
+from tasks.engine.base.scores import ALIKE, UNLOGGED, ConfusionCells, KeptRows, shrink_classes
 from tasks.engine.batches.batches import Batches
 from tasks.engine.distributed.ranks import Ranks
-from tasks.engine.memory.memory_meter import clear_frames
-from tasks.engine.models.model_call import BuiltinForward, Forward
+from tasks.engine.memory.out_of_memory import clear_frames
+from tasks.engine.models.user_model import BuiltinForward, Forward
 from tasks.engine.step.losses import OwnMetrics
 from tasks.engine.step.micro_batches import MemoryExhausted, MicroBatching, name_oom_phase
 from tasks.engine.step.optimizer_step import Count, Loss, count_rows, scale_loss
@@ -48,7 +48,7 @@ class BestWeights:
         self.waited = 0  # epochs since the best
         self.epoch = 0  # from 1; 0: none yet
         self._metrics = {"val/loss": math.inf}
-        self.cells: Cells | None = None  # of the best epoch of a classification
+        self.cells: ConfusionCells | None = None  # of the best epoch of a classification
         self._kept: dict[str, Tensor] = {}
         self._is_now = False  # the best weights are those of now, and not copied yet
 
@@ -58,7 +58,7 @@ class BestWeights:
         return self.keeps and self.epoch > 0
 
     def record_epoch(
-        self, metrics: dict[str, float], epoch: int, *, cells: Cells | None = None
+        self, metrics: dict[str, float], epoch: int, *, cells: ConfusionCells | None = None
     ) -> None:
         """Record that this epoch, counted from 1, has ended with these metrics."""
         self.waited += 1
@@ -110,7 +110,7 @@ class BestWeights:
         self._metrics, self.epoch = state["metrics"], state["epoch"]
         self.waited, self._kept, self._is_now = state["waited"], state["kept"], state["is_now"]
         cells = state.get("cells")  # which checkpoints of before do not have
-        self.cells = None if cells is None else Cells(cells)
+        self.cells = None if cells is None else ConfusionCells(cells)
 
     def iterate_kept(self) -> Iterator[Tensor]:
         """Yield the tensors that are kept."""
@@ -154,11 +154,13 @@ class Evaluator:
     # and median of the training rows there, which it is held against.
     to_units: Callable[[np.ndarray], np.ndarray] = np.asarray
     guess: tuple[tuple[float, ...], tuple[float, ...]] | None = None
-    cells: list[Cells] = field(default_factory=list)  # of the classification judged last; or none
+    cells: list[ConfusionCells] = field(
+        default_factory=list
+    )  # of the classification judged last; or none
     ranks: Ranks = Ranks()  # each judges its share, and all are told the same
 
     @property
-    def told(self) -> Cells | None:
+    def told(self) -> ConfusionCells | None:
         """Return the cells of the last evaluation, of a classification."""
         return self.cells[0] if self.cells else None
 
@@ -269,7 +271,7 @@ def _compute_scores(evaluator: Evaluator, kept: KeptRows) -> dict[str, float]:
     same = len(outputs) > 1 and bool((outputs == outputs[:1]).all())
     alike = {ALIKE: 1.0} if same else {}
     if evaluator.task == "classification":
-        evaluator.cells.append(scores.Cells.of(outputs.numpy(), targets.numpy()))
+        evaluator.cells.append(scores.ConfusionCells.of(outputs.numpy(), targets.numpy()))
         return scores.compute_class_scores(evaluator.cells[0]) | alike
     given, so = (
         evaluator.to_units(part.double().numpy()).reshape(len(part), -1)

@@ -23,11 +23,10 @@ from torch.nn.functional import (
 
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.field_types import is_import_path
-from tasks.engine.base.import_paths import describe_error, import_callable
+from tasks.engine.base.import_paths import describe_error, import_callable, is_import_path
 from tasks.engine.batches.dataloaders import IGNORED
-from tasks.engine.memory.memory_meter import is_oom
-from tasks.engine.models.model_call import Forward
+from tasks.engine.memory.out_of_memory import is_oom
+from tasks.engine.models.user_model import Forward
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import TrainConfig
 from tasks.engine.step.optimizer_step import Count, Loss, count_rows

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from tasks.engine.base import nested
 from tasks.engine.base.import_paths import get_error_message
 from tasks.engine.base.seeds import get_random_state, set_random_state
-from tasks.engine.memory.allocator_stats import drop_cache
+from tasks.engine.memory.allocators import drop_cache
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
-from tasks.engine.memory.memory_meter import clear_frames, is_oom
+from tasks.engine.memory.out_of_memory import clear_frames, is_oom
 from tasks.engine.settings.model_args import ModelError
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class MemoryFailure:
     batch_shape: tuple[int, ...] = ()
     tried: tuple[int, ...] = ()  # rows of the micro-batches that did not fit
     fitted: int | None = None  # of the largest that did
-    allocator: dict[str, int] = field(default_factory=dict)  # see allocator_stats.py
+    allocator: dict[str, int] = field(default_factory=dict)  # see allocators.py
 
 
 class MemoryExhausted(RuntimeError):
@@ -141,7 +141,7 @@ class OomRecorder(Protocol):
         """Keep what the device's memory looks like: the attempt has failed."""
 
     def read_allocator(self) -> dict[str, int]:
-        """Return the allocator's statistics; see allocator_stats.py."""
+        """Return the allocator's statistics; see allocators.py."""
 
 
 class MicroBatching(Protocol):

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from tasks.engine.base import nested
-from tasks.engine.base.field_types import is_import_path
-from tasks.engine.base.import_paths import describe_error, import_callable
+from tasks.engine.base.import_paths import describe_error, import_callable, is_import_path
 from tasks.engine.base.nested import get_local_part, shard_like
-from tasks.engine.memory.memory_meter import is_oom
+from tasks.engine.memory.out_of_memory import is_oom
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import FUSED, OptimConfig
 from tasks.engine.step.micro_batches import MemoryExhausted, MemoryFailure, extract_message

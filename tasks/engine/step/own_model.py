@@ -17,14 +17,12 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.field_types import is_import_path
-from tasks.engine.base.import_paths import describe_error, import_callable
-from tasks.engine.diagnosis import explain
+from tasks.engine.base.import_paths import describe_error, import_callable, is_import_path
+from tasks.engine.diagnosis import failed_step
 from tasks.engine.diagnosis.tensor_names import find_unsaved_tensors
-from tasks.engine.memory.memory_meter import is_oom
+from tasks.engine.memory.out_of_memory import is_oom
 from tasks.engine.models import builtin
-from tasks.engine.models.model_call import NoOutputsError, make_own_forward
-from tasks.engine.models.own_factory import construct_model
+from tasks.engine.models.user_model import NoOutputsError, construct_model, make_own_forward
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.run_config import ModelConfig, TrainConfig
 from tasks.engine.step.losses import (
@@ -244,7 +242,7 @@ def _run_forward(
         if is_oom(error):
             raise
         again = partial(make_own_forward(model, takes_loss=takes_loss), x)
-        told = explain.explain_failure(error, model, (x, y), again) or (
+        told = failed_step.explain_failure(error, model, (x, y), again) or (
             f"model.name: forward of {name}, given two rows of {_describe_inputs(x)}, raised: "
             f"{describe_error(error)}"
         )

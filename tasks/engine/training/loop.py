@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tasks.engine.accounts.accounts import Accounts, LoopFacts
 from tasks.engine.base.nested import count_rows
-from tasks.engine.base.scores import UNLOGGED, Cells
+from tasks.engine.base.scores import UNLOGGED, ConfusionCells
 from tasks.engine.base.units import format_seconds
 from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoints import Checkpoints, TrainingPosition
@@ -69,7 +69,7 @@ class TrainingResult:
     stopped_early: bool
     stopped: str  # why it ended before it was done; empty: it is done
     metrics: dict[str, float]  # of the weights that the model has: the best epoch's, or the last
-    cells: Cells | None = None  # of a classification, of the same weights
+    cells: ConfusionCells | None = None  # of a classification, of the same weights
     tested: dict[str, float] = field(default_factory=dict)  # of the rows that were put aside
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from tasks.engine.distributed.ranks import Ranks, RestartableError
 from tasks.engine.distributed.sharding import ParallelModel
 from tasks.engine.memory import leaks
-from tasks.engine.memory.memory_meter import is_oom
+from tasks.engine.memory.out_of_memory import is_oom
 from tasks.engine.settings.run_config import TrainConfig
 from tasks.engine.step.build import make_model
 from tasks.engine.step.micro_batches import (

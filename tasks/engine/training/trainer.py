@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tasks.engine.accounts.accounts import HELD, Accounts
+from tasks.engine.accounts.phases import Stopwatch
 from tasks.engine.accounts.step_metrics import Log
 from tasks.engine.accounts.throughput import (
     PeakFlops,
@@ -27,7 +28,6 @@ from tasks.engine.base.facts import TrainFacts
 from tasks.engine.base.import_paths import forbid_exit
 from tasks.engine.base.scores import ALIKE, UNLOGGED
 from tasks.engine.base.seeds import seed_everything
-from tasks.engine.base.timing import Stopwatch
 from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoint_files import DamagedCheckpoint, NewerCheckpoint
 from tasks.engine.checkpoint.checkpoints import Checkpoints
@@ -35,14 +35,14 @@ from tasks.engine.checkpoint.training_state import StateMismatch
 from tasks.engine.data.run_warnings import warn_of_results
 from tasks.engine.device.detection import set_matmul_precision
 from tasks.engine.device.memory_limit import limit_memory
-from tasks.engine.diagnosis import explain
+from tasks.engine.diagnosis import failed_step
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.files.source_data import DataError
-from tasks.engine.memory import allocator_stats, memory_meter
+from tasks.engine.memory import allocators, memory_meter, out_of_memory
 from tasks.engine.memory.allocation_log import AllocationLog
-from tasks.engine.memory.allocator_stats import release_cached_memory
+from tasks.engine.memory.allocators import release_cached_memory
 from tasks.engine.memory.leaks import survive_broken_device
-from tasks.engine.memory.memory_meter import Recorder, record_history
+from tasks.engine.memory.snapshot import Recorder, record_history
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.step.build import describe_model, make_schedule
@@ -129,11 +129,11 @@ def train(
         return _train(plan, Order(folder, log, past, resumes, asked, ranks))
     except BaseException as error:
         # Prefect keeps the exception of a failed task, and with it every tensor of its frames.
-        memory_meter.clear_frames(error)
+        out_of_memory.clear_frames(error)
         if not isinstance(error, Exception):
-            memory_meter.forget_frames(error)
+            out_of_memory.forget_frames(error)
             raise
-        if isinstance(error, OutOfMemory) or not memory_meter.is_oom(error):
+        if isinstance(error, OutOfMemory) or not out_of_memory.is_oom(error):
             raise
         failure = describe_setup_failure(error)
     # Beside the steps: the model, its rows or a batch found no room.
@@ -206,7 +206,7 @@ def _take_place(plan: Plan, checked: ModelCheck, order: Order) -> Iterator[_Plac
     if plan.data.task == "multilabel":
         scores.load_sklearn()  # not in the first epoch
     with ExitStack() as stack:
-        stack.enter_context(allocator_stats.keep_heap(device))
+        stack.enter_context(allocators.keep_heap(device))
         stack.enter_context(set_matmul_precision(plan.precision))
         here = ranks.count_most_rows(train.batch_size)
         threads = stack.enter_context(
@@ -402,4 +402,4 @@ def _log_nothing(metrics: dict[str, float], step: int) -> None:
 def _explain_mistake(error: Exception, model: nn.Module, step: Step) -> str | None:
     """Return the sentence for a mistake of the user's; its batch lives no longer than that."""
     batch = find_batch(error)
-    return explain.explain_failure(error, model, batch, partial(step.forward, *batch))
+    return failed_step.explain_failure(error, model, batch, partial(step.forward, *batch))

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from tasks.engine.accounts.accounts import Accounts
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.timing import wait_for_device
-from tasks.engine.batches.batches import Batches
+from tasks.engine.batches.batches import Batches, RankShare
 from tasks.engine.batches.dataloaders import LoaderBatches
 from tasks.engine.batches.dataset_batches import (
     TRAIN_SHARE,
@@ -29,7 +28,6 @@ from tasks.engine.batches.dataset_batches import (
     StreamedBatches,
     place_rows,
 )
-from tasks.engine.batches.rank_share import RankShare
 from tasks.engine.checkpoint.checkpoints import Checkpoints, refuse_no_room
 from tasks.engine.checkpoint.compatibility import describe_code, describe_training
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS
@@ -44,8 +42,10 @@ from tasks.engine.data import own_data
 from tasks.engine.data import preparation as prepared
 from tasks.engine.device.memory_limit import compute_room_bytes, compute_rows_room_bytes
 from tasks.engine.distributed.ranks import Ranks
+from tasks.engine.memory.allocators import wait_for_device
 from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS, OwnedTensors
-from tasks.engine.memory.memory_meter import MemoryMeter, Recorder
+from tasks.engine.memory.memory_meter import MemoryMeter
+from tasks.engine.memory.snapshot import Recorder
 from tasks.engine.models import predictor
 from tasks.engine.step.build import (
     Shared,

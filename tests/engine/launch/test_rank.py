@@ -15,7 +15,7 @@ from tasks.engine.checkpoint.kept_steps import list_steps
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
 from tasks.engine.distributed.ranks import Ranks, read_ranks_from_environment
-from tasks.engine.launch.processes import find_rank_device
+from tasks.engine.launch.placement import find_rank_device
 from tasks.engine.launch.rank import Job, train_together
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig

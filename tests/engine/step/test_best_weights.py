@@ -5,7 +5,7 @@ import math
 import numpy as np
 from torch import nn
 
-from tasks.engine.base.scores import Cells
+from tasks.engine.base.scores import ConfusionCells
 from tasks.engine.step.evaluation import BestWeights
 
 
@@ -29,7 +29,7 @@ def test_only_the_weights_of_a_best_epoch_are_copied() -> None:
 
 def test_the_cells_of_the_best_epoch_come_back_with_its_weights() -> None:
     """Those of a checkpoint of before are not known, and no reason to refuse it."""
-    best, cells = BestWeights(), [Cells(np.full((3, 1), k)) for k in range(2)]
+    best, cells = BestWeights(), [ConfusionCells(np.full((3, 1), k)) for k in range(2)]
     best.record_epoch({"val/loss": 1.0}, 1, cells=cells[0])
     best.record_epoch({"val/loss": 2.0}, 2, cells=cells[1])
     assert best.cells is cells[0]

@@ -10,9 +10,8 @@ import torch
 from sklearn import metrics as sk
 from torch import Tensor, nn
 
-from tasks.engine.accounts.phases import Phases
-from tasks.engine.base.scores import Cells
-from tasks.engine.base.timing import HostClock
+from tasks.engine.accounts.phases import HostClock, Phases
+from tasks.engine.base.scores import ConfusionCells
 from tasks.engine.batches.dataset_batches import place_rows
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
@@ -109,7 +108,7 @@ def test_a_part_of_its_own_names_its_figures() -> None:
 
 def test_a_classification_leaves_its_cells_and_others_none() -> None:
     outputs, y = _outputs(40, 3), np.arange(40) % 3
-    cells: list[Cells] = []
+    cells: list[ConfusionCells] = []
     _judged("classification", outputs, y, cells=cells)
     matrix = np.zeros((3, 3), int)
     matrix[cells[0].table[0], cells[0].table[1]] = cells[0].table[2]

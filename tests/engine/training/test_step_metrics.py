@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tasks.engine.accounts import step_metrics
-from tasks.engine.accounts.phases import Phases
+from tasks.engine.accounts.phases import HostClock, Phases, Stopwatch
 from tasks.engine.accounts.step_metrics import AGE_S, Diverged, StepMetrics
-from tasks.engine.base.timing import HostClock, Stopwatch
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import MemoryMeter

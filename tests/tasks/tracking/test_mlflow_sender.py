@@ -26,10 +26,10 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 
 from tasks.engine.base.file_lock import is_held
 from tasks.run.failures import classify_failure
-from tasks.tracking import environment, mlflow_sender, mlflow_store, orphaned_runs
-from tasks.tracking.journal import Journal, SenderEnded, append_line
+from tasks.tracking import mlflow_sender, mlflow_store, orphaned_runs
+from tasks.tracking.journal import Journal, SenderEnded, append_line, start_sender
 from tasks.tracking.query_runs import BEGINNING, HISTORY, accept_level, read_history
-from tasks.tracking.where import TrackingError, TrackingSettings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 from tests.conftest import PYTHON, ROOT
 
 
@@ -62,7 +62,7 @@ FORKS = """
 import ctypes, os, sys, time
 from pathlib import Path
 from tasks.tracking.journal import Journal
-from tasks.tracking.where import TrackingSettings
+from tasks.tracking.tracking_settings import TrackingSettings
 where = TrackingSettings.model_validate_json(sys.argv[1])
 with Journal(where, Path(where.runs) / "one") as journal:
     journal.open(None)
@@ -196,7 +196,7 @@ DIES = """
 import os, signal, sys, time
 from pathlib import Path
 from tasks.tracking.journal import Journal
-from tasks.tracking.where import TrackingSettings
+from tasks.tracking.tracking_settings import TrackingSettings
 where = TrackingSettings.model_validate_json(sys.argv[1])
 journal = Journal(where, Path(where.runs) / "dying").__enter__()
 journal.open(None)
@@ -490,12 +490,12 @@ def test_a_sending_process_that_is_killed_is_replaced_and_nothing_is_lost(
 # A sending process that is killed as soon as MLflow has the run, before it can say so.
 KILLED_AT_CREATION = """
 import os, signal
-from tasks.tracking import mlflow_run, mlflow_sender
-made = mlflow_run.MlflowClient.create_run
+from tasks.tracking import run_sender, mlflow_sender
+made = run_sender.MlflowClient.create_run
 def create_run(*args):
     made(*args)
     os.kill(os.getpid(), signal.SIGKILL)
-mlflow_run.MlflowClient.create_run = create_run
+run_sender.MlflowClient.create_run = create_run
 mlflow_sender.main()
 """
 
@@ -505,7 +505,7 @@ def test_a_sending_process_that_is_killed_as_the_run_begins_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """The command ended with exit code 2, as if its user had asked for what can't be."""
-    spawned = [environment.start_sender]
+    spawned = [start_sender]
     if when == "at the creation":
         spawned.append(lambda where: _sender("-c", KILLED_AT_CREATION))
     monkeypatch.setattr(
@@ -599,7 +599,7 @@ def test_a_folder_that_is_removed_in_mid_run_is_written_anew(tmp_path: Path) -> 
 FIRST = """
 import sys
 from tasks.tracking import mlflow_store as tracking_store
-from tasks.tracking.where import TrackingSettings
+from tasks.tracking.tracking_settings import TrackingSettings
 tracking_store._provide_database = lambda *_: None
 where = TrackingSettings.model_validate_json(sys.argv[1])
 print(tracking_store.open_experiment(where)[1])
