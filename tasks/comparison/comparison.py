@@ -91,7 +91,7 @@ class Comparison:
             labels = [self._labels[number] for number in sorted(self.state.taken_over)]
             more = f" and {len(labels) - SHOWN:,} more" if len(labels) > SHOWN else ""
             said = "; ".join(labels[:SHOWN]) + more
-            report.notes.append(f"trained before an interruption, and taken over: {said}")
+            report.notes.append(f"Trained before an interruption, and taken over: {said}")
         return report
 
     def publish(self, report: ComparisonReport) -> None:

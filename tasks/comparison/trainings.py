@@ -126,8 +126,8 @@ def _describe_changes(before: Inputs, now: Inputs) -> list[str]:
                 told = (make_printable(value, limit=60) for value in (old, new))
                 found.append("{} was {} and is {}".format(name, *told))
             elif old != new:
-                what = {"settings": "what varies", "code": f"the code of {name}"}
-                found.append(f"{what.get(kind, f'the data of {name}')} is another")
+                what = f"the {kind} differs ({name})"
+                found.append(what if kind != "settings" else "other values vary")
     return found
 
 
@@ -159,8 +159,8 @@ def open_comparison(
             lock.close()
             if not found.is_over:
                 raise ConfigError(
-                    f"--anew: these words were interrupted when {len(ended)} trainings had ended, "
-                    f"and since then {'; '.join(changes)}. Put that back, and they go on; or add "
+                    f"--anew: these words were interrupted when {len(ended)} of the trainings had "
+                    f"ended, and now {'; '.join(changes)}. Put that back, and they go on; or add "
                     "--anew, and all are trained anew"
                 )
     folder = place / f"{make_timestamp()}-{uuid4().hex[:6]}"

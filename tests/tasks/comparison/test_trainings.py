@@ -100,8 +100,10 @@ def test_what_changed_since_an_interruption_is_named_and_not_mixed(tmp_path: Pat
     with pytest.raises(ConfigError) as refused:
         open_comparison(tmp_path, "words", now)
     told = str(refused.value)
-    assert told.startswith("--anew: these words were interrupted when 2 trainings had ended")
-    assert "optim.lr was 0.01 and is 0.1; the code of own.py is another; the data of d.csv" in told
+    assert told.startswith("--anew: these words were interrupted when 2 of the trainings had ended")
+    assert (
+        "optim.lr was 0.01 and is 0.1; the code differs (own.py); the data differs (d.csv)." in told
+    )
     for kind in was:
         with pytest.raises(ConfigError):
             open_comparison(tmp_path, "words", {**was, kind: now[kind]})
