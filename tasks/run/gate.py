@@ -170,9 +170,10 @@ def compare_with_history(
     if verdict.gate in GATES and (called := run.get("run_id") or run.get("name")):
         accept = f"python -m flows.runs --accept {shlex.quote(called)}"
         tags["gate.why"] += f"; if this is to be the level from now on: {accept}"
-    if verdict.warning:
-        tags["warnings"] = "\n".join(filter(None, [tags.get("warnings"), verdict.warning]))
     found = {"tags": tags, "trend": verdict.trend}
+    if verdict.warning:
+        found["warnings"] = [*(run.get("warnings") or ()), verdict.warning]
+        tags["warnings"] = "\n".join(found["warnings"])
     if name:
         score = next((score for score in SCORES if score in metrics), "")
         told = {"metric": score, "value": metrics.get(score), "lower": score in LOWER_IS_BETTER}
@@ -217,7 +218,8 @@ def judge_run(now: Mapping[str, float], runs: History | None, gate: GateConfig) 
         row = _count_disturbed(runs, usual_ms, BUSIEST if is_all else BUSY)
         if row + 1 >= UNJUDGED:
             why += f", as in the {row} runs before"
-            warning = f"gate: the {what} not judged for {row + 1} runs in a row: {not_judged}"
+        if row + 1 >= UNJUDGED and is_all:  # else the fast step is judged
+            warning = f"gate: the speed is not judged for {row + 1} runs in a row: {not_judged}"
     return Verdict(worst, why, trend, warning)
 
 

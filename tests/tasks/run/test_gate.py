@@ -261,12 +261,14 @@ def test_what_did_not_pass_names_the_way_to_accept_it() -> None:
 def test_a_speed_that_is_not_judged_for_nights_is_a_warning() -> None:
     before = [{"gate": "new", "metrics": _run(QUIET[i])} for i in range(9)]
     busy = _run(QUIET[3], **{CORE_WAIT: BUSIEST + 1})
-    run = {"metrics": busy, "tags": {"warnings": "one"}, "run_id": "0af3"}
+    run = {"metrics": busy, "tags": {"warnings": "one"}, "warnings": ("one",), "run_id": "0af3"}
     for nights in range(2):
         assert compare_with_history(run, before, RunConfig())["tags"]["warnings"] == "one", nights
         before.insert(0, {"gate": "ok", "metrics": busy})
-    tags = compare_with_history(run, before, RunConfig())["tags"]
+    found = compare_with_history(run, before, RunConfig())
+    tags = found["tags"]
     assert tags["gate"] == "ok" and tags["gate.why"].endswith("as in the 2 runs before")
+    assert found["warnings"] == tags["warnings"].split("\n")
     said = "one\ngate: the speed is not judged for 3 runs in a row: its threads had no core"
     assert tags["warnings"].startswith(said)
 
