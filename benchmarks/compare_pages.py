@@ -93,7 +93,7 @@ def _make_slower(repeats: int, before: str, low: float) -> Row:
     return Row(
         f"10 % slower, {repeats} runs each",
         before,
-        f"at least {low:.0%} told",
+        f"at least {low:.0%} told" if low else "",
         lambda draw: draw_runs(draw, {"a": 1.0, "b": 1.1}, repeats=repeats),
         lambda words: any("args=b is" in line and "slower" in line for line in words),
         low=low,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import median
 
 import numpy as np
@@ -69,7 +70,7 @@ OUTLIER = 1.3  # times as slow as the median of its repeats
 STEP_PARTS = ("steps", "first step")  # of an epoch
 MIN_SHARE = 0.10  # of a difference, from which on a share is told
 ROUNDING = 0.02  # of a difference, by which shares may be below 0
-MOST = 12  # sentences of one kind; the table has all
+MOST, MOST_NAMED = 12, 5  # sentences of one kind, and names in one; the table has all
 COMPUTED = ("device.model", "precision", "compiled", "micro_batch", "threads")
 WHY = {  # the tags that may say why a phase takes longer
     "data wait": ("data.residency",),
@@ -145,7 +146,7 @@ class WorkClass:
 
 def find_work_classes(groups: Sequence[Group]) -> list[WorkClass]:
     """Return the groups by the work of their steps, in their order."""
-    is_known = all(group.find_tag(ALIKE) for group in groups)
+    is_known = all(group.find_tag(ALIKE) for group in groups if group.done)
     left_out = (*SAME_WORK, OPTIMIZER) if is_known else SAME_WORK
     found: dict[tuple[object, ...], list[Group]] = {}
     for group in groups:
@@ -174,7 +175,12 @@ class SpeedTests:
     classes: Sequence[WorkClass]
     tests: PairTests  # of the logarithms of the seconds that a sample takes
 
-    @property
+    @cached_property
+    def at(self) -> dict[int, int]:
+        """Return the class of each group, by the number of that."""
+        return {n: at for at, one in enumerate(self.classes) for n in one.numbers}
+
+    @cached_property
     def order(self) -> list[int]:
         """Return the classes from the fastest on."""
         return [int(at) for at in np.argsort(self.tests.difference[:, 0], kind="stable")]
@@ -185,11 +191,11 @@ class SpeedTests:
 
     def compute_speed_up(self, group: Group) -> float | None:
         """Return how often the group is as fast as the slowest; None where it may be no faster."""
-        slowest = self.order[-1]
-        mine = next((n for n, c in enumerate(self.classes) if group.number in c.numbers), slowest)
-        is_known = group.number in self.classes[mine].numbers
+        slowest, mine = self.order[-1], self.at.get(group.number)
+        if mine is None:
+            return None
         if mine == slowest:
-            return 1.0 if is_known and self.is_slower(slowest, self.order[0]) else None
+            return 1.0 if self.is_slower(slowest, self.order[0]) else None
         faster = math.exp(self.tests.difference[slowest, mine])
         return faster if self.is_slower(slowest, mine) else None
 
@@ -224,10 +230,16 @@ def describe_doubts(groups: Sequence[Group], classes: Sequence[WorkClass]) -> li
             f"had, up to {format_percent(max(own) / 100)} of the time: that is part of their speed"
         )
     done = [run for group in groups for run in group.done]
-    if len(groups) > 1 and done and all(len(group.done) < 2 for group in groups):
+    single = [group for group in groups if len(group.done) == 1]
+    if len(groups) > 1 and done and len(single) == sum(bool(group.done) for group in groups):
         lines.append(
             "There is one run of each: how far repeats would lie apart is not known, and "
             f"{format_percent(SINGLE_NOISE)} is taken for it"
+        )
+    elif len(groups) > 1 and single:
+        lines.append(
+            f"Of {len(single)} of {len(groups)} settings there is one run: repeats of it are taken "
+            "to lie as far apart as those of the others"
         )
     elif len(groups) > 1 and len({run.params.get(SEED) for run in done} | {None}) == 2:
         seed = done[0].params[SEED]
@@ -306,10 +318,8 @@ def _limit(lines: list[str], what: str) -> list[str]:
 
 
 def _describe_slowness(one: WorkClass, base: WorkClass, speeds: SpeedTests) -> str:
-    if one not in speeds.classes:
-        return ""
-    at, of = (next(n for n, c in enumerate(speeds.classes) if c is which) for which in (one, base))
-    if not speeds.is_slower(at, of):
+    at, of = (speeds.at.get(which.group.number) for which in (one, base))
+    if at is None or of is None or not speeds.is_slower(at, of):
         return ""
     tests = speeds.tests
     low, times, high = (
@@ -422,9 +432,6 @@ def describe_scores(groups: Sequence[Group]) -> list[str]:
             return f"{low:.2g} to {high:.2g} {words[0]}"
         return f"{100 * math.expm1(low):.2g} to {100 * math.expm1(high):.2g} % {words[1]}"
 
-    if not below:
-        told = f"{value} to {shown[order[-1]]}" if value != shown[order[-1]] else f"{value} each"
-        return [f"By {score} the settings cannot be told apart ({told})"]
     lines = [
         f"{judged[at].called} has a worse {score} than {name}: {shown[at]} against {value} "
         f"({describe_gap(at, ('worse', 'higher'))})"
@@ -435,9 +442,9 @@ def describe_scores(groups: Sequence[Group]) -> list[str]:
         best_line = f"{name} has the best {score}: {next_best}"
         gap = describe_gap(below[0], ("apart", "apart"))
         return [f"{best_line} ({gap})", *_limit(lines[1:], "are worse")]
-    others = [f"{judged[at].called} ({shown[at]})" for at in equal[:MOST]]
-    others += [f"{len(equal) - MOST:,} more"] if len(equal) > MOST else []
-    told = f"{name} ({value}) cannot be told apart from {', '.join(others)} by {score}"
+    others = [f"{judged[at].called} ({shown[at]})" for at in equal[:MOST_NAMED]]
+    others += [f"{len(equal) - MOST_NAMED:,} more"] if len(equal) > MOST_NAMED else []
+    told = f"{name} ({value}) cannot be told apart from {'; '.join(others)} by {score}"
     return [told, *_limit(lines, "are worse")]
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.comparison.differences import (
+    MOST,
     compute_memory_parts,
     compute_shares,
     compute_time_parts,
@@ -190,6 +191,20 @@ def test_a_run_far_slower_than_its_repeats_is_told() -> None:
     assert doubt.startswith("Run odd of model=1 was 2.00x slower than its repeats")
 
 
+def test_a_setting_without_repeats_among_others_is_told() -> None:
+    runs = [run(f"{m}{at}", speed=1000 + at, model=m) for m in (1, 2) for at in range(2)]
+    assert compare([*runs, run("x", speed=1000, model=3)]).doubts == [
+        "Of 1 of 3 settings there is one run: repeats of it are taken to lie as far apart as those "
+        "of the others"
+    ]
+
+
+def test_of_many_differences_the_first_are_told() -> None:
+    runs = [run(f"{m}", speed=1.5 ** (30 - m), model=m) for m in range(30)]
+    words = compare(runs).words
+    assert len(words) == MOST + 1 and words[-1] == "and 17 more are slower or larger, in the table"
+
+
 def test_doubts_stand_before_what_they_are_of() -> None:
     text = make_markdown(compare([run("a", speed=1, model=1), run("b", speed=9, model=2)]))
     assert text.index("Doubtful: There is one run of each") < text.index("slower") < text.index("|")
@@ -234,7 +249,7 @@ def test_memory_is_told_by_its_owner() -> None:
         ),
         (
             {1: [0.80, 0.81], 2: [0.815, 0.825]},
-            ["By val/accuracy the settings cannot be told apart (0.82 to 0.805)"],
+            ["lr=2 (0.82) cannot be told apart from lr=1 (0.805) by val/accuracy"],
         ),
         (  # no spread: each may be a row off
             {1: [0.99] * 5, 2: [0.995] * 5},
