@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tasks.tracking.query_runs import ExperimentRuns
 
 CURVE_POINTS = 1_000  # of a line in a picture
+SHOWN = 5  # of the trainings that were taken over
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Comparison:
     status: str = "KILLED"  # of its run in MLflow, while it has not come to its end
     text: str = ""
     files: list[Path] = field(default_factory=list)
+    _labels: dict[int, str] = field(default_factory=dict)  # of its trainings, by number
 
     @property
     def exit_code(self) -> int:
@@ -59,6 +61,7 @@ class Comparison:
         source = self.trials or trainings.GridSource(self.state, self.asked.cells)
         trainings.run_trainings(self.state, source, runs=self.runs, tell=self._tell)
         trained = self.trials.list_cells() if self.trials else self.asked.cells
+        self._labels = {cell.number: _call(cell) for cell in trained}
         runs = _read_measured(self.store, trained, self.state)
         self.status = "FINISHED" if any(run.is_done for run in runs) else "FAILED"
         return self.trials.make_groups(runs) if self.trials else group_runs(runs, self.asked.varied)
@@ -80,9 +83,16 @@ class Comparison:
     def compare(self, groups: Sequence[Group]) -> ComparisonReport:
         """Return the report on these groups; that on a search is told by its trials."""
         if self.trials is None:
-            return page.compare_groups(groups, title=self.title)
-        told = self.trials.describe()
-        return page.compare_groups(groups, title=self.title, goal=self.trials.goal, told=told)
+            report = page.compare_groups(groups, title=self.title)
+        else:
+            told, goal = self.trials.describe(), self.trials.goal
+            report = page.compare_groups(groups, title=self.title, goal=goal, told=told)
+        if self.state is not None and self.state.taken_over:
+            labels = [self._labels[number] for number in sorted(self.state.taken_over)]
+            more = f" and {len(labels) - SHOWN:,} more" if len(labels) > SHOWN else ""
+            said = "; ".join(labels[:SHOWN]) + more
+            report.notes.append(f"Trained before an interruption, and taken over: {said}")
+        return report
 
     def publish(self, report: ComparisonReport) -> None:
         """Print the report, and write its page and its plots."""
@@ -113,13 +123,17 @@ class Comparison:
         if ended is not None and ended.value is not None and self.trials is not None:
             said += f", {self.trials.goal.name} {format_number(ended.value)}"
         error = f": {ended.error}" if ended is not None and ended.error else ""
-        line = f"{cell.number}/{self.asked.count} {cell.label}: {said}{error}"
+        line = f"{cell.number}/{self.asked.count} {_call(cell)}: {said}{error}"
         print(line, file=sys.stderr, flush=True)
         if ended is not None and ended.status == "PRUNED" and ended.run_id:
             self.store.set_tags(ended.run_id, {"pruned": ended.error})
         if ended is not None and self.trials is not None and ended == self.trials.best:
             tags = {"best": cell.label, "best.run_id": ended.run_id, "best.value": str(ended.value)}
             self.store.set_tags(self.trials.comparison.run_id, tags)
+
+
+def _call(cell: Cell) -> str:
+    return cell.label + (f", repeat {cell.repeat}" if cell.repeat > 1 else "")
 
 
 @contextmanager
@@ -169,15 +183,22 @@ def _open_new(asked: ComparisonRequest) -> tuple[Comparison, ComparisonFolder]:
     chosen = read_tracking_settings()
     store = ExperimentRuns(chosen, asked.base.run.experiment)
     runs = Path(chosen.runs)
-    words = [str(Path.cwd()), *redact_command_line(asked.words)]
-    state = trainings.open_comparison(runs.parent / "comparisons", " ".join(words))
+    own = [word for word in asked.words if word != "--anew"]
+    words = [str(Path.cwd()), *redact_command_line(own)]
+    state = trainings.open_comparison(
+        runs.parent / "comparisons",
+        " ".join(words),
+        trainings.describe_inputs(asked.cells, check.data),
+        is_anew=asked.is_anew,
+    )
     trials = None
     if asked.search is not None and goal is not None:
         from tasks.comparison.search import Trials  # imports Optuna
 
         trials = Trials(asked.search, state, goal=goal, base=asked.base)
     if state.ended:
-        print(f"going on: {len(state.ended)} of {asked.count} have ended", file=sys.stderr)
+        told = f"going on: {len(state.ended)} of {asked.count} have ended"
+        print(f"{told}, and are taken over; --anew trains all anew", file=sys.stderr)
     kind = "compare" if trials is None else "search"
     varied = ", ".join(asked.varied) or asked.base.model.name
     name = asked.base.run.name or f"{kind}-{varied}-{make_timestamp()}"

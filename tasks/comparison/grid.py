@@ -8,6 +8,7 @@ import json
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tasks.comparison.search_space import Search
 from tasks.engine.base.secret_names import is_secret
@@ -58,11 +59,14 @@ class ComparisonRequest:
     dry_run: bool
     debug: bool
     search: Search | None = None
+    is_anew: bool = False  # though the same words would go on with a comparison
 
     @property
     def count(self) -> int:
         """Return the number of trainings."""
-        return self.search.trials if self.search is not None else len(self.cells)
+        if self.search is None:
+            return len(self.cells)
+        return self.search.trials + self.search.repeats
 
 
 def parse_axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]:
@@ -140,12 +144,12 @@ def make_cells(
         raise ConfigError(*dict.fromkeys(problems))
     turns = [(turn, *one) for turn in range(repeats) for one in made[:: -1 if turn % 2 else 1]]
     return [
-        Cell(number, settings, config if SEED in settings else _shift_seed(config, turn), turn + 1)
+        Cell(number, settings, config if SEED in settings else shift_seed(config, turn), turn + 1)
         for number, (turn, settings, config) in enumerate(turns, 1)
     ]
 
 
-def _shift_seed(config: RunConfig, turn: int) -> RunConfig:
+def shift_seed(config: RunConfig, turn: int) -> RunConfig:
     """Return the settings with the seed of this turn: scores of one seed show no chance."""
     seed = (config.train.seed + turn) % SEEDS
     return config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})})
@@ -167,6 +171,7 @@ class GridCheck:
         ]
         self._order = json.dumps(order)
         self.tasks: list[str] = []  # of the data of all of them, once it has answered
+        self.data: dict[str, str] = {}  # fingerprints, by source
         self._process = children.start_child("tasks.comparison.check", stderr=subprocess.PIPE)
 
     def answer(self) -> list[str]:
@@ -181,11 +186,11 @@ class GridCheck:
             self._process.wait()
             raise
         try:
-            told: dict[str, list[str]] = json.loads(out.splitlines()[-1])
+            told: dict[str, Any] = json.loads(out.splitlines()[-1])
         except (ValueError, IndexError):
             last = (err.splitlines() or ["it said nothing"])[-1]
             raise ConfigError(f"--vary: could not be checked: {redact(last)}") from None
         if told["problems"]:
             raise ConfigError(*told["problems"])
-        self.tasks = told["tasks"]
-        return told["devices"]
+        self.tasks, self.data = told["tasks"], told["data"]
+        return [*told["devices"]]

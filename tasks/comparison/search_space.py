@@ -75,6 +75,7 @@ class Search:
     devices: list[str]  # as asked for; none: that of the settings
     words: list[str]  # the flags of all trials
     resolve: Callable[[Mapping[str, str]], RunConfig]  # the settings of a trial
+    repeats: int = 0  # of the best trial, with other seeds, when all have ended
 
     @property
     def combinations(self) -> list[dict[str, str]]:

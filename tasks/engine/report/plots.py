@@ -250,7 +250,10 @@ TITLES = {
     "memory/leaked_mib": "leaked, MiB",
 }
 COLUMNS = 3
-CAPTION = "runs, this one at 0; grey: within the limit for three in a row; dashed: that for one"
+CAPTION = (
+    "runs, this one at 0; grey: within the limit for three in a row; dashed: that for one; "
+    "green: the level that it once had"
+)
 
 
 def draw_trend(run: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -282,6 +285,7 @@ def _draw_trend_panel(ax: Axes, one: Mapping[str, Any]) -> None:
     colour = VERMILION if one["beyond"] else GREEN
     ax.axhspan(min(near, 2 * middle - near), max(near, 2 * middle - near), color="#ECECEC")
     ax.axhline(middle, color=GREY, linewidth=0.9, linestyle=":")
+    ax.axhline(one.get("level", middle), color=GREEN, linewidth=0.9, linestyle="-.")
     low, high = min([*values, near, middle]), max([*values, near, middle])
     room = 0.15 * (high - low) or 1.0
     ax.set_ylim(low - room, high + room)

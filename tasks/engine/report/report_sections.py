@@ -323,7 +323,7 @@ def make_report(run: Mapping[str, Any], *, limit: int = 400) -> Report:
     warnings = tuple(make_printable(words, limit=limit) for words in run.get("warnings") or ())
     found = (
         Section("Warnings", warnings, ok=False),
-        _make_gate_section(tags),
+        _make_gate_section(run, tags, limit),
         _make_training_section(run, learned, limit),
         make_classes_section(run, limit=limit),
         _make_device_section(
@@ -459,10 +459,12 @@ def _describe_ranks(tags: Mapping[str, str], metrics: Numbers) -> tuple[str, ...
     return tuple(join_parts([f"{tags['ranks']} processes", *again_words, *told]))
 
 
-def _make_gate_section(tags: Mapping[str, str]) -> Section:
+def _make_gate_section(run: Mapping[str, Any], tags: Mapping[str, str], limit: int) -> Section:
     if tags.get("gate", "ok") in ("ok", "new"):
         return Section("Gate", ())
-    why = tags.get("gate.why", "").split("; ")
+    # Each part is cut by itself: the last is a command.
+    whole = str((run.get("tags") or {}).get("gate.why") or "")
+    why = [make_printable(part, limit=limit) for part in whole.split("; ")]
     return Section("Gate", (f"{tags['gate']} than the runs before: {why[0]}", *why[1:]), ok=False)
 
 

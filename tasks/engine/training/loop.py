@@ -181,6 +181,7 @@ def fit_model(
                 at = TrainingPosition(step, epoch + 1, 0, rows)
             if stopped_early or step == last_step:
                 t.checkpoints.finish(at)
+                accounts.lap("checkpoint")
                 break
             t.keep_weights(model, at)
             stop = _handle_stop(t, at)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tasks.engine.accounts.accounts import Accounts
+from tasks.engine.accounts.accounts import HELD, Accounts
 from tasks.engine.accounts.phases import Stopwatch
 from tasks.engine.accounts.step_metrics import Log
 from tasks.engine.accounts.throughput import (
@@ -320,11 +320,12 @@ class _Trained:
             ),
         }
         stats = place.meter.read_stats()
-        held_bytes = memory_meter.count_allocated_bytes(place.device)
         if plan.settings.memory.snapshot and ranks.is_lead:
             title = f"Memory of a training step on {plan.device.name}"
             write_timeline(place.ledger, order.folder, title=title, lines=[])
         accounts.lap("log")
+        held_bytes = memory_meter.count_allocated_bytes(place.device)
+        accounts.lap(HELD)  # on a CPU it looks at every object that Python has
         logged, moves = gather_whole(self.model, plan, ranks), ""
         if ranks.is_lead:
             spec = describe_model(plan, outputs=checked.outputs)

@@ -574,6 +574,9 @@ def test_a_trend_is_drawn_and_a_gate_that_was_not_passed_is_told(tmp_path: Path)
     assert run_report.draw_plots({**run, "trend": []}, tmp_path) == []
     text = run_report.make_markdown(run, open_command="")
     assert "### Gate\n\n- slower than the runs before: 2.00 ms\n- backward is 61 % of it" in text
+    accept = "python -m flows.runs --accept " + 32 * "0"
+    long = {**gate, "gate.why": f"{150 * 'a'}; {80 * 'b'}; {accept}"}
+    assert accept in _terminal({**run, "tags": long})  # the end of it was cut off
     passed = {**run, "tags": {**gate, "gate": "ok"}}
     assert "Gate" not in run_report.make_markdown(passed, open_command="")
 

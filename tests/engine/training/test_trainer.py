@@ -1,5 +1,7 @@
 import gc
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ from sklearn.metrics import mean_absolute_error, r2_score
 from tasks.engine.accounts.phases import PHASES
 from tasks.engine.accounts.step_metrics import Diverged
 from tasks.engine.base.facts import DataFacts, TrainFacts
+from tasks.engine.checkpoint.checkpoints import Checkpoints
 from tasks.engine.data.preparation import load_arrays, prepare_dataset
 from tasks.engine.device.detection import detect_best_device
-from tasks.engine.memory import leaks
+from tasks.engine.memory import leaks, memory_meter
 from tasks.engine.models import predictor
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
@@ -180,6 +183,25 @@ def test_what_a_phase_took_adds_up_to_the_whole(tmp_path: Path) -> None:
     steps_s = (facts.steps - 1) * sum(m.get(f"time/{p}_ms", 0) for p in PHASES) / 1000
     assert steps_s < facts.steps / m["speed/steps_per_s"] * 1.05
     assert m["time/unaccounted_pct"] < 25
+
+
+def test_the_last_checkpoint_and_the_search_for_what_is_held_are_no_logging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """log was told to be half of a short training: 0.96 s of 1.04 s were these two."""
+
+    def wait(kept: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        def slow(*args: Any, **named: Any) -> Any:
+            time.sleep(seconds)
+            return kept(*args, **named)
+
+        return slow
+
+    finish, count = Checkpoints.finish, memory_meter.count_allocated_bytes
+    monkeypatch.setattr(Checkpoints, "finish", wait(finish, 3.0))
+    monkeypatch.setattr(memory_meter, "count_allocated_bytes", wait(count, 3.0))
+    facts, _, _ = _train(tmp_path, train={"epochs": 1})
+    assert facts.metrics["time/log_s"] < 3.0 <= facts.metrics["time/checkpoint_s"] < 6.0
 
 
 def test_memory_by_owner_is_what_the_model_has(tmp_path: Path) -> None:

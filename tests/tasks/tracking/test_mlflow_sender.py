@@ -28,6 +28,7 @@ from tasks.engine.base.file_lock import is_held
 from tasks.run.failures import classify_failure
 from tasks.tracking import mlflow_sender, mlflow_store, orphaned_runs
 from tasks.tracking.journal import Journal, SenderEnded, append_line, start_sender
+from tasks.tracking.query_runs import BEGINNING, HISTORY, accept_level, read_history
 from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 from tests.conftest import PYTHON, ROOT
 
@@ -657,3 +658,46 @@ def test_a_run_hears_of_the_runs_that_it_is_compared_with(tmp_path: Path) -> Non
     run("x", "slower", 5.0)
     found = run("x", "ok", 6.0)
     assert [(one["gate"], one["metrics"]["a"]) for one in found] == [("slower", 5.0), ("new", 1.0)]
+
+
+def _make_judged(client: MlflowClient, gates: str) -> list[str]:
+    """Newer runs of one kind, the oldest first: n is new, s is slower, o is ok."""
+    words, found = {"n": "new", "s": "slower", "o": "ok"}, []
+    for at, gate in enumerate(gates, len(client.search_runs(["0"]))):
+        given = {"gate.of": "x", "gate": words[gate], "gate.why": f"because {at}"}
+        run = client.create_run("0", start_time=1000 + at, tags=given, run_name=f"r{at}")
+        client.set_terminated(run.info.run_id)
+        found.append(run.info.run_id)
+    return found
+
+
+def test_a_history_ends_with_the_runs_with_which_it_began(tmp_path: Path) -> None:
+    """Of a decay over 100 runs the last 40 tell nothing."""
+    client, _ = mlflow_store.open_experiment(_where(tmp_path))
+    _make_judged(client, "nnnnno" + "s" * 9 + "n" * 6 + "o" * 39)
+    found = read_history(client, "0", "x")
+    assert found is not None and len(found) == HISTORY and found[-1]["gate"] == "new"
+    _make_judged(client, "o")
+    found = read_history(client, "0", "x")
+    assert found is not None
+    gates = [one["gate"] for one in found]
+    assert gates == ["ok"] * HISTORY + ["new"] * BEGINNING
+
+
+def test_a_level_that_is_accepted_is_where_history_begins(tmp_path: Path) -> None:
+    """Accepted after some nights, it is that of all of them."""
+    where = _where(tmp_path)
+    client, _ = mlflow_store.open_experiment(where)
+    ids = _make_judged(client, "nnnnnooosss")
+    unjudged = client.create_run("0", start_time=2000, tags={"gate.of": "x"}).info.run_id
+    client.set_terminated(unjudged)
+    assert accept_level(where, ids[8]) == ["r10", "r9", "r8"]
+    found = read_history(client, "0", "x")
+    assert found is not None
+    assert [one["gate"] for one in found] == ["new"] * 3 + ["ok"] * 3 + ["new"] * 5
+    why = client.get_run(ids[9]).data.tags["gate.why"]
+    assert why == "accepted as the level from now on; it was slower: because 9"
+    with pytest.raises(TrackingError, match="was judged by no gate; it is FINISHED"):
+        accept_level(where, unjudged)
+    with pytest.raises(TrackingError, match="--accept nowhere: no such run in sqlite"):
+        accept_level(where, "nowhere")
