@@ -1,5 +1,6 @@
-"""Opens the rows of a training: prepared arrays, on the device or streamed to it, or the
-loaders of the user's own; and two rows of them, as an example for predictions.
+"""Builds what a training works with: its batches, those to be judged once, its step with the
+optimizer, its evaluation, what belongs to whom, and its checkpoints; and takes two rows as an
+example for predictions.
 """
 
 from __future__ import annotations
