@@ -31,14 +31,26 @@ from flows.cli.compare_command import parse_comparison
 from tasks.comparison import page, search_space, trainings
 from tasks.comparison.grid import Cell, ComparisonRequest, GridCheck
 from tasks.comparison.page import MAX_GROUPS
-from tasks.comparison.run_groups import Group, MeasuredRun, Points, group_runs
+from tasks.comparison.run_groups import (
+    FIGURES,
+    Goal,
+    Group,
+    MeasuredRun,
+    Points,
+    find_best_group,
+    find_score,
+    group_runs,
+    shorten_names,
+)
 from tasks.comparison.trainings import TrainingEnd
 from tasks.engine.base.units import format_number, make_printable
 from tasks.process.redaction import redact_command_line, redact_errors
 from tasks.run.findings import make_process_tags
 from tasks.run.flow_run import CalledFlow, show_markdown
+from tasks.run.gate import LOWER_IS_BETTER
 from tasks.run.resume import make_timestamp
 from tasks.services import serve
+from tasks.tracking.mlflow_pages import ComparisonView, make_comparison_path
 from tasks.tracking.where import TrackingError, read_tracking_settings
 
 if TYPE_CHECKING:
@@ -96,11 +108,11 @@ def _train_all(asked: ComparisonRequest) -> int:
 
         trials = Trials(asked.search, comparison, goal=goal, base=asked.base)
     count = asked.search.trials if asked.search is not None else len(asked.cells)
-    title = ", ".join(asked.varied) or asked.base.model.name
+    title = ", ".join(shorten_names(asked.varied)) or asked.base.model.name
     if comparison.ended:
         print(f"going on: {len(comparison.ended)} of {count} have ended", file=sys.stderr)
     kind = "compare" if trials is None else "search"
-    name = asked.base.run.name or f"{kind}-{title}-{make_timestamp()}"
+    name = asked.base.run.name or f"{kind} {title} {make_timestamp()}"
     tags = make_process_tags("flows/compare.py")
     comparison.run_id = store.begin(comparison.run_id, name=name, count=count, tags=tags)
     comparison.keep()
@@ -112,6 +124,7 @@ def _train_all(asked: ComparisonRequest) -> int:
         trainings.run_trainings(comparison, source, runs=Path(chosen.runs), tell=tell)
         runs = _read_measured(store, trials.list_cells() if trials else asked.cells, comparison)
         groups = trials.make_groups(runs) if trials else group_runs(runs, asked.varied)
+        _show_in_mlflow(store, groups, asked.varied, comparison.run_id, name, trials)
         text, files = _write_report(store, groups, name, comparison.folder, trials)
         status = "FINISHED" if any(run.is_done for run in runs) else "FAILED"
     finally:
@@ -119,7 +132,9 @@ def _train_all(asked: ComparisonRequest) -> int:
     comparison.is_over = True
     comparison.keep()
     ids = {"experiment_id": store.experiment_id, "run_id": comparison.run_id}
-    print(f"Open     {serve.make_open_command(store.where.tracking_uri, **ids)}", flush=True)
+    path = make_comparison_path(**ids)
+    opened = serve.make_open_command(store.where.tracking_uri, **ids, path=path)
+    print(f"Open     {opened}", flush=True)
     show_markdown(text, f"comparison-{comparison.run_id}", name)
     return 0 if status == "FINISHED" else 1
 
@@ -181,6 +196,40 @@ def _read_measured(
         told = {"status": end.status, "params": params, "error": end.error}
         runs.append(MeasuredRun(**{**run, **told}))
     return runs
+
+
+def _show_in_mlflow(
+    store: ExperimentRuns,
+    groups: Sequence[Group],
+    varied: Sequence[str],
+    run_id: str,
+    name: str,
+    trials: Trials | None,
+) -> None:
+    """Save the view that shows the trainings, and give their parent the figures of the best."""
+    score = trials.goal.name if trials is not None else find_score(groups)
+    is_lower_better = (
+        trials.goal.is_lower_better if trials is not None else score in LOWER_IS_BETTER
+    )
+    done = [run for group in groups for run in group.done]
+    store.keep_view(
+        ComparisonView(
+            run_id,
+            name,
+            varied,
+            score,
+            is_lower_better=is_lower_better,
+            is_grouped=any(len(group.runs) > 1 for group in groups),
+            has_curves=any(run.metrics.get("train/epoch", 0) > 2 for run in done),
+        )
+    )
+    best = find_best_group(groups, Goal(score, is_lower_better)) if score else None
+    if best is not None:
+        figures = {metric: best.compute_median(metric) for metric in FIGURES}
+        known = {metric: value for metric, value in figures.items() if value is not None}
+        # A search keeps its best trial's settings and tags itself.
+        told = {} if trials is not None else {"best": best.label}
+        store.set_tags(run_id, told, params=best.settings if told else None, metrics=known)
 
 
 def _write_report(
