@@ -112,7 +112,7 @@ def _train_all(asked: ComparisonRequest) -> int:
     if comparison.ended:
         print(f"going on: {len(comparison.ended)} of {count} have ended", file=sys.stderr)
     kind = "compare" if trials is None else "search"
-    name = asked.base.run.name or f"{kind} {title} {make_timestamp()}"
+    name = asked.base.run.name or f"{kind}-{title} {make_timestamp()}"
     tags = make_process_tags("flows/compare.py")
     comparison.run_id = store.begin(comparison.run_id, name=name, count=count, tags=tags)
     comparison.keep()
@@ -229,7 +229,10 @@ def _show_in_mlflow(
         known = {metric: value for metric, value in figures.items() if value is not None}
         # A search keeps its best trial's settings and tags itself.
         told = {} if trials is not None else {"best": best.label}
-        store.set_tags(run_id, told, params=best.settings if told else None, metrics=known)
+        points = store.read_series(best.done[0].run_id, score, most=CURVE_POINTS)
+        step = points[-1][0] if points else 0  # where the best one's curve ends
+        settings = best.settings if told else None
+        store.set_tags(run_id, told, params=settings, metrics=known, step=step)
 
 
 def _write_report(

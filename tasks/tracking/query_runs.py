@@ -131,8 +131,9 @@ class ExperimentRuns:
         tags: Mapping[str, str],
         params: Mapping[str, str] | None = None,
         metrics: Mapping[str, float] | None = None,
+        step: int = 0,
     ) -> None:
-        """Set tags, params and metrics of a run.
+        """Set tags, params and metrics of a run, these at the step.
 
         Where MLflow is away that is printed, and no more: the comparison may have hours to
         go.
@@ -143,7 +144,7 @@ class ExperimentRuns:
                 run_id,
                 tags=[RunTag(name, value[:FULL_LETTERS]) for name, value in tags.items()],
                 params=[Param(name, value) for name, value in (params or {}).items()],
-                metrics=[Metric(name, value, now_ms, 0) for name, value in (metrics or {}).items()],
+                metrics=[Metric(k, value, now_ms, step) for k, value in (metrics or {}).items()],
             )
         except Exception as error:  # of any store
             print(mlflow_store.explain_error(error, self.where), file=sys.stderr)

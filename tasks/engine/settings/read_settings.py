@@ -415,7 +415,7 @@ def select_params(settings: Mapping[str, object], *, task: str = "") -> dict[str
         else:
             given[name] = "" if value is None else str(value)
     absent = {*_NAMES, *(_OF_REGRESSION if task not in ("", "regression") else ())}
-    absent |= {"train.class_weights"} if task not in ("", "classification") else set()
+    absent |= {"train.class_weights"} if task not in ("", "classification", "multilabel") else set()
     if given.get("launch.processes", "1") == "1" and given.get("launch.nodes", "") in _EMPTY:
         absent |= {*_OF_SEVERAL}
     return {k: v for k, v in given.items() if k not in absent and v not in _EMPTY}
