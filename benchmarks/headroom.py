@@ -19,7 +19,7 @@ from tasks.engine.base.facts import TrainFacts
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
 from tasks.tracking.journal import Journal
-from tasks.tracking.where import TrackingSettings
+from tasks.tracking.tracking_settings import TrackingSettings
 
 # What a run that trained to its end tells its journal last.
 ENDED = {"status": "FINISHED", "name": "benchmark", "params": {}, "tags": {}, "metrics": {}}

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from benchmarks.workloads import Workload
 from tasks.engine.base.facts import DataFacts, DeviceFacts
-from tasks.engine.base.timing import wait_for_device
 from tasks.engine.data import preparation as prepared
 from tasks.engine.device.detection import make_autocast, resolve_precision
+from tasks.engine.memory.allocators import wait_for_device
 from tasks.engine.models import builtin
 from tasks.engine.settings.read_settings import override_config
 from tasks.engine.settings.run_config import RunConfig

@@ -1,1 +1,3 @@
-"""What runs, in which order: a flow a file, read top to bottom. No class, no torch."""
+"""What runs, in which order: a flow a file, read top to bottom; and the commands that need no flow:
+new, runs, stop. No class, no torch.
+"""

@@ -9,15 +9,11 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import home, signals
+    from tasks.process.command import exit_process, start_command
 
-    signals.protect_standard_streams()
-    signals.install_signal_handlers()
-    home.provide()
-    from flows.cli.predict_command import (
-        main,  # answers --help and bad words before prefect is imported
-    )
-    from flows.cli.train_command import exit_process
+    start_command()
+    # It answers --help and bad words before prefect is imported.
+    from flows.cli.predict_command import main
 
     exit_process(main(sys.argv[1:]))
 
@@ -58,7 +54,7 @@ def predict(
         experiment: Of whose runs latest is the newest that fits. Default: what mlflow.yaml says.
         limit_mib: The most memory to allocate on the device, in MiB.
     """
-    wanted = make_order(
+    order = make_order(
         input=input,
         output=output,
         run=run,
@@ -69,11 +65,11 @@ def predict(
         limit_mib=limit_mib,
     )
     with tempfile.TemporaryDirectory(prefix="headroom-model-") as folder:
-        model = find_model(wanted, folder=folder)
+        model = find_model(order, folder=folder)
         found = detect_device(DeviceConfig(name=device), precision="fp32", limit_mib=limit_mib)
         held_bytes = 0
         try:
-            facts = predict_rows(wanted, found, model)
+            facts = predict_rows(order, found, model)
             held_bytes = facts.held_bytes
         finally:
             released = release_memory(found, held_bytes)

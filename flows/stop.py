@@ -8,10 +8,9 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import signals
+    from tasks.process.command import exit_process, start_command
 
-    signals.protect_standard_streams()
-    signals.install_signal_handlers()
+    start_command()
 
 import argparse
 import math
@@ -33,8 +32,8 @@ from tasks.run.known_runs import (
     list_known_runs,
     read_run_folder,
 )
-from tasks.services.processes import is_running
-from tasks.tracking.where import TrackingError, read_tracking_settings
+from tasks.services.parts import is_running
+from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
 
 ASK_EVERY_S = 0.1
 TWICE_S = 0.5  # between two signals: of two that come at once a process hears one
@@ -147,6 +146,4 @@ def _read_now(run: KnownRun) -> KnownRun:
 
 
 if __name__ == "__main__":
-    from flows.cli.train_command import exit_process
-
     exit_process(main(sys.argv[1:]))

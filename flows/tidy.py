@@ -8,13 +8,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import home, signals
+    from tasks.process.command import exit_process, start_command
 
-    signals.protect_standard_streams()
-    signals.install_signal_handlers()
-    home.provide()
+    start_command()
     from flows.cli.tidy_command import main  # it needs no prefect
-    from flows.cli.train_command import exit_process
 
     exit_process(main(sys.argv[1:]))
 
@@ -24,7 +21,7 @@ from prefect import flow
 
 from flows.cli.tidy_command import describe_action, parse_age_s
 from tasks.run.tidy import clean_up
-from tasks.tracking.where import read_tracking_settings
+from tasks.tracking.tracking_settings import read_tracking_settings
 
 log = logging.getLogger("tasks.run.tidy")  # Prefect shows what the tasks log
 
@@ -40,11 +37,11 @@ def tidy(older_than: str | None = None, dry_run: bool = False) -> list[str]:
     """
     log.setLevel(logging.INFO)
     lines, problems = [], []
-    for deed in clean_up(
+    for action in clean_up(
         read_tracking_settings(), older_s=parse_age_s(older_than), does=not dry_run
     ):
-        lines.append(describe_action(deed, does=not dry_run))
-        problems += [lines[-1]] if deed.problem else []
+        lines.append(describe_action(action, does=not dry_run))
+        problems += [lines[-1]] if action.problem else []
         log.info("%s", lines[-1])
     if problems:
         raise RuntimeError("; ".join(problems))

@@ -9,14 +9,11 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from tasks.process import home, restart, signals
+    from tasks.process.command import exit_process, start_command
 
-    signals.protect_standard_streams()
-    signals.install_signal_handlers()
-    home.provide()
-    restart.prepare_restart()
+    start_command()
     # It answers --help and bad settings before prefect is imported.
-    from flows.cli.train_command import exit_process, main
+    from flows.cli.train_command import main
 
     exit_process(main(sys.argv[1:]))
 
@@ -24,7 +21,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.cli.from_python import make_called_flow
+from flows.cli.from_python import make_python_callable
 from tasks.detect_device import detect_device
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
@@ -34,7 +31,7 @@ from tasks.run.flow_run import make_run_name, open_run, publish_run
 from tasks.train_model import train_model
 
 
-@make_called_flow
+@make_python_callable  # a call from Python does what the command does
 @flow(name="train", flow_run_name=make_run_name)
 def train(
     config: RunConfig = RunConfig(),  # noqa: B008 (frozen; Prefect's form shows it)

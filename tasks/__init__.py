@@ -1,1 +1,3 @@
-"""One Prefect task a file, and what a run leaves behind: facts in, facts out, no tensor."""
+"""One Prefect task a file: facts in, facts out, no tensor. And the forecast of memory that a person
+asks for before there is a run.
+"""

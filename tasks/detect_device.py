@@ -12,7 +12,7 @@ from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.device.detection import check_memory_limit, detect_best_device, resolve_precision
 from tasks.engine.device.leases import Leases
 from tasks.engine.distributed.ranks import read_ranks_from_environment
-from tasks.engine.launch.processes import choose_device_name, count_processes
+from tasks.engine.launch.placement import choose_device_name, count_processes
 from tasks.engine.memory.leaks import take_baseline
 from tasks.engine.settings.run_config import DeviceConfig, LaunchConfig
 from tasks.process.run_task import run_task

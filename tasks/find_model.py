@@ -13,7 +13,7 @@ from tasks.engine.predict import prediction
 from tasks.engine.predict.request import Order
 from tasks.process.run_task import run_task
 from tasks.tracking import ask_mlflow
-from tasks.tracking.where import read_tracking_settings
+from tasks.tracking.tracking_settings import read_tracking_settings
 
 
 @run_task

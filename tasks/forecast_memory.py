@@ -11,7 +11,8 @@ import math
 import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.base.units import format_mebibytes, make_printable
@@ -26,10 +27,7 @@ from tasks.engine.training.admission import read_free_bytes
 from tasks.engine.training.forecast import Forecast, find_largest_micro_batch, forecast_training
 from tasks.run.preflight import prepare_and_check
 from tasks.tracking.ask_mlflow import read_past_metrics
-from tasks.tracking.where import read_tracking_settings
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from tasks.tracking.tracking_settings import read_tracking_settings
 
 MIB = 1024**2
 # MiB in all as nvidia-smi tells them: https://github.com/modal-labs/modal-client/pull/2797
@@ -48,6 +46,7 @@ SIZES_MIB = {
 TAKEN_MIB = 1024
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|mib)", re.IGNORECASE)
 MOST_DOUBLINGS = 20
+PEAK = "memory/run_peak_allocated_mib"
 
 
 @dataclass(frozen=True)
@@ -130,8 +129,6 @@ def _forecast_on_gpu(
 
 def make_gpu_table(found: list[GpuForecast], config: RunConfig) -> Table:
     """Return a table with a line for each GPU."""
-    from rich.table import Table
-
     rows = config.train.batch_size
     table = Table("", title=f"a batch of {rows} rows on GPUs that are not here")
     table.title_justify = "left"
@@ -151,11 +148,6 @@ def make_gpu_table(found: list[GpuForecast], config: RunConfig) -> Table:
     return table
 
 
-if TYPE_CHECKING:
-    from rich.table import Table
-PEAK = "memory/run_peak_allocated_mib"
-
-
 @dataclass(frozen=True)
 class MemoryForecast:
     """A forecast beside the memory that is free."""
@@ -172,8 +164,6 @@ class MemoryForecast:
 
     def table(self) -> Table:
         """Return the forecast as a table for the terminal."""
-        from rich.table import Table
-
         table = Table("", "MiB", "", title=f"memory of {self.device.name}", title_justify="left")
         table.columns[1].justify = "right"
         told = self.told

@@ -11,7 +11,6 @@ from tasks.engine.base import scores
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.settings.run_config import DataConfig
-from tasks.process import forks
 from tasks.process.run_task import run_task
 
 
@@ -21,7 +20,6 @@ def prepare_data(data: DataConfig, *, batch_size: int = 64, seed: int = 0) -> Da
 
     batch_size, seed: of the training, for a source of the user's own.
     """
-    forks.fix_prefect_after_fork()
     facts = prepare_dataset(data, batch_size=batch_size, seed=seed)
     if facts.task == "multilabel":
         # While the run is opened, which waits for the process that imports MLflow.

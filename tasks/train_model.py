@@ -11,15 +11,15 @@ from pathlib import Path
 from tasks.engine.base.facts import TrainFacts
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, list_steps
 from tasks.engine.distributed.ranks import read_ranks_from_environment as ranks_asked
-from tasks.engine.launch import agent
-from tasks.engine.launch.processes import count_processes
+from tasks.engine.launch import supervisor
+from tasks.engine.launch.placement import count_processes
 from tasks.engine.launch.rank import Job, train_together
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.step.plan import Plan
 from tasks.engine.training import trainer
 from tasks.engine.training.admission import PastRuns
 from tasks.engine.training.loop import StopRequest
-from tasks.process import forks, signals
+from tasks.process import signals
 from tasks.process.run_task import run_task
 
 
@@ -39,7 +39,6 @@ def train_model(
         raise ConfigError(
             f"--resume {folder}: its checkpoints were removed; train without --resume"
         )
-    forks.fix_prefect_after_fork()
     with signals.defer_signals() as came:
 
         def asked() -> StopRequest | None:
@@ -54,7 +53,7 @@ def train_model(
             job = Job(config, plan.data, past, folder, resumes)
             if not ranks.is_alone:  # it was started as one of them
                 return train_together(job, device, ranks, log=log, asked=asked, is_flow=True)
-            return agent.train_in_processes(
+            return supervisor.train_in_processes(
                 job,
                 device,
                 processes=processes,

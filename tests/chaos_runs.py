@@ -38,7 +38,7 @@ from tasks.release_memory import release_memory
 from tasks.run.known_runs import list_known_runs, list_run_folders, read_json, read_start
 from tasks.run.record import Record
 from tasks.tracking.journal import SENDING_LOCK
-from tasks.tracking.where import TrackingError
+from tasks.tracking.tracking_settings import TrackingError
 from tasks.train_model import train_model
 
 KEY = "chaos"

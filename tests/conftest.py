@@ -37,7 +37,7 @@ SLOW = (
     "engine/files/test_fuzz_readers",
     "engine/launch/test_rank",
     "flows/test_team",
-    "engine/launch/test_agent",
+    "engine/launch/test_supervisor",
     "test_chaos",
     "flows/test_compare",
     "flows/test_runs",
@@ -128,10 +128,10 @@ def prefect_api() -> Iterator[str]:
         temporary_settings,
     )
 
-    from tasks.process import forks
+    from tasks.process import run_task
     from tasks.services import local_prefect
 
-    forks.fix_prefect_after_fork()
+    run_task.fix_prefect_after_fork()
     with local_prefect.share_server(local_prefect.find_prefect_home()) as url:
         settings = {
             PREFECT_API_URL: url,

@@ -32,10 +32,10 @@ from cosmic_ray.plugins import get_operator
 ROOT = Path(__file__).parent.parent
 # What is turned, and the tests that should notice.
 SUBJECTS = {
-    "tasks/engine/files/targets.py": ["files/test_split.py"],
-    "tasks/engine/files/row_parts.py": ["data/test_row_parts.py"],
+    "tasks/engine/data/targets.py": ["files/test_split.py"],
+    "tasks/engine/data/row_parts.py": ["data/test_row_parts.py"],
     "tasks/engine/base/scores.py": ["data/test_figures.py"],
-    "tasks/engine/files/encoding.py": ["files/test_encoding.py"],
+    "tasks/engine/data/encoding.py": ["files/test_encoding.py"],
     "tasks/engine/step/optim.py": ["step/test_optim.py"],
     "tasks/engine/step/evaluation.py": ["step/test_evaluation.py", "training/test_loop.py"],
     "tasks/engine/step/micro_batches.py": ["step/test_micro_batches.py", "training/test_loop.py"],

@@ -107,7 +107,10 @@ OWN: dict[str, Exception] = {
 @pytest.mark.parametrize("name", LOST)
 def test_what_tells_of_a_lost_peer_begins_all_again(name: str) -> None:
     assert ranks.is_lost_peer(LOST[name])
-    assert classify_failure(ranks.LostRank(ranks.describe(LOST[name]))).kind == "process_lost"
+    assert (
+        classify_failure(ranks.LostRank(ranks.describe_peer_error(LOST[name]))).kind
+        == "process_lost"
+    )
 
 
 @pytest.mark.parametrize("name", OWN)

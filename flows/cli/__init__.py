@@ -1,6 +1,5 @@
 """The command lines of the flows: flags, files, words, exit codes. It answers --help and bad
 settings before anything slow is imported.
 
-Front doors: compare_command, from_python, predict_command, runs_table, starter, tidy_command,
-train_command.
+Front doors: compare_command, from_python, predict_command, tidy_command, train_command.
 """

@@ -115,7 +115,7 @@ def parse_training(argv: Sequence[str]) -> argparse.Namespace:
         problems.append("--for: goes with --forecast")
     if resume is not None:
         from tasks.run.resume import find_resumed_folder  # imports PyTorch
-        from tasks.tracking.where import read_tracking_settings
+        from tasks.tracking.tracking_settings import read_tracking_settings
 
         # The settings that it was begun with, and those of now over them.
         resume = str(find_resumed_folder(Path(read_tracking_settings().runs), resume))

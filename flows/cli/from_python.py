@@ -24,8 +24,22 @@ from tasks.run.preflight import BAD_INPUT, resolve_and_check
 from tasks.run.resume import read_resumed_settings
 
 
-def train_from_python(
-    play: Callable[..., Any],
+def make_python_callable(flow: Flow[..., Any]) -> CalledFlow:
+    """Return the flow of `config`, `overrides` and `resume`, for who calls it: from Python with all
+    that the command does, in Prefect's form with its settings in groups."""
+    made = CalledFlow(
+        flow.fn,
+        call=_train_from_python,
+        shown=_hide_secrets,
+        name=flow.name,
+        flow_run_name=flow.flow_run_name,
+    )
+    made.parameters = _make_form(made.parameters)
+    return made
+
+
+def _train_from_python(
+    run_flow: Callable[..., Any],
     config: RunConfig | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     resume: str | None = None,
@@ -43,10 +57,10 @@ def train_from_python(
         given = config if isinstance(config, RunConfig) else make_config(config)
         asked = resolve_and_check(given, overrides)
         if FlowRunContext.get() is not None:  # a step of somebody's own flow
-            run: dict[str, Any] = play(config=asked, resume=resume)
+            run: dict[str, Any] = run_flow(config=asked, resume=resume)
             return run
         with train_command.set_up_call():
-            run = play(config=asked, resume=resume)
+            run = run_flow(config=asked, resume=resume)
     except BAD_INPUT as error:
         raise error.with_traceback(None) from None
     except GateFailed as failed:
@@ -71,20 +85,6 @@ def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
         f"train() takes config, overrides and resume, not {', '.join(unknown)}: settings are given "
         f"by their dotted names, as in train(overrides={{{by_name}}})"
     )
-
-
-def make_called_flow(flow: Flow[..., Any]) -> CalledFlow:
-    """Return the flow of `config`, `overrides` and `resume`, for who calls it: from Python with all
-    that the command does, in Prefect's form with its settings in groups."""
-    made = CalledFlow(
-        flow.fn,
-        call=train_from_python,
-        shown=_hide_secrets,
-        name=flow.name,
-        flow_run_name=flow.flow_run_name,
-    )
-    made.parameters = _make_form(made.parameters)
-    return made
 
 
 def _hide_secrets(parameters: dict[str, Any]) -> dict[str, Any]:

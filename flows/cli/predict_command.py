@@ -18,7 +18,7 @@ from tasks.engine.settings.read_settings import ConfigError
 from tasks.process import signals
 from tasks.process.redaction import redact_output
 from tasks.tracking import ask_mlflow
-from tasks.tracking.where import TrackingError, read_tracking_settings
+from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
 
 _DESCRIPTION = """\
 Predict every row of a file with a model that was trained here, on any device,

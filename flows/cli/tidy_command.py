@@ -13,7 +13,7 @@ from tasks.engine.base.units import make_printable
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.process.redaction import redact_output
 from tasks.run.tidy import TidyAction, clean_up
-from tasks.tracking.where import TrackingError, read_tracking_settings
+from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
 
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 PAST = {"end": "ended", "send": "sent", "set": "set", "remove": "removed"}
@@ -31,30 +31,30 @@ def main(argv: Sequence[str]) -> int:
     """Tidy as the command line says. Returns the exit code."""
     redact_output()
     asked = _make_parser().parse_args(list(argv))
-    deeds = []
+    actions = []
     try:
         older_s = parse_age_s(asked.older_than)
-        for deed in clean_up(read_tracking_settings(), older_s=older_s, does=asked.yes):
+        for action in clean_up(read_tracking_settings(), older_s=older_s, does=asked.yes):
             print(
-                describe_action(deed, does=asked.yes),
-                file=sys.stderr if deed.problem else sys.stdout,
+                describe_action(action, does=asked.yes),
+                file=sys.stderr if action.problem else sys.stdout,
             )
-            deeds.append(deed)
+            actions.append(action)
     except (ConfigError, TrackingError) as error:
         print(error, file=sys.stderr)
         return 2
-    if not deeds:
+    if not actions:
         print("Nothing is left behind.")
-    elif not asked.yes and not all(deed.problem for deed in deeds):
+    elif not asked.yes and not all(action.problem for action in actions):
         print("Nothing was changed; with --yes it is.")
-    return int(any(deed.problem for deed in deeds))
+    return int(any(action.problem for action in actions))
 
 
-def describe_action(deed: TidyAction, *, does: bool) -> str:
+def describe_action(action: TidyAction, *, does: bool) -> str:
     """Return the line about an action."""
-    if deed.problem:
-        return f"can't {deed.verb} {deed.what}: {deed.problem}"
-    return f"{PAST[deed.verb] if does else f'would {deed.verb}'} {deed.what}"
+    if action.problem:
+        return f"can't {action.verb} {action.what}: {action.problem}"
+    return f"{PAST[action.verb] if does else f'would {action.verb}'} {action.what}"
 
 
 def parse_age_s(text: str | None) -> float | None:

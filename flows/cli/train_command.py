@@ -1,111 +1,51 @@
-"""Runs a training from a command line: settings from its flags, a Prefect server if none is
-set, the report in the terminal, and an exit code that says what happened: 0 trained, 1
-failed, 2 bad input, 130 interrupted, 143 terminated. What is slow to import is imported
-when the settings are right.
+"""Runs a training from a command line: settings from its flags, a Prefect server if none is set,
+the report in the terminal, and an exit code that says what happened: 0 trained, 1 failed, 2 bad
+input, 130 interrupted, 143 terminated. Or only describes it, by --dry-run, --forecast and
+--explain-device. What is slow to import is imported when the settings are right.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
-import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
-from flows.cli import dry_runs
 from flows.cli.flags import make_resume_words, parse_training
 from tasks.engine.base.units import make_printable
-from tasks.engine.launch import attempts
-from tasks.engine.settings.read_settings import ConfigError, check_imports, restore_config_secrets
-from tasks.process import prefect_http, restart, signals
+from tasks.engine.launch import launcher
+from tasks.engine.settings import read_settings
+from tasks.engine.settings.read_settings import (
+    ConfigError,
+    check_imports,
+    dump_yaml,
+    hide_config_secrets,
+    restore_config_secrets,
+)
+from tasks.process import command, prefect_http, signals
 from tasks.process.redaction import redact, redact_output
 from tasks.services import local_prefect
 from tasks.tracking import journal
-from tasks.tracking.where import TrackingError, read_tracking_settings
-
-_prefect_away = threading.Event()  # nothing waits for its server any more
+from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
 
 
 def main(argv: Sequence[str]) -> int:
     """Run what the command line says. Returns the exit code."""
-    code = attempts.read_final_code()
-    return attempts.keep_exit_code(_run_command(argv)) if code is None else code
+    code = launcher.read_final_code()
+    return launcher.keep_exit_code(_run_command(argv)) if code is None else code
 
 
-def _run_command(argv: Sequence[str]) -> int:
-    redact_output()
-    try:
-        asked = parse_training(argv)
-        if asked.explain_device:
-            return dry_runs.explain_device(asked)
-        asked.config = restore_config_secrets(asked.config)
-        check_imports(asked.config)
-        if asked.dry_run:
-            return dry_runs.print_dry_run(asked)
-        if asked.forecast:
-            return dry_runs.print_forecast(asked)
-        return _train(asked)
-    except (ConfigError, TrackingError) as error:
-        print(redact(str(error)), file=sys.stderr)
-        return 2
-
-
-def exit_process(code: int) -> NoReturn:
-    """End the process once everything is written and flushed, without tearing its modules down.
-
-    That would cost up to another second.
-    """
-    signals.disable_signal_exceptions()
-    if not _prefect_away.is_set():
-        atexit._run_exitfuncs()  # Prefect's last logs and events among them
-        logging.shutdown()
-    with suppress(OSError):  # whoever read it has gone
-        sys.stdout.flush()
-        sys.stderr.flush()
-    if signals.find_exit_code() is None:
-        restart.restart_if_planned()
-    os._exit(code)
-
-
-def _train(asked: Namespace) -> int:
-    if asked.config.launch.machines:  # before it is imported: of names that no server knows
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if attempts.rank_here():  # of torchrun; the first plays the flow
-        from tasks.engine.launch import rank
-
-        return rank.follow_lead(asked.config)
-    data, model = asked.config.data, make_printable(asked.config.model.name, limit=60)
-    told = f"{model} on {make_printable(data.path or data.source, limit=60)}"
-    print(f"{told}: loading PyTorch, Prefect and MLflow ...", file=sys.stderr, flush=True)
-    from tasks.engine.data.preparation import check_data
-    from tasks.engine.files.source_data import DataError
-
-    try:
-        check_data(asked.config.data)
-    except DataError as error:
-        print(redact(str(error)), file=sys.stderr)
-        return 2
-    if asked.config.launch.machines and not attempts.is_launched():
-        from tasks.engine.launch.machines import train_on_machines
-
-        _log_to_stderr()
-        return train_on_machines(asked.config, asked.words)
-    journal.warm_up(read_tracking_settings())
-    return run_with_server(partial(_run_flow, asked), debug=asked.debug)
-
-
-def run_with_server(play: Callable[[], int], *, debug: bool) -> int:
+def run_with_server(run_flow: Callable[[], int], *, debug: bool) -> int:
     """Run a flow with a Prefect server, and return the exit code.
 
-    Prefect must not be imported yet. The code is what `play` returns, or that of the error
+    Prefect must not be imported yet. The code is what `run_flow` returns, or that of the error
     that ends it, which is printed; with `debug` it is raised again.
     """
     home, api_url = local_prefect.find_prefect_home(), None
@@ -120,53 +60,7 @@ def run_with_server(play: Callable[[], int], *, debug: bool) -> int:
             print(error, file=sys.stderr)
             return 2
         _set_up_prefect(api_url, debug=debug)
-        return _run_reporting_errors(play, debug=debug)
-
-
-def _run_reporting_errors(play: Callable[[], int], *, debug: bool) -> int:
-    try:
-        from prefect import tags
-        from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-
-        # A heartbeat tells a distant server that a run is alive; here it costs 0.9 s at the exit.
-        heartless = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
-        with heartless, tags(prefect_http.make_flow_run_tag()):
-            return play() or signals.find_exit_code() or 0
-    except BaseException as error:
-        from tasks.run.preflight import BAD_INPUT
-
-        # Whatever a signal has become on its way up.
-        if isinstance(error, KeyboardInterrupt) or signals.find_exit_code():
-            print(signals.describe_signal(), file=sys.stderr)
-            return signals.find_exit_code() or 130
-        if isinstance(error, BAD_INPUT):
-            print(redact(str(error)), file=sys.stderr)
-            return 2
-        if debug and isinstance(error, Exception):
-            raise
-        from prefect.settings import PREFECT_API_URL
-
-        from tasks.engine.distributed.ranks import RestartableError
-
-        api = PREFECT_API_URL.value() or ""
-        if str(error).startswith("Failed to reach API") and not local_prefect.is_temporary_api(api):
-            told = "does not answer; start that server, or name none: a run then starts its own"
-            print(f"PREFECT_API_URL: {redact(api)} {told}", file=sys.stderr)
-            return 2
-        print(f"failed: {redact(str(error))}", file=sys.stderr)
-        return attempts.AGAIN if isinstance(error, RestartableError) else 1
-
-
-def print_report(run: Mapping[str, Any]) -> None:
-    """Print the report of a run."""
-    from rich.console import Console
-
-    from tasks.engine.report import run_report
-
-    command = run["open_command"] if run["run_id"] else ""  # MLflow may not know it yet
-    Console(file=sys.stdout).print(
-        run_report.make_terminal_report(run, open_command=command), crop=False
-    )
+        return _run_reporting_errors(run_flow, debug=debug)
 
 
 @contextmanager
@@ -207,6 +101,153 @@ def set_up_call() -> Iterator[None]:
         yield
 
 
+def print_report(run: Mapping[str, Any]) -> None:
+    """Print the report of a run."""
+    from rich.console import Console
+
+    from tasks.engine.report import run_report
+
+    command = run["open_command"] if run["run_id"] else ""  # MLflow may not know it yet
+    Console(file=sys.stdout).print(
+        run_report.make_terminal_report(run, open_command=command), crop=False
+    )
+
+
+def _print_dry_run(asked: Namespace) -> int:
+    """Print the settings as they would be used, and the device. Returns the exit code."""
+    from tasks.engine.device.detection import DeviceError, detect_best_device
+
+    print(dump_yaml(hide_config_secrets(asked.config).model_dump()), end="")
+    for line in read_settings.describe_unused_settings(asked.config):
+        print(f"# {line}")
+    device = asked.config.device
+    try:
+        facts = detect_best_device(device.name, require=device.require)
+    except DeviceError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"# device: {facts.name}: {facts.reason}")
+    return 0
+
+
+def _print_forecast(asked: Namespace) -> int:
+    """Print the memory that the training would take. Returns the exit code."""
+    from rich.console import Console
+
+    from tasks.forecast_memory import (
+        forecast_memory,
+        forecast_on_gpus,
+        make_gpu_table,
+        parse_gpu_sizes,
+    )
+    from tasks.run.preflight import BAD_INPUT
+
+    try:
+        if asked.elsewhere is not None:
+            found = forecast_on_gpus(asked.config, parse_gpu_sizes(asked.elsewhere))
+            Console().print(make_gpu_table(found, asked.config))
+            return 0 if any(one.fits for one in found) else 2
+        foreseen = forecast_memory(asked.config)
+    except BAD_INPUT as error:
+        print(error, file=sys.stderr)
+        return 2
+    Console().print(foreseen.table())
+    return 0 if foreseen.fits else 2
+
+
+def _print_device_checks(asked: Namespace) -> int:
+    """Print what was found of devices, and what is missing. Returns the exit code."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from tasks.engine.device.detection import explain_choice
+
+    table, signs = Table("check", "ok", "finding", "remedy"), {True: "yes", False: "NO", None: "-"}
+    for check in explain_choice(asked.config.device.name):
+        table.add_row(check.name, signs[check.ok], check.finding, check.remedy)
+    Console().print(table)
+    return 0
+
+
+def _run_command(argv: Sequence[str]) -> int:
+    redact_output()
+    try:
+        asked = parse_training(argv)
+        if asked.explain_device:
+            return _print_device_checks(asked)
+        asked.config = restore_config_secrets(asked.config)
+        check_imports(asked.config)
+        if asked.dry_run:
+            return _print_dry_run(asked)
+        if asked.forecast:
+            return _print_forecast(asked)
+        return _train(asked)
+    except (ConfigError, TrackingError) as error:
+        print(redact(str(error)), file=sys.stderr)
+        return 2
+
+
+def _train(asked: Namespace) -> int:
+    if asked.config.launch.machines:  # before it is imported: of names that no server knows
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if launcher.read_rank():  # of torchrun; the first runs the flow
+        from tasks.engine.launch import rank
+
+        return rank.follow_lead(asked.config)
+    data, model = asked.config.data, make_printable(asked.config.model.name, limit=60)
+    told = f"{model} on {make_printable(data.path or data.source, limit=60)}"
+    print(f"{told}: loading PyTorch, Prefect and MLflow ...", file=sys.stderr, flush=True)
+    from tasks.engine.data.preparation import check_data
+    from tasks.engine.files.source_data import DataError
+
+    try:
+        check_data(asked.config.data)
+    except DataError as error:
+        print(redact(str(error)), file=sys.stderr)
+        return 2
+    if asked.config.launch.machines and not launcher.is_launched():
+        from tasks.engine.launch.machines import train_on_machines
+
+        _log_to_stderr()
+        return train_on_machines(asked.config, asked.words)
+    journal.warm_up(read_tracking_settings())
+    return run_with_server(partial(_run_flow, asked), debug=asked.debug)
+
+
+def _run_reporting_errors(run_flow: Callable[[], int], *, debug: bool) -> int:
+    try:
+        from prefect import tags
+        from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+        # A heartbeat tells a distant server that a run is alive; here it costs 0.9 s at the exit.
+        heartless = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
+        with heartless, tags(prefect_http.make_flow_run_tag()):
+            return run_flow() or signals.find_exit_code() or 0
+    except BaseException as error:
+        from tasks.run.preflight import BAD_INPUT
+
+        # Whatever a signal has become on its way up.
+        if isinstance(error, KeyboardInterrupt) or signals.find_exit_code():
+            print(signals.describe_signal(), file=sys.stderr)
+            return signals.find_exit_code() or 130
+        if isinstance(error, BAD_INPUT):
+            print(redact(str(error)), file=sys.stderr)
+            return 2
+        if debug and isinstance(error, Exception):
+            raise
+        from prefect.settings import PREFECT_API_URL
+
+        from tasks.engine.distributed.ranks import RestartableError
+
+        api = PREFECT_API_URL.value() or ""
+        if str(error).startswith("Failed to reach API") and not local_prefect.is_temporary_api(api):
+            told = "does not answer; start that server, or name none: a run then starts its own"
+            print(f"PREFECT_API_URL: {redact(api)} {told}", file=sys.stderr)
+            return 2
+        print(f"failed: {redact(str(error))}", file=sys.stderr)
+        return launcher.AGAIN if isinstance(error, RestartableError) else 1
+
+
 def _log_to_stderr() -> logging.Handler:
     """Send the lines of the tasks to stderr; return the handler that does it."""
     console = logging.StreamHandler(sys.stderr)
@@ -224,7 +265,7 @@ def _run_flow(asked: Namespace) -> int:
     from tasks.run.gate import GateFailed
     from tasks.run.record import find_last_ended
 
-    ASKED_AT.set(restart.find_restart_time() or psutil.Process().create_time())
+    ASKED_AT.set(command.find_restart_time() or psutil.Process().create_time())
     signals.enable_signal_exceptions()
     try:
         train(asked.config, resume=asked.resume)
@@ -233,13 +274,14 @@ def _run_flow(asked: Namespace) -> int:
         return 1
     except Exception as error:
         ended = find_last_ended()
-        if isinstance(error, TransportError):
-            _prefect_away.set()
+        is_away = isinstance(error, TransportError)
+        if is_away:
+            command.leave_prefect()
         if asked.debug:
             raise
         if ended is None or ended.run["status"] != "FINISHED":
             _plan_retry(asked, error)
-            if ended is None or not _prefect_away.is_set():
+            if ended is None or not is_away:
                 raise
             raise RuntimeError(ended.run["error"]) from error  # what Prefect's own error hides
         print(f"trained, but Prefect could not record its end: {error}", file=sys.stderr)
@@ -248,22 +290,14 @@ def _run_flow(asked: Namespace) -> int:
 
 
 def _plan_retry(asked: Namespace, error: Exception) -> None:
-    """Plan a restart after this process, where the failure is one that a new process may cure.
+    """Plan a restart after this process, where the failure is one that a new process may cure."""
+    from tasks.run.flow_run import plan_command_retry
 
-    A first start that has not opened its run is not restarted: its user is there.
-    """
-    if attempts.is_launched():  # torchrun starts it again, with the others
+    if launcher.is_launched():  # torchrun starts it again, with the others
         return
-    from tasks.run.failures import classify_failure
-    from tasks.run.record import find_last_ended
-    from tasks.run.resume import plan_retry
-
-    ended = find_last_ended()
-    folder = ended.folder if ended is not None else restart.find_failed_folder()
-    failure = (ended.failure if ended is not None else None) or classify_failure(error)
-    if folder is not None and (retry := plan_retry(folder, failure, asked.config)) is not None:
+    if (retry := plan_command_retry(error, asked.config)) is not None:
         words = make_resume_words(asked.words, retry.folder) if retry.step else asked.words
-        restart.plan_restart(words, at=retry.at, of=retry.folder, told=str(retry))
+        command.plan_restart(words, at=retry.at, of=retry.folder, told=str(retry))
 
 
 def _set_up_prefect(api_url: str | None, *, debug: bool) -> None:

@@ -1,6 +1,7 @@
-"""Asks a Prefect server in plain HTTP: whether it answers, about the work pool, the worker,
-and runs that are to be ended; and finds flow runs that Prefect shows as running although
-their process is gone. Importing Prefect's client would cost two seconds a call.
+"""Asks a Prefect server in plain HTTP, since importing Prefect's client would cost two seconds a
+call: whether it answers, about the work pool and the worker; and gives flow runs their true end,
+where Prefect shows them as running although their process is gone, or as crashed although what they
+trained came to its end.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def make_pool(api: str) -> None:
             raise
 
 
-def is_paused(api: str) -> bool:
+def is_pool_paused(api: str) -> bool:
     """Return whether the work pool is paused: nothing would start."""
     return bool(call_api("GET", f"{api}/work_pools/{POOL}")["is_paused"])
 
@@ -267,10 +268,10 @@ def correct_flow_runs(api: str, runs: Path) -> None:
         if api:
             known = read_flow_run_ends(runs)
             end_dead_flow_runs(api, known)
-            correct_ends(api, known)
+            correct_flow_run_ends(api, known)
 
 
-def correct_ends(
+def correct_flow_run_ends(
     api: str, known: Mapping[str, FlowRunEnd], *, does: bool = True
 ) -> dict[str, FlowRunEnd]:
     """Give flow runs their known end where they show another one; return these by name.

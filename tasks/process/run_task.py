@@ -1,16 +1,19 @@
 """The decorator of this project's Prefect tasks. A plain call of such a task is timed in the record
-of the run around it, which also keeps why it failed; no error of it shows a secret to Prefect; and
-no argument of it is hashed or kept.
+of the run around it, which also keeps why it failed; no error of it shows a secret to Prefect; no
+argument of it is hashed or kept; and what it forks, such as the workers of a DataLoader, can end.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from prefect import Task
+from prefect._internal.concurrency import services
 from prefect.cache_policies import NO_CACHE
 from prefect.context import TagsContext
 
@@ -51,7 +54,26 @@ def run_task(function: Callable[P, R]) -> RunTask[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        fix_prefect_after_fork()
         with redact_errors():  # Prefect keeps the text of a failed task
             return function(*args, **kwargs)
 
     return RunTask(call, cache_policy=NO_CACHE)
+
+
+@cache
+def fix_prefect_after_fork() -> None:
+    """Mend, in every process forked from now on, the Prefect services copied from its parent.
+
+    Prefect 3.8 takes away the event that tells that a service is done, and waits for it when the
+    process ends: the process then fails with code 1, and PyTorch with it ("DataLoader worker
+    exited unexpectedly").
+    """
+    os.register_at_fork(after_in_child=_mark_services_done)
+
+
+def _mark_services_done() -> None:
+    done = asyncio.Event()
+    done.set()
+    for service in list(services._active_services):
+        service._done_event = done  # its thread did not come along: nothing is left to wait for

@@ -17,13 +17,13 @@ from tasks.engine.base.import_paths import get_error_message as words_of
 from tasks.engine.checkpoint.checkpoints import NoRoom
 from tasks.engine.device.detection import TemporaryDeviceError
 from tasks.engine.distributed.ranks import LostRank
-from tasks.engine.launch.agent import LostProcess
-from tasks.engine.memory.memory_meter import is_oom, list_error_chain
+from tasks.engine.launch.supervisor import LostProcess
+from tasks.engine.memory.out_of_memory import is_oom, list_error_chain
 from tasks.engine.training.oom_report import OutOfMemory
 from tasks.process import signals
 from tasks.run.preflight import BAD_INPUT
 from tasks.tracking.journal import SenderEnded
-from tasks.tracking.where import TrackingError
+from tasks.tracking.tracking_settings import TrackingError
 
 # What no later call of this process survives, and what a driver says of a device that has gone.
 # https://docs.nvidia.com/cuda/cuda-runtime-api: "the process must be terminated and relaunched".
@@ -38,7 +38,7 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 _FULL = re.compile(r"No space left on device|Disk quota exceeded|database or disk is full")
-# A wrong index is the same in any process; see diagnosis.explain, which names it where it can.
+# A wrong index is the same in any process; see failed_step.py, which names it where it can.
 _ASSERT = "device-side assert triggered"
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
+from tasks.engine.accounts.phases import Stopwatch
 from tasks.engine.base.facts import Column, DataFacts, DeviceFacts, Owner, ReleaseFacts, TrainFacts
-from tasks.engine.base.timing import Stopwatch
 from tasks.engine.memory.leaks import make_release_metrics
 from tasks.engine.memory.memory_meter import MIB
 from tasks.engine.settings.run_config import DataConfig

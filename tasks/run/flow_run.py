@@ -1,5 +1,6 @@
-"""What Prefect knows of this run, as tags; the report, as an artifact in Prefect's UI; and how a
-flow begins and ends, for Python, which calls it, and for a worker, which plays it."""
+"""A run as Prefect's flow sees it: how it is named, opened, published and tried again; what Prefect
+knows of it, as tags; and the flow that does more where Python calls it than where a worker runs
+it."""
 
 from __future__ import annotations
 
@@ -32,14 +33,14 @@ from rich.console import Console
 from tasks.engine.report import run_report
 from tasks.engine.settings.read_settings import ConfigError, make_config, override_config
 from tasks.engine.settings.run_config import RunConfig
-from tasks.process import signals
+from tasks.process import command, signals
 from tasks.process.prefect_http import make_flow_run_end
 from tasks.process.redaction import redact, redact_errors, redact_logs, redact_nested, remove_login
 from tasks.run.failures import classify_failure
 from tasks.run.gate import GateFailed
 from tasks.run.preflight import resolve_and_check
-from tasks.run.record import Record
-from tasks.run.resume import make_default_name, plan_retry
+from tasks.run.record import Record, find_last_ended
+from tasks.run.resume import Retry, make_default_name, plan_retry
 from tasks.services.local_prefect import is_temporary_api
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,81 @@ PARENT = "HEADROOM_PARENT_RUN"  # in the environment: the run in MLflow that thi
 EXIT_S = 10.0  # for a process that is to be started again to end
 # Unix time at which somebody asked for this run.
 ASKED_AT: ContextVar[float | None] = ContextVar("ASKED_AT", default=None)
+
+
+def make_run_name() -> str:
+    """Return what a training is called, in Prefect as in MLflow: as asked, else by what it trains
+    on what and when. Prefect asks for it when the flow begins."""
+    asked = flow_run.parameters or {}
+    config = asked.get("config") or {}
+    try:
+        if not isinstance(config, RunConfig):
+            config = make_config(config)
+        config = override_config(config, asked.get("overrides"))
+    except ConfigError:
+        config = RunConfig()  # the flow itself will say what is wrong
+    return make_default_name(config)
+
+
+@contextmanager
+def open_run(
+    config: RunConfig, overrides: Mapping[str, Any] | None = None, *, resume: str | None = None
+) -> Iterator[Record]:
+    """Yield the run of this flow run, which holds its settings; it ends with its true status, in
+    MLflow and Prefect, by whatever door it is left. No error that leaves it shows a secret.
+
+    overrides: dotted names over the settings. resume: the run to go on with. Raises ConfigError and
+    DataError for what can't work, before anything is spent.
+    """
+    with redact_errors():
+        run = Record(
+            resolve_and_check(config, overrides),
+            flow_run=_make_flow_run_tags(),
+            name=flow_run.name,
+            waited_s=_count_waited_s(),
+            resume=resume,
+            key=_make_own_key(),
+        )
+    with schedule_retry(run), redact_errors(), run:
+        yield run
+
+
+def publish_run(run: Record) -> Any:
+    """Put the report of a run that has ended where Prefect's UI shows it, and return the run as the
+    flow's result: for Prefect in a state of its own where it is not done, did not pass its gate, or
+    MLflow has not got all of it. Raises GateFailed where the gate is to fail."""
+    told = run.run
+    opens = told["open_command"] if told["run_id"] else ""  # MLflow may not know the run yet
+    text = run_report.make_markdown(told, open_command=opens)
+    show_markdown(text, f"run-{told['run_id'] or flow_run.id}", told["name"])
+    end = make_flow_run_end(told, told.get("unsent", ""))
+    if end.type == "FAILED":
+        raise GateFailed(told)
+    return Completed(name=end.name, message=end.message, data=told) if end.name else told
+
+
+def plan_command_retry(error: Exception, config: RunConfig) -> Retry | None:
+    """Return the next start of a command whose training has failed by this error.
+
+    None where a new process would not help, and for a first start that has not opened its run:
+    its user is there.
+    """
+    ended = find_last_ended()
+    folder = ended.folder if ended is not None else command.find_failed_folder()
+    failure = (ended.failure if ended is not None else None) or classify_failure(error)
+    return plan_retry(folder, failure, config) if folder is not None else None
+
+
+def show_markdown(text: str, key: str, title: str) -> None:
+    """Show the text as an artifact of this flow run; a Prefect that is away is only logged."""
+    try:
+        create_markdown_artifact(text, key=key, description=title)
+    except (TransportError, HTTPStatusError) as error:
+        log.warning("no report in Prefect: %s", redact(str(error)))
+        if "PREFECT__FLOW_RUN_ID" not in os.environ:  # the end of a command does not wait once more
+            here = get_settings_context()
+            once = here.settings.copy_with_update({PREFECT_CLIENT_MAX_RETRIES: 0})
+            SettingsContext(profile=here.profile, settings=once).__enter__()
 
 
 class CalledFlow(Flow[..., Any]):
@@ -80,7 +156,40 @@ class Ended(RuntimeError):
     """A flow run that failed, in words that begin with the class of the failure."""
 
 
-def make_flow_run_tags() -> dict[str, str]:
+@contextmanager
+def schedule_retry(record: Record) -> Iterator[None]:
+    """Leave the flow run for its worker to start again, where a new process may cure a failure.
+
+    Any other failure says its class in Prefect too.
+    """
+    try:
+        yield
+    except Exception as error:
+        # A part of somebody's own flow has an error to tell there, in the same process.
+        if not _make_own_key() or flow_run.id != os.environ.get("PREFECT__FLOW_RUN_ID"):
+            raise
+        failure = record.failure or classify_failure(error)
+        retry = plan_retry(record.folder, failure, record.config, starts=flow_run.run_count)
+        if retry is None:
+            raise Ended(f"{failure.kind}: {failure.said}") from error
+        # A worker with a limit dies of a run that it finds scheduled while it still runs it
+        # (Prefect 3.8, acquire_on_behalf_of_nowait), and it looks some seconds ahead.
+        ahead_s = get_current_settings().worker.prefetch_seconds + 2 * EXIT_S
+        retry = replace(retry, at=max(retry.at, time.time() + ahead_s))
+        log.warning("%s", retry)
+        at = datetime.fromtimestamp(retry.at, UTC)
+        state: State[None] = AwaitingRetry(scheduled_time=at, message=f"{failure.said}\n{retry}")
+        with get_client(sync_client=True) as client:
+            answer = client.set_flow_run_state(UUID(str(flow_run.id)), state)
+        if answer.status != SetStateStatus.ACCEPT:  # somebody has cancelled it
+            raise
+        hung = threading.Timer(EXIT_S, os._exit, [0])
+        hung.daemon = True
+        hung.start()
+        raise Pause(state=answer.state) from None  # "needs to exit for resubmission"
+
+
+def _make_flow_run_tags() -> dict[str, str]:
     """Return the tags that lead from MLflow to this flow run; empty outside of one.
 
     From here on Prefect's UI shows what the tasks log: by default a logger passes warnings only.
@@ -99,38 +208,7 @@ def make_flow_run_tags() -> dict[str, str]:
     return {k: str(v) for k, v in found.items() if v}
 
 
-@contextmanager
-def open_run(
-    config: RunConfig, overrides: Mapping[str, Any] | None = None, *, resume: str | None = None
-) -> Iterator[Record]:
-    """Yield the run of this flow run, which holds its settings; it ends with its true status, in
-    MLflow and Prefect, by whatever door it is left. No error that leaves it shows a secret.
-
-    overrides: dotted names over the settings. resume: the run to go on with. Raises ConfigError and
-    DataError for what can't work, before anything is spent.
-    """
-    with redact_errors():
-        run = Record(
-            resolve_and_check(config, overrides),
-            flow_run=make_flow_run_tags(),
-            name=flow_run.name,
-            waited_s=count_waited_s(),
-            resume=resume,
-            key=make_own_key(),
-        )
-    with schedule_retry(run), redact_errors(), run:
-        yield run
-
-
-def publish_run(run: Record) -> Any:
-    """Put the report of a run that has ended where Prefect's UI shows it, and return the run as the
-    flow's result: for Prefect in a state of its own where it is not done, did not pass its gate, or
-    MLflow has not got all of it. Raises GateFailed where the gate is to fail."""
-    publish_report(run.run)
-    return make_end_state(run.run)
-
-
-def make_own_key() -> str:
+def _make_own_key() -> str:
     """Return what a flow run that Prefect starts again is known by; empty for one that runs
     once."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun starts lost processes again
@@ -138,54 +216,7 @@ def make_own_key() -> str:
     return f"flow run {flow_run.id}" if deployment.id and flow_run.id else ""
 
 
-@contextmanager
-def schedule_retry(record: Record) -> Iterator[None]:
-    """Leave the flow run for its worker to start again, where a new process may cure a failure.
-
-    Any other failure says its class in Prefect too.
-    """
-    try:
-        yield
-    except Exception as error:
-        # A part of somebody's own flow has an error to tell there, in the same process.
-        if not make_own_key() or flow_run.id != os.environ.get("PREFECT__FLOW_RUN_ID"):
-            raise
-        failure = record.failure or classify_failure(error)
-        retry = plan_retry(record.folder, failure, record.config, starts=flow_run.run_count)
-        if retry is None:
-            raise Ended(f"{failure.kind}: {failure.said}") from error
-        # A worker with a limit dies of a run that it finds scheduled while it still plays it
-        # (Prefect 3.8, acquire_on_behalf_of_nowait), and it looks some seconds ahead.
-        ahead_s = get_current_settings().worker.prefetch_seconds + 2 * EXIT_S
-        retry = replace(retry, at=max(retry.at, time.time() + ahead_s))
-        log.warning("%s", retry)
-        at = datetime.fromtimestamp(retry.at, UTC)
-        state: State[None] = AwaitingRetry(scheduled_time=at, message=f"{failure.said}\n{retry}")
-        with get_client(sync_client=True) as client:
-            answer = client.set_flow_run_state(UUID(str(flow_run.id)), state)
-        if answer.status != SetStateStatus.ACCEPT:  # somebody has cancelled it
-            raise
-        hung = threading.Timer(EXIT_S, os._exit, [0])
-        hung.daemon = True
-        hung.start()
-        raise Pause(state=answer.state) from None  # "needs to exit for resubmission"
-
-
-def make_run_name() -> str:
-    """Return what a training is called, in Prefect as in MLflow: as asked, else by what it trains
-    on what and when. Prefect asks for it when the flow begins."""
-    asked = flow_run.parameters or {}
-    config = asked.get("config") or {}
-    try:
-        if not isinstance(config, RunConfig):
-            config = make_config(config)
-        config = override_config(config, asked.get("overrides"))
-    except ConfigError:
-        config = RunConfig()  # the flow itself will say what is wrong
-    return make_default_name(config)
-
-
-def count_waited_s() -> float:
+def _count_waited_s() -> float:
     """Return the seconds that a person has waited for this run by now; a worker's process is there
     for it."""
     began = ASKED_AT.get()
@@ -203,31 +234,3 @@ def outlive_the_worker() -> None:
 
 def _go_on(self: Console) -> None:
     return None
-
-
-def make_end_state(run: dict[str, Any]) -> Any:
-    """Return the run; for Prefect in a state of its own where it is not done, did not pass its
-    gate, or MLflow has not got all of it. Raises GateFailed where the gate is to fail."""
-    end = make_flow_run_end(run, run.get("unsent", ""))
-    if end.type == "FAILED":
-        raise GateFailed(run)
-    return Completed(name=end.name, message=end.message, data=run) if end.name else run
-
-
-def publish_report(run: Mapping[str, Any]) -> None:
-    """Put the report where Prefect's UI shows it."""
-    text = run_report.make_markdown(run, open_command=run["open_command"] if run["run_id"] else "")
-    key = f"run-{run['run_id'] or flow_run.id}"  # MLflow may not know the run yet
-    show_markdown(text, key, run["name"])
-
-
-def show_markdown(text: str, key: str, title: str) -> None:
-    """Show the text as an artifact of this flow run; a Prefect that is away is only logged."""
-    try:
-        create_markdown_artifact(text, key=key, description=title)
-    except (TransportError, HTTPStatusError) as error:
-        log.warning("no report in Prefect: %s", redact(str(error)))
-        if "PREFECT__FLOW_RUN_ID" not in os.environ:  # the desk's end does not wait once more
-            here = get_settings_context()
-            once = here.settings.copy_with_update({PREFECT_CLIENT_MAX_RETRIES: 0})
-            SettingsContext(profile=here.profile, settings=once).__enter__()

@@ -17,7 +17,7 @@ from tasks.engine.base.units import format_mebibytes
 from tasks.engine.data.preparation import check_data, prepare_dataset
 from tasks.engine.device.detection import DeviceError, check_memory_limit, resolve_precision
 from tasks.engine.files.source_data import DataError
-from tasks.engine.launch import attempts
+from tasks.engine.launch import launcher
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import (
     ConfigError,
@@ -29,54 +29,13 @@ from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import Plan, make_plan
 from tasks.engine.training import check_training
 from tasks.engine.training.forecast import UnforeseeableMemory
-from tasks.tracking.where import TrackingError, TrackingSettings, read_tracking_settings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings, read_tracking_settings
 
 MIB = 1024**2
 # Bytes that a run of digits with a log point each step left behind, for each, rounded up.
 JOURNAL_BYTES, DATABASE_BYTES = 200, 1000
 # What it left beside these: report, plots and example, their copy, a new database.
 RECORD_BYTES, COPY_BYTES, NEW_BYTES = 1 * MIB, 1 * MIB, 2 * MIB
-
-
-def _refuse_read_only(folder: Path) -> None:
-    there = next((p for p in (folder, *folder.parents) if p.exists()), None)
-    if there is not None and not os.access(there, os.W_OK | os.X_OK):
-        raise TrackingError(
-            f"artifacts: {there} can't be written, and the run's files and its model go to "
-            f"{folder}; make it writable, or name another folder in mlflow.yaml"
-        )
-
-
-def check_disk_space(where: TrackingSettings, *, weights_bytes: int, log_points: int) -> None:
-    """Raises TrackingError where a disk lacks room for record and weights, or takes none."""
-    journal = log_points * JOURNAL_BYTES
-    needs = {"runs": (Path(where.runs), weights_bytes + journal + RECORD_BYTES)}
-    if where.database is not None:
-        needs["tracking_uri"] = where.database, log_points * DATABASE_BYTES + NEW_BYTES
-    if where.keeps_files:
-        needs["artifacts"] = Path(where.artifacts), weights_bytes + journal + COPY_BYTES
-    # The weights lie there while they are sent.
-    needs["the temporary folder"] = Path(tempfile.gettempdir()), weights_bytes
-    disks: dict[int, list[tuple[str, Path, int]]] = {}
-    for name, (path, needed) in needs.items():
-        there = next((p for p in (path, *path.parents) if p.exists()), None)
-        if there is not None:
-            disks.setdefault(os.stat(there).st_dev, []).append((name, there, needed))
-    if where.keeps_files:
-        _refuse_read_only(Path(where.artifacts))
-    for found in disks.values():
-        needed = sum(needed for *_, needed in found)
-        free = shutil.disk_usage(found[0][1]).free
-        if needed > free:
-            names = ", ".join(name for name, *_ in found)
-            raise TrackingError(
-                f"{names}: the disk of {found[0][1]} has {format_mebibytes(free / MIB)} free, "
-                "and the run "
-                f"may need {format_mebibytes(needed / MIB)} there for its record and its model; "
-                "make room"
-            )
-
-
 BAD_INPUT = (ConfigError, DataError, ModelError, DeviceError, TrackingError, UnforeseeableMemory)
 
 
@@ -84,7 +43,7 @@ def resolve_and_check(config: RunConfig, overrides: Mapping[str, Any] | None) ->
     """Return the settings with `overrides` applied; import paths, data's head and what a launcher
     has set are checked. Raises ConfigError or DataError.
     """
-    attempts.rank_here()
+    launcher.read_rank()
     config = restore_config_secrets(override_config(config, overrides))
     check_imports(config)
     check_data(config.data)
@@ -122,3 +81,42 @@ def check_fit(plan: Plan) -> None:
     if train.patience:  # as many epochs as it will take at least
         log_points = min(log_points, log_points * train.patience // train.epochs)
     check_disk_space(read_tracking_settings(), weights_bytes=weights_bytes, log_points=log_points)
+
+
+def check_disk_space(where: TrackingSettings, *, weights_bytes: int, log_points: int) -> None:
+    """Raises TrackingError where a disk lacks room for record and weights, or takes none."""
+    journal = log_points * JOURNAL_BYTES
+    needs = {"runs": (Path(where.runs), weights_bytes + journal + RECORD_BYTES)}
+    if where.database is not None:
+        needs["tracking_uri"] = where.database, log_points * DATABASE_BYTES + NEW_BYTES
+    if where.keeps_files:
+        needs["artifacts"] = Path(where.artifacts), weights_bytes + journal + COPY_BYTES
+    # The weights lie there while they are sent.
+    needs["the temporary folder"] = Path(tempfile.gettempdir()), weights_bytes
+    disks: dict[int, list[tuple[str, Path, int]]] = {}
+    for name, (path, needed) in needs.items():
+        there = next((p for p in (path, *path.parents) if p.exists()), None)
+        if there is not None:
+            disks.setdefault(os.stat(there).st_dev, []).append((name, there, needed))
+    if where.keeps_files:
+        _refuse_read_only(Path(where.artifacts))
+    for found in disks.values():
+        needed = sum(needed for *_, needed in found)
+        free = shutil.disk_usage(found[0][1]).free
+        if needed > free:
+            names = ", ".join(name for name, *_ in found)
+            raise TrackingError(
+                f"{names}: the disk of {found[0][1]} has {format_mebibytes(free / MIB)} free, "
+                "and the run "
+                f"may need {format_mebibytes(needed / MIB)} there for its record and its model; "
+                "make room"
+            )
+
+
+def _refuse_read_only(folder: Path) -> None:
+    there = next((p for p in (folder, *folder.parents) if p.exists()), None)
+    if there is not None and not os.access(there, os.W_OK | os.X_OK):
+        raise TrackingError(
+            f"artifacts: {there} can't be written, and the run's files and its model go to "
+            f"{folder}; make it writable, or name another folder in mlflow.yaml"
+        )

@@ -287,7 +287,7 @@ class RowsProgress(Progress):
         *,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """amount: what there is to do, in bytes or rows; see row_files.amount."""
+        """amount: what there is to do, in bytes or rows."""
         super().__init__(amount, PERCENT, stream, now_s=now_s)
         self._rows = 0
 

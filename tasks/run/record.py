@@ -23,6 +23,7 @@ from prefect.client.schemas.objects import ConcurrencyLeaseHolder, State
 from prefect.runtime import flow_run
 from prefect.states import Running
 
+from tasks.engine.accounts.step_metrics import AGE_S
 from tasks.engine.base.facts import DataFacts, Owner, ReleaseFacts, TrainFacts
 from tasks.engine.base.units import make_printable
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, list_steps
@@ -55,7 +56,7 @@ from tasks.run.progress import Progress, log_during_silence
 from tasks.run.resume import RunClaim, log_resume_command, make_retry_tags
 from tasks.services import serve
 from tasks.tracking.journal import ONCE, Journal, JournalError, RunGone
-from tasks.tracking.where import TrackingError, read_tracking_settings
+from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
 
 FREE_AFTER_S = 60.0  # of a slot whose holder is gone, as Prefect shows it; the least it takes
 PATIENCE_S = 1.0  # for the slot of a holder that is gone
@@ -314,12 +315,13 @@ class Record:
         """Keep the metrics of a step: the loop's one seam."""
         assert self._progress is not None, "log() before begin()"
         self._step = step
-        self._progress.update(metrics, step)
+        self._progress.update({k: v for k, v in metrics.items() if k != AGE_S}, step)
+        age_s = metrics.pop(AGE_S, 0.0)
         metrics = {make_curve_name(name): value for name, value in metrics.items()}
         if self._found.tags["device.kind"] == "cpu":  # whose peak is that of two windows
             metrics.pop(PEAK, None)
         self._found.series |= metrics
-        self._journal.log(metrics, step)
+        self._journal.log(metrics, step, age_s=age_s)
 
     def keep_training(self, facts: TrainFacts) -> None:
         """Keep what the training measured."""

@@ -31,7 +31,7 @@ from tasks.engine.settings.read_settings import ConfigError, resolve_config
 from tasks.engine.settings.run_config import RunConfig, RunSettings
 from tasks.engine.step.plan import Plan
 from tasks.engine.training.loop import compute_end_time
-from tasks.process import restart
+from tasks.process import command
 from tasks.process.redaction import redact
 from tasks.run.failures import Failure
 from tasks.run.known_runs import (
@@ -43,7 +43,7 @@ from tasks.run.known_runs import (
     read_start,
 )
 from tasks.tracking.journal import RunGone
-from tasks.tracking.where import read_tracking_settings
+from tasks.tracking.tracking_settings import read_tracking_settings
 
 log = logging.getLogger(__name__)
 # Settings that say nothing of what is trained, or stand first in the name.
@@ -394,7 +394,7 @@ def _is_over(until: str | None, at: float) -> bool:
 
 def find_failed_start(runs: Path, key: str) -> RunStart | None:
     """Return the start of the run that failed without a checkpoint, if this is its retry."""
-    folder = restart.find_failed_folder() or _find_newest(runs, key)
+    folder = command.find_failed_folder() or _find_newest(runs, key)
     start = read_start(folder) if folder is not None else None
     return start if start is not None and start.retries else None
 
@@ -404,7 +404,7 @@ def make_retry_tags(
 ) -> dict[str, str]:
     """Return the tags of a retry; none for another start. is_new: as a run of its own.
 
-    Raises NotNow where the device is gone: nobody asked for weeks on the CPU.
+    Raises TemporaryDeviceError where the device is gone: nobody asked for weeks on the CPU.
     """
     if before is None or not before.retries:
         return {}

@@ -31,9 +31,9 @@ from tasks.run.known_runs import (
     read_start,
 )
 from tasks.services import local_prefect, serve
-from tasks.services.processes import find_parts, find_worker_starts
+from tasks.services.parts import find_parts, find_worker_starts
 from tasks.tracking.journal import SENDING_LOCK
-from tasks.tracking.where import TrackingSettings
+from tasks.tracking.tracking_settings import TrackingSettings
 
 MIB = 1024**2
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
@@ -122,7 +122,7 @@ def _clean_up_prefect(
     api: str, known: dict[str, FlowRunEnd], workers: list[float] | None, *, does: bool
 ) -> Iterator[TidyAction]:
     dead = prefect_http.end_dead_flow_runs(api, known, workers=workers, does=does)
-    for name, end in {**dead, **prefect_http.correct_ends(api, known, does=does)}.items():
+    for name, end in {**dead, **prefect_http.correct_flow_run_ends(api, known, does=does)}.items():
         state = end.name or end.type
         yield TidyAction(
             "set", f"flow run {make_printable(name, limit=60)} to {state}: {end.message}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tasks.services import local_prefect
 from tasks.tracking import mlflow_store
-from tasks.tracking.where import TrackingError
+from tasks.tracking.tracking_settings import TrackingError
 
 
 def main() -> None:

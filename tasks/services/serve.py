@@ -20,10 +20,10 @@ from typing import IO
 
 import psutil
 
-from tasks.process import home, prefect_http
+from tasks.process import command, prefect_http
 from tasks.process.redaction import redact, remove_login
-from tasks.services import keeper, service
-from tasks.services.processes import (
+from tasks.services import service
+from tasks.services.parts import (
     KEEPER,
     Part,
     ServeError,
@@ -37,7 +37,7 @@ from tasks.services.processes import (
 )
 from tasks.tracking import send_later
 from tasks.tracking.mlflow_pages import EXPERIMENTS_PAGE, make_experiment_path, make_run_path
-from tasks.tracking.where import TrackingError, TrackingSettings, read_tracking_settings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings, read_tracking_settings
 
 PROJECT = Path(__file__).absolute().parent.parent.parent
 FOLDER = PROJECT / ".headroom" / "serve"
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tasks.services.serve", description=__doc__)
     parser.add_argument("action", choices=list(actions))
     action = parser.parse_args(argv).action
-    home.provide()
+    command.provide_home()
     try:
         return actions[action]()
     except ServeError as error:
@@ -88,7 +88,7 @@ def start_missing_parts(*, is_keeper: bool = False) -> service.ServicePlan:
     # SIGINT is ignored, and then never end.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with hold_service_lock(FOLDER):
-        alive = keeper.add_keeper(find_parts(FOLDER)) if is_keeper else find_parts(FOLDER)
+        alive = service.add_keeper(find_parts(FOLDER)) if is_keeper else find_parts(FOLDER)
         plan = _make_plan(alive)
         gone = ", ".join(name for name in plan.addresses if name not in alive)
         if not gone:
@@ -133,7 +133,7 @@ def keep() -> int:
             api = find_parts(FOLDER)["prefect"].address + "/api"
             send_later.start(chosen, api)
 
-    keeper.keep(FOLDER, lambda: start_missing_parts(is_keeper=True), send)
+    service.look_after_parts(FOLDER, lambda: start_missing_parts(is_keeper=True), send)
     return 0
 
 
@@ -264,7 +264,7 @@ def _make_plan(up: Mapping[str, Part]) -> service.ServicePlan:
     addresses = {
         **choose_addresses(ports, up),
         "worker": socket.gethostname(),
-        KEEPER: keeper.ADDRESS,
+        KEEPER: service.KEEPER_ADDRESS,
     }
     addresses |= {name: part.address for name, part in up.items()}
     return service.ServicePlan(

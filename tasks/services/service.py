@@ -1,8 +1,9 @@
 """Brings the service up, in the order that makes it safe, and waits until each part really answers;
-and takes it down so that nothing is lost: first the runs, each of which gives its memory back and
-closes its record; then the worker, the server and MLflow. Whatever goes wrong on the way up, what
-was started is ended again, and nothing else. Where a systemd of the user outlives a log-out, the
-keeper is a unit of it, which starts it again when it dies, and with the machine.
+looks after the parts, and starts again what has died; and takes them down so that nothing is lost:
+first the runs, each of which gives its memory back and closes its record; then the worker, the
+server and MLflow. Whatever goes wrong on the way up, what was started is ended again, and nothing
+else. Where a systemd of the user outlives a log-out, the keeper, which looks after the parts, is a
+unit of it, which starts it again when it dies, and with the machine.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tasks.process import prefect_http
 from tasks.process.prefect_http import FLOW_RUN, FlowRunEnd
 from tasks.process.redaction import redact
 from tasks.services import local_prefect
-from tasks.services.processes import (
+from tasks.services.parts import (
     KEEPER,
     MARK,
     PART,
@@ -53,6 +54,145 @@ PASSING = re.compile(
     r"_|SHLVL|PWD|OLDPWD|TERM.*|SSH_.*|XDG_SESSION.*|DISPLAY|WAYLAND.*|DBUS.*|INVOCATION_ID"
     r"|JOURNAL_STREAM|NOTIFY_SOCKET|LISTEN_.*|SYSTEMD_.*|MAINPID|MANAGERPID"
 )
+RUN_S = 90.0  # for runs to end: give the device back, and send what MLflow has not got yet
+MAX_TRIES = {"PREFECT_CLIENT_MAX_RETRIES": "6"}  # for two minutes: nobody sits and waits
+START_S = 180.0  # a new database on a busy machine, with room to spare
+HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
+# Settings of another API, or of a UI that talks to one: this service talks to itself.
+OTHERS = ("PREFECT_API_KEY", "PREFECT_UI_API_URL", "PREFECT_SERVER_UI_API_URL", "PREFECT_UI_URL")
+LOOK_S = 5.0  # between two looks at the parts
+PASS_S = 60.0  # between two passes
+AGAIN_S, LONGEST_S = 10.0, 300.0  # after a start that failed
+KEEPER_ADDRESS = "starts the others again"  # what `status` shows of it
+
+
+@dataclass(frozen=True)
+class Program:
+    """How a part is started."""
+
+    command: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)  # of this part alone
+
+
+@dataclass(frozen=True)
+class ServicePlan:
+    """What is to be brought up, and where."""
+
+    project: Path
+    folder: Path  # of logs
+    tracking_uri: str
+    experiment: str
+    runs: Sequence[tuple[str, Path]]  # of the runs' journals: hosts, as the runs call them
+    addresses: Mapping[str, str]  # by part; no mlflow where a tracking server has the runs
+
+    @property
+    def api(self) -> str:
+        return f"{self.addresses['prefect']}/api"
+
+
+def bring_up(plan: ServicePlan, up: Mapping[str, Part]) -> None:
+    """Start the parts of the plan that are not `up`, and wait until each is ready.
+
+    Prefect's server and MLflow come first, at once; then the deployments; the worker. A training
+    that goes on, though the process that started it died, is left alone, and ended with the
+    service. Raises ServeError, with the end of the log of what failed.
+    """
+    found = dict(up)
+    try:
+        missing = [name for name in plan.addresses if name not in up]
+        if "prefect" in missing:
+            require_own_home(plan.folder, local_prefect.find_prefect_home().absolute())
+        _provide_database()
+        found |= {name: _start_from_plan(name, plan) for name in missing if name in HEALTH}
+        _wait_until_ready("prefect", found["prefect"], plan)
+        if any(name == "prefect" or name.startswith(WORKER) for name in missing):
+            _deploy(plan, up)
+        is_online = partial(prefect_http.is_worker_online, plan.api, since=time.time())
+        workers = {
+            name: _start_from_plan(name, plan) for name in missing if name.startswith(WORKER)
+        }
+        for name, worker in workers.items():
+            _wait_until_ready(name, worker, plan, partial(is_online, worker.address))
+        if "mlflow" in found:
+            _wait_until_ready("mlflow", found["mlflow"], plan)
+        if KEEPER in missing:
+            _start_keeper(plan)
+    except OSError as error:
+        take_down(plan.folder, but=up)
+        raise ServeError(f"Prefect's server stopped answering: {error}") from None
+    except BaseException:  # whatever it is, Ctrl-C too: nothing is left half-started
+        take_down(plan.folder, but=up)
+        raise
+
+
+def look_after_parts(
+    folder: Path,
+    start_missing: Callable[[], ServicePlan],
+    send: Callable[[], None],
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Look after the parts of the service, for ever.
+
+    start_missing: starts what is missing. send: sees to what was not sent. Raises what `sleep`
+    raises.
+    """
+    plan, pause_s, pass_at = _bring_up_patiently(start_missing, sleep), AGAIN_S, 0.0
+    up = add_keeper(find_parts(folder))
+    while True:
+        if missing := [name for name in plan.addresses if not _is_up(name, up)]:
+            up = add_keeper(find_parts(folder))  # somebody else may have started it
+            missing = [name for name in plan.addresses if name not in up]
+        if missing:
+            print(f"{_format_now()} {', '.join(missing)}: had ended", flush=True)
+            plan = _bring_up_patiently(start_missing, sleep)
+            up, pass_at = add_keeper(find_parts(folder)), 0.0
+            sleep(pause_s)  # what ends at once is not started a hundred times
+            pause_s = min(LONGEST_S, 2 * pause_s)
+        elif time.monotonic() > pass_at:
+            if pass_at:
+                pause_s = AGAIN_S  # all has lived for a pass
+            _run_pass(plan, up, send)
+            pass_at = time.monotonic() + PASS_S
+        sleep(LOOK_S)
+
+
+def put_right(plan: ServicePlan, up: Mapping[str, Part]) -> dict[str, FlowRunEnd]:
+    """Give flow runs that do not tell the truth their true state, by their names. Raises
+    OSError."""
+    known: dict[str, FlowRunEnd] = {}
+    for host, runs in plan.runs:
+        known |= prefect_http.read_flow_run_ends(runs, host)
+    dead = prefect_http.end_dead_flow_runs(plan.api, known, workers=find_worker_starts(up))
+    return {**dead, **prefect_http.correct_flow_run_ends(plan.api, known)}
+
+
+def take_down(folder: Path, *, but: Collection[str] = ()) -> None:
+    """End all parts except those in `but`, and whatever they started that still runs.
+
+    A training that goes on although its worker or the server has died is left alone: nobody
+    could end it in good order, and the next `up` takes it over.
+    """
+    up = find_parts(folder)
+    workers = [part.process for name, part in up.items() if name.startswith(WORKER)]
+    spares = bool(but) or not workers or "prefect" not in up
+    if not spares:
+        _end_workers(folder, workers, f"{up['prefect'].address}/api")
+    # The keeper first, which would start the others again.
+    for name, part in sorted(up.items(), key=lambda p: p[0] != KEEPER):
+        if name in but:
+            continue
+        if spares and name.startswith(WORKER):
+            part.process.kill()  # told to end, it would take its run with it
+        end_processes([part.process], wait_s=20)
+    _end_leftovers(folder, spares=spares, but=but)
+
+
+def end_keeper(folder: Path) -> None:
+    """End the keeper, so that nothing is started again that is taken down."""
+    remove_unit(folder)
+    if KEEPER in (up := find_parts(folder)):
+        end_processes([up[KEEPER].process], wait_s=20)
 
 
 def can_make_unit() -> bool:
@@ -134,6 +274,29 @@ def make_environment_text(env: Mapping[str, str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def make_program(name: str, address: str) -> Program:
+    """Return the program by which `make serve` starts a part."""
+    python, url = [sys.executable, "-m"], urlsplit(address)
+    prefect = [*python, "prefect", "--no-prompt"]
+    if name == "prefect":
+        at = ["--host", str(url.hostname), "--port", str(url.port)]
+        return Program([*prefect, "server", "start", *at])
+    if name == "mlflow":
+        return Program(
+            [*python, "tasks.services.serve", "ui"], {"HEADROOM_MLFLOW_PORT": str(url.port)}
+        )
+    if name == KEEPER:
+        return Program([*python, "tasks.services.serve", "keep"])
+    worker = [*prefect, "worker", "start", "--pool", prefect_http.POOL, "--type", "process"]
+    # One GPU, one run; the next waits.
+    return Program([*worker, "--name", address, "--limit", "1"])
+
+
+def add_keeper(up: Mapping[str, Part]) -> dict[str, Part]:
+    """Return what is up, and this process, which does not find itself."""
+    return {KEEPER: Part(KEEPER_ADDRESS, psutil.Process()), **up}
+
+
 def _is_hidden(name: str, value: str) -> bool:
     return name != MARK and (is_secret(name, value) or redact(value) != value)
 
@@ -167,37 +330,6 @@ def _ask(*command: str) -> str | None:
     return None
 
 
-RUN_S = 90.0  # for runs to end: give the device back, and send what MLflow has not got yet
-
-
-def take_down(folder: Path, *, but: Collection[str] = ()) -> None:
-    """End all parts except those in `but`, and whatever they started that still runs.
-
-    A training that goes on although its worker or the server has died is left alone: nobody
-    could end it in good order, and the next `up` takes it over.
-    """
-    up = find_parts(folder)
-    workers = [part.process for name, part in up.items() if name.startswith(WORKER)]
-    spares = bool(but) or not workers or "prefect" not in up
-    if not spares:
-        _end_workers(folder, workers, f"{up['prefect'].address}/api")
-    # The keeper first, which would start the others again.
-    for name, part in sorted(up.items(), key=lambda p: p[0] != KEEPER):
-        if name in but:
-            continue
-        if spares and name.startswith(WORKER):
-            part.process.kill()  # told to end, it would take its run with it
-        end_processes([part.process], wait_s=20)
-    _end_leftovers(folder, spares=spares, but=but)
-
-
-def end_keeper(folder: Path) -> None:
-    """End the keeper, so that nothing is started again that is taken down."""
-    remove_unit(folder)
-    if KEEPER in (up := find_parts(folder)):
-        end_processes([up[KEEPER].process], wait_s=20)
-
-
 def _end_workers(folder: Path, workers: Sequence[psutil.Process], api: str) -> None:
     """Cancel the workers' runs, then end the workers.
 
@@ -207,7 +339,7 @@ def _end_workers(folder: Path, workers: Sequence[psutil.Process], api: str) -> N
     is_paused = False
     try:
         with suppress(OSError):  # no answer: then it hands out no runs either
-            if not prefect_http.is_paused(api):
+            if not prefect_http.is_pool_paused(api):
                 prefect_http.set_pool_paused(
                     api, paused=True
                 )  # else the worker would start the next one
@@ -272,72 +404,6 @@ def _is_sending_process(process: psutil.Process) -> bool:
     return False
 
 
-MAX_TRIES = {"PREFECT_CLIENT_MAX_RETRIES": "6"}  # for two minutes: nobody sits and waits
-START_S = 180.0  # a new database on a busy machine, with room to spare
-HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
-# Settings of another API, or of a UI that talks to one: this service talks to itself.
-OTHERS = ("PREFECT_API_KEY", "PREFECT_UI_API_URL", "PREFECT_SERVER_UI_API_URL", "PREFECT_UI_URL")
-
-
-@dataclass(frozen=True)
-class Program:
-    """How a part is started."""
-
-    command: Sequence[str]
-    env: Mapping[str, str] = field(default_factory=dict)  # of this part alone
-
-
-@dataclass(frozen=True)
-class ServicePlan:
-    """What is to be brought up, and where."""
-
-    project: Path
-    folder: Path  # of logs
-    tracking_uri: str
-    experiment: str
-    runs: Sequence[tuple[str, Path]]  # of the runs' journals: hosts, as the runs call them
-    addresses: Mapping[str, str]  # by part; no mlflow where a tracking server has the runs
-
-    @property
-    def api(self) -> str:
-        return f"{self.addresses['prefect']}/api"
-
-
-def bring_up(plan: ServicePlan, up: Mapping[str, Part]) -> None:
-    """Start the parts of the plan that are not `up`, and wait until each is ready.
-
-    Prefect's server and MLflow come first, at once; then the deployments; the worker. A training
-    that goes on, though the process that started it died, is left alone, and ended with the
-    service. Raises ServeError, with the end of the log of what failed.
-    """
-    found = dict(up)
-    try:
-        missing = [name for name in plan.addresses if name not in up]
-        if "prefect" in missing:
-            require_own_home(plan.folder, local_prefect.find_prefect_home().absolute())
-        _provide_database()
-        found |= {name: _start_from_plan(name, plan) for name in missing if name in HEALTH}
-        _wait_until_ready("prefect", found["prefect"], plan)
-        if any(name == "prefect" or name.startswith(WORKER) for name in missing):
-            _deploy(plan, up)
-        is_online = partial(prefect_http.is_worker_online, plan.api, since=time.time())
-        workers = {
-            name: _start_from_plan(name, plan) for name in missing if name.startswith(WORKER)
-        }
-        for name, worker in workers.items():
-            _wait_until_ready(name, worker, plan, partial(is_online, worker.address))
-        if "mlflow" in found:
-            _wait_until_ready("mlflow", found["mlflow"], plan)
-        if KEEPER in missing:
-            _start_keeper(plan)
-    except OSError as error:
-        take_down(plan.folder, but=up)
-        raise ServeError(f"Prefect's server stopped answering: {error}") from None
-    except BaseException:  # whatever it is, Ctrl-C too: nothing is left half-started
-        take_down(plan.folder, but=up)
-        raise
-
-
 def _start_from_plan(name: str, plan: ServicePlan) -> Part:
     address = plan.addresses[name]
     program = make_program(name, address)
@@ -367,34 +433,6 @@ def _start_keeper(plan: ServicePlan) -> None:
     )
 
 
-def make_program(name: str, address: str) -> Program:
-    """Return the program by which `make serve` starts a part."""
-    python, url = [sys.executable, "-m"], urlsplit(address)
-    prefect = [*python, "prefect", "--no-prompt"]
-    if name == "prefect":
-        at = ["--host", str(url.hostname), "--port", str(url.port)]
-        return Program([*prefect, "server", "start", *at])
-    if name == "mlflow":
-        return Program(
-            [*python, "tasks.services.serve", "ui"], {"HEADROOM_MLFLOW_PORT": str(url.port)}
-        )
-    if name == KEEPER:
-        return Program([*python, "tasks.services.serve", "keep"])
-    worker = [*prefect, "worker", "start", "--pool", prefect_http.POOL, "--type", "process"]
-    # One GPU, one run; the next waits.
-    return Program([*worker, "--name", address, "--limit", "1"])
-
-
-def put_right(plan: ServicePlan, up: Mapping[str, Part]) -> dict[str, FlowRunEnd]:
-    """Give flow runs that do not tell the truth their true state, by their names. Raises
-    OSError."""
-    known: dict[str, FlowRunEnd] = {}
-    for host, runs in plan.runs:
-        known |= prefect_http.read_flow_run_ends(runs, host)
-    dead = prefect_http.end_dead_flow_runs(plan.api, known, workers=find_worker_starts(up))
-    return {**dead, **prefect_http.correct_ends(plan.api, known)}
-
-
 def _deploy(plan: ServicePlan, up: Mapping[str, Part]) -> None:
     """Put right what the last service left, and deploy, before there is a worker to act on it."""
     prefect_http.make_pool(plan.api)
@@ -404,7 +442,7 @@ def _deploy(plan: ServicePlan, up: Mapping[str, Part]) -> None:
         print(f"Put {len(righted)} flow run(s) right in Prefect: their processes are gone.")
     if missed:
         print(f"Skipped {missed} scheduled run(s) whose time passed; the latest takes their place.")
-    if prefect_http.is_paused(plan.api):
+    if prefect_http.is_pool_paused(plan.api):
         print("The work pool is paused, so nothing will run. In Prefect's UI it can be resumed.")
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
     env, nothing = _make_environment(plan), subprocess.DEVNULL
@@ -469,3 +507,33 @@ def _provide_database() -> None:
             local_prefect.provide_database(folder)
     except OSError as error:
         raise ServeError(f"PREFECT_HOME: {folder} can't be written ({error.strerror})") from None
+
+
+def _is_up(name: str, up: Mapping[str, Part]) -> bool:
+    return name in up and is_running(up[name].process)
+
+
+def _bring_up_patiently(
+    start_missing: Callable[[], ServicePlan], sleep: Callable[[float], None]
+) -> ServicePlan:
+    pause_s = AGAIN_S
+    while True:
+        try:
+            return start_missing()
+        except ServeError as error:
+            print(f"{_format_now()} {error}; again in {pause_s:.0f} s", file=sys.stderr, flush=True)
+        sleep(pause_s)
+        pause_s = min(LONGEST_S, 2 * pause_s)
+
+
+def _run_pass(plan: ServicePlan, up: Mapping[str, Part], send: Callable[[], None]) -> None:
+    try:
+        if done := put_right(plan, up):
+            print(f"{_format_now()} put right in Prefect: {', '.join(done)}", flush=True)
+        send()
+    except (OSError, ValueError, LookupError, TypeError) as error:  # no answer, or none of Prefect
+        print(f"{_format_now()} the pass failed: {error}", file=sys.stderr, flush=True)
+
+
+def _format_now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")

@@ -1,6 +1,6 @@
 """Asks MLflow, from a process that never imports mlflow, in a second process that does: for
 what comparable finished runs have measured, and for a logged model, which
-`logged_models.py` finds; that process may be started early. It creates nothing: a database
+`model_finder.py` finds; that process may be started early. It creates nothing: a database
 that is not there has no past runs.
 """
 
@@ -18,7 +18,7 @@ from tasks.engine.base.facts import ModelFacts
 from tasks.engine.files.source_data import DataError
 from tasks.process import children
 from tasks.process.redaction import redact
-from tasks.tracking.where import TrackingError, TrackingSettings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 
 ANSWER_S = 60.0  # longer than MLflow's import on a busy machine; a past is not worth more
 
@@ -49,7 +49,7 @@ def read_past_metrics(
     return found
 
 
-ANSWERING_MODULE = "tasks.tracking.logged_models"
+ANSWERING_MODULE = "tasks.tracking.model_finder"
 MOST_SKIPPED = 20  # models that latest may not be
 
 log = logging.getLogger(__name__)

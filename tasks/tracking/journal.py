@@ -24,17 +24,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
 
-from tasks.engine.base import host_memory
+from tasks.engine.memory import host_memory
 from tasks.process import children
 from tasks.process.redaction import redact
-from tasks.tracking.environment import start_sender
-from tasks.tracking.where import TrackingError, TrackingSettings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 
 Line = tuple[int, int, dict[str, float]]  # Unix ms, step, metrics
 Sample = tuple[str, float, int, int]  # name, value, unix ms, step
@@ -263,6 +263,18 @@ def warm_up(where: TrackingSettings) -> None:
     _spare.append(start_sender(where))
 
 
+def start_sender(where: TrackingSettings) -> subprocess.Popen[str]:
+    """Start the sending process. Raises TrackingError where it could write nothing."""
+    runs = Path(where.runs)
+    try:
+        runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log = open(runs / "tracking.log", "a", opener=partial(os.open, mode=0o600))  # noqa: SIM115
+    except OSError as error:
+        raise TrackingError(f"runs: {runs} can't be written ({error.strerror})") from None
+    with log:
+        return children.start_child("tasks.tracking.mlflow_sender", stderr=log)
+
+
 class JournalError(RuntimeError):
     """A run that has begun can't be recorded any more.
 
@@ -296,7 +308,8 @@ class Journal:
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._metrics: FileIO | None = None
         self.told = JournalSummary()  # before this process
-        self._ms, self._ms_at = 0, time.monotonic()  # of the newest line, and when that was
+        self._ms = 0  # of the newest line
+        self._now_ms, self._now_at = 0, time.monotonic()  # when that was written
         self._sender: subprocess.Popen[str] | None = None
         self._orders: list[dict[str, Any]] = []  # open and begin
         self._opening: dict[str, Any] | None = None  # the answer
@@ -376,7 +389,7 @@ class Journal:
         try:
             self._metrics = self._open_metrics()
             self.told = summarize_journal(self.folder / "metrics.jsonl")
-            self._ms = self.told.unix_ms
+            self._ms = self._now_ms = self.told.unix_ms
             with open(self.folder / RESERVE, "wb") as reserve:
                 os.posix_fallocate(reserve.fileno(), 0, RESERVE_BYTES)
         except OSError as error:
@@ -438,9 +451,17 @@ class Journal:
         half.write_text(json.dumps(self._orders[1]))
         half.rename(self.folder / BEGIN)
 
-    def log(self, metrics: Mapping[str, float], step: int, *, again: bool = False) -> None:
+    def log(
+        self,
+        metrics: Mapping[str, float],
+        step: int,
+        *,
+        again: bool = False,
+        age_s: float = 0.0,
+    ) -> None:
         """Keep metrics of a step. Costs one short write; sent later, by the other process. again:
-        also those that were told of this very step before this process."""
+        also those that were told of this very step before this process. age_s: how long ago the
+        step was taken."""
         assert self._metrics is not None, "log() before create()"
         if self.told.steps and step != ONCE:
             told, first = self.told.steps, step + again
@@ -449,18 +470,20 @@ class Journal:
             return
         try:
             self._restore()
-            append_line(self._metrics, make_line(metrics, step, unix_ms=self._compute_now_ms()))
+            append_line(self._metrics, make_line(metrics, step, unix_ms=self._compute_ms(age_s)))
         except OSError as error:
             raise JournalError(self._describe_refusal(error)) from None
 
-    def _compute_now_ms(self) -> int:
-        """Return the Unix time in ms, but never one before the newest line's.
+    def _compute_ms(self, age_s: float) -> int:
+        """Return the Unix time in ms of so many seconds ago, but none before the newest line's.
 
         Of a step that is told of twice MLflow shows the later one, and a clock may be set back.
         """
         now_s = time.monotonic()
-        passed_ms = int((now_s - self._ms_at) * 1000)
-        self._ms, self._ms_at = max(int(time.time() * 1000), self._ms + passed_ms), now_s
+        passed_ms = int((now_s - self._now_at) * 1000)
+        self._now_ms = max(int(time.time() * 1000), self._now_ms + passed_ms)
+        self._now_at = now_s
+        self._ms = max(self._ms, self._now_ms - int(age_s * 1000))
         return self._ms
 
     def make_room(self) -> None:

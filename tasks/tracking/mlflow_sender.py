@@ -12,6 +12,7 @@ import json
 import math
 import os
 import select
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,23 +33,22 @@ from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it 
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor  # noqa: E402
 
-from tasks.engine.base import host_memory  # noqa: E402
 from tasks.engine.base.file_lock import FileLock  # noqa: E402
+from tasks.engine.memory import host_memory  # noqa: E402
 from tasks.engine.report import run_report  # noqa: E402
 from tasks.process import prefect_http
 from tasks.process.redaction import redact, redact_output  # noqa: E402
 from tasks.tracking import mlflow_store, orphaned_runs, send_later  # noqa: E402
-from tasks.tracking.environment import read_code_version  # noqa: E402
 from tasks.tracking.journal import RunGone  # noqa: E402
-from tasks.tracking.mlflow_run import (  # noqa: E402
+from tasks.tracking.query_runs import find_newest_metrics, read_history  # noqa: E402
+from tasks.tracking.run_sender import (
     Sender,
     SendingState,
     make_telemetry,
     try_sending_lock,
     wait_for_sending_lock,
 )
-from tasks.tracking.query_runs import find_newest_metrics, read_history  # noqa: E402
-from tasks.tracking.where import TrackingSettings, read_tracking_settings  # noqa: E402
+from tasks.tracking.tracking_settings import TrackingSettings, read_tracking_settings  # noqa: E402
 
 SYSTEM_METRICS_AFTER_S = 5.0  # MLflow samples the host every 10 s: a short run has none to tell
 
@@ -242,6 +242,28 @@ class Session:
         mlflow_store.remove_old_journals(Path(self.where.runs), keep=self.where.keep_runs)
         if self.where.send_later_s and send_later.is_needed(Path(self.where.runs)):
             send_later.replace_process(self.where, self.prefect_api)
+
+
+def read_code_version() -> dict[str, str]:
+    """Return the commit of this project's code as tags, and whether files differ from it.
+
+    Empty where git is not here or does not answer.
+    """
+
+    def ask(*words: str) -> str | None:
+        here = Path(__file__).parent.parent
+        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=30)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    try:
+        commit = ask("rev-parse", "HEAD")
+        changes = ask("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.TimeoutExpired):
+        return {}  # no git here, or no answer from it: not known
+    if not commit or changes is None:
+        return {}
+    dirty = str(bool(changes)).lower()
+    return {"git.commit": commit, "mlflow.source.git.commit": commit, "git.dirty": dirty}
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, list_steps
 from tasks.process.redaction import redact
 from tasks.tracking.journal import BEGIN, SENDING_LOCK, START, TRAINING_LOCK
 from tasks.tracking.mlflow_pages import VIEW_TAG, make_view_tag
-from tasks.tracking.where import TrackingError, TrackingSettings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 
 notes: list[str] = []  # what a person has to know of the store, not told yet
 AWAY_S = 60.0  # so long MLflow itself tries to reach a database that is away

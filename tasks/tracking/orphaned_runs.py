@@ -25,7 +25,8 @@ from tasks.process import prefect_http
 from tasks.process.prefect_http import is_run_alive
 from tasks.process.redaction import redact
 from tasks.tracking.journal import BEGIN, SENDING_LOCK, START, RunGone, read_metrics_before
-from tasks.tracking.mlflow_run import (
+from tasks.tracking.mlflow_store import explain_error, open_experiment
+from tasks.tracking.run_sender import (
     EARLIER,
     UNSENT,
     Sender,
@@ -34,8 +35,7 @@ from tasks.tracking.mlflow_run import (
     reopen_run,
     try_sending_lock,
 )
-from tasks.tracking.mlflow_store import explain_error, open_experiment
-from tasks.tracking.where import TrackingSettings
+from tasks.tracking.tracking_settings import TrackingSettings
 
 DEAD = "its process was gone"
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.process import children
 from tasks.tracking.journal import BEGIN, SENDING_LOCK, TRAINING_LOCK
-from tasks.tracking.where import TrackingSettings
+from tasks.tracking.tracking_settings import TrackingSettings
 
 FIRST_S, LONGEST_S = 15.0, 600.0  # between two tries
 HANDOVER_S = 2.0  # for another one that is just leaving

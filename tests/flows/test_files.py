@@ -15,7 +15,7 @@ from sklearn.datasets import load_iris
 
 from flows.train import train
 from tasks.engine.settings.run_config import RunConfig
-from tasks.tracking.where import read_tracking_settings
+from tasks.tracking.tracking_settings import read_tracking_settings
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "place")
 

@@ -18,7 +18,7 @@ from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.process.prefect_http import call_api
-from tasks.tracking.where import read_tracking_settings
+from tasks.tracking.tracking_settings import read_tracking_settings
 
 pytestmark = [
     pytest.mark.usefixtures("prefect_api", "place"),

@@ -23,7 +23,7 @@ from flows.train import train
 from tasks.engine.files.source_data import DataError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
-from tasks.tracking.where import read_tracking_settings
+from tasks.tracking.tracking_settings import read_tracking_settings
 from tests.conftest import ROOT, desk_environment
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "there")

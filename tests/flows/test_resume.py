@@ -21,7 +21,7 @@ from tasks.engine.checkpoint.kept_steps import list_steps
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.run.known_runs import LOCK, RunStart, list_known_runs, list_run_folders
 from tasks.run.resume import find_resumed_folder, find_unfinished_folder, lock_for_training
-from tasks.tracking.where import TrackingError
+from tasks.tracking.tracking_settings import TrackingError
 
 Desk = Callable[..., subprocess.Popen[str]]
 

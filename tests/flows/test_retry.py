@@ -237,7 +237,7 @@ def test_prefect_is_told_the_class_of_what_is_not_tried_again(
     record: Any = SimpleNamespace(folder=tmp_path, failure=None, config=RunConfig())
     with pytest.raises(type(error)), flow_run.schedule_retry(record):
         raise error  # called from Python, or at a desk
-    monkeypatch.setattr(flow_run, "make_own_key", lambda: "flow run 1")
+    monkeypatch.setattr(flow_run, "_make_own_key", lambda: "flow run 1")
     monkeypatch.setattr(flow_run, "flow_run", SimpleNamespace(id="1", run_count=1))
     with pytest.raises(type(error)), flow_run.schedule_retry(record):
         raise error  # a part of somebody's own flow

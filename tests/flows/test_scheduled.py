@@ -30,7 +30,7 @@ from mlflow.entities import Run
 from ruamel.yaml import YAML
 
 from tasks.process.prefect_http import FLOW_RUN, call_api, is_healthy, set_state
-from tasks.services.processes import find_own_processes, find_parts, provide_mark
+from tasks.services.parts import find_own_processes, find_parts, provide_mark
 
 ROOT = Path(__file__).parent.parent.parent
 DEPLOYMENTS = [

@@ -29,7 +29,7 @@ from tasks.engine.training.oom_report import OutOfMemory
 from tasks.run.preflight import BAD_INPUT
 from tasks.tracking import journal
 from tasks.tracking.journal import JournalError
-from tasks.tracking.where import read_tracking_settings
+from tasks.tracking.tracking_settings import read_tracking_settings
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "place")
 QUICK = {"train": {"epochs": 2}}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from tasks.engine.batches.batches import RankShare
 from tasks.engine.batches.dataloaders import LoaderBatches
 from tasks.engine.batches.dataset_batches import (
     ResidentBatches,
@@ -16,7 +17,6 @@ from tasks.engine.batches.dataset_batches import (
     draw_row_order,
     place_rows,
 )
-from tasks.engine.batches.rank_share import RankShare
 from tasks.engine.data.preparation import view_token_rows
 from tasks.engine.memory.leaks import release_device_memory, take_baseline
 
@@ -163,7 +163,7 @@ def test_an_iteration_that_ends_early_leaves_nothing_behind() -> None:
     for batch in fed.iterate_shuffled(32, draw_row_order(500, seed=0, epoch=0), nothing):
         assert batch[0].is_cuda
         break
-    assert not [t for t in threading.enumerate() if t.name.startswith("gather")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("in-order")]
     assert len(
         list(fed.iterate_shuffled(32, draw_row_order(500, seed=0, epoch=1), nothing))
     ) == fed.count_steps(32)

@@ -23,7 +23,7 @@ from tasks.engine.settings import read_settings
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
-from tasks.tracking.where import read_tracking_settings
+from tasks.tracking.tracking_settings import read_tracking_settings
 from tests.conftest import ROOT
 from tests.flows.cli.test_train_command import LONG, Desk, _ask, _until
 

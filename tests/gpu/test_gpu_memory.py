@@ -11,15 +11,10 @@ from torch import nn
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory.allocation_log import AllocationLog
-from tasks.engine.memory.caching_allocator import read_rules
 from tasks.engine.memory.leaks import release_device_memory, take_baseline
-from tasks.engine.memory.memory_meter import (
-    MIB,
-    MemoryMeter,
-    clear_frames,
-    count_allocated_bytes,
-    is_oom,
-)
+from tasks.engine.memory.memory_meter import MIB, MemoryMeter, count_allocated_bytes
+from tasks.engine.memory.out_of_memory import clear_frames, is_oom
+from tasks.engine.memory.simulated_allocator import read_rules
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.choose_step import CompileError
 from tasks.engine.step.plan import make_plan

@@ -9,10 +9,11 @@ import torch
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
-from tasks.engine.memory.allocator_stats import make_allocator, make_history
-from tasks.engine.memory.caching_allocator import read_rules
+from tasks.engine.memory.allocators import make_allocator
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
-from tasks.engine.memory.memory_meter import SNAPSHOT_FILE, clear_frames, is_oom, record_history
+from tasks.engine.memory.out_of_memory import clear_frames, is_oom
+from tasks.engine.memory.simulated_allocator import read_rules
+from tasks.engine.memory.snapshot import SNAPSHOT_FILE, make_history, record_history
 from tasks.engine.settings.read_settings import override_config
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.micro_batches import MemoryExhausted, MicroBatches

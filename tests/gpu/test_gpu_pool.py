@@ -8,8 +8,10 @@ import sys
 import pytest
 import torch
 
-from tasks.engine.memory.allocator_stats import release_cached_memory
-from tasks.engine.memory.caching_allocator import (
+from tasks.engine.memory.allocators import release_cached_memory
+from tasks.engine.memory.leaks import release_device_memory
+from tasks.engine.memory.memory_meter import MIB
+from tasks.engine.memory.simulated_allocator import (
     AllocateEvent,
     EmptyCacheEvent,
     FreeEvent,
@@ -17,8 +19,6 @@ from tasks.engine.memory.caching_allocator import (
     SimulatedAllocator,
     make_scratch_counter,
 )
-from tasks.engine.memory.leaks import release_device_memory
-from tasks.engine.memory.memory_meter import MIB
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -139,8 +139,8 @@ import random
 import subprocess
 import sys
 import torch
-from tasks.engine.memory.caching_allocator import AllocateEvent, EmptyCacheEvent, FreeEvent
-from tasks.engine.memory.caching_allocator import SimulatedAllocator, read_rules
+from tasks.engine.memory.simulated_allocator import AllocateEvent, EmptyCacheEvent, FreeEvent
+from tasks.engine.memory.simulated_allocator import SimulatedAllocator, read_rules
 assert not read_rules().unfollowed
 with torch.cuda.stream(torch.cuda.Stream()):
     # Of free blocks of one size the allocator takes that of the lowest address, which nobody

@@ -13,7 +13,7 @@ from tasks.engine.device.detection import DeviceError
 from tasks.engine.settings.run_config import MemoryConfig, RunConfig
 from tasks.forecast_memory import forecast_memory
 from tasks.tracking.ask_mlflow import read_past_metrics
-from tasks.tracking.where import read_tracking_settings
+from tasks.tracking.tracking_settings import read_tracking_settings
 
 
 def test_a_forecast_leaves_no_run_and_no_database(place: Path) -> None:

@@ -43,7 +43,7 @@ OURS = {
     "prefect": "tasks.engine.base",
 }
 NOTHING = str(Path(__file__).parent / "nothing")  # replaced by each command's own path
-NOT_OURS = ("tasks.tracking.mlflow_sender", "tasks.tracking.logged_models")  # commands themselves
+NOT_OURS = ("tasks.tracking.mlflow_sender", "tasks.tracking.model_finder")  # commands themselves
 
 
 def serve(kind: str, address: str, tests: int, root: str) -> None:

@@ -15,21 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.engine.accounts.phases import COUNT_EVERY, Phases, Watched
-from tasks.engine.accounts.step_metrics import Blame, Log, StepMetrics, blame_nobody
-from tasks.engine.base.timing import (
+from tasks.engine.accounts.core_wait import CoreWatch
+from tasks.engine.accounts.phases import (
+    COUNT_EVERY,
     PHASES,
     REPLAY,
-    CoreWatch,
+    Phases,
     Stopwatch,
+    Watched,
     make_phase_clock,
-    wait_for_device,
 )
+from tasks.engine.accounts.step_metrics import Blame, Log, StepMetrics, blame_nobody
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.memory.allocation_log import AllocationLog
+from tasks.engine.memory.allocators import wait_for_device
 from tasks.engine.memory.memory_by_owner import MemoryByOwner, OwnedTensors
 from tasks.engine.memory.memory_meter import MemoryMeter
 
+HELD = "held"  # looking for what is in use at the end: known, and no part that is worth a name
 PARTS = ("setup", "first_step", "eval", "log", "checkpoint")  # of a run, beside its steps
 
 
@@ -52,8 +55,7 @@ class Accounts:
         for x, y in ...:                       # what gives batches calls mark("data_wait")
             with accounts.count_step((x, y)):  # what takes steps calls mark(phase)
                 loss, norm = ...
-            accounts.end_step(step, loss, norm, rows=len(y))
-            accounts.begin_step(step + 1)
+            accounts.end_step(step, loss, norm, rows=len(y))  # the next one begins
         accounts.end_epoch()                   # logs what is not logged yet
         accounts.lap("eval")                   # the time since then was an evaluation's
     accounts.summarize(...)
@@ -85,6 +87,7 @@ class Accounts:
         self.lap = self.watch.lap
         self._facts: LoopFacts | None = None
         self._is_first = True  # no step is done yet
+        self.is_log_point = False  # whether the metrics of the step that has begun are logged
         self.steps: StepMetrics | None = None
 
     @property
@@ -107,20 +110,19 @@ class Accounts:
         )
         return self.steps
 
-    def is_log_point(self, step: int) -> bool:
-        """Return whether the metrics of this step, counted from 1, are logged."""
-        assert self._facts is not None
-        return step % self._facts.log_every == 0 or step == self._facts.last_step
-
     def begin_epoch(self, epoch: int, step: int) -> None:
         """Steps of this epoch begin here with this one, after something else."""
         assert self.steps is not None
-        self.begin_step(step)
+        self._begin_step(step)
         self.steps.begin(epoch)
 
-    def begin_step(self, step: int) -> None:
-        """This step begins, with the wait for its batch. It need not come to its end."""
-        self.phases.begin(step, is_log_point=self.is_log_point(step))
+    def _begin_step(self, step: int) -> None:
+        """This step, counted from 1, begins with the wait for its batch. It need not come to its
+        end."""
+        facts = self._facts
+        assert facts is not None
+        self.is_log_point = step % facts.log_every == 0 or step == facts.last_step
+        self.phases.begin(step, is_log_point=self.is_log_point)
 
     def count_step(self, batch: Sequence[Any]) -> AbstractContextManager[None]:
         """Return what stands around a step on this batch, which counts its memory if it is due."""
@@ -135,7 +137,8 @@ class Accounts:
         rows: int,
         blame: Blame = blame_nobody,
     ) -> None:
-        """This step is done. blame: what is to blame if its loss is no number. Raises Diverged."""
+        """This step is done, and the next one begins. blame: what is to blame if its loss is no
+        number. Raises Diverged."""
         steps = self.steps
         assert steps is not None
         steps.add(loss, rows=rows, blame=blame)
@@ -145,8 +148,9 @@ class Accounts:
             self.phases.restart()
             steps.restart()
             self.lap("first_step")
-        if self.is_log_point(step):
+        if self.is_log_point:
             steps.add_log_point(grad_norm)
+        self._begin_step(step + 1)
 
     def end_epoch(self) -> None:
         """Wait for the device and log all there is. Raises Diverged."""
@@ -177,7 +181,7 @@ class Accounts:
         spent, total_s, clock = self.watch.seconds, self.watch.compute_total_s(), self.phases.clock
         phase_s = clock.compute_step_seconds()
         replay_s = clock.compute_step_seconds(replayed=True)
-        known_s = sum(spent[part] for part in PARTS)
+        known_s = sum(spent[part] for part in (*PARTS, HELD))
         known_s += sum(phase_s.values()) * (steps - 1 - replays)
         known_s += sum(replay_s.values()) * replays
         phase_s |= replay_s
@@ -185,7 +189,7 @@ class Accounts:
         samples_per_s = rows / loop_s
         found = {
             **{f"time/{p}_ms": 1000 * phase_s[p] for p in (*PHASES, REPLAY) if p in phase_s},
-            **{f"time/{part}_s": spent[part] for part in PARTS},
+            **{f"time/{part}_s": spent[part] for part in (*PARTS, "steps")},
             "speed/samples_per_s": samples_per_s,
             "speed/steps_per_s": steps / loop_s,
             **self._facts.speeds(samples_per_s),

@@ -1,7 +1,7 @@
-"""Measures how fast a training was, in the names of the run record: where its time went,
-samples and tokens a second, and what share of the device's peak that is. The peaks are those
-of the vendors' data sheets, without sparsity, and count for the device with exactly that name:
-none is guessed from a name that looks alike. What is not known of a device is absent.
+"""Compute how fast a training was beside its samples a second: in tokens, and as a share of the
+device's peak. The peaks are those of the vendors' data sheets, without sparsity, and count for the
+device with exactly that name: none is guessed from a name that looks alike. What is not known of a
+device is absent.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ _SHEETS = {
 
 
 def find_peak_flops(facts: DeviceFacts, precision: str) -> PeakFlops | None:
-    """Return the data sheet's figure for this device and arithmetic; None where none is
-    known."""
+    """Return the data sheet's figure for this device and arithmetic; None where none is known."""
     sheet = _SHEETS.get(facts.model or "")
     tflops: float | None = getattr(sheet, precision) if sheet else None
     if sheet is None or tflops is None:

@@ -27,6 +27,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 T = TypeVar("T")
 ALLOW = "HEADROOM_ALLOW_IMPORTS"
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
@@ -217,8 +218,7 @@ def is_requested_exit(error: BaseException) -> bool:
 
 
 def _escape_surrogates(said: str) -> str:
-    """Return the text with each half of a surrogate pair escaped, so that a file can take
-    it."""
+    """Return the text with each half of a surrogate pair escaped, so that a file can take it."""
     return said.encode(errors="backslashreplace").decode()
 
 
@@ -294,8 +294,7 @@ def bind_arguments(
     """Return the arguments to call the factory with: `args`, and of `offered` what it has
     parameters for.
 
-    setting: that holds the arguments, such as model.args. Raises `refusal` where they don't
-    fit.
+    setting: that holds the arguments, such as model.args. Raises `refusal` where they don't fit.
     """
     try:
         signature = inspect.signature(factory)
@@ -321,8 +320,7 @@ def bind_arguments(
     if missing:
         raise refusal(
             f"{setting}: {missing[0]!r} is missing; {name} {_describe_parameters(list(takes))}, "
-            "and this one has "
-            "no default"
+            "and this one has no default"
         )
     try:
         signature.bind(**given)
@@ -363,3 +361,8 @@ def _describe_parameters(names: list[str]) -> str:
         return "takes no arguments"
     more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
     return f"takes {', '.join(names[:MOST_SHOWN])}{more}"
+
+
+def is_import_path(name: str) -> bool:
+    """Return whether the name is an import path, package.module:attribute, to a user's own code."""
+    return ":" in name

@@ -28,8 +28,7 @@ def gather_full(tensor: Tensor) -> Tensor:
 
 
 def shard_like(whole: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor that every rank has whole, sharded as `like` is; nothing is sent for
-    it."""
+    """Return a tensor that every rank has whole, sharded as `like` is; nothing is sent for it."""
     if not hasattr(like, "device_mesh") or hasattr(whole, "device_mesh"):
         return whole
     from torch.distributed.tensor import DTensor, distribute_tensor  # imported already: see `like`
@@ -55,8 +54,7 @@ def find_tensors(part: Any) -> Iterator[Tensor]:
 
 
 def find_named_tensors(part: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors, each with the expression that reaches it: ("inputs['mask']",
-    tensor)."""
+    """Yield all tensors, each with the expression that reaches it: ("inputs['mask']", tensor)."""
     if isinstance(part, Tensor):
         yield name, part
     elif isinstance(part, Mapping):
@@ -68,8 +66,7 @@ def find_named_tensors(part: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def map_tensors(part: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same structure with each tensor changed; a mapping of any kind becomes a
-    dict."""
+    """Return the same structure with each tensor changed; a mapping of any kind becomes a dict."""
     if isinstance(part, Tensor):
         return change(part)
     if isinstance(part, Mapping):
@@ -143,8 +140,7 @@ def describe_structure(part: Any, rows: int) -> Any:
 
 
 def make_zeros(description: Any, rows: int, *, device: torch.device) -> Any:
-    """Return zeros in the structure that `describe_structure` described, with that many
-    rows."""
+    """Return zeros in the structure that `describe_structure` described, with that many rows."""
     kind = description["kind"]
     if kind == "value":
         return description["value"]

@@ -33,14 +33,14 @@ def load_sklearn() -> None:
 
 
 @dataclass(frozen=True)
-class Cells:
+class ConfusionCells:
     """The cells of a confusion matrix that are not 0, (3, cells) int64: the true class of rows,
     their predicted class, and how many they are."""
 
     table: np.ndarray
 
     @classmethod
-    def of(cls, given: np.ndarray, classes: np.ndarray) -> Cells:
+    def of(cls, given: np.ndarray, classes: np.ndarray) -> ConfusionCells:
         """Count the cells. given: (rows,) predictions; classes: the true ones."""
         known = classes >= 0
         so, told = classes[known].astype(np.int64), given[known].astype(np.int64)
@@ -56,7 +56,7 @@ class Cells:
 
 
 @dataclass(frozen=True)
-class ByClass:
+class ClassScores:
     """The scores of each class that a row has or was predicted as, in order: its number, and
     (classes,) figures."""
 
@@ -67,16 +67,15 @@ class ByClass:
     f1: np.ndarray
 
 
-def compute_by_class(cells: Cells) -> ByClass:
-    """Compute the scores of each class; 0 where a class was never predicted, or no row has
-    it."""
+def compute_scores_by_class(cells: ConfusionCells) -> ClassScores:
+    """Compute the scores of each class; 0 where a class was never predicted, or no row has it."""
     so, told, rows = cells.table
     classes = np.union1d(so, told)
     right, is_so, given = (
         np.bincount(np.searchsorted(classes, of), weights, len(classes))
         for of, weights in ((so, np.where(so == told, rows, 0)), (so, rows), (told, rows))
     )
-    return ByClass(
+    return ClassScores(
         classes,
         is_so.astype(np.int64),
         right / np.maximum(given, 1),
@@ -85,12 +84,12 @@ def compute_by_class(cells: Cells) -> ByClass:
     )
 
 
-def compute_class_scores(cells: Cells) -> Figures:
+def compute_class_scores(cells: ConfusionCells) -> Figures:
     """Return balanced accuracy (the mean recall of the classes that rows have), the mean F1 of
     those and of predicted classes, and, where nearly all rows are of one class, its share."""
     if not cells.table.size:
         return {}
-    found = compute_by_class(cells)
+    found = compute_scores_by_class(cells)
     recall = found.recall[found.rows > 0].mean()
     share = float(found.rows.max() / found.rows.sum())
     return {
@@ -101,9 +100,8 @@ def compute_class_scores(cells: Cells) -> Figures:
 
 
 def compute_label_scores(logits: np.ndarray, labels: np.ndarray) -> Figures:
-    """Return the mean F1 of the labels that a row has or was given, and the mean average
-    precision of those that a row has. logits, labels: (rows, labels), of which labels are
-    booleans."""
+    """Return the mean F1 of the labels that a row has or was given, and the mean average precision
+    of those that a row has. logits, labels: (rows, labels), of which labels are booleans."""
     from sklearn.metrics import average_precision_score, f1_score
 
     told, found = logits > 0, {}
@@ -151,14 +149,12 @@ def compute_constant_baseline(
     targets: np.ndarray,
     guess: tuple[tuple[float, ...], tuple[float, ...]] | None,
 ) -> Figures:
-    """Return the errors of the best constant prediction where the model's are not smaller
-    beyond chance: MEAN, the root mean squared error of the training rows' mean; MEDIAN, the
-    mean absolute error of their median. outputs, targets: (rows, 1); several targets give
-    nothing.
+    """Return the errors of the best constant prediction where the model's are not smaller beyond
+    chance: MEAN, the root mean squared error of the training rows' mean; MEDIAN, the mean absolute
+    error of their median. outputs, targets: (rows, 1); several targets give nothing.
 
-    Beyond chance: by a t-test of the differences row by row, on one side, at 5 %, or where a
-    few rows are most of the error, by a sign test, which counts the rows that the model is
-    nearer to.
+    Beyond chance: by a t-test of the differences row by row, on one side, at 5 %, or where a few
+    rows are most of the error, by a sign test, which counts the rows that the model is nearer to.
     """
     if guess is None or outputs.shape != targets.shape or targets.shape[1] != 1:
         return {}
@@ -182,11 +178,11 @@ MOST_DRAWN = 30  # classes in the picture of the matrix: those with the most wro
 
 
 def write_class_scores(
-    cells: Cells, names: Sequence[str] | None, folder: Path, *, part: str
+    cells: ConfusionCells, names: Sequence[str] | None, folder: Path, *, part: str
 ) -> dict[str, Any]:
     """Write `folder`/scores/PART_classes.csv, a line a class, and PART_confusion.csv, a line
     for each pair of a class and what its rows were predicted to be. Return what a report shows."""
-    found = compute_by_class(cells)
+    found = compute_scores_by_class(cells)
     name = _make_class_names(names, int(cells.table[:2].max()) + 1)
     lines = [
         [name[k], int(rows), *(round(float(value), 6) for value in values)]
@@ -210,7 +206,9 @@ def write_class_scores(
     }
 
 
-def _find_most_confused(cells: Cells, classes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _find_most_confused(
+    cells: ConfusionCells, classes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the most confused classes and the rows between them: of each in a line, how many
     were predicted as each."""
     so, told, rows = np.searchsorted(classes, cells.table[0]), *cells.table[1:]

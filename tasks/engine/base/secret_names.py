@@ -46,8 +46,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def is_random_text(value: str) -> bool:
-    """Return whether the text is long and not made of words and numbers, as names and paths
-    are."""
+    """Return whether the text is long and not made of words and numbers, as names and paths are."""
     if len(value) < _RANDOM_LETTERS or any(letter.isspace() for letter in value):
         return False
     return not all(_WORD.fullmatch(part) for part in re.split(r"[^A-Za-z0-9]+", value))

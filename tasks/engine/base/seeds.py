@@ -1,26 +1,16 @@
-"""Set random seeds and deterministic arithmetic for the length of a run, and restore both after
-it.
+"""Set random seeds and deterministic arithmetic for the length of a run, and restore both after it;
+read and restore the state of the random numbers of PyTorch.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
-
-
-def read_cublas_workspace_bytes() -> int | None:
-    """Return the size of a cuBLAS workspace that the environment sets, such as :4096:8, eight
-    times 4096 KiB; None where it sets none."""
-    said = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
-    pairs = re.findall(r":(\d+):(\d+)", said)
-    return 1024 * sum(int(size) * int(count) for size, count in pairs) if pairs else None
 
 
 @contextmanager
@@ -61,8 +51,7 @@ def get_random_state(device: torch.device) -> list[Tensor]:
 
 
 def set_random_state(device: torch.device, state: list[Tensor]) -> None:
-    """Restore what `get_random_state` returned, or only the host's state where it holds no
-    more."""
+    """Restore what `get_random_state` returned, or only the host's state where it holds no more."""
     torch.set_rng_state(state[0])
     if len(state) > 1:
         torch.get_device_module(device).set_rng_state(state[1], *_list_devices(device))

@@ -1,5 +1,5 @@
 """Prepared arrays or loaders become batches where the compute is. It refuses a batch that no loss
 could take.
 
-Front doors: batches, dataloaders, dataset_batches, pinned_staging, rank_share.
+Front doors: batches, dataloaders, dataset_batches, prefetch.
 """

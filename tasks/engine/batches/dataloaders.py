@@ -34,11 +34,11 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from tasks.engine.base import nested
 from tasks.engine.base.import_paths import describe_error, get_error_message
-from tasks.engine.base.structured_inputs import LABELS
+from tasks.engine.base.raw_inputs import LABELS
 from tasks.engine.base.units import format_mebibytes
-from tasks.engine.batches.pinned_staging import Mark
+from tasks.engine.batches.prefetch import Mark
 from tasks.engine.files.source_data import DataError
-from tasks.engine.memory.memory_meter import is_oom
+from tasks.engine.memory.out_of_memory import is_oom
 from tasks.engine.memory.pinned_memory import PINNING
 
 IGNORED = -100  # the label that PyTorch's losses skip by default
@@ -46,8 +46,7 @@ REMEDY = "set data.task, and train.loss to a function of your own"
 
 
 def find_task(asked: str, inputs: Any, targets: Any) -> str:
-    """Return data.task, or the task that the targets of a first batch imply. Raises
-    DataError."""
+    """Return data.task, or the task that the targets of a first batch imply. Raises DataError."""
     if asked != "auto":
         return asked
     if not isinstance(targets, Tensor):
@@ -66,9 +65,8 @@ def find_task(asked: str, inputs: Any, targets: Any) -> str:
     if binary:
         return "multilabel"
     raise DataError(
-        f"data.task: targets of shape {tuple(targets.shape)} and type "
-        f"{_describe_tensor(targets)} do not "
-        f"tell the task; {REMEDY}"
+        f"data.task: targets of shape {tuple(targets.shape)} and type {_describe_tensor(targets)} "
+        f"do not tell the task; {REMEDY}"
     )
 
 
@@ -172,8 +170,7 @@ class BatchShare:
         return slice(first, last) if last > first else slice(0, 1)
 
     def compute_weight(self, rows: int) -> float:
-        """Return how much this part counts in the mean over the ranks; 0 where it only fills
-        in."""
+        """Return how much this part counts in the mean over the ranks; 0 where it only fills in."""
         own = self._begin(self.rank + 1, rows) - self._begin(self.rank, rows)
         return own * self.size / max(1, rows)
 

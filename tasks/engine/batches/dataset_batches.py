@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tasks.engine.base.units import format_mebibytes
-from tasks.engine.batches.pinned_staging import (
+from tasks.engine.batches.prefetch import (
     FileRows,
     Mark,
     PinnedStaging,
@@ -27,8 +27,8 @@ from tasks.engine.batches.pinned_staging import (
     find_dtype,
     read_batches,
 )
-from tasks.engine.memory.allocator_stats import drop_cache
-from tasks.engine.memory.memory_meter import clear_frames, is_oom
+from tasks.engine.memory.allocators import drop_cache
+from tasks.engine.memory.out_of_memory import clear_frames, is_oom
 from tasks.engine.memory.pinned_memory import PINNING, allocate_pinned
 
 BLOCK_BYTES = 16 * 1024**2  # of one copy on the way to the device: the host never holds all rows
@@ -59,12 +59,10 @@ class RowLayout:
         return np.arange(first, last) * self.context if self.context else slice(first, last)
 
     def draw_order(self, length: int, *, seed: int, epoch: int) -> Tensor:
-        """Return the rows of an epoch in their order, int64, the same for the same seed and
-        epoch.
+        """Return the rows of an epoch in their order, int64, the same for the same seed and epoch.
 
-        Rows of tokens by where they begin, which is shifted in each epoch: what a row's end
-        has hidden from the model is seen in another. The last row is moved back where it would
-        not fit.
+        Rows of tokens by where they begin, which is shifted in each epoch: what a row's end has
+        hidden from the model is seen in another. The last row is moved back where it would not fit.
         """
         order = draw_row_order(self.count_rows(length), seed=seed, epoch=epoch)
         if not self.context:
@@ -178,7 +176,7 @@ def _is_view(array: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _widen_integers(part: Tensor, unsigned: bool) -> Tensor:
-    if part.is_floating_point():
+    if part.is_floating_point() or (part.dtype is torch.int64 and part.is_contiguous()):
         return part
     wide = part.to(torch.int64).contiguous()
     return wide.bitwise_and_(0xFFFF) if unsigned else wide
@@ -269,8 +267,10 @@ class ResidentBatches(_StoredBatches):
             self._batch = [
                 torch.empty_like(self._flatten(part)[:rows]) for part in self._view_parts()
             ]
+        # index_select returns contiguous rows whatever it is given; in this view images are.
+        flat = [self._flatten(part) for part in self._parts]
         for chosen in order.split(batch_size):
-            batch = self._layout.open(self._gather_chosen(chosen))
+            batch = self._layout.open(self._gather_chosen(flat, chosen))
             mark("data_wait")
             yield batch
             del batch  # before the next one
@@ -289,17 +289,16 @@ class ResidentBatches(_StoredBatches):
     def close(self) -> None:
         self._batch = []
 
-    def _gather_chosen(self, chosen: Tensor) -> Iterator[Tensor]:
-        for i, part in enumerate(self._parts):
+    def _gather_chosen(self, flat: Sequence[Tensor], chosen: Tensor) -> Iterator[Tensor]:
+        for i, (part, kept) in enumerate(zip(flat, self._parts, strict=True)):
             out = self._batch[i][: len(chosen)] if self._in_place else None
-            rows = self._layout.gather(self._flatten(part), chosen, out=out)
-            yield rows.permute(0, 3, 1, 2) if self._is_images(part) else rows
+            rows = self._layout.gather(part, chosen, out=out)
+            yield rows if part is kept else rows.permute(0, 3, 1, 2)
 
     def _view_parts(self) -> list[Tensor]:
         return [self._layout.view_rows(part) for part in self._parts]
 
     def _flatten(self, part: Tensor) -> Tensor:
-        # index_select returns contiguous rows whatever it is given; in this view images are.
         return part.permute(0, 2, 3, 1) if self._is_images(part) else part
 
     def _is_images(self, part: Tensor) -> bool:
@@ -431,9 +430,8 @@ def place_rows(
 ) -> ResidentBatches | StreamedBatches:
     """Place rows of x with their targets y where they are fastest to reach.
 
-    They move to the device whole if they take at most half of `room_bytes`. channels_last:
-    images come in that memory format, if x holds images. is_spare: rows on disk take no memory
-    there.
+    They move to the device whole if they take at most half of `room_bytes`. channels_last: images
+    come in that memory format, if x holds images. is_spare: rows on disk take no memory there.
     """
     arrays, layout = choose_layout(x, y, channels_last=channels_last)
     need_bytes = sum(array.nbytes for array in arrays)

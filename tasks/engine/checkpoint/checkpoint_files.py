@@ -163,8 +163,7 @@ def write_record(
     files: Mapping[str, Any],
     format: int,
 ) -> None:
-    """Write the record that makes a checkpoint of files that are there already. Raises
-    OSError."""
+    """Write the record that makes a checkpoint of files that are there already. Raises OSError."""
     record = {"format": format, "step": step, "about": dict(about), "plain": plain, **files}
     body = json.dumps(record).encode()
     _write_file(
@@ -200,8 +199,7 @@ def read_checkpoint(folder: Path, step: int) -> Checkpoint:
 
 
 def verify_file(path: Path, digest: str) -> Path:
-    """Return the path of a file whose SHA-256 is as it was written. Raises
-    DamagedCheckpoint."""
+    """Return the path of a file whose SHA-256 is as it was written. Raises DamagedCheckpoint."""
     try:
         with open(path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()

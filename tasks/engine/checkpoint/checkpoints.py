@@ -303,7 +303,6 @@ def refuse_no_room(folder: Path, need_bytes: int) -> None:
     if need_bytes > free_bytes:
         raise NoRoom(
             f"checkpoint.every_s: a checkpoint takes about {format_mebibytes(need_bytes / MIB)} "
-            "and "
-            f"{folder} has {format_mebibytes(free_bytes / MIB)} left; make room there, or set "
+            f"and {folder} has {format_mebibytes(free_bytes / MIB)} left; make room there, or set "
             "it to none"
         )

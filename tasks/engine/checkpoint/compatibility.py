@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from tasks.engine.base.field_types import is_import_path
-from tasks.engine.base.import_paths import OWN, PACKAGES, is_installed
+from tasks.engine.base.import_paths import OWN, PACKAGES, is_import_path, is_installed
 from tasks.engine.settings.read_settings import ConfigError, hide_config_secrets
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import Plan
@@ -27,6 +26,7 @@ MAY_DIFFER = (
     *("device.name", "device.require", "data.path", "data.cache", "data.memory_mib"),
     *("train.epochs", "train.max_steps", "train.max_s", "train.until", "train.patience"),
     *("train.log_every", "train.compile", "train.parallel"),
+    *("train.eval_every_steps", "train.min_delta"),
 )
 MAY_DIFFER_IN = ("checkpoint", "memory", "launch", "run")
 GIT_S = 5.0  # for its answer

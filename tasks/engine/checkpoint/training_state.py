@@ -89,8 +89,7 @@ class RandomNumbers:
 
 @dataclass(frozen=True)
 class Scaler:
-    """The scale of fp16's gradients; its own state_dict would make the host wait for the
-    device."""
+    """The scale of fp16's gradients; its own state_dict would make the host wait for the device."""
 
     scaler: torch.amp.GradScaler
 

@@ -30,12 +30,12 @@ from torch.utils.data import (
 
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.field_types import is_import_path
 from tasks.engine.base.import_paths import (
     bind_arguments,
     call_factory,
     describe_error,
     import_callable,
+    is_import_path,
 )
 from tasks.engine.batches.dataloaders import (
     ENDLESS,
@@ -45,9 +45,9 @@ from tasks.engine.batches.dataloaders import (
     share_loader,
 )
 from tasks.engine.data import run_warnings
+from tasks.engine.data.row_parts import STREAM
 from tasks.engine.files.source_data import DataError, RawData
-from tasks.engine.files.targets import STREAM
-from tasks.engine.memory.memory_meter import is_oom
+from tasks.engine.memory.out_of_memory import is_oom
 from tasks.engine.memory.pinned_memory import PINNING
 from tasks.engine.settings.run_config import DataConfig, TrainConfig
 
@@ -105,8 +105,7 @@ def make_tensor(array: np.ndarray) -> Tensor:
 
 
 def check_arrays(x: Any, y: Any, data: DataConfig, name: str) -> Pair:
-    """Return both as arrays of numbers, x (rows, ...) and y (rows,) or (rows, ...); y may be
-    text.
+    """Return both as arrays of numbers, x (rows, ...) and y (rows,) or (rows, ...); y may be text.
 
     name: training or validation. Raises DataError.
     """
@@ -213,8 +212,7 @@ def call_data_factory(
     if not all(_is_loader(part) or _is_dataset(part) for part in parts):
         raise DataError(
             f"data.source: {data.source} must return {TAKEN} (got {_describe_result(result)}); "
-            "change what "
-            "it returns"
+            "change what it returns"
         )
     _refuse_empty(parts, kind)
     if len(parts) == 1:
@@ -407,8 +405,7 @@ def describe_loaders(data: DataConfig, feeds: Loaders) -> DataFacts:
     if task != "tokens" and _list_kinds(other) != _list_kinds(batch):
         raise DataError(
             f"data.source: {data.source} gives batches of {_describe_inputs(vx)} to validate on "
-            "and of "
-            f"{_describe_inputs(x)} to train on; give both the same"
+            f"and of {_describe_inputs(x)} to train on; give both the same"
         )
     first = next(nested.find_tensors(x), None)
     if first is None:
@@ -498,9 +495,8 @@ def _refuse_nan(x: Any) -> None:
             continue
         at = (~tensor.isfinite()).nonzero()[0].tolist()
         raise DataError(
-            f"data.source: batch 1 of the training loader, row {at[0] + 1 if at else 1}: "
-            f"{name} must hold finite numbers (got {tensor[tuple(at)].item()}); mend or drop such "
-            "rows"
+            f"data.source: batch 1 of the training loader, row {at[0] + 1 if at else 1}: {name} "
+            f"must hold finite numbers (got {tensor[tuple(at)].item()}); mend or drop such rows"
         )
 
 

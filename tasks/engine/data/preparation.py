@@ -18,34 +18,26 @@ from typing import Any
 import numpy as np
 
 from tasks.engine.base.facts import Column, DataFacts
-from tasks.engine.base.field_types import is_import_path
-from tasks.engine.base.import_paths import forbid_exit
+from tasks.engine.base.import_paths import forbid_exit, is_import_path
 from tasks.engine.base.secret_names import hide_secrets
 from tasks.engine.data import run_warnings
+from tasks.engine.data.encoding import (
+    Moments,
+    Scaling,
+    compute_mean_deviation,
+    compute_moments,
+    fit_encoding,
+    measure_scaling,
+    scale_features,
+)
+from tasks.engine.data.row_parts import RowParts, split_rows
 from tasks.engine.data.sources import (
     SOURCES,
     estimate_synthetic_bytes,
     find_origin,
     list_source_files,
 )
-from tasks.engine.files import prepared_cache
-from tasks.engine.files.encoding import (
-    Moments,
-    compute_mean_deviation,
-    compute_moments,
-    fit_encoding,
-)
-from tasks.engine.files.prepared_cache import (
-    BackgroundHash,
-    SourceFingerprint,
-    fingerprint_source,
-    refuse_changed_files,
-)
-from tasks.engine.files.row_parts import RowParts, split_rows
-from tasks.engine.files.scaling import Scaling, measure_scaling, scale_features
-from tasks.engine.files.source_data import DataError, RawData, check_memory, resolve_cache_folder
-from tasks.engine.files.table_rows import Table
-from tasks.engine.files.targets import (
+from tasks.engine.data.targets import (
     LARGEST_TARGET,
     Labels,
     choose_transform,
@@ -53,6 +45,15 @@ from tasks.engine.files.targets import (
     encode_target,
     iterate_row_blocks,
 )
+from tasks.engine.files import prepared_cache
+from tasks.engine.files.prepared_cache import (
+    BackgroundHash,
+    SourceFingerprint,
+    fingerprint_source,
+    refuse_changed_files,
+)
+from tasks.engine.files.source_data import DataError, RawData, check_memory, resolve_cache_folder
+from tasks.engine.files.table_store import Table
 from tasks.engine.files.tokens import BLOCK_TOKENS, BYTES, Tokens, build_default_text
 from tasks.engine.settings.run_config import SPLIT_SETTINGS, TABLE_FILES, TOKEN_SOURCES, DataConfig
 
@@ -332,10 +333,9 @@ log = logging.getLogger(__name__)
 class Arrays:
     """The prepared arrays, mapped from disk and read-only.
 
-    x: (rows, *input_shape) float32, scaled; y: (rows,) int64 classes or (rows, k) float32,
-    amounts scaled.
-    Tokens: x and y (rows, context) uint8 or uint16, overlapping views of one text, of which y is
-    one token further on.
+    x: (rows, *input_shape) float32, scaled; y: (rows,) int64 classes or (rows, k) float32, amounts
+    scaled. Tokens: x and y (rows, context) uint8 or uint16, overlapping views of one text, of which
+    y is one token further on.
     """
 
     train_x: np.ndarray

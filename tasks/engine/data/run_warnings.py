@@ -14,10 +14,10 @@ import numpy as np
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.scores import MEAN, MEDIAN
 from tasks.engine.base.units import format_number, format_percent
-from tasks.engine.files import scaling
+from tasks.engine.data import encoding
+from tasks.engine.data.targets import Labels, iterate_row_blocks
 from tasks.engine.files.source_data import RawData, shorten
-from tasks.engine.files.table_rows import Table
-from tasks.engine.files.targets import Labels, iterate_row_blocks
+from tasks.engine.files.table_store import Table
 
 MOST_LOOKED_UP = 1 << 14  # validation rows; their share among more than these is told of as many
 MOST_COUNTED = 1 << 16  # tokens
@@ -83,8 +83,7 @@ def warn_of_data(
         said.append(
             f"data.source: {about}{round(shared * held):,} of the {held:,} validation rows "
             f"({format_percent(shared)}) are training rows too, so that val/ metrics are better "
-            "than on "
-            "new rows; leave out rows that are there twice"
+            "than on new rows; leave out rows that are there twice"
         )
     return tuple(said)
 
@@ -113,10 +112,10 @@ def compute_guess_loss(values: np.ndarray) -> float:
 
 
 def warn_of_results(
-    data: DataFacts, metrics: Mapping[str, float], *, loss: str, alike: bool
+    data: DataFacts, metrics: Mapping[str, float], *, loss: str, alike: bool, best: str = "val/loss"
 ) -> tuple[str, ...]:
     """Return the warnings about the metrics of a model. loss: train.loss; alike: whether it
-    gave every validation row the same answer."""
+    gave every validation row the same answer; best: the metric by which weights are the best."""
     said = []
     r2, accuracy = metrics.get("val/r2", 0.0), metrics.get("val/accuracy")
     if r2 < 0:
@@ -137,8 +136,7 @@ def warn_of_results(
     if share is not None and others < FEW_ROWS:
         said.append(
             f"{format_percent(share)} of the validation rows are of one class, so that "
-            "val/accuracy says "
-            f"little and val/balanced_accuracy rests on {others} "
+            f"val/accuracy says little and val/balanced_accuracy rests on {others} "
             f"{'row' if others == 1 else 'rows'} of others; raise data.validation_fraction, or add "
             "rows of these"
         )
@@ -152,13 +150,17 @@ def warn_of_results(
     if data.guess is not None and is_plain and metrics["val/loss"] >= data.guess:
         said.append(
             f"val/loss is {format_number(metrics['val/loss'])}, not below "
-            f"{format_number(data.guess)}, the "
-            "entropy of the validation tokens: how often each is there is as good an answer; "
-            f"{REMEDY}"
+            f"{format_number(data.guess)}, the entropy of the validation tokens: how often each is "
+            f"there is as good an answer; {REMEDY}"
         )
-    if not math.isfinite(metrics["val/loss"]):
+    if best not in metrics:
         said.append(
-            f"val/loss is {metrics['val/loss']}, so that no epoch was better than another and the "
+            f"{best} is not defined by these validation rows, so that no epoch was better than "
+            "another and the last one's weights are logged; choose another train.best_metric"
+        )
+    elif not math.isfinite(metrics[best]):
+        said.append(
+            f"{best} is {metrics[best]}, so that no epoch was better than another and the "
             "last one's weights are logged; lower optim.lr, or set train.precision fp32"
         )
     if alike:
@@ -215,7 +217,7 @@ def _read_columns(raw: RawData) -> Iterator[tuple[slice, np.ndarray]]:
     """The features in blocks of rows, (columns, rows) float64."""
     table = raw.features
     if not isinstance(table, Table):
-        yield from ((part, x.T) for part, x in scaling.iterate_feature_blocks(raw))
+        yield from ((part, x.T) for part, x in encoding.iterate_feature_blocks(raw))
         return
     for part, values in table.map_blocks(
         lambda start, values: (slice(start, start + values.shape[1]), values)

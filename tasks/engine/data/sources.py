@@ -1,8 +1,6 @@
-"""Prepares data for training: a source is read, checked, split, encoded and scaled, and
-written once to the cache as arrays that training maps. One dict names the sources, each with a
-check that costs next to nothing and a reader; digits are read from scikit-learn's folder
-without importing it, which would cost 1.7 s. It refuses data that would train into nonsense in
-silence, and it never hands out an array that differs from what its manifest says.
+"""The sources of data by their names, each with a check that costs next to nothing and a reader of
+all rows; digits and synthetic rows are made here. Digits are read from scikit-learn's folder
+without importing it, which would cost 1.7 s.
 """
 
 from __future__ import annotations

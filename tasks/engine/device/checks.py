@@ -62,8 +62,7 @@ class Gpu:
 
     @property
     def asked_as(self) -> str:
-        """Return the name under which a user asks for it: rocm:0 for what torch calls
-        cuda:0."""
+        """Return the name under which a user asks for it: rocm:0 for what torch calls cuda:0."""
         return self.name if self.index is None else f"{self.kind}:{self.index}"
 
 
@@ -97,9 +96,8 @@ LOW_SHARE = 0.1  # with less than this share free, a run is likely to end in an 
 def _is_runnable(code: str, arch: str) -> bool:
     """Return whether machine code (sm_) or PTX (compute_) for `code` runs on a GPU of `arch`.
 
-    docs.nvidia.com, CUDA programming guide, binary and PTX compatibility: a cubin runs within
-    its major version on the same or a later minor one, PTX on all later ones, an `a` only on
-    its own.
+    docs.nvidia.com, CUDA programming guide, binary and PTX compatibility: a cubin runs within its
+    major version on the same or a later minor one, PTX on all later ones, an `a` only on its own.
     """
     built, gpu = (re.fullmatch(r"(sm|compute)_(\d+)([af]?)", text) for text in (code, arch))
     if not built or not gpu:

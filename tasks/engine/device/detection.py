@@ -27,8 +27,8 @@ from tasks.engine.device.checks import (
 )
 from tasks.engine.device.leases import DevicesBusyError, Leases
 from tasks.engine.device.probe import probe_machine, take_first_line
-from tasks.engine.memory.allocator_stats import release_cached_memory
-from tasks.engine.memory.memory_meter import is_oom
+from tasks.engine.memory.allocators import release_cached_memory
+from tasks.engine.memory.out_of_memory import is_oom
 
 RUNTIMES = {"cuda": "CUDA", "rocm": "ROCm", "xpu": "oneAPI", "mps": "Metal"}
 INDEXED = ("cuda", "rocm", "xpu")
@@ -130,8 +130,7 @@ def _describe_absence(machine: Machine, name: str, wanted: list[Gpu], failed: li
 
 
 def _describe_choice(best: Gpu, wanted: list[Gpu], name: str) -> str:
-    """Describe in one sentence why this GPU was chosen, and not the others that the name
-    allows."""
+    """Describe in one sentence why this GPU was chosen, and not the others that the name allows."""
     free = "free memory not known"
     if best.free_bytes is not None and best.total_bytes:
         free = f"{format_gib(best.free_bytes)} of {format_gib(best.total_bytes)} GiB"
@@ -337,8 +336,7 @@ def resolve_precision(asked: str, facts: DeviceFacts) -> str:
 
 
 def check_memory_limit(facts: DeviceFacts, limit_mib: float | None) -> None:
-    """Raise DeviceError for a memory limit that cannot be kept on the device; None is no
-    limit."""
+    """Raise DeviceError for a memory limit that cannot be kept on the device; None is no limit."""
     if limit_mib is None:
         return
     if facts.kind == "xpu" and not hasattr(torch.xpu, "set_per_process_memory_fraction"):

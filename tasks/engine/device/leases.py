@@ -63,8 +63,7 @@ def make_shared_folder(place: Path) -> None:
 
 
 def list_trusted_files(place: Path, pattern: str) -> list[Path]:
-    """Return the files there by such a name, in order; none where the folder cannot be
-    trusted."""
+    """Return the files there by such a name, in order; none where the folder cannot be trusted."""
     with suppress(OSError):
         _check_owner(place)
         return sorted(place.glob(pattern))

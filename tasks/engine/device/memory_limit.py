@@ -14,9 +14,9 @@ import torch
 from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.device.detection import cap_device_memory
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
-from tasks.engine.memory.allocator_stats import Allocator, make_allocator
-from tasks.engine.memory.caching_allocator import make_scratch_counter, read_rules
+from tasks.engine.memory.allocators import Allocator, make_allocator
 from tasks.engine.memory.memory_by_owner import CountedAllocator
+from tasks.engine.memory.simulated_allocator import make_scratch_counter, read_rules
 
 
 @contextmanager

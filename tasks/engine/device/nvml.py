@@ -19,8 +19,7 @@ HOST_PIDS = Path("pid:[4026531836]")  # PROC_PID_INIT_INO of Linux's include/lin
 
 @dataclass(frozen=True)
 class Nvml:
-    """The answers of NVIDIA's management library; GPUs in its own order, which is not
-    PyTorch's."""
+    """The answers of NVIDIA's management library; GPUs in its own order, which is not PyTorch's."""
 
     error: str = ""
     driver_version: str | None = None
@@ -119,6 +118,5 @@ def query_nvml() -> Nvml:
 
 
 def find_holders(uuid: str | None, nvml: Nvml) -> tuple[Holder, ...]:
-    """Return the other processes on the GPU of this UUID; none where the driver does not
-    tell."""
+    """Return the other processes on the GPU of this UUID; none where the driver does not tell."""
     return next((gpu.holders for gpu in nvml.gpus if gpu.uuid == uuid), ())

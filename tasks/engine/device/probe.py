@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from tasks.engine.base import host_memory
 from tasks.engine.device.checks import KINDS, VENDORS, VISIBILITY, Adapter, Driver, Gpu, Machine
 from tasks.engine.device.nvml import Nvml, query_nvml
+from tasks.engine.memory import host_memory
 
 PCI_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
 # AMD, ISA guides of CDNA 1 to 4, RDNA 3 and 4: those with matrix instructions for bf16.

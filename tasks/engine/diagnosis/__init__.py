@@ -1,5 +1,5 @@
 """A failed step told by the names of what met in it: parameter, buffer, entry of the batch,
 layer, line. It keeps no tensor of the failure.
 
-Front doors: explain, tensor_names.
+Front doors: failed_step, tensor_names.
 """

@@ -78,8 +78,7 @@ class TensorNames:
         return NamedTensor(name, kind, path, known is None, dtype, shape, device)
 
     def record_tensor(self, tensor: Tensor, given: Iterable[Tensor]) -> None:
-        """Record that a tensor was made from the first named tensor among `given` on its
-        device."""
+        """Record that a tensor was made from the first named tensor among `given` on its device."""
         seen = (self.name_tensor("", one) for one in given if one.device == tensor.device)
         self._made[tensor] = next(((one.kind, one.known) for one in seen if one.kind), None)
 
@@ -122,8 +121,7 @@ def find_reachable(
 def _find_model_tensors(
     model: nn.Module, layers: dict[int, str]
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield kind, path and tensor: first what is registered, then what is not. Adds to
-    `layers`."""
+    """Yield kind, path and tensor: first what is registered, then what is not. Adds to `layers`."""
     modules = list(model.named_modules())
     layers |= {id(module): _strip_compiled_prefix(path) for path, module in modules}
     passed, loose = set(layers), set()

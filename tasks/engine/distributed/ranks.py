@@ -249,8 +249,7 @@ class Ranks:
         return bool(flag)
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """Average the tensor over the ranks, in place, in the device's stream. All must call
-        it."""
+        """Average the tensor over the ranks, in place, in the device's stream. All must call it."""
         if not self.is_alone:
             dist.all_reduce(tensor)
             tensor /= self.size
@@ -299,7 +298,9 @@ class Meeting:
         """Return what ends this rank where it heard this error, and another one is gone."""
         silence = self.heartbeats.describe_silence() if self.heartbeats is not None else ""
         missing = self.heartbeats.missing() if self.heartbeats is not None and silence else ()
-        return LostRank(f"{silence or 'another rank was lost'} ({describe(error)})", missing)
+        return LostRank(
+            f"{silence or 'another rank was lost'} ({describe_peer_error(error)})", missing
+        )
 
 
 @contextmanager
@@ -335,8 +336,10 @@ def join_ranks(
         )
     except RuntimeError as error:
         if is_lost_peer(error):
-            raise LostRank(f"another rank was lost at the start: {describe(error)}") from None
-        raise shorten(error) from None
+            raise LostRank(
+                f"another rank was lost at the start: {describe_peer_error(error)}"
+            ) from None
+        raise shorten_peer_error(error) from None
     own = tcp.clone()  # at the other one threads of PyTorch's wait
     own.set_timeout(timedelta(seconds=STORE_S))
     with Heartbeats(
@@ -375,8 +378,8 @@ def _open_store(ranks: Ranks, wait_s: float) -> Any:
     except dist.DistNetworkError as error:
         if serves:
             raise ConfigError(
-                f"MASTER_PORT: {_meeting_place()} cannot be opened ({describe(error)}); choose "
-                "another"
+                f"MASTER_PORT: {_meeting_place()} cannot be opened "
+                f"({describe_peer_error(error)}); choose another"
             ) from None
         raise LostRank(
             f"launch.wait_s: rank 0 did not come to {_meeting_place()} within {wait_s:g} s"
@@ -415,8 +418,7 @@ def _count_calls(device: torch.device) -> Callable[[], int]:
 
 
 def refuse_different(ranks: Ranks, things: Mapping[str, Any]) -> None:
-    """Raise ConfigError on all ranks where they were not started with the same things, by
-    name."""
+    """Raise ConfigError on all ranks where they were not started with the same things, by name."""
     found = ranks.all_gather(dict(things))
     for name, ours in found[0].items():
         for rank, theirs in enumerate(found):
@@ -472,7 +474,7 @@ def is_lost_peer(error: BaseException) -> bool:
     return is_plain and _GONE.search(text) is not None
 
 
-def describe(error: BaseException) -> str:
+def describe_peer_error(error: BaseException) -> str:
     """Return what an error of gloo, NCCL or the store says, in a line and without places in C++."""
     text = " ".join(get_error_message(error).partition(_FRAMES)[0].split())
     # As DistributedDataParallel wraps it.
@@ -482,6 +484,6 @@ def describe(error: BaseException) -> str:
     return re.sub(r"\[\S+\.\w+:\d+\] ", "", text)[:WORDS]
 
 
-def shorten(error: RuntimeError) -> RuntimeError:
+def shorten_peer_error(error: RuntimeError) -> RuntimeError:
     """Return the same error in such words, where it is one of theirs."""
-    return type(error)(describe(error)) if isinstance(error, dist.DistError) else error
+    return type(error)(describe_peer_error(error)) if isinstance(error, dist.DistError) else error

@@ -264,9 +264,8 @@ def read_headers(
                 if member.file_size > BOMB_BYTES and ratio > BOMB_RATIO:
                     raise DataError(
                         f"data.path: {what} unpacks {format_size(member.compress_size)} to "
-                        f"{format_size(member.file_size)}, more than {BOMB_RATIO} times; if "
-                        "that is "
-                        "meant, save it with numpy.savez, which does not compress"
+                        f"{format_size(member.file_size)}, more than {BOMB_RATIO} times; if that "
+                        "is meant, save it with numpy.savez, which does not compress"
                     )
                 with archive.open(member) as file:
                     headers[name] = parse_header(file, what)
@@ -425,8 +424,7 @@ def check_safetensors(data: DataConfig) -> None:
 
 
 def read_safetensors(data: DataConfig) -> RawData:
-    """Read features, mapped, and target; images (n, h, w) and (n, h, w, c) become (n, c, h,
-    w).
+    """Read features, mapped, and target; images (n, h, w) and (n, h, w, c) become (n, c, h, w).
 
     Of the type BF16 the features are read as float32, which takes twice the file's size.
     """

@@ -18,8 +18,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import compute
 
-from tasks.engine.base.raw_inputs import DATE_PARTS, DAY_S, find_numbers
-from tasks.engine.files.scaling import LARGEST_FEATURE
+from tasks.engine.base.raw_inputs import DATE_PARTS, DAY_S, LARGEST, find_numbers
 from tasks.engine.files.source_data import shorten
 
 # WRITTEN: a number, not as float() takes it
@@ -332,7 +331,7 @@ class ColumnSummary:
             return None
         at, value = self.far
         return (
-            f"{self._cell(at)}must be a number of at most {LARGEST_FEATURE:g} in size (got "
+            f"{self._cell(at)}must be a number of at most {LARGEST:g} in size (got "
             f"{value!r}); mend or drop such rows, or {LEAVE_OUT}"
         )
 
@@ -396,7 +395,7 @@ class ColumnSummary:
         if not max(-float(values.min()), float(values.max())) < limit:  # or NaN
             self._count_holes(np.isnan(values))
             sizes = np.nan_to_num(np.abs(values.astype(np.float64)), nan=0, posinf=np.inf)
-            self.far = self.far or self._first(values, sizes > LARGEST_FEATURE)
+            self.far = self.far or self._first(values, sizes > LARGEST)
             self.long = self.long or self._first(values, sizes >= limit)
         return values
 
@@ -457,8 +456,7 @@ def classify_type(kind: pa.DataType) -> str:
 
 
 def describe_refused_type(name: str, kind: str, *, target: str, label: str) -> str:
-    """Describe why a column of a type such as lists and decimals is of no use, and what to
-    do."""
+    """Describe why a column of a type such as lists and decimals is of no use, and what to do."""
     where = f"data.path: {label} column {name!r}"
     if "binary" in kind:
         return f"{where} holds bytes that are not UTF-8 text; save it as UTF-8"

@@ -50,9 +50,8 @@ def scan_image_folder(data: DataConfig) -> ImageFolder:
     loose = [entry.name for entry in there if not entry.is_symlink() and not entry.is_dir()]
     if loose:
         problems.append(
-            f"data.path: {root.name} has files beside its folders: {format_list(loose)}; put "
-            "each image "
-            "into the folder of its class, and other files elsewhere"
+            f"data.path: {root.name} has files beside its folders: {format_list(loose)}; put each "
+            "image into the folder of its class, and other files elsewhere"
         )
     if not problems and len(classes) < 2:
         has = f"one class only ({format_list(classes)})" if classes else "no folders in it"

@@ -6,12 +6,9 @@ images.
 
 from __future__ import annotations
 
-import os
 import struct
-import tempfile
 import threading
 import warnings
-import weakref
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -168,9 +165,8 @@ def read_images(data: DataConfig) -> RawData:
     """Read rows of (1 or 3, image_size, image_size) pixels, 0..255 as uint8; classes are the
     folders.
 
-    One channel where all images are greyscale. They lie in memory where data.memory_mib has
-    room for them, else in a file without a name beside data.cache, which is gone when they
-    are.
+    One channel where all images are greyscale. They lie in memory where data.memory_mib has room
+    for them, else in a file without a name beside data.cache, which is gone when they are.
     """
     folder = scan_image_folder(data)
     with warnings.catch_warnings():
@@ -236,8 +232,7 @@ def _decode_images(
         raise DataError(
             f"data.memory_mib: {what} needs about {format_size(needed)} to decode, but "
             f"{format_size(max(room, 0))} are left of {format_size(budget)}; raise "
-            "data.memory_mib, or shrink "
-            "the image"
+            "data.memory_mib, or shrink the image"
         )
     workers = max(1, min(WORKERS, room // max(needed, 1)))
     if workers * needed + len(seen) * row_bytes <= room:
@@ -251,36 +246,23 @@ def _decode_images(
 
 
 class StoredRows:
-    """Images in a file that has no name, so that nothing is left of it whatever ends the process.
-    Read by slices of rows, as an array is, but not mapped: what was read need not stay in memory.
-    """
+    """Images in a file, read by slices of rows as an array is."""
 
     def __init__(self, cache: Path, shape: tuple[int, ...]) -> None:
         self.shape, self.ndim, self.size = shape, len(shape), int(np.prod(shape))
-        self._row_bytes, self._cache = self.size // shape[0], cache
-        there = next(p for p in (cache, *cache.parents) if p.exists())
-        with prepared_cache.refuse_unwritable(cache):
-            self._file, name = tempfile.mkstemp(prefix=".images.", suffix=".tmp", dir=there)
-            os.unlink(name)
-        weakref.finalize(self, os.close, self._file)
+        self._row_bytes, self._file = self.size // shape[0], prepared_cache.ScratchFile(cache)
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def put(self, row: int, image: np.ndarray) -> None:
         """Store one image; may be called from any thread."""
-        view, at = memoryview(image.tobytes()), row * self._row_bytes
-        with prepared_cache.refuse_unwritable(self._cache):
-            while len(view):
-                written = os.pwrite(self._file, view, at)
-                view, at = view[written:], at + written
+        self._file.write(image, row * self._row_bytes)
 
     def __getitem__(self, part: slice) -> np.ndarray:
         first, last, _ = part.indices(len(self))
         values = np.empty((max(0, last - first), *self.shape[1:]), dtype=np.uint8)
-        with prepared_cache.refuse_unwritable(self._cache):
-            if not prepared_cache.fill_from_file(values, self._file, first * self._row_bytes):
-                raise OSError("it ended early")
+        self._file.fill(values, first * self._row_bytes)
         return values
 
 

@@ -11,7 +11,9 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -216,8 +218,7 @@ def check_disk_room(cache: Path, needed_bytes: int) -> None:
     if needed_bytes > free_bytes:
         raise DataError(
             f"data.cache: {shown} needs {format_size(needed_bytes)} for the prepared arrays and "
-            "has "
-            f"{format_size(free_bytes)} free; make room there, or name another folder"
+            f"has {format_size(free_bytes)} free; make room there, or name another folder"
         )
 
 
@@ -278,6 +279,37 @@ def fill_from_file(values: np.ndarray, file: int, at: int) -> bool:
             return False
         view, at = view[got:], at + got
     return True
+
+
+class ScratchFile:
+    """Values in a file that has no name, beside the cache: nothing is left of it, however the
+    process ends. It is not mapped, so that what was read need not stay in memory; any thread may
+    write and read it. Raises DataError where the disk fails."""
+
+    def __init__(self, cache: Path, *, is_in_memory: bool = False) -> None:
+        self._cache = cache
+        with refuse_unwritable(cache):
+            if is_in_memory:
+                self._file = os.memfd_create("rows")
+            else:
+                there = next(p for p in (cache, *cache.parents) if p.exists())
+                with tempfile.TemporaryFile(dir=there) as file:
+                    self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
+
+    def write(self, values: np.ndarray, at: int) -> None:
+        """Write the values' bytes from `at` on."""
+        view = np.ascontiguousarray(values).data.cast("B")
+        with refuse_unwritable(self._cache):
+            while len(view):
+                written = os.pwrite(self._file, view, at)
+                view, at = view[written:], at + written
+
+    def fill(self, values: np.ndarray, at: int) -> None:
+        """Fill a contiguous array with the bytes from `at` on."""
+        with refuse_unwritable(self._cache):
+            if not fill_from_file(values, self._file, at):
+                raise OSError("it ended early")
 
 
 def _write_synced(path: Path, content: bytes) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from tasks.engine.base import host_memory
 from tasks.engine.base.units import format_mebibytes
+from tasks.engine.memory import host_memory
 from tasks.engine.settings.run_config import TOKEN_SOURCES, DataConfig
 
 TARGET_NAMES = ("target", "label", "class", "y")
@@ -55,11 +55,10 @@ class RawData:
 
     features: (n, columns), or (n, channels, height, width) for images; numbers or booleans,
     possibly mapped from the file; or a table.Table, which holds text and missing values too.
-    target: (n,) numbers, booleans, or `str` in an object array; or (n, k) numbers.
-    validation: (n,) booleans where the source brought a split of its own.
-    split_keys: (n,) times that sort, or groups, of data.split_column.
-    kept: which rows of the file these are, (rows of the file,) booleans; None: all.
-    decimal: data.decimal of a file of text; None for others. na: data.na.
+    target: (n,) numbers, booleans, or `str` in an object array; or (n, k) numbers. validation: (n,)
+    booleans where the source brought a split of its own. split_keys: (n,) times that sort, or
+    groups, of data.split_column. kept: which rows of the file these are, (rows of the file,)
+    booleans; None: all. decimal: data.decimal of a file of text; None for others. na: data.na.
     """
 
     features: Any
@@ -95,8 +94,7 @@ class RawData:
 
 
 def shorten(value: object, most: int = 60) -> str:
-    """Return a value as it may be printed: quoted, on one line, at most about `most`
-    characters."""
+    """Return a value as it may be printed: quoted, on one line, at most about `most` characters."""
     text = repr(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
@@ -163,8 +161,7 @@ def check_regular_file(path: Path, source: str) -> Path:
 
 
 def read_first_bytes(path: Path, source: str) -> bytes:
-    """Read the first bytes of a regular file that is readable and not empty. Errors:
-    DataError."""
+    """Read the first bytes of a regular file that is readable and not empty. Errors: DataError."""
     shown = shorten(str(path), 300)
     try:
         found = os.stat(path)

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from tasks.engine.base.raw_inputs import NOTHING
+from tasks.engine.base.threads import read_ahead
 from tasks.engine.files.columns import (
     CATEGORY,
     DATE,
@@ -31,7 +32,6 @@ from tasks.engine.files.columns import (
     is_number,
 )
 from tasks.engine.files.prepared_cache import check_disk_room
-from tasks.engine.files.row_parts import compute_split_keys
 from tasks.engine.files.source_data import (
     MOST_SHOWN,
     DataError,
@@ -46,6 +46,7 @@ from tasks.engine.files.source_data import (
     resolve_cache_folder,
     shorten,
 )
+from tasks.engine.files.split_column import compute_split_keys
 from tasks.engine.files.table_files import (
     BELOW,
     TextTable,
@@ -55,7 +56,7 @@ from tasks.engine.files.table_files import (
     read_parquet_batches,
     read_text_rows,
 )
-from tasks.engine.files.table_rows import VALUE_BYTES, RowStore, Table, read_ahead
+from tasks.engine.files.table_store import VALUE_BYTES, RowStore, Table
 from tasks.engine.settings.run_config import DataConfig
 
 
@@ -145,8 +146,7 @@ def _list_name_problems(names: Sequence[str], left: Sequence[str], label: str) -
     if double:
         problems.append(
             f"data.path: {label} has columns of one name: {format_list(double)}; rename one, or "
-            "leave "
-            "them out by data.drop"
+            "leave them out by data.drop"
         )
     if "" in left:
         problems.append(
@@ -168,8 +168,7 @@ def refuse_no_header(names: Sequence[str], label: str) -> None:
     if steps and min(steps) <= 0 and (len(steps) > 1 or 0 in steps):
         raise DataError(
             f"data.path: {label} line 1 looks like a row, not like names "
-            f"({format_list(names, 4)}); "
-            "put the columns' names in line 1"
+            f"({format_list(names, 4)}); put the columns' names in line 1"
         )
 
 

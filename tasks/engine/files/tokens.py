@@ -58,8 +58,7 @@ def read_text_file(data: DataConfig) -> Tokens:
 
 @cache
 def build_default_text() -> bytes:
-    """Return the licence of this Python and the topics of its help(), in a fixed order, as
-    UTF-8.
+    """Return the licence of this Python and the topics of its help(), in a fixed order, as UTF-8.
 
     Raises DataError where Python was installed without both.
     """

@@ -2,5 +2,5 @@
 launcher, what each of them does, and what it sends to the one that asked for them. A process of a
 rank imports neither Prefect nor MLflow.
 
-Front doors: agent, attempts, machines, processes, rank.
+Front doors: launcher, machines, placement, rank, supervisor.
 """

@@ -24,8 +24,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 
 from tasks.engine.device.detection import DeviceError, detect_best_device
-from tasks.engine.launch import attempts
-from tasks.engine.launch.processes import count_threads
+from tasks.engine.launch import launcher
+from tasks.engine.launch.placement import count_threads
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import LaunchConfig, RunConfig
 
@@ -45,7 +45,7 @@ def train_on_machines(config: RunConfig, arguments: Sequence[str]) -> int:
         raise ConfigError(str(error)) from None
     here = 1 if config.device.name == "cpu" else torch.accelerator.device_count()
     count = config.launch.count or max(1, here)
-    with _meet_machines(config.launch) as (own_name, run_id), attempts.keep_exit_codes():
+    with _meet_machines(config.launch) as (own_name, run_id), launcher.keep_exit_codes():
         os.environ.setdefault("OMP_NUM_THREADS", str(count_threads(count)))
         for name in [n for n in logging.root.manager.loggerDict if n.startswith(ELASTIC)]:
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks tell
@@ -71,9 +71,9 @@ def train_on_machines(config: RunConfig, arguments: Sequence[str]) -> int:
         except ChildFailedError as error:
             code = error.get_first_failure()[1].exitcode
         except RendezvousError:
-            code = attempts.AGAIN
-        code = attempts.read_final_code() or code
-    if code != attempts.AGAIN:
+            code = launcher.AGAIN
+        code = launcher.read_final_code() or code
+    if code != launcher.AGAIN:
         return 128 - code if code < 0 else code
     if own_name != config.launch.machines[0]:
         log.error("launch.nodes: %s has ended, and told why", config.launch.machines[0])

@@ -7,7 +7,7 @@ to it.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from tasks.engine.launch.parent import end_with_parent
+    from tasks.engine.launch.parent_death import end_with_parent
 
     end_with_parent()  # before PyTorch is imported: that takes seconds
 
@@ -37,20 +37,20 @@ from tasks.engine.distributed.ranks import (
     Meeting,
     Ranks,
     RestartableError,
-    describe,
+    describe_peer_error,
     is_lost_peer,
     join_ranks,
     read_failure,
     read_micro_batches,
     read_ranks_from_environment,
     refuse_different,
-    shorten,
+    shorten_peer_error,
     store_failure,
     store_micro_batch,
 )
 from tasks.engine.files.source_data import DataError
-from tasks.engine.launch.attempts import AGAIN
-from tasks.engine.launch.processes import choose_device_name, find_rank_device
+from tasks.engine.launch.launcher import AGAIN
+from tasks.engine.launch.placement import choose_device_name, find_rank_device
 from tasks.engine.memory.leaks import release_device_memory, take_baseline
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
@@ -136,9 +136,9 @@ def train_together(
         except Exception as error:
             if is_lost_peer(error):
                 raise _failure_of_another(meeting, error) from None
-            store_failure(store, ranks, describe(error) or type(error).__name__)
+            store_failure(store, ranks, describe_peer_error(error) or type(error).__name__)
             if isinstance(error, dist.DistError):
-                raise shorten(error) from None
+                raise shorten_peer_error(error) from None
             raise
     metrics = facts.metrics | released.metrics
     metrics |= {k: v + len(tried) for k, v in metrics.items() if "/ooms_recovered" in k}

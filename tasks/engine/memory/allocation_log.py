@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasks.engine.base.nested import get_local_part
 from tasks.engine.base.units import format_mebibytes
-from tasks.engine.memory.caching_allocator import AllocateEvent, AllocatorEvent, FreeEvent
+from tasks.engine.memory.simulated_allocator import AllocateEvent, AllocatorEvent, FreeEvent
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = __file__
@@ -125,13 +125,12 @@ class AllocationLog(TorchDispatchMode):
         scratch: Scratch = lambda func, args: (),
         told: Callable[[AllocatorEvent], None] = lambda event: None,
     ) -> None:
-        """limit_bytes: more raises torch.OutOfMemoryError, as a device would. block: the bytes
-        that the device's allocator gives for so many. scratch: what an operation
-        takes for itself while it runs. told: hears of every storage that is made and of its
-        end."""
+        """limit_bytes: more raises torch.OutOfMemoryError, as a device would. block: the bytes that
+        the device's allocator gives for so many. scratch: what an operation takes for itself while
+        it runs. told: hears of every storage that is made and of its end."""
         super().__init__()
         self._scratch, self._told = scratch, told
-        self.pool = 0  # that storages are made in from here on; see pool.Take
+        self.pool = 0  # that storages are made in from here on
         self._device, self._limit, self._block = device, limit_bytes, block
         self.is_active = False
         self._live: dict[int, Entry] = {}
@@ -247,8 +246,7 @@ class AllocationLog(TorchDispatchMode):
         return sum_by_owner(self.list_at_peak())
 
     def compute_timeline(self) -> list[tuple[int, dict[str, int]]]:
-        """Return the bytes by owner where this step began, and after each of its
-        allocations."""
+        """Return the bytes by owner where this step began, and after each of its allocations."""
         self._sweep()
         changes: dict[int, list[tuple[str, int]]] = defaultdict(list)
         for entry in self._iterate_entries():

@@ -52,8 +52,7 @@ class LiveTensor:
 
 
 def find_live_tensors(device: torch.device) -> list[LiveTensor]:
-    """Return everything alive in this process that holds memory of the device, several per
-    storage.
+    """Return everything alive in this process that holds memory of the device, several per storage.
 
     Tensors, their gradients, and what the autograd graphs behind them saved for a backward. Not
     seen: memory that only C++ holds (library workspaces), and objects in gc.freeze(). Costs one
@@ -127,8 +126,7 @@ def _get_gradient(tensor: Tensor) -> Tensor | None:
 
 
 def _find_saved(tensors: list[Any], nodes: list[Any]) -> list[LiveTensor]:
-    """Return what autograd graphs keep for a backward pass, with the tensor whose graph it
-    is."""
+    """Return what autograd graphs keep for a backward pass, with the tensor whose graph it is."""
     lives: list[LiveTensor] = []
     seen: dict[int, Any] = {}  # holds the nodes, so that their ids stay theirs
     starts = [(tensor, node) for tensor in tensors if (node := _get_graph(tensor)) is not None]

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tasks.engine.base.facts import Owner, ReleaseFacts, UnreturnedMemory
-from tasks.engine.base.timing import wait_for_device
-from tasks.engine.memory.allocator_stats import (
+from tasks.engine.memory.allocators import (
     count_pinned_bytes,
     count_pool_bytes,
     make_allocator,
     release_cached_memory,
+    wait_for_device,
 )
 from tasks.engine.memory.holders import GRADIENT, SAVED, Holders, LiveTensor, find_live_tensors
 from tasks.engine.memory.memory_meter import count_allocated_bytes

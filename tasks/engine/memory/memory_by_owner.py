@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tasks.engine.base import nested
 from tasks.engine.memory.allocation_log import LIBRARIES, MIB, REST, AllocationLog
-from tasks.engine.memory.allocator_stats import NoAllocator, Space
+from tasks.engine.memory.allocators import NoAllocator, Space
 from tasks.engine.memory.holders import find_live_tensors
 
 BEST_WEIGHTS = "best_weights"

@@ -9,7 +9,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from tasks.engine.memory.memory_meter import clear_frames, is_oom
+from tasks.engine.memory.out_of_memory import clear_frames, is_oom
 
 log = logging.getLogger(__name__)
 PINNING = ("cuda", "xpu")  # whose copies run beside the host, from pinned memory only
@@ -34,8 +34,7 @@ def _warn_once() -> None:
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Return the tensor on the host, whose copy may still be on its way; pinned where
-    possible."""
+    """Return the tensor on the host, whose copy may still be on its way; pinned where possible."""
     if tensor.device.type not in PINNING:
         return tensor.to("cpu", non_blocking=True)
     copy = allocate_pinned(partial(torch.empty_like, tensor, device="cpu"))

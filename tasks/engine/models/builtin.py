@@ -25,8 +25,7 @@ ROPE_BASE = 10_000.0  # the slowest pair turns once in 2 pi * 10,000 positions
 class Rotary(nn.Module):
     """Turns each pair of a head's channels by an angle that grows with the position, so that a
     product of query and key depends on how far apart they are, not on where (RoFormer, Su et al.
-    2021, arXiv:2104.09864). Channel i is paired with channel i + size / 2.
-    """
+    2021, arXiv:2104.09864). Channel i is paired with channel i + size / 2."""
 
     cos: Tensor
     sin: Tensor
@@ -281,7 +280,7 @@ def check_model(
     (2, outputs), for tokens (2, tokens, outputs).
     """
     # Here, since builtin.py travels with every logged model and memory_meter.py does not.
-    from tasks.engine.memory.memory_meter import is_oom
+    from tasks.engine.memory.out_of_memory import is_oom
 
     _refuse_other_task(name, task)
     sent = (min(*input_shape, CHECKED_TOKENS),) if task == "tokens" else tuple(input_shape)

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from tasks.engine.base.field_types import is_import_path
-from tasks.engine.base.import_paths import OWN, find_module_spec, is_installed
+from tasks.engine.base.import_paths import OWN, find_module_spec, is_import_path, is_installed
 from tasks.engine.models import builtin, predictor
-from tasks.engine.models.own_factory import CODE
+from tasks.engine.models.user_model import CODE
 
 MOST_FILES = 2000  # of one package; more are somebody's environment
 SKIPPED = ("__pycache__", "node_modules", "site-packages")

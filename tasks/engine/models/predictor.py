@@ -15,12 +15,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from tasks.engine.base.raw_inputs import make_array, make_inputs, refuse_no_number
-from tasks.engine.base.structured_inputs import check_inputs, is_structured
+from tasks.engine.base.raw_inputs import (
+    check_inputs,
+    is_structured,
+    make_array,
+    make_inputs,
+    refuse_no_number,
+)
 from tasks.engine.models.builtin import Standardize, Transformer, build_model
 from tasks.engine.models.checksums import check_checksums
-from tasks.engine.models.model_call import split_inputs
-from tasks.engine.models.own_factory import rebuild_model as build_again
+from tasks.engine.models.user_model import rebuild_model as build_again
+from tasks.engine.models.user_model import split_inputs
 
 ROWS = 4096  # rows predicted at once
 TOKENS = 1 << 14  # the same for a model of tokens
@@ -266,8 +271,7 @@ def save(model: nn.Module, spec: dict[str, Any], folder: Path) -> None:
 
 
 def load(folder: str | Path) -> Predictor | TokenPredictor:
-    """Load the model of `folder` on the CPU. Raises ModelError, also where a file was
-    changed."""
+    """Load the model of `folder` on the CPU. Raises ModelError, also where a file was changed."""
     folder = Path(folder)
     check_checksums(folder)
     spec = json.loads((folder / "spec.json").read_text())

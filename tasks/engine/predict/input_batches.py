@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from tasks.engine.base.raw_inputs import NOTHING
-from tasks.engine.base.structured_inputs import describe_inputs, is_structured
+from tasks.engine.base.raw_inputs import NOTHING, describe_inputs, is_structured
 from tasks.engine.files import arrays
 from tasks.engine.files.columns import (
     CATEGORY,
@@ -125,8 +124,7 @@ def count_rows(rows: Any) -> int:
 
 
 def find_first_hole(rows: Any) -> int | None:
-    """Return the first row with a number that is missing or infinite; None where there is
-    none."""
+    """Return the first row with a number that is missing or infinite; None where there is none."""
     parts = rows.values() if isinstance(rows, Mapping) else [rows]
     for part in map(np.asarray, parts):
         if part.dtype.kind == "f" and not np.isfinite(part).all():
@@ -181,8 +179,7 @@ def check_table(order: Order, needs: Needs) -> None:
 
 
 def read_csv(order: Order, needs: Needs) -> Iterator[Batch]:
-    """Yield the rows of comma- or tab-separated UTF-8 text whose first line names the
-    columns."""
+    """Yield the rows of comma- or tab-separated UTF-8 text whose first line names the columns."""
     table, chosen = _open_text(order, needs)
     kinds, label, first = dict(chosen), table.path.name, 0
     # What is only kept stays as it is written: 007 is no 7.
@@ -205,8 +202,7 @@ def read_csv(order: Order, needs: Needs) -> Iterator[Batch]:
 
 
 def read_parquet(order: Order, needs: Needs) -> Iterator[Batch]:
-    """Yield the rows of a Parquet file, or of all parts of a folder in the order of their
-    names."""
+    """Yield the rows of a Parquet file, or of all parts of a folder in the order of their names."""
     done = 0
     for path in list_parts(Path(order.input)):
         schema, count, chosen = _read_part_schema(path, order, needs)
@@ -427,8 +423,7 @@ def _pick_arrays(names: list[str], label: str, needs: Needs) -> list[str]:
     if not needs.inputs and not usual:
         raise DataError(
             f"input: {label} must hold one array, or one named x (got "
-            f"{format_list(names) or 'none'}); "
-            "save it so"
+            f"{format_list(names) or 'none'}); save it so"
         )
     return list(needs.inputs) or usual[:1]
 

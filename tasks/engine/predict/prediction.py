@@ -22,8 +22,8 @@ from tasks.engine.base.facts import DeviceFacts, ModelFacts, PredictFacts
 from tasks.engine.base.import_paths import forbid_exit
 from tasks.engine.device.memory_limit import limit_memory
 from tasks.engine.files.source_data import DataError, shorten
-from tasks.engine.memory import memory_meter
-from tasks.engine.memory.allocator_stats import drop_cache
+from tasks.engine.memory import memory_meter, out_of_memory
+from tasks.engine.memory.allocators import drop_cache
 from tasks.engine.models import predictor
 from tasks.engine.models.checksums import check_checksums
 from tasks.engine.predict.input_batches import (
@@ -69,8 +69,7 @@ class Model(Protocol):
 
 
 class ProgressCallback(Protocol):
-    """Is called with how far a prediction is: rows, and how much of the input's amount is
-    done."""
+    """Is called with how far a prediction is: rows, and how much of the input's amount is done."""
 
     def __call__(self, rows: int, done: int) -> None: ...
 
@@ -113,10 +112,10 @@ def predict(
         return _predict_all(order, device, model, told=told)
     except BaseException as error:
         # Prefect keeps the exception of a failed task, and with it every tensor of its frames.
-        memory_meter.clear_frames(error)
+        out_of_memory.clear_frames(error)
         if isinstance(error, NoRoom):
             failure = str(error)
-        elif memory_meter.is_oom(error):
+        elif out_of_memory.is_oom(error):
             failure = f"the model ({error or type(error).__name__})"
         else:
             raise
@@ -166,7 +165,7 @@ def _load_model(model: ModelFacts) -> predictor.Predictor | predictor.TokenPredi
     except (ModelError, MemoryError):
         raise
     except BROKEN_MODEL as error:
-        if memory_meter.is_oom(error):
+        if out_of_memory.is_oom(error):
             raise
         said = shorten(str(error) or type(error).__name__, 300)
     raise ModelError(f"run: the model of {model.run_id} cannot be loaded ({said}); train it anew")
@@ -182,8 +181,7 @@ class RowPredictor:
         self.recovered = 0
 
     def predict_batch(self, batch: Batch) -> Iterator[tuple[int, Any]]:
-        """Yield where each part of the batch begins, and its predictions; one even of no
-        rows."""
+        """Yield where each part of the batch begins, and its predictions; one even of no rows."""
         begin, total = 0, count_rows(batch.rows)
         hole = None if self._has_columns else find_first_hole(batch.rows)
         if hole is not None:
@@ -203,9 +201,9 @@ class RowPredictor:
             try:
                 return self._attempt(batch, begin, begin + rows)
             except (RuntimeError, MemoryError) as error:
-                if not memory_meter.is_oom(error):
+                if not out_of_memory.is_oom(error):
                     raise
-                memory_meter.clear_frames(error)
+                out_of_memory.clear_frames(error)
                 failure = str(error) or type(error).__name__
             # Only here, outside the except block, is the error gone and what its frames held.
             drop_cache(self._device)

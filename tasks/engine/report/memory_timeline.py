@@ -187,8 +187,7 @@ def _make_legend(at_peak: Mapping[str, int], owners: Sequence[str]) -> str:
 
 
 def _make_table(entries: Sequence[Entry]) -> str:
-    """Make the table of the largest entries; what one line made alike for one owner is one
-    row."""
+    """Make the table of the largest entries; what one line made alike for one owner is one row."""
     groups: dict[tuple[str, str, str, str], list[Entry]] = defaultdict(list)
     for entry in entries:
         groups[entry.owner, entry.what, entry.line, entry.phase].append(entry)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tasks.engine.base.units import format_number, format_percent
-from tasks.engine.report.report_sections import PARTS, Block, draw_confusion_matrix, make_report
+from tasks.engine.report.report_sections import PARTS, Block, make_report, shorten_class_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -173,6 +173,22 @@ def label_axes(ax: Axes, title: str, *, unit: str = "", grid: Literal["x", "y"] 
     ax.set_axisbelow(True)
 
 
+def place_legend(ax: Axes, *, colours: Sequence[str] | None = None) -> None:
+    """Draw the legend below the axes, where no line is."""
+    figure = ax.figure
+    figure.subplots_adjust(bottom=0.2)
+    ax.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.13),
+        ncols=3,
+        frameon=False,
+        fontsize=9,
+        labelcolor=colours,
+        handlelength=1.2,
+        columnspacing=1.2,
+    )
+
+
 def _draw_lines(ax: Axes, lines: list[Line], title: str) -> None:
     label_axes(ax, title, unit="optimizer step")
     ax.locator_params(axis="x", integer=True, nbins=7)
@@ -181,8 +197,7 @@ def _draw_lines(ax: Axes, lines: list[Line], title: str) -> None:
         marker = "o" if len(points) < 2 else ""
         ax.plot(x, y, color=colour, linewidth=1.7, label=label, marker=marker, markersize=4)
     if len(lines) > 1:
-        colours = [colour for _, colour, _ in lines]
-        ax.legend(frameon=False, fontsize=9, labelcolor=colours, handlelength=1.2)
+        place_legend(ax, colours=[colour for _, colour, _ in lines])
 
 
 def _mark_point(ax: Axes, point: tuple[float, float], text: str) -> None:
@@ -203,6 +218,10 @@ def _draw_bar_charts(blocks: Sequence[Block], colour: str) -> Figure | None:
     if not blocks:
         return None
     axes = make_panels(len(blocks))
+    if len(blocks) > 2:  # each with room for its labels and its words
+        width = 4.8 * len(blocks)
+        axes[0].figure.set_size_inches(width, INCHES[1])  # type: ignore[union-attr]
+        axes[0].figure.subplots_adjust(left=1.0 / width, wspace=0.5)
     for ax, block in zip(axes, blocks, strict=True):
         _draw_bars(ax, block, colour)
     return axes[0].figure  # type: ignore[return-value]
@@ -231,7 +250,10 @@ TITLES = {
     "memory/leaked_mib": "leaked, MiB",
 }
 COLUMNS = 3
-CAPTION = "runs, this one at 0; grey: within the limit for three in a row; dashed: that for one"
+CAPTION = (
+    "runs, this one at 0; grey: within the limit for three in a row; dashed: that for one; "
+    "green: the level that it once had"
+)
 
 
 def draw_trend(run: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -263,6 +285,7 @@ def _draw_trend_panel(ax: Axes, one: Mapping[str, Any]) -> None:
     colour = VERMILION if one["beyond"] else GREEN
     ax.axhspan(min(near, 2 * middle - near), max(near, 2 * middle - near), color="#ECECEC")
     ax.axhline(middle, color=GREY, linewidth=0.9, linestyle=":")
+    ax.axhline(one.get("level", middle), color=GREEN, linewidth=0.9, linestyle="-.")
     low, high = min([*values, near, middle]), max([*values, near, middle])
     room = 0.15 * (high - low) or 1.0
     ax.set_ylim(low - room, high + room)
@@ -277,3 +300,48 @@ def _draw_trend_panel(ax: Axes, one: Mapping[str, Any]) -> None:
     ax.locator_params(axis="x", integer=True, nbins=5)
     ax.locator_params(axis="y", nbins=5)
     ax.ticklabel_format(axis="y", useOffset=False, style="plain")
+
+
+NAMES_SHOWN = 24  # letters of a class on the picture
+FEW_CLASSES = 12  # classes: names lie straight, numbers are large
+
+
+def draw_confusion_matrix(run: Mapping[str, Any], part: str) -> Figure | None:
+    """Draw the confusion matrix of this part: a line a class, coloured by the share of its rows."""
+    found = (run.get("classes") or {}).get(part)
+    if not found:
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names, matrix = (
+        [shorten_class_name(name, NAMES_SHOWN) for name in found["drawn"]],
+        found["matrix"],
+    )
+    count = len(names)
+    side = min(12.0, max(4.6, 1.8 + 0.34 * count))
+    figure = Figure(figsize=(side + 0.6, side), dpi=150, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    ax = figure.subplots()
+    shares = [[cell / (sum(line) or 1) for cell in line] for line in matrix]
+    ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    size = 10 if count <= FEW_CLASSES else 6.5
+    for i, line in enumerate(matrix):
+        for j, cell in enumerate(line):
+            if cell:
+                colour = "white" if shares[i][j] > 0.5 else INK
+                text = f"{cell}" if cell < 10_000 else f"{cell / 1000:.0f}k"
+                ax.text(j, i, text, ha="center", va="center", fontsize=size, color=colour)
+    ax.set_xticks(range(count), names, rotation=0 if _may_show_names(names) else 90, fontsize=9)
+    ax.set_yticks(range(count), names, fontsize=9)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    ax.set_xlabel("predicted class", fontsize=9, color=GREY)
+    ax.set_ylabel("true class", fontsize=9, color=GREY)
+    some = "" if count == found["count"] else f", the {count} most confused of {found['count']}"
+    ax.set_title(f"{PARTS[part].capitalize()} rows by class{some}", **TITLE)
+    return figure
+
+
+def _may_show_names(names: list[str]) -> bool:
+    return len(names) <= FEW_CLASSES and max(map(len, names)) * len(names) <= 48

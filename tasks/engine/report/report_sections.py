@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tasks.engine.base.units import (
     format_mebibytes,
@@ -18,9 +18,7 @@ from tasks.engine.base.units import (
     format_seconds,
     make_printable,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from tasks.engine.settings.run_config import parse_best_metric
 
 Numbers = Mapping[str, float]
 
@@ -83,8 +81,7 @@ def join_parts(parts: Iterable[str]) -> tuple[str, ...]:
 
 
 def make_phrases(metrics: Numbers, *wanted: tuple[str, str]) -> list[str]:
-    """Return the phrases `(key, template)` whose metric was measured, with its value
-    filled in."""
+    """Return the phrases `(key, template)` whose metric was measured, with its value filled in."""
     return [
         template.format(_format_metric(key, metrics[key]))
         for key, template in wanted
@@ -116,15 +113,13 @@ def _compute_share(size: float, whole: float | None) -> float | None:
 PARTS = {"val": "validation", "test": "test"}
 HEAD = ("class", "rows", "precision", "recall", "F1")
 WORST = 3  # classes that the line names
-NAMES_SHOWN = 24  # letters of a class on the picture
-FEW = 12  # classes: names lie straight, numbers are large
 
 
 def make_classes_section(run: Mapping[str, Any], *, limit: int) -> Section:
     """Return the section of the rows by class, for each part that was evaluated."""
     lines, grids = [], []
     for part, found in (run.get("classes") or {}).items():
-        listed = [(_shorten_name(row[0], limit), *row[1:]) for row in found["listed"]]
+        listed = [(shorten_class_name(row[0], limit), *row[1:]) for row in found["listed"]]
         worst = sorted(listed, key=lambda row: row[-1])[:WORST]
         told = ", ".join(
             f"{name}: {format_number(f1)} ({rows:,} rows)" for name, rows, *_, f1 in worst
@@ -141,53 +136,9 @@ def make_classes_section(run: Mapping[str, Any], *, limit: int) -> Section:
     return Section("Classes", tuple(lines), grids=tuple(grids))
 
 
-def draw_confusion_matrix(run: Mapping[str, Any], part: str) -> Figure | None:
-    """Draw the confusion matrix of this part: a line a class, coloured by the share of its
-    rows."""
-    found = (run.get("classes") or {}).get(part)
-    if not found:
-        return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    names, matrix = [_shorten_name(name, NAMES_SHOWN) for name in found["drawn"]], found["matrix"]
-    count = len(names)
-    side = min(12.0, max(4.6, 1.8 + 0.34 * count))
-    figure = Figure(figsize=(side + 0.6, side), dpi=150, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    ax = figure.subplots()
-    shares = [[cell / (sum(line) or 1) for cell in line] for line in matrix]
-    ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    size = 10 if count <= FEW else 6.5
-    for i, line in enumerate(matrix):
-        for j, cell in enumerate(line):
-            if cell:
-                colour = "white" if shares[i][j] > 0.5 else "#202020"
-                text = f"{cell}" if cell < 10_000 else f"{cell / 1000:.0f}k"
-                ax.text(j, i, text, ha="center", va="center", fontsize=size, color=colour)
-    ax.set_xticks(range(count), names, rotation=0 if _may_show_names(names) else 90, fontsize=9)
-    ax.set_yticks(range(count), names, fontsize=9)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-    ax.set_xlabel("predicted class", fontsize=9, color="#595959")
-    ax.set_ylabel("true class", fontsize=9, color="#595959")
-    some = "" if count == found["count"] else f", the {count} most confused of {found['count']}"
-    ax.set_title(
-        f"{PARTS[part].capitalize()} rows by class{some}",
-        loc="left",
-        fontsize=11,
-        fontweight="bold",
-        color="#202020",
-    )
-    return figure
-
-
-def _shorten_name(name: Any, limit: int) -> str:
+def shorten_class_name(name: Any, limit: int) -> str:
+    """Return the name of a class in at most `limit` letters, and no more than 40."""
     return make_printable(name, limit=min(limit, 40)) or "(empty)"
-
-
-def _may_show_names(names: list[str]) -> bool:
-    return len(names) <= FEW and max(map(len, names)) * len(names) <= 48
 
 
 OWNERS = tuple(
@@ -213,8 +164,7 @@ LEAKS_SHOWN = 6
 
 
 def make_memory_section(metrics: Numbers) -> Section:
-    """Return the section of the peak, by owner and by phase, and of the host process's
-    memory."""
+    """Return the section of the peak, by owner and by phase, and of the host process's memory."""
     peak_mib = metrics.get("memory/run_peak_allocated_mib")
     owners = [(label, metrics[k]) for label, k in OWNERS if metrics.get(k)]
     peaks = [(label, metrics[k]) for label, k in PHASE_PEAKS if k in metrics]
@@ -324,6 +274,20 @@ STAGES = (
     ("release", "time/release_memory_s"),
     ("close", "time/close_s"),
 )
+BESIDE_STEPS = (
+    ("time/first_step_s", "first step {}"),
+    ("time/eval_s", "eval {}"),
+    ("time/log_s", "log {}"),
+    ("time/checkpoint_s", "checkpoint {}"),
+)
+TRAINING = (  # the parts of the stage "train"; what none of them holds is "other"
+    ("set-up", "time/setup_s"),
+    ("first step", "time/first_step_s"),
+    ("steps", "time/steps_s"),
+    ("evaluation", "time/eval_s"),
+    ("log", "time/log_s"),
+    ("checkpoint", "time/checkpoint_s"),
+)
 PHASES = tuple(
     (phase.replace("_", " "), f"time/{phase}_ms")
     for phase in ("data_wait", "h2d", "forward", "backward", "communication", "optimizer")
@@ -352,15 +316,14 @@ FIGURES = (
 
 
 def make_report(run: Mapping[str, Any], *, limit: int = 400) -> Report:
-    """Return the report of a run, each free text cut to `limit` characters; keys may be
-    absent."""
+    """Return the report of a run, each free text cut to `limit` characters; keys may be absent."""
     learned = _read_numbers(run, finite=False)
     metrics = _read_numbers(run, finite=True)
     tags = _read_texts(run, limit)
     warnings = tuple(make_printable(words, limit=limit) for words in run.get("warnings") or ())
     found = (
         Section("Warnings", warnings, ok=False),
-        _make_gate_section(tags),
+        _make_gate_section(run, tags, limit),
         _make_training_section(run, learned, limit),
         make_classes_section(run, limit=limit),
         _make_device_section(
@@ -426,7 +389,11 @@ def _make_training_section(run: Mapping[str, Any], learned: Numbers, limit: int)
     kept = []
     if {"train/best_epoch", "train/epoch"} <= learned.keys():
         best, last = (format_number(learned[k]) for k in ("train/best_epoch", "train/epoch"))
-        kept.append(f"the weights are those of epoch {best} of {last}: its val/loss is the lowest")
+        metric = parse_best_metric(str(params.get("train.best_metric", "val/loss")))
+        end = "lowest" if metric.is_lower else "highest"
+        kept.append(
+            f"the weights are those of epoch {best} of {last}: its {metric.name} is the {end}"
+        )
     pace = make_phrases(
         learned,
         ("speed/samples_per_s", "{} samples/s"),
@@ -492,10 +459,12 @@ def _describe_ranks(tags: Mapping[str, str], metrics: Numbers) -> tuple[str, ...
     return tuple(join_parts([f"{tags['ranks']} processes", *again_words, *told]))
 
 
-def _make_gate_section(tags: Mapping[str, str]) -> Section:
+def _make_gate_section(run: Mapping[str, Any], tags: Mapping[str, str], limit: int) -> Section:
     if tags.get("gate", "ok") in ("ok", "new"):
         return Section("Gate", ())
-    why = tags.get("gate.why", "").split("; ")
+    # Each part is cut by itself: the last is a command.
+    whole = str((run.get("tags") or {}).get("gate.why") or "")
+    why = [make_printable(part, limit=limit) for part in whole.split("; ")]
     return Section("Gate", (f"{tags['gate']} than the runs before: {why[0]}", *why[1:]), ok=False)
 
 
@@ -505,6 +474,18 @@ def _make_step_block(name: str, phases: list[tuple[str, float]]) -> Block:
         f"{name}, {format_milliseconds(whole_ms)}",
         make_bars(phases, whole=whole_ms, words=format_milliseconds),
     )
+
+
+def split_training_time(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of a training by part; they sum to `time/train_model_s`.
+
+    Empty where that or the steps are not known, or where the parts are more: of a training that
+    went on they are those of all its processes.
+    """
+    whole_s = metrics.get("time/train_model_s", 0.0)
+    parts = {name: metrics[key] for name, key in TRAINING if key in metrics}
+    other_s = whole_s - sum(parts.values())
+    return {**parts, "other": other_s} if "steps" in parts and other_s >= 0 else {}
 
 
 def _make_time_section(metrics: Numbers) -> Section:
@@ -524,17 +505,18 @@ def _make_time_section(metrics: Numbers) -> Section:
     is_below = metrics.get("time/unaccounted_pct", 0) >= 0  # else phases, times steps, are more
     besides = make_phrases(
         metrics,
-        ("time/first_step_s", "first step {}"),
-        ("time/eval_s", "eval {}"),
-        ("time/log_s", "log {}"),
-        ("time/checkpoint_s", "checkpoint {}"),
+        *(() if split_training_time(metrics) else BESIDE_STEPS),
         *((("time/unaccounted_pct", "{} % unaccounted"),) if is_below else ()),
         ("time/timed_steps", "phases of {} steps timed"),
         ("time/core_wait_pct", "other work had its cores {} % of the time"),
         ("time/core_wait_own_pct", "its own helpers {} %"),
     )
+    training = split_training_time(metrics)
+    train_s = sum(training.values())
+    bars = make_bars([*training.items()], whole=train_s, words=format_seconds)
     blocks = (
         Block("stages of the run", make_bars(stages, whole=total_s, words=format_seconds)),
+        Block(f"training, {format_seconds(train_s)}", bars),
         *(_make_step_block(name, parts) for name, parts in steps.items()),
     )
     return Section(

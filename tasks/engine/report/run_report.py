@@ -1,5 +1,6 @@
-"""The report on a terminal: aligned lines and short bars, two blocks side by side, in colour where
-there is colour. It refuses to wrap inside a short phrase, and to read markup in what it is given.
+"""Show the report of a finished run: on a terminal, in aligned lines and short bars, in colour
+where there is colour; as Markdown; as an HTML page and as pictures. It refuses to wrap inside a
+short phrase, and to read markup in what it is given.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ _PHRASE = re.compile(r"[^,]{2,28}(?=,|$)")  # short enough to keep on one line
 
 
 def render_terminal(report: Report, command: str) -> Group:
-    """Return the report and the command that opens it, if any, to be printed by a rich
-    console."""
+    """Return the report and the command that opens it, if any, to be printed by a rich console."""
     from rich.console import Group
     from rich.constrain import Constrain
     from rich.table import Table

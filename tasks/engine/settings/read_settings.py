@@ -23,9 +23,13 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
 
 from tasks.engine.base import secret_names
-from tasks.engine.base.field_types import is_import_path
-from tasks.engine.base.import_paths import find_allow_problem, find_import_problem
-from tasks.engine.settings.run_config import SOURCES_BY_SETTING, TOKEN_SOURCES, RunConfig
+from tasks.engine.base.import_paths import find_allow_problem, find_import_problem, is_import_path
+from tasks.engine.settings.run_config import (
+    SCHEDULES_BY_SETTING,
+    SOURCES_BY_SETTING,
+    TOKEN_SOURCES,
+    RunConfig,
+)
 from tasks.engine.settings.table import (
     MAPPINGS,
     describe_unknown_setting,
@@ -131,8 +135,7 @@ def dump_yaml(settings: Any) -> str:
 
 
 def _read_value(node: Any, constructor: Any, path: str, document: Document) -> Any:
-    """Return the plain value of a node, and record the lines of the names in it in the
-    document."""
+    """Return the plain value of a node, and record the lines of the names in it in the document."""
     document.count += 1
     if document.count > MAX_VALUES:  # a few aliases of aliases stand for billions
         raise SettingsProblem(f"holds over {MAX_VALUES:,} values", node.start_mark.line + 1)
@@ -173,8 +176,7 @@ class ConfigError(ValueError):
 
 
 def resolve_config(file: str | None, flags: Mapping[str, Any]) -> RunConfig:
-    """Return the settings of `file`, with `flags` (dotted names; text is read as YAML) over
-    them.
+    """Return the settings of `file`, with `flags` (dotted names; text is read as YAML) over them.
 
     Raises ConfigError with every problem of both.
     """
@@ -222,8 +224,7 @@ def override_config(
 
 
 def make_config(settings: Mapping[str, Any]) -> RunConfig:
-    """Return the config of a plain dict, in sections or by dotted names, as a notebook has
-    them.
+    """Return the config of a plain dict, in sections or by dotted names, as a notebook has them.
 
     Raises ConfigError with every problem.
     """
@@ -377,8 +378,10 @@ def find_unused_settings(config: RunConfig) -> dict[str, str]:
         }
     if not is_import_path(source):
         unused["data.args"] = f"it is for a source of your own (this is {source})"
-    if config.optim.schedule == "constant":
-        unused["optim.min_lr_fraction"] = "it is for the cosine (optim.schedule is constant)"
+    for name, schedules in SCHEDULES_BY_SETTING.items():
+        if config.optim.schedule not in schedules:
+            meant = " or ".join(schedules)
+            unused[name] = f"it is for optim.schedule {meant} (this is {config.optim.schedule})"
     if optimizer == "sgd":
         unused["optim.beta2"] = "it is for AdamW (optim.name is sgd)"
     return unused
@@ -442,7 +445,7 @@ def describe_unused_settings(config: RunConfig) -> list[str]:
         if asked[name] != usual[name]
     ]
     patience, epochs = config.train.patience, config.train.epochs
-    if patience >= epochs:
+    if patience >= epochs and config.train.eval_every_steps is None:
         why = f"the run ends after {epochs} epoch{'s' * (epochs != 1)}, by train.epochs"
         lines.append(f"train.patience: has no effect (got {patience}): {why}")
     return lines

@@ -1,4 +1,4 @@
-"""Makes the parts of a training: model, step, optimizer, learning rate; the same for a training, a
+"""Makes the parts of a training: model, step, optimizer; the same for a training, a
 forecast and a benchmark. It refuses nothing: what does not fit was refused before.
 """
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.field_types import is_import_path
+from tasks.engine.base.import_paths import is_import_path
 from tasks.engine.device.detection import make_autocast
 from tasks.engine.distributed.sharding import ParallelModel
-from tasks.engine.models.model_call import BuiltinForward, Forward, make_own_forward
+from tasks.engine.models.user_model import BuiltinForward, Forward, make_own_forward
 from tasks.engine.settings.read_settings import hide_config_secrets
 from tasks.engine.settings.run_config import FUSED, ModelConfig, OptimConfig, TrainConfig
 from tasks.engine.step import optim, own_model
@@ -64,7 +64,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class _Compute:
-    """The loss of a micro-batch. No closure: see oom.Fitting.fit."""
+    """The loss of a micro-batch. No closure: see micro_batches.MicroBatching.fit."""
 
     model: Callable[[Tensor], Any]
     loss: Loss
@@ -100,8 +100,8 @@ def make_step(
     """Return the plain step.
 
     mark: is called where a phase ends. device: where it computes, if not on the plan's. outputs:
-    where to keep what a loss of the user's own was given; see nan_origin.Seen. count: see
-    losses.count_of.
+    where to keep what a loss of the user's own was given; see losses.NanOrigin. count: see
+    losses.choose_count.
     """
     train, data, device = plan.settings.train, plan.data, device or plan.torch_device
     loss = make_loss(train, data, device)
@@ -128,32 +128,25 @@ def make_step(
 
 def make_optimizer(o: OptimConfig, model: nn.Module) -> optim.Optimizer:
     """Return the optimizer over the model's parameters."""
-    if o.name not in FUSED:
-        return optim.make_torch_optimizer(
-            o, model.parameters(), undecayed=optim.list_undecayed(model)
+    parameters, undecayed = model.parameters(), optim.list_undecayed(model)
+    groups = optim.find_groups(o, model)
+    made: optim.Optimizer
+    if o.name in FUSED:
+        made = optim.make_fused_optimizer(
+            o.name,
+            parameters,
+            lr=o.lr,
+            weight_decay=o.weight_decay,
+            momentum=o.momentum,
+            beta2=o.beta2,
+            undecayed=undecayed,
         )
-    return optim.make_fused_optimizer(
-        o.name,
-        model.parameters(),
-        lr=o.lr,
-        weight_decay=o.weight_decay,
-        momentum=o.momentum,
-        beta2=o.beta2,
-        undecayed=optim.list_undecayed(model),
-    )
-
-
-def make_schedule(o: OptimConfig, *, steps: int) -> Callable[[int], float]:
-    """Return the learning rate of each step of a run of `steps`."""
-    if is_import_path(o.schedule):
-        return optim.make_own_schedule(o, steps=steps)
-    return optim.make_schedule(
-        o.schedule,
-        lr=o.lr,
-        total_steps=steps,
-        warmup_fraction=o.warmup_fraction,
-        min_fraction=o.min_lr_fraction,
-    )
+        made.set_groups(groups, lr=o.lr)
+    else:
+        made = optim.make_torch_optimizer(o, parameters, undecayed=undecayed, groups=groups)
+    if o.ema_decay is not None:
+        made.keep_average(o.ema_decay)
+    return made
 
 
 def describe_model(plan: Plan, *, outputs: int) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from tasks.engine.base import nested
 from tasks.engine.base.import_paths import get_error_message
 from tasks.engine.base.seeds import get_random_state, set_random_state
-from tasks.engine.memory.allocator_stats import drop_cache
+from tasks.engine.memory.allocators import drop_cache
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
-from tasks.engine.memory.memory_meter import clear_frames, is_oom
+from tasks.engine.memory.out_of_memory import clear_frames, is_oom
 from tasks.engine.settings.model_args import ModelError
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class MemoryFailure:
     batch_shape: tuple[int, ...] = ()
     tried: tuple[int, ...] = ()  # rows of the micro-batches that did not fit
     fitted: int | None = None  # of the largest that did
-    allocator: dict[str, int] = field(default_factory=dict)  # see allocator_stats.py
+    allocator: dict[str, int] = field(default_factory=dict)  # see allocators.py
 
 
 class MemoryExhausted(RuntimeError):
@@ -141,7 +141,7 @@ class OomRecorder(Protocol):
         """Keep what the device's memory looks like: the attempt has failed."""
 
     def read_allocator(self) -> dict[str, int]:
-        """Return the allocator's statistics; see allocator_stats.py."""
+        """Return the allocator's statistics; see allocators.py."""
 
 
 class MicroBatching(Protocol):
@@ -223,6 +223,11 @@ class MicroBatches:
                 elif changes.own:
                     self._constant.append((where, buffer))
         self._numbers = [(model.get_submodule(path), name) for path, name in changes.numbers]
+        # Of our own models only those with dropout draw: reading the state costs 3 us a step.
+        dropout = nn.modules.dropout._DropoutNd
+        self._draws = changes.own or any(
+            isinstance(layer, dropout) and layer.p > 0 for layer in model.modules()
+        )
         # A batch norm of columns can't train on one value of each; others have those of pixels.
         is_normed = any(isinstance(m, nn.BatchNorm1d) for m in model.modules())
         self.least = 2 if is_normed and what == "training" else 1
@@ -415,12 +420,14 @@ class MicroBatches:
         buffers = [(m, n, b := m._buffers[n], b.clone()) for m, n in self._buffers]  # type: ignore[union-attr]
         numbers = [(layer, name, getattr(layer, name)) for layer, name in self._numbers]
         drawn = (random.getstate(), np.random.get_state()) if self._own else None
-        return get_random_state(self._device), buffers, numbers, drawn
+        torch_random = get_random_state(self._device) if self._draws else None
+        return torch_random, buffers, numbers, drawn
 
     @torch.no_grad()
     def _restore(self, state: tuple[Any, ...]) -> None:
         torch_random, buffers, numbers, drawn = state
-        set_random_state(self._device, torch_random)
+        if torch_random is not None:
+            set_random_state(self._device, torch_random)
         for layer, name, buffer, kept in buffers:
             buffer.copy_(kept)
             layer._buffers[name] = buffer

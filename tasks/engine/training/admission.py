@@ -14,15 +14,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tasks.engine.base import host_memory
 from tasks.engine.base.facts import DeviceFacts
-from tasks.engine.base.field_types import is_import_path
+from tasks.engine.base.import_paths import is_import_path
 from tasks.engine.base.units import format_mebibytes, format_seconds
 from tasks.engine.device.checks import Holder
 from tasks.engine.device.detection import DeviceError, TemporaryDeviceError
 from tasks.engine.device.memory_limit import compute_room_bytes
 from tasks.engine.device.nvml import Nvml, find_holders, query_nvml
-from tasks.engine.memory.allocator_stats import make_allocator
+from tasks.engine.memory import host_memory
+from tasks.engine.memory.allocators import make_allocator
 from tasks.engine.settings.run_config import FUSED
 from tasks.engine.step.choose_step import EarlierTimings
 from tasks.engine.step.plan import Plan

@@ -22,10 +22,8 @@ from torch.nn.modules.conv import _ConvNd
 from tasks.engine.accounts.phases import Watched
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts, DeviceFacts
-from tasks.engine.base.field_types import is_import_path
-from tasks.engine.base.import_paths import describe_error
+from tasks.engine.base.import_paths import describe_error, is_import_path
 from tasks.engine.base.scores import KeptRows, shrink_classes
-from tasks.engine.base.seeds import read_cublas_workspace_bytes
 from tasks.engine.batches.dataset_batches import (
     BLOCK_BYTES,
     RESIDENT_SHARE,
@@ -33,11 +31,13 @@ from tasks.engine.batches.dataset_batches import (
     VAL_SHARE,
     choose_layout,
 )
-from tasks.engine.batches.pinned_staging import find_dtype
+from tasks.engine.batches.prefetch import find_dtype
 from tasks.engine.data.preparation import load_arrays
 from tasks.engine.device.memory_limit import compute_room_bytes, compute_rows_room_bytes
 from tasks.engine.memory.allocation_log import LIBRARIES, MIB, AllocationLog
-from tasks.engine.memory.caching_allocator import (
+from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS
+from tasks.engine.memory.pinned_memory import PINNING
+from tasks.engine.memory.simulated_allocator import (
     SMALL_SEGMENT_BYTES,
     AllocateEvent,
     AllocatorEvent,
@@ -45,11 +45,11 @@ from tasks.engine.memory.caching_allocator import (
     SimulatedAllocator,
     find_smallest_limit,
     make_scratch_counter,
+    read_cublas_workspace_bytes,
     read_rules,
 )
-from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS
-from tasks.engine.memory.pinned_memory import PINNING
 from tasks.engine.models import builtin
+from tasks.engine.models.parameter_patterns import freeze_parameters
 from tasks.engine.settings.run_config import FUSED, ModelConfig
 from tasks.engine.step import build, own_model
 from tasks.engine.step.evaluation import choose_eval_rows, iterate_tensors
@@ -368,6 +368,7 @@ def _build_model(settings: ModelConfig, data: DataFacts, device: torch.device) -
             outputs=data.outputs,
             args=settings.args,
         )
+    freeze_parameters(model, settings.freeze)
     if build.takes_channels_last(settings.name, model):
         # Not by model.to(), which can't convert such tensors.
         for weight in (p for p in model.parameters() if p.dim() == 4):
@@ -441,7 +442,7 @@ def _evaluate_batches(
         with step.autocast():
             outputs, loss = forward(x)
             if loss is None:
-                make_loss(train, data, outputs.device)(outputs, y)
+                make_loss(train, data, outputs.device, is_judged=True)(outputs, y)
         if data.task == "classification":
             told = outputs.argmax(1)
             _ = told == y
@@ -468,7 +469,7 @@ def list_workspaces(device: DeviceFacts) -> dict[str, list[int]]:
     return {"data_wait": [cublas_bytes, *lt], "forward": [cublas_bytes]}
 
 
-POOLED = ("cuda", "rocm", "xpu")  # whose allocators cache as caching_allocator.py tells
+POOLED = ("cuda", "rocm", "xpu")  # whose allocators cache as simulated_allocator.py tells
 # What lies among the small tensors and in no dry run, such as losses that wait to be read: an mlp
 # and a transformer took one segment more than their dry runs, and no more.
 SPARE_BYTES = SMALL_SEGMENT_BYTES

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tasks.engine.accounts.phases import Phases
-from tasks.engine.base.field_types import is_import_path
+from tasks.engine.base.import_paths import is_import_path
 from tasks.engine.base.units import format_mebibytes
 from tasks.engine.memory.allocation_log import (
     ACTIVATIONS,

@@ -20,14 +20,13 @@ from torch import Tensor, nn
 
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.field_types import is_import_path
-from tasks.engine.base.import_paths import describe_error
+from tasks.engine.base.import_paths import describe_error, is_import_path
 from tasks.engine.batches.batches import Batches
 from tasks.engine.diagnosis.tensor_names import find_unsaved_tensors
-from tasks.engine.memory.memory_meter import clear_frames, is_oom
+from tasks.engine.memory.out_of_memory import clear_frames, is_oom
 from tasks.engine.models import predictor
-from tasks.engine.models.model_call import OutputsOnly
 from tasks.engine.models.model_folder import save_model_folder
+from tasks.engine.models.user_model import OutputsOnly
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.training.training_parts import make_example, read_first_rows
 

@@ -20,7 +20,7 @@ from torch import nn
 from tasks.engine.distributed.ranks import Ranks, RestartableError
 from tasks.engine.distributed.sharding import ParallelModel
 from tasks.engine.memory import leaks
-from tasks.engine.memory.memory_meter import is_oom
+from tasks.engine.memory.out_of_memory import is_oom
 from tasks.engine.settings.run_config import TrainConfig
 from tasks.engine.step.build import make_model
 from tasks.engine.step.micro_batches import (
@@ -166,9 +166,9 @@ def build_model_on_device(plan: Plan, ranks: Ranks) -> nn.Module:
             leaks.ignore_tensor(mesh.mesh)  # in what PyTorch remembers of each operation
         return model
     if recompute:
-        from tasks.engine.distributed.sharding import find_shard_units, recompute_activations
+        from tasks.engine.distributed.sharding import recompute_activations
 
-        recompute_activations(find_shard_units(model))
+        recompute_activations(model)
     return model
 
 

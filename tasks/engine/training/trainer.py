@@ -5,7 +5,7 @@ memory lives and dies inside `train`, also when it raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tasks.engine.accounts.accounts import Accounts
+from tasks.engine.accounts.accounts import HELD, Accounts
+from tasks.engine.accounts.phases import Stopwatch
 from tasks.engine.accounts.step_metrics import Log
 from tasks.engine.accounts.throughput import (
     PeakFlops,
@@ -27,7 +28,6 @@ from tasks.engine.base.facts import TrainFacts
 from tasks.engine.base.import_paths import forbid_exit
 from tasks.engine.base.scores import ALIKE, UNLOGGED
 from tasks.engine.base.seeds import seed_everything
-from tasks.engine.base.timing import Stopwatch
 from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoint_files import DamagedCheckpoint, NewerCheckpoint
 from tasks.engine.checkpoint.checkpoints import Checkpoints
@@ -35,22 +35,23 @@ from tasks.engine.checkpoint.training_state import StateMismatch
 from tasks.engine.data.run_warnings import warn_of_results
 from tasks.engine.device.detection import set_matmul_precision
 from tasks.engine.device.memory_limit import limit_memory
-from tasks.engine.diagnosis import explain
+from tasks.engine.diagnosis import failed_step
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.files.source_data import DataError
-from tasks.engine.memory import allocator_stats, memory_meter
+from tasks.engine.memory import allocators, memory_meter, out_of_memory
 from tasks.engine.memory.allocation_log import AllocationLog
-from tasks.engine.memory.allocator_stats import release_cached_memory
+from tasks.engine.memory.allocators import release_cached_memory
 from tasks.engine.memory.leaks import survive_broken_device
-from tasks.engine.memory.memory_meter import Recorder, record_history
+from tasks.engine.memory.snapshot import Recorder, record_history
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.step.build import describe_model, make_schedule
+from tasks.engine.step.build import describe_model
 from tasks.engine.step.choose_step import set_cpu_threads
 from tasks.engine.step.cuda_graph import use_own_stream
 from tasks.engine.step.evaluation import evaluate
 from tasks.engine.step.losses import warn_of_parts
 from tasks.engine.step.micro_batches import MemoryExhausted
+from tasks.engine.step.optim import Plateau, make_schedule
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.own_model import ModelCheck
 from tasks.engine.step.plan import Plan
@@ -129,11 +130,11 @@ def train(
         return _train(plan, Order(folder, log, past, resumes, asked, ranks))
     except BaseException as error:
         # Prefect keeps the exception of a failed task, and with it every tensor of its frames.
-        memory_meter.clear_frames(error)
+        out_of_memory.clear_frames(error)
         if not isinstance(error, Exception):
-            memory_meter.forget_frames(error)
+            out_of_memory.forget_frames(error)
             raise
-        if isinstance(error, OutOfMemory) or not memory_meter.is_oom(error):
+        if isinstance(error, OutOfMemory) or not out_of_memory.is_oom(error):
             raise
         failure = describe_setup_failure(error)
     # Beside the steps: the model, its rows or a batch found no room.
@@ -206,7 +207,7 @@ def _take_place(plan: Plan, checked: ModelCheck, order: Order) -> Iterator[_Plac
     if plan.data.task == "multilabel":
         scores.load_sklearn()  # not in the first epoch
     with ExitStack() as stack:
-        stack.enter_context(allocator_stats.keep_heap(device))
+        stack.enter_context(allocators.keep_heap(device))
         stack.enter_context(set_matmul_precision(plan.precision))
         here = ranks.count_most_rows(train.batch_size)
         threads = stack.enter_context(
@@ -262,12 +263,25 @@ class _Trained:
         plan, parts, ranks, peak = self.plan, self.parts, self.order.ranks, self.place.peak
         schedule = plan.schedule
         steps = schedule.count_steps(self.rows.count_steps(schedule.batch_size))
+        train = plan.settings.train
+        rate = make_schedule(
+            plan.settings.optim,
+            steps=steps,
+            epoch_steps=plan.epoch_steps,
+            best=train.best,
+            min_delta=train.min_delta,
+        )
+        judged: Callable[[dict[str, float]], None] = _ignore_evaluation
+        if isinstance(rate, Plateau):
+            judged = rate.record
+            self.checkpoints.follow(schedule=rate)
         tools = LoopTools(
             step=parts.tuned,
             micro=parts.micro,
             evaluator=parts.evaluator,
             optimizer=parts.optimizer,
-            rate=make_schedule(plan.settings.optim, steps=steps),
+            rate=rate,
+            judged=judged,
             accounts=parts.accounts,
             speeds=make_rates(plan.data, work=work, peak=peak),
             best=parts.best,
@@ -306,11 +320,12 @@ class _Trained:
             ),
         }
         stats = place.meter.read_stats()
-        held_bytes = memory_meter.count_allocated_bytes(place.device)
         if plan.settings.memory.snapshot and ranks.is_lead:
             title = f"Memory of a training step on {plan.device.name}"
             write_timeline(place.ledger, order.folder, title=title, lines=[])
         accounts.lap("log")
+        held_bytes = memory_meter.count_allocated_bytes(place.device)
+        accounts.lap(HELD)  # on a CPU it looks at every object that Python has
         logged, moves = gather_whole(self.model, plan, ranks), ""
         if ranks.is_lead:
             spec = describe_model(plan, outputs=checked.outputs)
@@ -357,7 +372,13 @@ class _Trained:
             held_bytes=held_bytes,
             stats=stats,
             warnings=(
-                *warn_of_results(data, result.metrics, loss=plan.settings.train.loss, alike=alike),
+                *warn_of_results(
+                    data,
+                    result.metrics,
+                    loss=plan.settings.train.loss,
+                    alike=alike,
+                    best=plan.settings.train.best.name,
+                ),
                 *warn_of_parts(plan.settings.train, is_sum=checked.adds_up, micro_rows=least_rows),
                 *((moves,) if moves else ()),
                 *self.checkpoints.warnings,
@@ -394,6 +415,10 @@ def _fit_and_judge(trained: _Trained, work: int) -> TrainingResult:
     raise OutOfMemory(explain_failure(exhausted, phases, plan=plan, folder=folder))
 
 
+def _ignore_evaluation(metrics: dict[str, float]) -> None:
+    """Of a schedule that depends on the step alone."""
+
+
 def _log_nothing(metrics: dict[str, float], step: int) -> None:
     """Of a rank that is not the lead."""
 
@@ -401,4 +426,4 @@ def _log_nothing(metrics: dict[str, float], step: int) -> None:
 def _explain_mistake(error: Exception, model: nn.Module, step: Step) -> str | None:
     """Return the sentence for a mistake of the user's; its batch lives no longer than that."""
     batch = find_batch(error)
-    return explain.explain_failure(error, model, batch, partial(step.forward, *batch))
+    return failed_step.explain_failure(error, model, batch, partial(step.forward, *batch))

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from tasks.engine.accounts.accounts import Accounts
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.base.timing import wait_for_device
-from tasks.engine.batches.batches import Batches
+from tasks.engine.batches.batches import Batches, RankShare
 from tasks.engine.batches.dataloaders import LoaderBatches
 from tasks.engine.batches.dataset_batches import (
     TRAIN_SHARE,
@@ -29,7 +28,6 @@ from tasks.engine.batches.dataset_batches import (
     StreamedBatches,
     place_rows,
 )
-from tasks.engine.batches.rank_share import RankShare
 from tasks.engine.checkpoint.checkpoints import Checkpoints, refuse_no_room
 from tasks.engine.checkpoint.compatibility import describe_code, describe_training
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS
@@ -44,8 +42,10 @@ from tasks.engine.data import own_data
 from tasks.engine.data import preparation as prepared
 from tasks.engine.device.memory_limit import compute_room_bytes, compute_rows_room_bytes
 from tasks.engine.distributed.ranks import Ranks
+from tasks.engine.memory.allocators import wait_for_device
 from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS, OwnedTensors
-from tasks.engine.memory.memory_meter import MemoryMeter, Recorder
+from tasks.engine.memory.memory_meter import MemoryMeter
+from tasks.engine.memory.snapshot import Recorder
 from tasks.engine.models import predictor
 from tasks.engine.step.build import (
     Shared,
@@ -175,7 +175,7 @@ class Owners:
 
 @dataclass(frozen=True)
 class _Witness:
-    """Keeps what the device tells of the last attempt; see oom.Witness."""
+    """Keeps what the device tells of the last attempt; see micro_batches.OomRecorder."""
 
     recorder: Recorder
     meter: MemoryMeter
@@ -214,7 +214,7 @@ class TrainingParts:
     tuned: TunedStep
     evaluator: Evaluator
     best: BestWeights
-    outputs: list[tuple[str, Tensor]]  # see suspects.Seen
+    outputs: list[tuple[str, Tensor]]  # see losses.NanOrigin
 
     def list_stateful(self, model: nn.Module, *, is_lead: bool = True) -> dict[str, Stateful]:
         """Return what its next step depends on, beside the rows. Random numbers are the lead's."""
@@ -268,7 +268,8 @@ def build_parts(
     settings, data, device = plan.settings, plan.data, plan.torch_device
     train, batch_size = settings.train, settings.train.batch_size
     here = ranks.count_most_rows(batch_size)
-    optimizer, best = make_optimizer(settings.optim, model), BestWeights(keeps=train.keep == "best")
+    optimizer = make_optimizer(settings.optim, model)
+    best = BestWeights(keeps=train.keep == "best", metric=train.best, min_delta=train.min_delta)
     owners.model, owners.rows, owners.optimizer, owners.best = model, fed, optimizer, best
     # Held weakly: in a ring of references, a model would stay until the next collection.
     recorders: weakref.WeakSet[TunedStep] = weakref.WeakSet()
@@ -323,7 +324,7 @@ def build_parts(
     most = choose_eval_rows(data, batch_size, room_bytes=room)
     evaluator = Evaluator(
         task=data.task,
-        loss=make_loss(train, data, device),
+        loss=make_loss(train, data, device, is_judged=True),
         autocast=step.autocast,
         micro=of_eval(most, whole=most, what="eval", give_back=fed[1].give_back, **shared),
         phases=accounts.phases,

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from tasks.engine.batches import pinned_staging
+from tasks.engine.base.threads import map_in_order
+from tasks.engine.batches import prefetch
 from tasks.engine.batches.dataset_batches import (
     BLOCK_BYTES,
     MIB,
@@ -32,7 +33,7 @@ def nothing(phase: str) -> None:
 
 
 def threads() -> set[str]:
-    return {t.name for t in threading.enumerate() if t.name.startswith("gather")}
+    return {t.name for t in threading.enumerate() if t.name.startswith("in-order")}
 
 
 @pytest.fixture
@@ -219,7 +220,7 @@ def test_a_row_that_is_not_there_is_never_read(on_disk) -> None:
     whole = [torch.empty(6, 3), torch.empty(6, dtype=torch.int64)]
     for rows in (np.arange(15, 21), np.arange(-1, 5)):
         with pytest.raises(AssertionError, match="a row that is not there"):
-            pinned_staging.gather_rows(on_disk, rows, whole)
+            prefetch.gather_rows(on_disk, rows, whole)
 
 
 def test_the_thread_is_one_batch_ahead_and_no_further(on_disk) -> None:
@@ -228,9 +229,9 @@ def test_the_thread_is_one_batch_ahead_and_no_further(on_disk) -> None:
     def work():
         for number in range(6):
             asked.append(number)
-            yield lambda n=number: n
+            yield number
 
-    results = pinned_staging.run_ahead(work())
+    results = map_in_order(lambda number: number, work(), threads=1)
     for number in range(4):
         assert next(results) == number
         assert asked[-1] == number + 1
@@ -393,11 +394,11 @@ class FakeBackend:
 @pytest.fixture
 def backend(monkeypatch):
     def room(arrays, rows):
-        return [torch.empty(rows, *a.shape[1:], dtype=pinned_staging.find_dtype(a)) for a in arrays]
+        return [torch.empty(rows, *a.shape[1:], dtype=prefetch.find_dtype(a)) for a in arrays]
 
     made = FakeBackend()
-    monkeypatch.setattr(pinned_staging.torch, "get_device_module", lambda device: made)
-    monkeypatch.setattr(pinned_staging, "allocate_pinned_rows", room)
+    monkeypatch.setattr(prefetch.torch, "get_device_module", lambda device: made)
+    monkeypatch.setattr(prefetch, "allocate_pinned_rows", room)
     return made
 
 
@@ -517,7 +518,7 @@ def test_where_there_is_room_for_one_batch_they_are_sent_one_by_one(
 ) -> None:
     """Sending was tried once, with the batch before still there: the run ended."""
     x = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
-    fed, real, there, refused = pinned(x, np.arange(23)), pinned_staging.PinnedStaging._send, [], []
+    fed, real, there, refused = pinned(x, np.arange(23)), prefetch.PinnedStaging._send, [], []
 
     def send(lane, filled):
         if any(part() is not None for part in there):
@@ -527,7 +528,7 @@ def test_where_there_is_room_for_one_batch_they_are_sent_one_by_one(
         there.extend(weakref.ref(part) for part in sent.parts)
         return sent
 
-    monkeypatch.setattr(pinned_staging.PinnedStaging, "_send", send)
+    monkeypatch.setattr(prefetch.PinnedStaging, "_send", send)
     for epoch in range(2):
         seen: list = []
         order = draw_row_order(23, seed=0, epoch=epoch)
@@ -548,7 +549,7 @@ def test_a_batch_that_never_finds_room_ends_the_reading(backend, monkeypatch) ->
     def send(lane, filled):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
 
-    monkeypatch.setattr(pinned_staging.PinnedStaging, "_send", send)
+    monkeypatch.setattr(prefetch.PinnedStaging, "_send", send)
     fed = pinned(np.zeros((12, 2), np.float32), np.arange(12))
     with pytest.raises(torch.OutOfMemoryError, match="2.00 MiB"):
         list(fed.iterate_in_order(4))
@@ -562,10 +563,8 @@ def test_a_batch_sent_ahead_can_be_given_back_and_comes_all_the_same(
     """A step with room for its own batch only ran out of memory beside the next one."""
     x = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
     fed, seen, given_back, sent = pinned(x, np.arange(23)), [], [], []
-    real = pinned_staging.PinnedStaging._send
-    monkeypatch.setattr(
-        pinned_staging.PinnedStaging, "_send", lambda *a: sent.append(1) or real(*a)
-    )
+    real = prefetch.PinnedStaging._send
+    monkeypatch.setattr(prefetch.PinnedStaging, "_send", lambda *a: sent.append(1) or real(*a))
     assert not fed.give_back(), "nothing is read yet"
     fed._is_ahead = True
     for number, batch in enumerate(fed.iterate_shuffled(4, torch.arange(23), nothing), start=1):

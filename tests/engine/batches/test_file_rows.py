@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.engine.batches.pinned_staging import FileRows
+from tasks.engine.batches.prefetch import FileRows
 
 
 def _mapped(tmp_path: Path, values: np.ndarray) -> np.ndarray:

@@ -17,8 +17,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from tasks.engine.batches.batches import RankShare
 from tasks.engine.batches.dataloaders import LoaderBatches, share_loader
-from tasks.engine.batches.rank_share import RankShare
 from tasks.engine.files.source_data import DataError
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import classification_report, confusion_matrix
 
-from tasks.engine.base.scores import Cells, write_class_scores
+from tasks.engine.base.scores import ConfusionCells, write_class_scores
 
 
 def _lines(file: Path) -> list[dict[str, str]]:
@@ -19,7 +19,7 @@ def _lines(file: Path) -> list[dict[str, str]]:
 def test_the_files_hold_what_scikit_learn_reports(tmp_path: Path, names) -> None:
     random = np.random.default_rng(0)
     y, told = random.integers(0, 3, 90), random.integers(0, 3, 90)
-    shown = write_class_scores(Cells.of(told, y), names, tmp_path, part="val")
+    shown = write_class_scores(ConfusionCells.of(told, y), names, tmp_path, part="val")
     report = classification_report(y, told, output_dict=True)
     lines = _lines(tmp_path / "scores" / "val_classes.csv")
     assert [line["class"] for line in lines] == list(names or "012")
@@ -37,7 +37,7 @@ def test_of_many_classes_a_report_has_the_worst_and_the_most_confused(tmp_path: 
     y = np.repeat(np.arange(100), 10)
     told = y.copy()
     told[250:260], told[990:995] = 7, 3  # classes 25 and 99 are taken for 7 and 3
-    shown = write_class_scores(Cells.of(told, y), None, tmp_path, part="test")
+    shown = write_class_scores(ConfusionCells.of(told, y), None, tmp_path, part="test")
     assert len(_lines(tmp_path / "scores" / "test_classes.csv")) == 100
     assert len(shown["listed"]) == 20 and shown["count"] == 100
     assert {row[0] for row in shown["listed"][:4]} == {"25", "7", "99", "3"}

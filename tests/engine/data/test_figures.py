@@ -7,7 +7,7 @@ import pytest
 from sklearn import metrics as sk
 
 from tasks.engine.base import scores
-from tasks.engine.base.scores import Cells
+from tasks.engine.base.scores import ConfusionCells
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 def test_cells_are_those_of_the_confusion_matrix(classes: int) -> None:
     random = np.random.default_rng(0)
     y, told = (random.integers(0, classes, 500).astype(np.int16) for _ in range(2))
-    so, given, rows = Cells.of(told, y).table
+    so, given, rows = ConfusionCells.of(told, y).table
     matrix = sk.confusion_matrix(y, told, labels=range(classes))
     assert rows.sum() == 500 and (rows > 0).all() and len(rows) == (matrix > 0).sum()
     assert (matrix[so, given] == rows).all()
@@ -29,12 +29,12 @@ def test_figures_of_classes_are_those_of_all_rows(missing: str | None) -> None:
     y, told = random.integers(0, 4, 200), random.integers(0, 4, 200)
     y = np.where((y == 3) & (missing in ("from the rows", "from both")), 0, y)
     told = np.where((told == 3) & (missing in ("from the answers", "from both")), 1, told)
-    found = scores.compute_class_scores(Cells.of(told, y))
+    found = scores.compute_class_scores(ConfusionCells.of(told, y))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of classes in the answers only
         expected = sk.balanced_accuracy_score(y, told), sk.f1_score(y, told, average="macro")
     assert tuple(found.values()) == pytest.approx(expected)
-    by = scores.compute_by_class(Cells.of(told, y))
+    by = scores.compute_scores_by_class(ConfusionCells.of(told, y))
     expected = sk.precision_recall_fscore_support(y, told, zero_division=0)
     np.testing.assert_allclose([by.precision, by.recall, by.f1, by.rows], expected)
     assert by.classes.tolist() == sorted({*y, *told})
@@ -43,8 +43,8 @@ def test_figures_of_classes_are_those_of_all_rows(missing: str | None) -> None:
 def test_one_row_has_figures_and_rows_without_a_class_none() -> None:
     one = np.array([2])
     found = {"balanced_accuracy": 1, "macro_f1": 1, "largest_class_share": 1}
-    assert scores.compute_class_scores(Cells.of(one, one)) == found
-    assert scores.compute_class_scores(Cells.of(one, np.array([-100]))) == {}
+    assert scores.compute_class_scores(ConfusionCells.of(one, one)) == found
+    assert scores.compute_class_scores(ConfusionCells.of(one, np.array([-100]))) == {}
     assert scores.compute_regression_scores(np.ones((1, 1)), np.zeros((1, 1))) == {
         "mae": 1,
         "rmse": 1,
@@ -114,6 +114,6 @@ def test_of_nothing_to_compare_nothing_is_told() -> None:
 @pytest.mark.parametrize(("rows", "told"), [(10, False), (9, True)])
 def test_the_share_of_the_largest_class_is_told_above_90_percent(rows: int, told: bool) -> None:
     y = np.array([0] * 89 + [1] * rows)
-    found = scores.compute_class_scores(Cells.of(np.zeros_like(y), y))
+    found = scores.compute_class_scores(ConfusionCells.of(np.zeros_like(y), y))
     assert found.get("largest_class_share") == (89 / (89 + rows) if told else None)
     assert found["balanced_accuracy"] == 0.5

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from tasks.engine.data import preparation
+from tasks.engine.data.encoding import measure_scaling, scale_features
+from tasks.engine.data.row_parts import choose_validation_rows
+from tasks.engine.data.targets import encode_target
 from tasks.engine.files import prepared_cache
-from tasks.engine.files.scaling import measure_scaling, scale_features
 from tasks.engine.files.source_data import DataError, RawData
-from tasks.engine.files.targets import choose_validation_rows, encode_target
 from tasks.engine.settings.run_config import DataConfig
 
 SYNTHETIC = DataConfig(source="synthetic", rows=60, features=3, classes=3)

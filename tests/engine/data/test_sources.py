@@ -385,7 +385,7 @@ def test_text_labels_of_an_npz_are_read_as_text(tmp_path):
 def test_a_file_larger_than_memory_is_refused_by_its_size(tmp_path, monkeypatch):
     config = _config(tmp_path, "npz", _npz(x=X, y=Y))
     free = type("Free", (), {"available": 100})
-    monkeypatch.setattr("tasks.engine.base.host_memory.psutil.virtual_memory", lambda: free)
+    monkeypatch.setattr("tasks.engine.memory.host_memory.psutil.virtual_memory", lambda: free)
     with pytest.raises(DataError, match="^data.path: given.npz needs about .* write it as npy"):
         _read(config)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from tasks.engine.base.import_paths import forbid_exit
-from tasks.engine.diagnosis.explain import explain_failure
+from tasks.engine.diagnosis.failed_step import explain_failure
 
 META = torch.device("meta")
 X, Y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)

@@ -17,7 +17,7 @@ from PIL import Image
 
 from tasks.engine.data.preparation import check_data, load_arrays, prepare_dataset
 from tasks.engine.data.sources import SOURCES
-from tasks.engine.files import images
+from tasks.engine.files import images, prepared_cache
 from tasks.engine.files.images import MOST_PIXELS, decode_square, inspect_image
 from tasks.engine.files.source_data import DataError, RawData
 from tasks.engine.settings.run_config import DataConfig
@@ -249,7 +249,7 @@ def test_a_disk_that_is_full_is_told_by_data_cache(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(images, "SLACK_BYTES", (64 << 20) - 20 * 12 * 16 - 500)
-    monkeypatch.setattr(images.os, "pwrite", full)
+    monkeypatch.setattr(prepared_cache.os, "pwrite", full)
     said = _refused(pets, memory_mib=64)
     assert said.startswith("data.cache: ") and "(No space left on device)" in said
 

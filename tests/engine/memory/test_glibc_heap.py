@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tasks.engine.memory import allocator_stats
+from tasks.engine.memory import allocators
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -17,7 +17,7 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C 
 STEPS = """
 import resource
 import psutil, torch
-from tasks.engine.memory.allocator_stats import keep_heap, release_cached_memory
+from tasks.engine.memory.allocators import keep_heap, release_cached_memory
 MIB, STEPS = 64, 10
 PAGES = STEPS * MIB * 2**20 // resource.getpagesize()
 
@@ -54,12 +54,12 @@ def test_other_devices_leave_the_heap_as_it_is(monkeypatch: pytest.MonkeyPatch) 
         def mallopt(self, *words: int) -> int:
             raise AssertionError("the heap of another device")
 
-    monkeypatch.setattr(allocator_stats, "_load_glibc", Untouchable)
-    with allocator_stats.keep_heap(META):
+    monkeypatch.setattr(allocators, "_load_glibc", Untouchable)
+    with allocators.keep_heap(META):
         pass
 
 
 def test_without_glibc_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocator_stats, "_load_glibc", lambda: None)
-    with allocator_stats.keep_heap(CPU):
-        allocator_stats.trim_heap()
+    monkeypatch.setattr(allocators, "_load_glibc", lambda: None)
+    with allocators.keep_heap(CPU):
+        allocators.trim_heap()

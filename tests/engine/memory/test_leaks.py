@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from tasks.engine.memory import leaks, memory_meter
 from tasks.engine.memory.holders import GRADIENT, LiveTensor, find_live_tensors, find_storages
 from tasks.engine.memory.leaks import NO_HOLDER, release_device_memory, take_baseline
-from tasks.engine.memory.memory_meter import clear_frames, count_allocated_bytes
+from tasks.engine.memory.memory_meter import count_allocated_bytes
+from tasks.engine.memory.out_of_memory import clear_frames
 
 CPU = torch.device("cpu")
 KEPT = []

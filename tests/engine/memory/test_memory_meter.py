@@ -10,22 +10,17 @@ import psutil
 import pytest
 import torch
 
-from tasks.engine.base import host_memory
-from tasks.engine.memory.allocator_stats import (
+from tasks.engine.memory import host_memory
+from tasks.engine.memory.allocators import (
     NoAllocator,
     PoolAllocator,
     Space,
     make_allocator,
     release_cached_memory,
 )
-from tasks.engine.memory.memory_meter import (
-    MIB,
-    HostMemory,
-    MemoryMeter,
-    clear_frames,
-    count_allocated_bytes,
-    is_oom,
-)
+from tasks.engine.memory.host_memory import HostMemory
+from tasks.engine.memory.memory_meter import MIB, MemoryMeter, count_allocated_bytes
+from tasks.engine.memory.out_of_memory import clear_frames, is_oom
 
 CPU = torch.device("cpu")
 

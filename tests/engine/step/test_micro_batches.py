@@ -309,10 +309,12 @@ def test_other_errors_are_not_repeated() -> None:
 class _Tried:
     """Fits up to so many rows, and keeps which were tried."""
 
-    def __init__(self, whole: int, most: int, *, rows: int | None = None) -> None:
+    def __init__(
+        self, whole: int, most: int, *, rows: int | None = None, dropout: float = 0.0
+    ) -> None:
         self.most, self.rows = most, []
         self.batch = (torch.zeros(whole, 3),)
-        model = nn.BatchNorm2d(3)
+        model = nn.Sequential(nn.BatchNorm2d(3), nn.Dropout(dropout))
         accounts = MemoryByOwner(AllocationLog(CPU), dict)
         self.micro = MicroBatches(
             rows or whole,
@@ -428,10 +430,13 @@ def test_the_random_numbers_of_the_device_are_begun_anew_too(monkeypatch, device
 
     monkeypatch.setattr(torch, "get_device_module", lambda of: Module())
     monkeypatch.setattr(micro_batches, "drop_cache", lambda of: None)
-    tried = _Tried(4, 2)
+    tried = _Tried(4, 2, dropout=0.1)
     tried.micro._device = torch.device(device)
     assert tried.fit() == [4, 2]
     assert calls == [("get", *named), ("set", "as it was", *named)]
+    tried = _Tried(4, 2)
+    tried.micro._device = torch.device(device)
+    assert tried.fit() == [4, 2] and len(calls) == 2, "a model that draws none needs none"
 
 
 def test_easing_is_no_failure_and_one_row_is_not_halved() -> None:

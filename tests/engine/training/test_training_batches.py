@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tasks.engine.base.facts import DataFacts
-from tasks.engine.batches.rank_share import RankShare
+from tasks.engine.batches.batches import RankShare
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device
 from tasks.engine.files.source_data import DataError

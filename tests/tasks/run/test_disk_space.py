@@ -11,7 +11,7 @@ from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
 from tasks.run import preflight
 from tasks.run.preflight import check_fit
-from tasks.tracking.where import TrackingError, TrackingSettings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 
 MIB = 1024**2
 

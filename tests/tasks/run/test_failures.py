@@ -13,14 +13,14 @@ from tasks.engine.accounts.step_metrics import Diverged
 from tasks.engine.checkpoint.checkpoints import NoRoom
 from tasks.engine.device.detection import DeviceError, TemporaryDeviceError
 from tasks.engine.files.source_data import DataError
-from tasks.engine.launch.agent import LostProcess
+from tasks.engine.launch.supervisor import LostProcess
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.training.oom_report import OomExplanation, OomMessage, OutOfMemory
 from tasks.process.signals import Interrupted, Terminated
 from tasks.run.failures import Failure, classify_failure
 from tasks.tracking.journal import JournalError
-from tasks.tracking.where import TrackingError
+from tasks.tracking.tracking_settings import TrackingError
 
 MIB = 1024**2
 

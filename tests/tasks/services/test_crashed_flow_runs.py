@@ -17,7 +17,7 @@ from tasks.process import prefect_http
 from tasks.process.prefect_http import (
     FLOW_RUN,
     PENDING_S,
-    correct_ends,
+    correct_flow_run_ends,
     end_dead_flow_runs,
     read_flow_run_ends,
 )
@@ -166,8 +166,8 @@ def test_a_flow_run_that_crashed_when_all_was_done_or_was_gone_on_with_to_the_en
     }
     prefect = Prefect(monkeypatch, runs)
     known = read_flow_run_ends(tmp_path)
-    told = correct_ends("http://x/api", known, does=False)
-    assert not prefect.ended and correct_ends("http://x/api", known) == told
+    told = correct_flow_run_ends("http://x/api", known, does=False)
+    assert not prefect.ended and correct_flow_run_ends("http://x/api", known) == told
     assert told.keys() == prefect.ended.keys()
     types = {id: (ended[0], prefect.names[id]) for id, ended in prefect.ended.items()}
     assert types == {

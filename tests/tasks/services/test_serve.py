@@ -22,10 +22,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tasks.services import keeper, local_prefect, processes, serve, service
-from tasks.services.processes import MARK, Part, ServeError, SettingError
+from tasks.services import local_prefect, parts, serve, service
+from tasks.services.parts import MARK, Part, ServeError, SettingError
 from tasks.tracking.mlflow_store import open_experiment
-from tasks.tracking.where import read_tracking_settings
+from tasks.tracking.tracking_settings import read_tracking_settings
 from tests.conftest import free_port
 
 SLEEP = ["sleep", "60"]  # a program that becomes another has no environment for a moment
@@ -48,13 +48,13 @@ def sleeper(folder: Path) -> Iterator[psutil.Process]:
     """A server that sleeps."""
     process = start(folder, SLEEP).process
     yield process
-    if processes.is_running(process):
+    if parts.is_running(process):
         process.kill()
 
 
 def start(folder: Path, command: list[str], *, name: str = "prefect") -> Part:
-    env = {**os.environ, MARK: processes.provide_mark(folder)}
-    return processes.start_part(
+    env = {**os.environ, MARK: parts.provide_mark(folder)}
+    return parts.start_part(
         name, command, address=ADDRESSES[name], folder=folder, env=env, cwd=folder
     )
 
@@ -66,13 +66,13 @@ def test_down_ends_what_was_started_and_what_that_started(folder: Path) -> None:
     while not process.children() and time.monotonic() < until:
         time.sleep(0.02)
     [child] = process.children()
-    assert {name: part.process for name, part in processes.find_parts(folder).items()} == {
+    assert {name: part.process for name, part in parts.find_parts(folder).items()} == {
         "prefect": process
     }
     assert serve.stop_service() == 0
-    assert not processes.is_running(process)
-    assert not processes.is_running(child)
-    assert processes.find_parts(folder) == {}
+    assert not parts.is_running(process)
+    assert not parts.is_running(child)
+    assert parts.find_parts(folder) == {}
 
 
 def test_what_another_service_has_started_is_not_ours_and_survives(
@@ -81,21 +81,21 @@ def test_what_another_service_has_started_is_not_ours_and_survives(
     """It looks the same and has our port, but not our mark."""
     other = tmp_path / "other"
     other.mkdir()
-    processes.provide_mark(other)
-    assert processes.find_parts(other) == {}
+    parts.provide_mark(other)
+    assert parts.find_parts(other) == {}
     service.take_down(other)
-    assert processes.is_running(sleeper)
+    assert parts.is_running(sleeper)
 
 
 def test_a_process_deaf_to_sigterm_is_ended_all_the_same(folder: Path) -> None:
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
     code += "; time.sleep(60)"
     process = start(folder, [sys.executable, "-c", code]).process
-    log, until = processes.make_log_path(folder, "prefect"), time.monotonic() + 20
+    log, until = parts.make_log_path(folder, "prefect"), time.monotonic() + 20
     while not log.read_text() and time.monotonic() < until:
         time.sleep(0.02)
-    processes.end_processes([process], wait_s=0.2)
-    assert not processes.is_running(process)
+    parts.end_processes([process], wait_s=0.2)
+    assert not parts.is_running(process)
 
 
 def test_nothing_up_is_said_and_is_no_error(
@@ -121,7 +121,7 @@ def test_a_port_taken_by_somebody_is_named_with_its_holder(
     assert f"HEADROOM_PREFECT_PORT: port {port} on 127.0.0.1 can't be had" in error
     if sys.platform == "linux":
         assert f"{psutil.Process().name()} (pid {os.getpid()})" in error
-    assert processes.find_parts(folder) == {}
+    assert parts.find_parts(folder) == {}
 
 
 def test_a_home_that_another_service_has_is_refused_and_that_one_survives(
@@ -130,29 +130,29 @@ def test_a_home_that_another_service_has_is_refused_and_that_one_survives(
     """Two clones with one PREFECT_HOME came up, and each one's worker played the other's runs."""
     home, other = tmp_path / "home", tmp_path / "other"
     other.mkdir()
-    env = {**os.environ, MARK: processes.provide_mark(folder), "PREFECT_HOME": str(home)}
-    up = processes.start_part(
+    env = {**os.environ, MARK: parts.provide_mark(folder), "PREFECT_HOME": str(home)}
+    up = parts.start_part(
         "prefect", SLEEP, address=ADDRESSES["prefect"], folder=folder, env=env, cwd=folder
     )
     try:
         with pytest.raises(ServeError) as caught:
-            processes.require_own_home(other, home)
+            parts.require_own_home(other, home)
         assert str(caught.value).startswith(
             f"PREFECT_HOME: {home} is that of the service in {folder}; "
         )
-        processes.require_own_home(other, tmp_path / "another")
-        processes.require_own_home(folder, home)  # its own
-        assert processes.is_running(up.process)
+        parts.require_own_home(other, tmp_path / "another")
+        parts.require_own_home(folder, home)  # its own
+        assert parts.is_running(up.process)
     finally:
-        processes.end_processes([up.process], wait_s=5)
-    processes.require_own_home(other, home)
+        parts.end_processes([up.process], wait_s=5)
+    parts.require_own_home(other, home)
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "-1", "http", "4200.0", "1e3"])
 def test_a_port_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
     monkeypatch.setenv("HEADROOM_MLFLOW_PORT", port)
     with pytest.raises(SettingError, match=r"^HEADROOM_MLFLOW_PORT: must be a port, 1 to 65535"):
-        processes.read_port(*serve.MLFLOW_PORT)
+        parts.read_port(*serve.MLFLOW_PORT)
 
 
 def test_the_link_to_a_run_has_the_port_that_is_served(
@@ -193,8 +193,8 @@ def test_up_starts_again_what_has_died_and_leaves_the_rest_alone(
     assert re.search(r"^worker +down", capsys.readouterr().out, re.MULTILINE)
     assert serve.main(["up"]) == 0
     assert "worker: had ended" in capsys.readouterr().out
-    assert begun == [("worker", processes.provide_mark(folder))]
-    up = processes.find_parts(folder)
+    assert begun == [("worker", parts.provide_mark(folder))]
+    up = parts.find_parts(folder)
     assert up.keys() == {"prefect", "mlflow", "worker", "keeper"}
     assert (up["prefect"].process, up["mlflow"].process) == (sleeper, page)
     assert serve.main(["up"]) == 0
@@ -213,15 +213,15 @@ def test_a_run_whose_worker_has_died_outlives_down_and_is_ended_with_the_next_wo
         of_a_worker.setenv("PREFECT__FLOW_RUN_ID", "of-a-worker")
         run = start(folder, SLEEP, name="worker").process
     assert serve.stop_service() == 0
-    assert not processes.is_running(sleeper) and processes.is_running(run)
+    assert not parts.is_running(sleeper) and parts.is_running(run)
     assert "A run goes on without its service" in capsys.readouterr().out
 
     again = [start(folder, SLEEP).process, start(folder, SLEEP, name="worker").process]
-    monkeypatch.setattr("tasks.process.prefect_http.is_paused", lambda api: False)
+    monkeypatch.setattr("tasks.process.prefect_http.is_pool_paused", lambda api: False)
     monkeypatch.setattr("tasks.process.prefect_http.set_pool_paused", lambda api, paused: None)
     assert serve.stop_service() == 0
-    assert not processes.is_running(run)
-    assert not any(processes.is_running(process) for process in again)
+    assert not parts.is_running(run)
+    assert not any(parts.is_running(process) for process in again)
 
 
 def test_a_run_goes_on_where_nobody_reads_what_it_prints(tmp_path: Path) -> None:
@@ -265,8 +265,8 @@ def test_a_part_that_dies_while_starting_shows_its_log_and_ends_the_others(
     ):
         service.bring_up(plan, {})
     assert begun.keys() == addresses.keys()
-    assert not any(processes.is_running(part.process) for part in begun.values())
-    assert processes.find_parts(folder) == {}
+    assert not any(parts.is_running(part.process) for part in begun.values())
+    assert parts.find_parts(folder) == {}
 
 
 def test_the_service_talks_to_its_own_server_whatever_the_environment_names(
@@ -375,9 +375,9 @@ def _keep(folder: Path, plan: service.ServicePlan, done: list[str], *, looks: in
         if len(pauses) == looks:
             raise Enough
 
-    def brought_up() -> service.ServicePlan:
+    def start_missing() -> service.ServicePlan:
         for name in plan.addresses:
-            if name not in processes.find_parts(folder) and name != "keeper":
+            if name not in parts.find_parts(folder) and name != "keeper":
                 done.append(name)
                 if name == "mlflow":
                     raise ServeError("mlflow ended while starting")
@@ -385,7 +385,7 @@ def _keep(folder: Path, plan: service.ServicePlan, done: list[str], *, looks: in
         return plan
 
     with pytest.raises(Enough):
-        keeper.keep(folder, brought_up, lambda: done.append("sent"), looks=look)
+        service.look_after_parts(folder, start_missing, lambda: done.append("sent"), sleep=look)
     return pauses
 
 
@@ -393,9 +393,9 @@ def _keep(folder: Path, plan: service.ServicePlan, done: list[str], *, looks: in
 def plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[service.ServicePlan]:
     addresses = {name: at for name, at in ADDRESSES.items() if name != "mlflow"}
     known = {"tracking_uri": "", "experiment": "", "runs": [], "addresses": addresses}
-    monkeypatch.setattr(keeper, "put_right", lambda plan, up: {})
+    monkeypatch.setattr(service, "put_right", lambda plan, up: {})
     yield service.ServicePlan(project=folder, folder=folder, **known)  # type: ignore[arg-type]
-    for part in processes.find_parts(folder).values():
+    for part in parts.find_parts(folder).values():
         part.process.kill()
 
 
@@ -406,30 +406,30 @@ def test_the_keeper_starts_again_what_has_died_and_sees_to_what_was_not_sent(
     done: list[str] = []
     _keep(folder, plan, done, looks=2)
     assert done == ["prefect", "worker", "sent"]
-    worker = processes.find_parts(folder)["worker"].process
+    worker = parts.find_parts(folder)["worker"].process
     worker.kill()
-    processes.await_end([worker], wait_s=10)
-    # As `brought_up` finds it up at first: the death is seen by a look.
-    real, first = processes.find_parts(folder), start(folder, SLEEP, name="worker")
+    parts.await_end([worker], wait_s=10)
+    # As `start_missing` finds it up at first: the death is seen by a look.
+    real, first = parts.find_parts(folder), start(folder, SLEEP, name="worker")
     assert "worker" not in real
     done.clear()
 
     def dies(pause_s: float) -> None:
-        if processes.is_running(first.process):
+        if parts.is_running(first.process):
             first.process.kill()
-            processes.await_end([first.process], wait_s=10)
+            parts.await_end([first.process], wait_s=10)
         elif "worker" in done:
             raise Enough
 
     def again() -> service.ServicePlan:
-        if "worker" not in processes.find_parts(folder):
+        if "worker" not in parts.find_parts(folder):
             done.append("worker")
             start(folder, SLEEP, name="worker")
         return plan
 
     with pytest.raises(Enough):
-        keeper.keep(folder, again, lambda: None, looks=dies)
-    assert done == ["worker"] and "worker" in processes.find_parts(folder)
+        service.look_after_parts(folder, again, lambda: None, sleep=dies)
+    assert done == ["worker"] and "worker" in parts.find_parts(folder)
 
 
 def test_the_keeper_tries_what_can_not_start_more_and_more_seldom(
@@ -448,7 +448,7 @@ def test_the_keeper_is_ended_before_what_it_would_start_again(
     for name in ("mlflow", "keeper"):
         start(folder, SLEEP, name=name)
     ended, end = [], service.end_processes
-    found = processes.find_parts(folder)
+    found = parts.find_parts(folder)
 
     def told(those: list[psutil.Process], *, wait_s: float) -> None:
         ended.extend(n for n, part in found.items() if part.process in those)
@@ -456,7 +456,7 @@ def test_the_keeper_is_ended_before_what_it_would_start_again(
 
     monkeypatch.setattr(service, "end_processes", told)
     assert serve.main(["down"]) == 0
-    assert ended[0] == "keeper" and "mlflow" in ended and not processes.find_parts(folder)
+    assert ended[0] == "keeper" and "mlflow" in ended and not parts.find_parts(folder)
 
 
 SYSTEMCTL = """#!/bin/sh
@@ -490,7 +490,7 @@ def test_where_systemd_outlives_a_log_out_it_keeps_the_keeper(
     project.mkdir()
     monkeypatch.setenv("MY_TOKEN", "s3cretw0rdOfMine")
     env = {**os.environ, "ODD": 'a "b" $c\\ d', "WITH_LOGIN": "http://ann:s3cretw0rd@host/x"}
-    env |= {MARK: processes.provide_mark(folder), "PWD": "/", "_": "x", "TERM": "vt100"}
+    env |= {MARK: parts.provide_mark(folder), "PWD": "/", "_": "x", "TERM": "vt100"}
     command = [sys.executable, "-m", "tasks.services.serve", "keep"]
     service.install_unit(folder, project=project, command=command, env=env)
     (unit,) = (folder.parent / "config/systemd/user").iterdir()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.tracking.where import TrackingSettings
+from tasks.tracking.tracking_settings import TrackingSettings
 
 
 @pytest.fixture

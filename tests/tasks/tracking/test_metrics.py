@@ -12,9 +12,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.store.tracking.dbmodels import models
 from sqlalchemy import Column, Float, MetaData, String, Table
 
-from tasks.tracking import mlflow_run
+from tasks.tracking import run_sender
 from tasks.tracking.mlflow_store import open_experiment
-from tasks.tracking.where import TrackingSettings
+from tasks.tracking.tracking_settings import TrackingSettings
 
 SAMPLES = [
     ("train/loss", 0.5, 1_000, 1),
@@ -53,7 +53,7 @@ def test_the_tables_hold_what_the_api_would_have_left_there(kept) -> None:
     for place in (None, database):
         run_id = client.create_run(experiment_id).info.run_id
         for first, last in ((0, 4), (2, 9), (9, 11), (0, 11)):  # overlapping, and all again
-            mlflow_run.send_metrics(client, place, run_id, SAMPLES[first:last])
+            run_sender.send_metrics(client, place, run_id, SAMPLES[first:last])
         runs.append(run_id)
     by_api, straight = runs
     for table in ("metrics", "latest_metrics"):
@@ -76,23 +76,23 @@ def test_a_deleted_run_is_refused_in_the_words_of_mlflow(kept) -> None:
     run_id = client.create_run(experiment_id).info.run_id
     client.delete_run(run_id)
     with pytest.raises(MlflowException, match="must be in the 'active' state"):
-        mlflow_run.send_metrics(client, database, run_id, SAMPLES)
+        run_sender.send_metrics(client, database, run_id, SAMPLES)
     assert _stored(database, run_id, "metrics") == []
 
 
 @pytest.fixture
 def unmade() -> Iterator[None]:
     """The statements are made once a process: here anew, and again afterwards."""
-    mlflow_run._compile_statements.cache_clear()
+    run_sender._compile_statements.cache_clear()
     yield
-    mlflow_run._compile_statements.cache_clear()
+    run_sender._compile_statements.cache_clear()
 
 
 def test_tables_of_another_shape_are_left_to_mlflow(kept, monkeypatch, unmade) -> None:
     client, database, experiment_id = kept
     run_id = client.create_run(experiment_id).info.run_id
-    monkeypatch.setattr(mlflow_run, "KEY", ("key", "step"))  # no index of the table's
-    mlflow_run.send_metrics(client, database, run_id, SAMPLES)
+    monkeypatch.setattr(run_sender, "KEY", ("key", "step"))  # no index of the table's
+    run_sender.send_metrics(client, database, run_id, SAMPLES)
     assert len(_stored(database, run_id, "metrics")) == 10
 
 
@@ -107,21 +107,21 @@ def test_classes_of_another_mlflow_are_left_to_mlflow(kept, monkeypatch, unmade,
         else:
             table = Table("metrics", MetaData(), Column("key", String), Column("value", Float))
             other.setattr(models, "SqlMetric", table)
-        assert not mlflow_run._try_insert(database, run_id, SAMPLES)
+        assert not run_sender._try_insert(database, run_id, SAMPLES)
         assert _stored(database, run_id, "metrics") == []
-    mlflow_run.send_metrics(client, database, run_id, SAMPLES)
+    run_sender.send_metrics(client, database, run_id, SAMPLES)
     assert len(_stored(database, run_id, "metrics")) == 10
 
 
 def test_a_database_that_another_writes_to_is_to_be_tried_again(kept, monkeypatch) -> None:
     client, database, experiment_id = kept
     run_id = client.create_run(experiment_id).info.run_id
-    monkeypatch.setattr(mlflow_run, "LOCKED_S", 0.05)
+    monkeypatch.setattr(run_sender, "LOCKED_S", 0.05)
     with closing(sqlite3.connect(database, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(MlflowException, match="database is locked"):
-            mlflow_run.send_metrics(client, database, run_id, SAMPLES)
+            run_sender.send_metrics(client, database, run_id, SAMPLES)
         other.execute("ROLLBACK")
     assert _stored(database, run_id, "metrics") == []
-    mlflow_run.send_metrics(client, database, run_id, SAMPLES)
+    run_sender.send_metrics(client, database, run_id, SAMPLES)
     assert len(_stored(database, run_id, "metrics")) == 10

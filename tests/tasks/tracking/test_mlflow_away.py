@@ -23,8 +23,8 @@ from tasks.engine.base.file_lock import FileLock
 from tasks.engine.checkpoint.kept_steps import list_steps
 from tasks.tracking import journal, mlflow_sender, mlflow_store, orphaned_runs
 from tasks.tracking.journal import BEGIN, Journal
-from tasks.tracking.mlflow_run import SENDING_LOCK, Sender, SendingState
-from tasks.tracking.where import TrackingError, TrackingSettings
+from tasks.tracking.run_sender import SENDING_LOCK, Sender, SendingState
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 from tests.conftest import desk_environment
 
 DATA = {

@@ -15,7 +15,7 @@ from mlflow.exceptions import MlflowException
 from tasks.process.redaction import redact
 from tasks.tracking import mlflow_pages
 from tasks.tracking.mlflow_store import open_experiment
-from tasks.tracking.where import read_tracking_settings
+from tasks.tracking.tracking_settings import read_tracking_settings
 
 ANOTHER = "mlflow.sharedViewState.5f2c"
 

@@ -19,11 +19,11 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from tasks.engine.models import builtin, predictor
-from tasks.tracking import mlflow_run, orphaned_runs
+from tasks.tracking import orphaned_runs, run_sender
 from tasks.tracking.journal import Journal, make_line
 from tasks.tracking.mlflow_store import open_experiment
-from tasks.tracking.where import TrackingSettings
-from tests.tasks.tracking.test_logged_model import SPECS
+from tasks.tracking.tracking_settings import TrackingSettings
+from tests.tasks.tracking.test_model_sender import SPECS
 
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}
 # A training whose store takes its end, and neither its metrics nor anything after them.
@@ -31,7 +31,7 @@ UNLUCKY = """
 import json, sqlite3, sys
 from pathlib import Path
 from tasks.tracking.journal import Journal
-from tasks.tracking.where import TrackingError, TrackingSettings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 where = TrackingSettings.model_validate_json(sys.argv[1])
 with Journal(where, Path(where.runs) / "unlucky") as journal:
     journal.open(None)
@@ -61,7 +61,7 @@ def _left(where: TrackingSettings, host: str) -> tuple[MlflowClient, str, Path]:
     assert done.returncode == 0, done.stderr
     folder = Path(where.runs) / "unlucky"
     # Its sending process tries once more when the training has gone, and then lets the lock go.
-    with open(folder / mlflow_run.SENDING_LOCK) as lock:
+    with open(folder / run_sender.SENDING_LOCK) as lock:
         flock(lock, LOCK_EX)
     with closing(sqlite3.connect(str(where.database))) as mended, mended:
         mended.execute("ALTER TABLE gone RENAME TO metrics")
@@ -84,7 +84,7 @@ def test_what_an_earlier_run_could_not_send_is_sent_by_the_next(where: TrackingS
     run = client.get_run(run_id)
     assert (run.info.status, run.data.metrics["train/loss"]) == ("FINISHED", 0.5)
     assert "report.html" in {file.path for file in client.list_artifacts(run_id)}
-    assert mlflow_run.SENDING_LOCK not in {file.path for file in client.list_artifacts(run_id)}
+    assert run_sender.SENDING_LOCK not in {file.path for file in client.list_artifacts(run_id)}
 
 
 def test_a_run_of_another_host_is_left_to_it(where: TrackingSettings) -> None:
@@ -97,7 +97,7 @@ def test_two_do_not_send_one_folder(where: TrackingSettings) -> None:
     client, run_id, folder = _left(where, socket.gethostname())
     command = [sys.executable, "-m", "tasks.tracking.mlflow_sender", str(folder)]
     environment = {**os.environ, "MLFLOW_TRACKING_URI": where.tracking_uri}
-    with open(folder / mlflow_run.SENDING_LOCK) as lock:
+    with open(folder / run_sender.SENDING_LOCK) as lock:
         flock(lock, LOCK_EX)
         orphaned_runs.send_unsent_runs(client, where)
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -130,7 +130,7 @@ def test_a_model_is_logged_once_however_often_the_rest_is_sent(
         builtin.build_model(spec["model"], **shape, args=spec["args"]), spec, folder / "model"
     )
     np.save(folder / "model" / "example.npy", np.zeros((2, 2), np.float32))
-    sender = mlflow_run.create_run(
+    sender = run_sender.create_run(
         client, where, experiment_id=experiment_id, folder=folder, name="n", params={}, tags={}
     )
 
@@ -191,7 +191,7 @@ def test_what_is_damaged_in_a_dead_run_costs_no_other_and_no_whole_line(
         folder = Path(where.runs) / name
         folder.mkdir(parents=True)
         ids = {"experiment_id": experiment_id, "folder": folder}
-        sender = mlflow_run.create_run(client, where, **ids, name=name, params={}, tags=dead)
+        sender = run_sender.create_run(client, where, **ids, name=name, params={}, tags=dead)
         (folder / "metrics.jsonl").write_bytes(b"".join(lines[:2]))
         sender.flush()
         (folder / "metrics.jsonl").write_bytes(b"".join(lines))

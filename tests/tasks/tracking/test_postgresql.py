@@ -17,7 +17,7 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.tracking.journal import SENDING_LOCK, Journal, read_series
-from tasks.tracking.where import TrackingError, TrackingSettings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 from tests.conftest import desk_environment
 from tests.team import Postgres, find_postgres_programs, run_postgres
 

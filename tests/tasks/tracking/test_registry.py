@@ -13,9 +13,9 @@ from mlflow import MlflowClient
 from tasks.engine.models import builtin
 from tasks.engine.models.model_folder import save_model_folder
 from tasks.tracking import mlflow_store
-from tasks.tracking.mlflow_run import REGISTERED, Sender, create_run
-from tasks.tracking.where import TrackingSettings
-from tests.tasks.tracking.test_logged_model import SPECS
+from tasks.tracking.run_sender import REGISTERED, Sender, create_run
+from tasks.tracking.tracking_settings import TrackingSettings
+from tests.tasks.tracking.test_model_sender import SPECS
 
 # Of MLflow, which asks pandas for the schema of the example.
 pytestmark = pytest.mark.filterwarnings("ignore:Operation with range")

@@ -18,7 +18,7 @@ from tasks.process.prefect_http import read_flow_run_ends
 from tasks.run.known_runs import RunStart, list_known_runs
 from tasks.tracking import send_later
 from tasks.tracking.journal import BEGIN, Journal
-from tasks.tracking.where import TrackingError, TrackingSettings
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 
 GONE = {"host": socket.gethostname(), "pid": "4194304", "process.started_at": "1.0"}
 END = {"status": "FINISHED", "name": "n", "params": {}, "tags": {}, "metrics": {}}

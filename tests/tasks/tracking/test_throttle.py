@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.tracking.mlflow_run import SHARE, Throttle
+from tasks.tracking.run_sender import SHARE, Throttle
 
 
 class Machine:

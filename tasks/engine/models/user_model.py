@@ -1,0 +1,178 @@
+"""A model of the user's own: build it by its factory, call it, and find its outputs in what it
+returns. Inputs may be a tensor, several or a dict, outputs a tensor, a tuple, a dict or an object
+with `logits`. A result of the factory that is no nn.Module is refused. It travels with logged
+models, which are rebuilt by it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tasks.engine.base.import_paths import bind_arguments, call_factory, import_callable
+from tasks.engine.base.raw_inputs import LABELS, NamedArrays
+from tasks.engine.base.secret_names import make_variable_name, restore_secrets
+from tasks.engine.settings.model_args import ModelError
+
+
+class NoOutputsError(TypeError):
+    """A model returned no outputs; the text says what it returned."""
+
+
+@dataclass(frozen=True)
+class BuiltinForward:
+    """The forward pass of a built-in model: a tensor in, a tensor out."""
+
+    model: Callable[..., Any]
+
+    def __call__(self, x: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs, and None for the loss, which a built-in model never returns."""
+        return self.model(x), None
+
+
+@dataclass(frozen=True)
+class OwnForward:
+    """The forward pass of a user's own model: several inputs by position, a dict by name.
+
+    untaken: labels in a dict that the model has no parameter for. only: the name of the model's
+    one parameter, which is given a dict whole where that has no entry of this name. takes_loss:
+    where inputs have an entry `labels` and the model returns a loss, that one counts.
+    """
+
+    model: Callable[..., Any]
+    untaken: frozenset[str]
+    takes_loss: bool
+    only: str | None = None
+
+    def __call__(self, x: Any) -> tuple[Tensor, Tensor | None]:
+        if isinstance(x, Tensor):
+            return read_outputs(self.model(x))[0], None
+        if not isinstance(x, Mapping):
+            return read_outputs(self.model(*x))[0], None
+        if self.only is not None and self.only not in x:
+            outputs, loss = read_outputs(self.model(x))
+            return outputs, loss if self.takes_loss and "labels" in x else None
+        taken = {name: value for name, value in x.items() if name not in self.untaken}
+        outputs, loss = read_outputs(self.model(**taken))
+        return outputs, loss if self.takes_loss and "labels" in taken else None
+
+
+Forward = BuiltinForward | OwnForward
+
+
+def make_own_forward(model: nn.Module, *, takes_loss: bool) -> OwnForward:
+    """Return the forward pass of this model, by its signature."""
+    takes = inspect.signature(model.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        return OwnForward(model, frozenset(), takes_loss)
+    only = next(iter(takes)) if len(takes) == 1 else None
+    return OwnForward(model, frozenset(LABELS) - frozenset(takes), takes_loss, only)
+
+
+def read_outputs(result: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the outputs and the loss of what a model returned. Raises NoOutputsError."""
+    if isinstance(result, Tensor):
+        return result, None
+    if isinstance(result, Mapping):
+        logits, loss = result.get("logits"), result.get("loss")
+    else:
+        logits, loss = getattr(result, "logits", None), getattr(result, "loss", None)
+    if logits is None and isinstance(result, (tuple, list)):
+        # Not a loss, which some give first.
+        parts = [part for part in result if isinstance(part, Tensor)]
+        logits = next((part for part in parts if part.dim()), None)
+    if not isinstance(logits, Tensor):
+        got = type(result).__name__ if result is not None else "None"
+        raise NoOutputsError(
+            f"must return a tensor, a tuple with one, or an object with .logits (got {got})"
+        )
+    return logits, loss if isinstance(loss, Tensor) else None
+
+
+class OutputsOnly(nn.Module):
+    """A module that returns only the outputs of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Any) -> Tensor:
+        return make_own_forward(self.model, takes_loss=False)(x)[0]
+
+
+def split_inputs(found: NamedArrays, spec: Mapping[str, Any], rows: int) -> Iterator[Any]:
+    """Yield the inputs as the model takes them, on the CPU, so many rows at a time."""
+    whole = len(next(iter(found.values())))
+    for start in range(0, whole, rows):
+        parts = {n: torch.from_numpy(a[start : start + rows].copy()) for n, a in found.items()}
+        yield _restore_structure(spec["inputs"], parts)
+
+
+def _restore_structure(inputs: Mapping[str, Any], parts: dict[str, Tensor]) -> Any:
+    if inputs["kind"] == "rows":
+        return parts["x"]
+    if inputs["kind"] == "dict":
+        return parts
+    return tuple(parts[str(i)] for i in range(len(inputs["of"])))
+
+
+CODE = "code"  # the folder beside the weights in which the user's code travels
+
+
+def construct_model(
+    factory: Callable[..., Any],
+    name: str,
+    args: Mapping[str, Any],
+    *,
+    input_shape: Sequence[int],
+    outputs: int,
+) -> nn.Module:
+    """Build the factory's model. outputs: 0 where they are unknown. Raises ModelError."""
+    offered = {"input_shape": tuple(input_shape)} | ({"outputs": outputs} if outputs else {})
+    given = bind_arguments(factory, args, offered, setting="model.args", refusal=ModelError)
+    model = call_factory(factory, given, setting="model.name", path=name, refusal=ModelError)
+    if not isinstance(model, nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise ModelError(f"model.name: {name} must give an nn.Module (got {got}); return a model")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            f"model.name: {name} gives TorchScript, whose training steps and evaluations exclude "
+            "each other; give the nn.Module that it was made of (train.compile makes it faster)"
+        )
+    if "_parameters" not in vars(model):
+        raise ModelError(
+            f"model.name: {name} does not call super().__init__(); do so first in its __init__"
+        )
+    return model
+
+
+def rebuild_model(spec: Mapping[str, Any], folder: Path) -> OutputsOnly:
+    """Rebuild the model that spec.json describes, with the code that lies in its folder; its
+    weights are new.
+
+    Raises ModelError, also where import paths are forbidden.
+    """
+    code = str(folder / CODE)
+    if code not in sys.path and (folder / CODE).is_dir():
+        sys.path.insert(0, code)  # it stays: a forward pass may import too
+    factory = import_callable(spec["model"], setting="model.name", refusal=ModelError)
+    missing: list[str] = []
+    args = restore_secrets(spec["args"], "model.args", missing)
+    if missing:
+        told = f"{missing[0]}: was hidden when the model was kept; give it in the environment as"
+        raise ModelError(f"{told} {make_variable_name(missing[0])}")
+    model = construct_model(
+        factory,
+        spec["model"],
+        args,
+        input_shape=spec["input_shape"],
+        outputs=spec["offered_outputs"],
+    )
+    return OutputsOnly(model)
