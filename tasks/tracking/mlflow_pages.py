@@ -20,7 +20,7 @@ EXPERIMENTS_PAGE = f"/#/experiments?{TRAINING}"
 VIEW = "headroom"  # its key in an address
 VIEWS = "mlflow.sharedViewState."  # what the tags of views begin with
 VIEW_TAG = f"{VIEWS}{VIEW}"
-COMPARISONS = f"{VIEW}-"  # what the keys of comparisons' views begin with
+COMPARISONS = "of-"  # what the keys of comparisons' views begin with
 MOST_COMPARISONS = 20  # views of them that are kept: MLflow's pages take no more than 40
 CREATED_MS = 1_767_225_600_000  # the same at each writing, so that it is seen to be there
 SCORES = tuple(f"val/{name}" for name in ("accuracy", "r2", "perplexity", "loss"))
@@ -62,8 +62,8 @@ def make_comparison_path(experiment_id: str, run_id: str) -> str:
 
 
 def _make_key(run_id: str) -> str:
-    """Return the key of a comparison's view: a number, which no filter takes for a secret."""
-    return f"{COMPARISONS}{int(run_id[:8], 16)}"
+    """Return the key of a comparison's view: so short that no filter takes it for a secret."""
+    return f"{COMPARISONS}{run_id[:8]}"
 
 
 @cache

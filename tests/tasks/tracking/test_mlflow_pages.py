@@ -81,7 +81,7 @@ def test_the_list_shows_the_runs_of_a_comparison_as_rows_and_the_settings_that_v
 def test_a_comparison_has_a_view_of_its_own_that_its_address_names() -> None:
     """The address opened the page of the run that holds the others, which had no figure."""
     view = mlflow_pages.ComparisonView(
-        "0123456789abcdef" * 2, "mine", ["optim.lr"], "val/loss", True, is_grouped=True
+        "b7707186d6be4382" * 2, "mine", ["optim.lr"], "val/loss", True, is_grouped=True
     )
     key, value = view.make_tag()
     path = mlflow_pages.make_comparison_path("1", view.run_id)
