@@ -17,14 +17,26 @@ from rich.console import Console
 from tasks.comparison import page, search_space, trainings
 from tasks.comparison.grid import Cell, ComparisonRequest, GridCheck
 from tasks.comparison.page import MAX_GROUPS, ComparisonReport
-from tasks.comparison.run_groups import Goal, Group, MeasuredRun, Points, group_runs
+from tasks.comparison.run_groups import (
+    FIGURES,
+    Goal,
+    Group,
+    MeasuredRun,
+    Points,
+    find_best_group,
+    find_score,
+    group_runs,
+    shorten_names,
+)
 from tasks.comparison.trainings import ComparisonFolder, TrainingEnd
 from tasks.engine.base.units import format_number
+from tasks.engine.settings.run_config import LOWER_IS_BETTER
 from tasks.process.redaction import redact_command_line
 from tasks.run.findings import make_process_tags
 from tasks.run.flow_run import show_markdown
 from tasks.run.resume import make_timestamp
 from tasks.services import serve
+from tasks.tracking.mlflow_pages import ComparisonView, make_comparison_path
 from tasks.tracking.tracking_settings import TrackingError, TrackingSettings, read_tracking_settings
 
 if TYPE_CHECKING:
@@ -118,6 +130,37 @@ class Comparison:
             console.print(f"Again    {again}", markup=False, soft_wrap=True)
             self.text += f"\n\n```\n{again}\n```"
 
+        if self.state is not None:
+            self._show_in_mlflow(report.groups, self.state.run_id)
+
+    def _show_in_mlflow(self, groups: Sequence[Group], run_id: str) -> None:
+        """Save the view that shows the trainings, and give their parent the figures of the best."""
+        score = find_score(groups)
+        goal = self.trials.goal if self.trials is not None else None
+        goal = goal or Goal(score, score in LOWER_IS_BETTER)
+        done = [run for group in groups for run in group.done]
+        view = ComparisonView(
+            run_id,
+            self.title,
+            self.asked.varied,
+            goal.name,
+            is_lower_better=goal.is_lower_better,
+            is_grouped=any(len(group.runs) > 1 for group in groups),
+            has_curves=any(run.metrics.get("train/epoch", 0) > 2 for run in done),
+        )
+        self.store.keep_view(view)
+        best = find_best_group(groups, goal) if goal.name else None
+        if best is None:
+            return
+        figures = {metric: best.compute_median(metric) for metric in FIGURES}
+        known = {metric: value for metric, value in figures.items() if value is not None}
+        # A search keeps its best trial's settings and tags itself.
+        told = {} if self.trials is not None else {"best": best.label}
+        points = self.store.read_series(best.done[0].run_id, goal.name, most=CURVE_POINTS)
+        step = points[-1][0] if points else 0  # where the best one's curve ends
+        settings = best.settings if told else None
+        self.store.set_tags(run_id, told, params=settings, metrics=known, step=step)
+
     def _tell(self, cell: Cell, ended: TrainingEnd | None) -> None:
         said = "begins" if ended is None else ended.status
         if ended is not None and ended.value is not None and self.trials is not None:
@@ -155,9 +198,9 @@ def open_comparison(asked: ComparisonRequest) -> Iterator[Comparison]:
         store.end(run_id, status=comparison.status, text=comparison.text, files=comparison.files)
     state.is_over = True
     state.keep()
-    link = serve.make_open_command(
-        store.where.tracking_uri, experiment_id=store.experiment_id, run_id=run_id
-    )
+    ids = {"experiment_id": store.experiment_id, "run_id": run_id}
+    path = make_comparison_path(**ids)
+    link = serve.make_open_command(store.where.tracking_uri, **ids, path=path)
     print(f"Open     {link}", flush=True)
     show_markdown(comparison.text, f"comparison-{run_id}", comparison.title)
 
@@ -200,8 +243,8 @@ def _open_new(asked: ComparisonRequest) -> tuple[Comparison, ComparisonFolder]:
         told = f"going on: {len(state.ended)} of {asked.count} have ended"
         print(f"{told}, and are taken over; --anew trains all anew", file=sys.stderr)
     kind = "compare" if trials is None else "search"
-    varied = ", ".join(asked.varied) or asked.base.model.name
-    name = asked.base.run.name or f"{kind}-{varied}-{make_timestamp()}"
+    varied = ", ".join(shorten_names(asked.varied)) or asked.base.model.name
+    name = asked.base.run.name or f"{kind}-{varied} {make_timestamp()}"
     tags = make_process_tags("flows/compare.py")
     state.run_id = store.begin(state.run_id, name=name, count=asked.count, tags=tags)
     state.keep()

@@ -26,6 +26,8 @@ SEED = "train.seed"
 COMPARED_TAGS = ("device", "device.model", "data.fingerprint", "torch.version", "host")  # tags
 SPEED, STEPS = "speed/samples_per_s", "speed/steps_per_s"
 PEAKS = ("memory/run_peak_allocated_mib", "memory/host_rss_peak_mib")
+# What the run that holds the others has of its best.
+FIGURES = (*SCORES, SPEED, "speed/tokens_per_s", *PEAKS, "memory/leaked_mib")
 LETTERS = 40  # of a value
 LABEL_LETTERS = 40  # of a label that is read within a sentence
 _LASTS = Counter(name.rpartition(".")[2] for name in RunConfig().flat())  # model.name, optim.name
@@ -215,6 +217,14 @@ def find_score(groups: Sequence[Group]) -> str:
     """Return the metric by which these groups are judged; empty where they share none."""
     shared = [s for s in SCORES if any(s in run.metrics for g in groups for run in g.done)]
     return shared[0] if shared else ""
+
+
+def find_best_group(groups: Sequence[Group], goal: Goal) -> Group | None:
+    """Return the group whose median is best; None where none has one."""
+    medians = {i: group.compute_median(goal.name) for i, group in enumerate(groups)}
+    known = {i: value for i, value in medians.items() if value is not None}
+    best = goal.choose_best(known.values()) if known else None
+    return next((groups[i] for i, value in known.items() if value == best), None)
 
 
 def find_peak_metric(groups: Sequence[Group]) -> str:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from tasks.comparison.grid import Cell
+from tasks.comparison.run_groups import shorten_names
 from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.engine.base.import_paths import find_module_spec
 from tasks.engine.base.units import make_printable
@@ -301,7 +302,9 @@ def _start_training(comparison: ComparisonFolder, cell: Cell) -> subprocess.Pope
     file = comparison.folder / f"{cell.number:04d}.yaml"
     settings: dict[str, Any] = hide_config_secrets(cell.config).model_dump()
     turn = f", repeat {cell.repeat}" if cell.repeat > 1 else ""
-    name = " ".join(filter(None, [settings["run"]["name"], cell.label + turn]))
+    named = zip(shorten_names([*cell.settings]), cell.settings.values(), strict=True)
+    label = ", ".join(f"{name}={value}" for name, value in named) or cell.config.model.name
+    name = " ".join(filter(None, [settings["run"]["name"], label + turn]))
     settings["run"]["name"] = make_printable(name, limit=NAME_LETTERS)
     settings["run"]["key"] = _make_key(comparison, cell)
     file.write_text(dump_yaml(settings))

@@ -44,7 +44,13 @@ from tasks.run.findings import (
     make_device_tags,
 )
 from tasks.run.gate import compare_with_history, compute_gate_key
-from tasks.run.known_runs import Announcement, RunStart, choose_made_at
+from tasks.run.known_runs import (
+    PEAK,
+    Announcement,
+    RunStart,
+    choose_made_at,
+    make_curve_name,
+)
 from tasks.run.preflight import check_fit
 from tasks.run.progress import Progress, log_during_silence
 from tasks.run.resume import RunClaim, log_resume_command, make_retry_tags
@@ -231,6 +237,8 @@ class Record:
             **self._flow_run,
             **({"data.fingerprint": data.fingerprint} if data.fingerprint else {}),
             **({"data.notes": "; ".join(data.notes)} if data.notes else {}),
+            **({"run.name": self.config.run.name} if self.config.run.name else {}),
+            **({"run.key": self._claim.key} if self._claim.key else {}),
             "alike": plan.comparable,
             "gate.of": compute_gate_key(self.config, device, data),
             **make_retry_tags(
@@ -292,7 +300,9 @@ class Record:
         words = {
             "data": make_data_inputs(self.config.data, data),
             "tags": self._found.tags,
-            "params": read_settings.collect_params(self.config),
+            "params": read_settings.select_params(
+                read_settings.collect_params(self.config), task=data.task
+            ),
             "start": asdict(start),
         }
         measured = self._journal.create(self._claim.name, **redact_nested(words), wanted=WANTED)
@@ -305,10 +315,13 @@ class Record:
         """Keep the metrics of a step: the loop's one seam."""
         assert self._progress is not None, "log() before begin()"
         self._step = step
+        self._progress.update({k: v for k, v in metrics.items() if k != AGE_S}, step)
         age_s = metrics.pop(AGE_S, 0.0)
+        metrics = {make_curve_name(name): value for name, value in metrics.items()}
+        if self._found.tags["device.kind"] == "cpu":  # whose peak is that of two windows
+            metrics.pop(PEAK, None)
         self._found.series |= metrics
         self._journal.log(metrics, step, age_s=age_s)
-        self._progress.update(metrics, step)
 
     def keep_training(self, facts: TrainFacts) -> None:
         """Keep what the training measured."""

@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,12 +24,14 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 
 from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it is imported)
-from mlflow.entities import Param, Run, RunTag  # noqa: E402
+from mlflow.entities import Metric, Param, Run, RunTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE  # noqa: E402
 
+from tasks.engine.settings.read_settings import select_params  # noqa: E402
 from tasks.process.redaction import redact  # noqa: E402
 from tasks.tracking import mlflow_store  # noqa: E402
+from tasks.tracking.mlflow_pages import ComparisonView, find_old_comparisons  # noqa: E402
 from tasks.tracking.tracking_settings import TrackingError, TrackingSettings  # noqa: E402
 
 NEWEST = 20  # runs to look through; each may lack what another has measured
@@ -178,19 +181,39 @@ class ExperimentRuns:
         return str(run.info.run_id)
 
     def set_tags(
-        self, run_id: str, tags: Mapping[str, str], params: Mapping[str, str] | None = None
+        self,
+        run_id: str,
+        tags: Mapping[str, str],
+        params: Mapping[str, str] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        step: int = 0,
     ) -> None:
-        """Set tags and params of a run.
+        """Set tags, params and metrics of a run, these at the step.
 
         Where MLflow is away that is printed, and no more: the comparison may have hours to
         go.
         """
+        now_ms = int(time.time() * 1000)
         try:
             self.client.log_batch(
                 run_id,
                 tags=[RunTag(name, value[:FULL_LETTERS]) for name, value in tags.items()],
                 params=[Param(name, value) for name, value in (params or {}).items()],
+                metrics=[Metric(k, value, now_ms, step) for k, value in (metrics or {}).items()],
             )
+        except Exception as error:  # of any store
+            print(mlflow_store.explain_error(error, self.where), file=sys.stderr)
+
+    def keep_view(self, view: ComparisonView) -> None:
+        """Save the view of a comparison; the oldest of too many go.
+
+        Where that is refused, it is printed, and no more.
+        """
+        key, value = view.make_tag()
+        try:
+            self.client.set_experiment_tag(self.experiment_id, key, value)
+            for old in find_old_comparisons(self.client.get_experiment(self.experiment_id).tags):
+                self.client.delete_experiment_tag(self.experiment_id, old)
         except Exception as error:  # of any store
             print(mlflow_store.explain_error(error, self.where), file=sys.stderr)
 
@@ -237,7 +260,7 @@ class ExperimentRuns:
         found = []
         with _pause_collection():
             for run in self._search_runs(query, at_once=min(PAGE, (last or PAGE) + OTHERS)):
-                if _is_training(run) and COMPARISON not in run.data.tags:
+                if _is_training(run):
                     found.append(_describe_run(run))
                     if len(found) == last:
                         break
@@ -275,18 +298,21 @@ class ExperimentRuns:
 
 
 def _is_training(run: Run) -> bool:
-    return NEEDED_METRIC in run.data.metrics or (
-        run.info.status != "FINISHED" and "device" in run.data.tags
-    )
+    is_measured = NEEDED_METRIC in run.data.metrics
+    is_one = is_measured or (run.info.status != "FINISHED" and "device" in run.data.tags)
+    return is_one and COMPARISON not in run.data.tags
 
 
 def _describe_run(run: Run) -> dict[str, Any]:
+    """Return a training; what an older version kept as params is read as it is kept now."""
     tags: Mapping[str, str] = run.data.tags
+    judged = {"val/r2": "regression", "val/accuracy": "classification"}
+    task = next((task for name, task in judged.items() if name in run.data.metrics), "")
     return {
         "run_id": run.info.run_id,
         "name": run.info.run_name or "",
         "status": run.info.status,
-        "params": run.data.params,
+        "params": select_params(run.data.params, task=task),
         "tags": tags,
         "metrics": run.data.metrics,
         "error": tags.get("end.reason", tags.get("failure", "")),

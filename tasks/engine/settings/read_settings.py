@@ -7,6 +7,7 @@ that are large or not regular, and aliases of aliases.
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import re
@@ -387,14 +388,52 @@ def find_unused_settings(config: RunConfig) -> dict[str, str]:
 
 
 def collect_params(config: RunConfig) -> dict[str, object]:
-    """Return the settings that this run uses, under their dotted names and without secrets: its
-    MLflow params."""
+    """Return the settings that this run uses, under their dotted names and without secrets."""
     unused = find_unused_settings(config)
     return {
         name: value
         for name, value in hide_config_secrets(config).flat().items()
         if name not in unused
     }
+
+
+_NAMES = ("run.name", "run.key", "run.experiment")
+_OF_REGRESSION = ("data.scale_target", "data.target_transform")
+_OF_SEVERAL = ("launch.nodes", "launch.port", "launch.wait_s", "launch.timeout_s")
+_EMPTY = ("", "None", "[]", "{}")
+_PARAM = re.compile(r"[\w.-]+")
+
+
+def select_params(settings: Mapping[str, object], *, task: str = "") -> dict[str, str]:
+    """Return what was set or decided, as MLflow's params have it: no names of the run, nothing
+    that is empty or means nothing here, and each argument of a mapping under its own name.
+
+    settings: as collect_params returns them, or the params of a run of an older version. task:
+    of the data, where it is known.
+    """
+    given: dict[str, str] = {}
+    for name, value in settings.items():
+        if name.endswith(".args") and str(value).startswith("{"):
+            given |= _flatten(name, value)
+        else:
+            given[name] = "" if value is None else str(value)
+    absent = {*_NAMES, *(_OF_REGRESSION if task not in ("", "regression") else ())}
+    absent |= {"train.class_weights"} if task not in ("", "classification", "multilabel") else set()
+    if given.get("launch.processes", "1") == "1" and given.get("launch.nodes", "") in _EMPTY:
+        absent |= {*_OF_SEVERAL}
+    return {k: v for k, v in given.items() if k not in absent and v not in _EMPTY}
+
+
+def _flatten(name: str, value: object) -> dict[str, str]:
+    """Return the entries of a mapping, or of its text, under dotted names; as one text where that
+    cannot be."""
+    try:
+        found = value if isinstance(value, Mapping) else ast.literal_eval(str(value))
+    except (ValueError, SyntaxError):
+        return {name: str(value)}
+    if not isinstance(found, Mapping) or not all(_PARAM.fullmatch(str(key)) for key in found):
+        return {name: str(value)}
+    return {f"{name}.{key}": str(one) for key, one in found.items()}
 
 
 def describe_unused_settings(config: RunConfig) -> list[str]:

@@ -249,6 +249,15 @@ def test_a_cpu_run_tells_what_a_person_asks() -> None:
         assert phrase in text
 
 
+def test_the_first_three_lines_hold_result_doubt_peak_and_release() -> None:
+    """MLflow's page of a run shows no more: it showed the name, and was cut in the first title."""
+    run = {**_cuda(), "warnings": ["a column repeats the target", "few rows"]}
+    result, doubt, memory = run_report.make_markdown(run, open_command=COMMAND).split("\n")[:3]
+    assert result.startswith("**FINISHED val/accuracy 0.9833, ") and "cuda:0" in result
+    assert doubt == "Doubt: a column repeats the target (and 1 more)  "
+    assert memory.startswith("peak ") and "release OK" in memory
+
+
 @pytest.mark.parametrize("name", ["mlp-digits-20261122-041031", "transformer-text-20261122-041031"])
 def test_no_headline_is_broken_at_80_columns(name: str) -> None:
     """One line ended in "4.30 s in", the next was "all  on cpu"."""
