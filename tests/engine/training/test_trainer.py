@@ -23,7 +23,7 @@ from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.choose_step import set_cpu_threads
 from tasks.engine.step.plan import make_plan
-from tasks.engine.training import trainer
+from tasks.engine.training import place, trainer
 from tasks.engine.training.admission import Admission
 from tasks.engine.training.oom_report import OutOfMemory
 
@@ -259,7 +259,7 @@ def test_training_gives_back_what_it_took(tmp_path: Path, fails: bool) -> None:
 def admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every training is let in, as where somebody else takes the memory after that."""
     monkeypatch.setattr(
-        trainer,
+        place,
         "admit_training",
         lambda config, *_, **__: Admission(None, "", 64, "let in by a test"),
     )
