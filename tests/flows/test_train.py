@@ -23,7 +23,7 @@ from tasks.engine.memory.leaks import LeakError
 from tasks.engine.models import predictor
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.training import shared_model, trainer
+from tasks.engine.training import place, shared_model, trainer
 from tasks.engine.training.admission import Admission
 from tasks.engine.training.oom_report import OutOfMemory
 from tasks.run.preflight import BAD_INPUT
@@ -231,9 +231,7 @@ SMALL_CNN = {"model": {"name": "cnn", "args": {"width": 8}}, "train": {"epochs":
 
 def test_a_run_without_memory_fails_with_its_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     # Let in, as where somebody else takes the memory after the admission.
-    monkeypatch.setattr(
-        trainer, "admit_training", lambda *_, **__: Admission(None, "", 64, "let in")
-    )
+    monkeypatch.setattr(place, "admit_training", lambda *_, **__: Admission(None, "", 64, "let in"))
     with pytest.raises(OutOfMemory, match="memory ran out on cpu in the forward pass of step 1"):
         _train(**SMALL_CNN, memory={"limit_mib": 0.04})
     (run,) = _runs()
