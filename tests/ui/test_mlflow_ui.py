@@ -27,8 +27,9 @@ pytestmark = [pytest.mark.ui, pytest.mark.timeout(600)]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ASKED = ((), ("--optim.lr", "0.01"), ("--train.batch_size", "32"))
 NAMES = ("mlp-digits", "mlp-digits lr=0.01", "mlp-digits batch_size=32")
-# Of a regression, of tokens: not measured here, and so not drawn.
-OF_OTHERS = {"val/r2", "val/mae", "val/perplexity", "speed/tokens_per_s"}
+# Of a regression, of tokens, of a GPU: not measured here, and so not drawn.
+OF_OTHERS = {"val/r2", "val/mae", "val/perplexity", "speed/recent_tokens_per_s"}
+OF_OTHERS |= {"memory/peak_allocated_mib"}
 WIDTH, HEIGHT = 1900, 1050
 WAIT_MS = 60_000  # for what a page shows, on a busy machine
 FIRST = [name for name in CURVES if name not in OF_OTHERS]
