@@ -7,11 +7,15 @@ neither: it runs the flow itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any
 
 from prefect import Flow
 from prefect.context import FlowRunContext
-from prefect.utilities.callables import ParameterSchema
+from prefect.utilities.callables import parameter_schema
+from pydantic import GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from flows.cli import train_command
 from flows.cli.flags import TITLES
@@ -34,7 +38,8 @@ def make_python_callable(flow: Flow[..., Any]) -> CalledFlow:
         name=flow.name,
         flow_run_name=flow.flow_run_name,
     )
-    made.parameters = _make_form(made.parameters)
+    made.__signature__ = _make_form_signature(made)
+    made.parameters = parameter_schema(made)
     return made
 
 
@@ -96,22 +101,32 @@ def _hide_secrets(parameters: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _make_form(parameters: ParameterSchema) -> ParameterSchema:
-    """Return the same parameters for Prefect's form, `overrides` first.
+class _FormNames:
+    """Has the schema of RunConfig name each setting as everywhere else, and say its limits in
+    words: Prefect's form shows a schema's titles and descriptions, and no limits."""
 
-    Each setting has its dotted name and its limits in words.
-    """
-    first = ("overrides", "config", "resume")
-    properties = {name: parameters.properties[name] for name in first}
-    for position, name in enumerate(first):
-        properties[name]["position"] = position
-    sections = parameters.definitions["RunConfig"]["properties"]
-    for section, title in TITLES.items():
-        sections[section] |= {"title": section, "description": title}
-    for row in list_settings():
-        section, _, name = row.name.partition(".")
-        kind = RunConfig.model_fields[section].annotation
-        assert isinstance(kind, type)
-        fields = parameters.definitions[kind.__name__]["properties"]
-        fields[name] |= {"title": row.name, "description": describe_setting(row)}
-    return parameters.model_copy(update={"properties": properties})
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        made = handler(core_schema)
+        sections = handler.resolve_ref_schema(made)["properties"]
+        for section, title in TITLES.items():
+            sections[section] |= {"title": section, "description": title}
+        for row in list_settings():
+            section, _, name = row.name.partition(".")
+            fields = handler.resolve_ref_schema(sections[section])["properties"]
+            fields[name] |= {"title": row.name, "description": describe_setting(row)}
+        return made
+
+
+def _make_form_signature(flow: Flow[..., Any]) -> Signature:
+    """Return the signature that `prefect deploy` makes the form of: it looks at no other part of a
+    flow. What a person mostly needs, `overrides`, comes first, above some eighty fields."""
+    given = signature(flow.fn, eval_str=True).parameters
+    in_form = {
+        "overrides": given["overrides"].replace(annotation=dict[str, Any], default={}),
+        "resume": given["resume"],
+        "config": given["config"].replace(annotation=Annotated[RunConfig, _FormNames]),
+    }
+    return Signature([p.replace(kind=Parameter.KEYWORD_ONLY) for p in in_form.values()])

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import UTC, datetime
+from inspect import Signature
 from typing import Any
 from uuid import UUID
 
@@ -129,6 +130,8 @@ class CalledFlow(Flow[..., Any]):
     """A Prefect flow that does more where Python calls it: `call` is given the plain call and its
     arguments. Of these Prefect keeps, and shows, what `shown` makes of them; the flow gets them as
     they are."""
+
+    __signature__: Signature  # where there is one, `prefect deploy` makes the form of it
 
     def __init__(
         self,

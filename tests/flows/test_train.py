@@ -15,6 +15,7 @@ import torch
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from prefect.client.orchestration import get_client
+from prefect.utilities.callables import parameter_schema
 
 from flows.train import train
 from tasks.engine.accounts.step_metrics import Diverged
@@ -135,14 +136,16 @@ def test_a_run_is_found_by_one_name_in_prefect_and_mlflow(place: Path) -> None:
 
 
 def test_the_form_shows_the_limits_and_the_groups_and_overrides_first() -> None:
-    form = train.parameters.model_dump()
+    """`prefect deploy` asks the flow's signature alone: names and limits never came to the form."""
+    form = parameter_schema(train).model_dump()
     assert [
         p["title"] for p in sorted(form["properties"].values(), key=lambda p: p["position"])
     ] == [
         "overrides",
-        "config",
         "resume",
+        "config",
     ]
+    assert form["properties"]["overrides"]["type"] == "object"  # a field to type in, at once
     sections = form["definitions"]["RunConfig"]["properties"]
     assert sections["optim"]["title"] == "optim"
     assert sections["optim"]["description"] == "how it learns"
