@@ -12,10 +12,7 @@ from typing import Annotated, Any
 
 from prefect import Flow
 from prefect.context import FlowRunContext
-from prefect.utilities.callables import parameter_schema
-from pydantic import GetJsonSchemaHandler
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import WithJsonSchema
 
 from flows.cli import train_command
 from flows.cli.flags import TITLES
@@ -39,7 +36,6 @@ def make_python_callable(flow: Flow[..., Any]) -> CalledFlow:
         flow_run_name=flow.flow_run_name,
     )
     made.__signature__ = _make_form_signature(made)
-    made.parameters = parameter_schema(made)
     return made
 
 
@@ -101,25 +97,6 @@ def _hide_secrets(parameters: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-class _FormNames:
-    """Has the schema of RunConfig name each setting as everywhere else, and say its limits in
-    words: Prefect's form shows a schema's titles and descriptions, and no limits."""
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        made = handler(core_schema)
-        sections = handler.resolve_ref_schema(made)["properties"]
-        for section, title in TITLES.items():
-            sections[section] |= {"title": section, "description": title}
-        for row in list_settings():
-            section, _, name = row.name.partition(".")
-            fields = handler.resolve_ref_schema(sections[section])["properties"]
-            fields[name] |= {"title": row.name, "description": describe_setting(row)}
-        return made
-
-
 def _make_form_signature(flow: Flow[..., Any]) -> Signature:
     """Return the signature that `prefect deploy` makes the form of: it looks at no other part of a
     flow. What a person mostly needs, `overrides`, comes first, above some eighty fields."""
@@ -127,6 +104,23 @@ def _make_form_signature(flow: Flow[..., Any]) -> Signature:
     in_form = {
         "overrides": given["overrides"].replace(annotation=dict[str, Any], default={}),
         "resume": given["resume"],
-        "config": given["config"].replace(annotation=Annotated[RunConfig, _FormNames]),
+        "config": given["config"].replace(
+            annotation=Annotated[RunConfig, WithJsonSchema(_make_form())]
+        ),
     }
     return Signature([p.replace(kind=Parameter.KEYWORD_ONLY) for p in in_form.values()])
+
+
+def _make_form() -> dict[str, Any]:
+    """Return the schema of the settings by which Prefect's form shows their dotted names, and their
+    limits in words: it shows a schema's titles and descriptions, and no limits."""
+    form = RunConfig.model_json_schema()
+    kinds, sections = form.pop("$defs"), form["properties"]
+    for section, title in TITLES.items():
+        kind = kinds[sections[section].pop("$ref").rpartition("/")[2]]
+        sections[section] |= {**kind, "title": section, "description": title}
+    for row in list_settings():
+        section, _, name = row.name.partition(".")
+        fields = sections[section]["properties"]
+        fields[name] |= {"title": row.name, "description": describe_setting(row)}
+    return form

@@ -159,7 +159,7 @@ def open_comparison(asked: ComparisonRequest) -> Iterator[Comparison]:
         store.where.tracking_uri, experiment_id=store.experiment_id, run_id=run_id
     )
     print(f"Open     {link}", flush=True)
-    show_markdown(comparison.text, f"comparison-{run_id}", comparison.title)
+    show_markdown(comparison.text, f"comparison-{run_id[:8]}", comparison.title)
 
 
 def _open_existing(asked: ComparisonRequest, chosen: TrackingSettings) -> Comparison:

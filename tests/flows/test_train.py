@@ -146,10 +146,10 @@ def test_the_form_shows_the_limits_and_the_groups_and_overrides_first() -> None:
         "config",
     ]
     assert form["properties"]["overrides"]["type"] == "object"  # a field to type in, at once
-    sections = form["definitions"]["RunConfig"]["properties"]
+    sections = form["properties"]["config"]["properties"]
     assert sections["optim"]["title"] == "optim"
     assert sections["optim"]["description"] == "how it learns"
-    lr = form["definitions"]["OptimConfig"]["properties"]["lr"]
+    lr = sections["optim"]["properties"]["lr"]
     assert lr["title"] == "optim.lr"
     assert lr["description"] == "Peak learning rate. Above 0, at most 1,000. Default: 0.002."
 
