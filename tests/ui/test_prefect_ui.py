@@ -1,7 +1,7 @@
 """What a person sees in Prefect's own pages, in a browser: the form of a deployment, and the page
 of the flow run that it starts.
 
-TESTS_PICTURES names a folder, which then gets the picture of docs/schedule.md.
+TESTS_PICTURES names a folder, which then gets the pictures of docs/schedule.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_the_form_begins_with_what_everybody_needs_and_starts_a_run_that_tells_i
         assert page.get_by_text(text, exact=True).bounding_box()["y"] < HEIGHT
     page.get_by_text("optim.lr (Optional)").wait_for()
     page.get_by_text("Peak learning rate. Above 0, at most 1,000. Default: 0.002.").wait_for()
-    picture(page, "prefect-form.png", height=HEIGHT)
+    picture(page, "prefect-form.png", height=620)
 
     overrides.click()
     page.keyboard.press("Control+A")
@@ -51,7 +51,8 @@ def test_the_form_begins_with_what_everybody_needs_and_starts_a_run_that_tells_i
     flow_run = asked["id"]
     assert wait_for(lambda: ended(service, flow_run), service) == "COMPLETED"
 
-    page.goto(f"{service.url}/runs/flow-run/{flow_run}?tab=Artifacts")
+    page.goto(f"{service.url}/runs/flow-run/{flow_run}")
+    page.get_by_text("Artifacts", exact=True).last.click()
     for text in ("Completed", "device:cpu", "gate:new", "train-on-demand"):
         page.get_by_text(text, exact=True).first.wait_for()
     page.get_by_text("on cpu").first.wait_for()  # its result, on the report's card
