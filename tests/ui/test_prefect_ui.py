@@ -6,6 +6,7 @@ TESTS_PICTURES names a folder, which then gets the pictures of docs/schedule.md.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -63,5 +64,9 @@ def test_the_form_begins_with_what_everybody_needs_and_starts_a_run_that_tells_i
     assert made is not None and link is not None
     mlflow = f"http://127.0.0.1:{service.env['HEADROOM_MLFLOW_PORT']}/"
     assert link.startswith(mlflow) and made.info.run_id in link
-    back = f"[Its flow run in Prefect](<{service.url}/runs/flow-run/{flow_run}>)"
-    assert back in made.data.tags["mlflow.note.content"]
+    note = made.data.tags["mlflow.note.content"]
+    back = re.search(r"\[Its flow run in Prefect\]\(<(.*)>\)", note)
+    assert back is not None and back[1].startswith(f"{service.url}/")
+    page.goto(back[1])
+    page.get_by_text(made.info.run_name, exact=True).first.wait_for()
+    assert flow_run in page.url
