@@ -121,9 +121,12 @@ def test_a_run_on_digits_leaves_every_group_of_the_record(place: Path) -> None:
     with get_client(sync_client=True) as prefect:
         reports = prefect.read_artifacts()
         flow_run = prefect.read_flow_run(tags["prefect.flow_run_id"])
-    assert any(made["run_id"] in (artifact.key or "") for artifact in reports)
+    (report,) = (a for a in reports if str(a.flow_run_id) == tags["prefect.flow_run_id"])
+    assert report.key == "report-my-run", "a run's id is too long for the title of a card"
     assert flow_run.name == made["name"] == "my run"
     assert flow_run.state_name == "Completed"
+    assert flow_run.state is not None and report.description in str(flow_run.state.message)
+    assert report.description and report.description.startswith("val/accuracy 0.")
 
 
 def test_a_run_is_found_by_one_name_in_prefect_and_mlflow(place: Path) -> None:
