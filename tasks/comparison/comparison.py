@@ -202,7 +202,7 @@ def open_comparison(asked: ComparisonRequest) -> Iterator[Comparison]:
     path = make_comparison_path(**ids)
     link = serve.make_open_command(store.where.tracking_uri, **ids, path=path)
     print(f"Open     {link}", flush=True)
-    show_markdown(comparison.text, f"comparison-{run_id}", comparison.title)
+    show_markdown(comparison.text, f"comparison-{run_id[:8]}", comparison.title)
 
 
 def _open_existing(asked: ComparisonRequest, chosen: TrackingSettings) -> Comparison:
