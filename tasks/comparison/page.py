@@ -384,9 +384,10 @@ def _describe_best(comparison: ComparisonReport) -> str:
     score = find_score(comparison.groups)
     goal = comparison.goal or Goal(score, score in LOWER_IS_BETTER)
     best = find_best_group(comparison.groups, goal) if goal.name else None
-    if best is None or len(comparison.groups) == 1:
+    value = best.compute_median(goal.name) if best is not None else None
+    if best is None or value is None or len(comparison.groups) == 1:
         return ""
-    return f"Best median {goal.name} {format_number(best.compute_median(goal.name))}: {best.label}"
+    return f"Best median {goal.name} {format_number(value)}: {best.label}"
 
 
 def write_page(
