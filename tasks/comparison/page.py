@@ -27,6 +27,7 @@ from tasks.comparison.run_groups import (
     compute_epoch_parts,
     compute_epoch_s,
     compute_step_ms,
+    find_best_group,
     find_peak_metric,
     find_score,
     format_with_spread,
@@ -50,6 +51,7 @@ from tasks.engine.report.plots import (
     label_axes,
     make_panels,
 )
+from tasks.engine.settings.run_config import LOWER_IS_BETTER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -373,8 +375,19 @@ def make_markdown(comparison: ComparisonReport) -> str:
     lines = [" | ".join(cells) for cells in (list(comparison.columns), marks, *rows)]
     table = "\n".join(f"| {line} |" for line in lines)
     said = [f"- {line}" for line in (*comparison.words, *comparison.notes)]
-    title = f"**{comparison.title}**"
-    return "\n\n".join(filter(None, (title, "\n".join((*doubts, *said)), table)))
+    first = f"**{_describe_best(comparison) or comparison.title}**"
+    return "\n\n".join(filter(None, (first, "\n".join((*doubts, *said)), table)))
+
+
+def _describe_best(comparison: ComparisonReport) -> str:
+    """Return the best of several groups in words; empty where they share no score."""
+    score = find_score(comparison.groups)
+    goal = comparison.goal or Goal(score, score in LOWER_IS_BETTER)
+    best = find_best_group(comparison.groups, goal) if goal.name else None
+    value = best.compute_median(goal.name) if best is not None else None
+    if best is None or value is None or len(comparison.groups) == 1:
+        return ""
+    return f"Best median {goal.name} {format_number(value)}: {best.label}"
 
 
 def write_page(
