@@ -114,13 +114,24 @@ def _make_form_signature(flow: Flow[..., Any]) -> Signature:
 def _make_form() -> dict[str, Any]:
     """Return the schema of the settings by which Prefect's form shows their dotted names, and their
     limits in words: it shows a schema's titles and descriptions, and no limits."""
-    form = RunConfig.model_json_schema()
-    kinds, sections = form.pop("$defs"), form["properties"]
+    schema = RunConfig.model_json_schema()
+    form: dict[str, Any] = _write_out(schema, schema.pop("$defs"))
+    sections = form["properties"]
     for section, title in TITLES.items():
-        kind = kinds[sections[section].pop("$ref").rpartition("/")[2]]
-        sections[section] |= {**kind, "title": section, "description": title}
+        sections[section] |= {"title": section, "description": title}
     for row in list_settings():
         section, _, name = row.name.partition(".")
         fields = sections[section]["properties"]
         fields[name] |= {"title": row.name, "description": describe_setting(row)}
     return form
+
+
+def _write_out(part: Any, kinds: Mapping[str, Any]) -> Any:
+    """Return the part of a schema with the kinds that it refers to in their places: references of
+    a schema that stands in another one's lead nowhere."""
+    if isinstance(part, list):
+        return [_write_out(each, kinds) for each in part]
+    if not isinstance(part, dict):
+        return part
+    whole = {**kinds[part["$ref"].rpartition("/")[2]], **part} if "$ref" in part else part
+    return {name: _write_out(each, kinds) for name, each in whole.items() if name != "$ref"}

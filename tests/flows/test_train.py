@@ -160,6 +160,9 @@ def test_the_form_shows_the_limits_and_the_groups_and_overrides_first() -> None:
     lr = sections["optim"]["properties"]["lr"]
     assert lr["title"] == "optim.lr"
     assert lr["description"] == "Peak learning rate. Above 0, at most 1,000. Default: 0.002."
+    group = sections["optim"]["properties"]["groups"]["additionalProperties"]
+    assert set(group["properties"]) == {"lr", "weight_decay"}
+    assert "$ref" not in str(form), "no service came up: a kind within a kind was not found"
 
 
 def test_the_logged_model_predicts_what_the_training_process_would(
