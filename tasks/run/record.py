@@ -318,8 +318,10 @@ class Record:
         self._progress.update({k: v for k, v in metrics.items() if k != AGE_S}, step)
         age_s = metrics.pop(AGE_S, 0.0)
         metrics = {make_curve_name(name): value for name, value in metrics.items()}
-        if self._found.tags["device.kind"] == "cpu":  # whose peak is that of two windows
-            metrics.pop(PEAK, None)
+        if self._found.tags["device.kind"] == "cpu":  # two of whose windows have a peak: no curve
+            peak_mib = metrics.pop(PEAK, 0.0)
+            if peak_mib > self._live.live.peak_mib:
+                self._live.tell(peak_mib=peak_mib)
         self._found.series |= metrics
         self._journal.log(metrics, step, age_s=age_s)
 
