@@ -28,15 +28,14 @@ from tasks.run.resume import read_resumed_settings
 def make_python_callable(flow: Flow[..., Any]) -> CalledFlow:
     """Return the flow of `config`, `overrides` and `resume`, for who calls it: from Python with all
     that the command does, in Prefect's form with its settings in groups."""
-    made = CalledFlow(
+    return CalledFlow(
         flow.fn,
         call=_train_from_python,
         shown=_hide_secrets,
+        form=_make_form_signature,
         name=flow.name,
         flow_run_name=flow.flow_run_name,
     )
-    made.__signature__ = _make_form_signature(made)
-    return made
 
 
 def _train_from_python(

@@ -23,6 +23,7 @@ from tasks.comparison.run_groups import (
     Group,
     MeasuredRun,
     Points,
+    choose_goal,
     compute_epoch_j,
     compute_epoch_parts,
     compute_epoch_s,
@@ -51,7 +52,6 @@ from tasks.engine.report.plots import (
     label_axes,
     make_panels,
 )
-from tasks.engine.settings.run_config import LOWER_IS_BETTER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -381,11 +381,10 @@ def make_markdown(comparison: ComparisonReport) -> str:
 
 def _describe_best(comparison: ComparisonReport) -> str:
     """Return the best of several groups in words; empty where they share no score."""
-    score = find_score(comparison.groups)
-    goal = comparison.goal or Goal(score, score in LOWER_IS_BETTER)
-    best = find_best_group(comparison.groups, goal) if goal.name else None
-    value = best.compute_median(goal.name) if best is not None else None
-    if best is None or value is None or len(comparison.groups) == 1:
+    goal = choose_goal(comparison.groups, comparison.goal)
+    best = find_best_group(comparison.groups, goal) if goal is not None else None
+    value = best.compute_median(goal.name) if best is not None and goal is not None else None
+    if best is None or goal is None or value is None or len(comparison.groups) == 1:
         return ""
     return f"Best median {goal.name} {format_number(value)}: {best.label}"
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import UTC, datetime
-from inspect import Signature
+from inspect import Signature, signature
 from typing import Any
 from uuid import UUID
 
@@ -117,7 +117,7 @@ def make_artifact_key(kind: str, name: str) -> str:
 
 def _show_tags(tags: Mapping[str, str]) -> None:
     """Show in Prefect's list of runs where this one trained, and how it passed its gate."""
-    if not deployment.id:  # at a desk it is in the report on the terminal
+    if not deployment.id:  # of a command it is in the report on the terminal
         return
     shown = [f"{name}:{tags[name]}" for name in ("device", "gate") if tags.get(name)]
     with suppress(TransportError, HTTPStatusError), get_client(sync_client=True) as client:
@@ -156,18 +156,23 @@ class CalledFlow(Flow[..., Any]):
     arguments. Of these Prefect keeps, and shows, what `shown` makes of them; the flow gets them as
     they are."""
 
-    __signature__: Signature  # where there is one, `prefect deploy` makes the form of it
-
     def __init__(
         self,
         fn: Any,
         *,
         call: Callable[..., Any] | None = None,
         shown: Callable[[dict[str, Any]], dict[str, Any]],
+        form: Callable[[Flow[..., Any]], Signature] | None = None,
         **settings: Any,
     ) -> None:
+        """form: makes the signature that Prefect's form shows, when it is asked for."""
         super().__init__(fn, **settings)
-        self.call, self.shown = call, shown
+        self.call, self.shown, self._form = call, shown, form
+
+    @property
+    def __signature__(self) -> Signature:
+        """Return what `prefect deploy` makes the form of."""
+        return signature(self.fn) if self._form is None else self._form(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.call is None:

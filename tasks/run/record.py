@@ -315,8 +315,8 @@ class Record:
         """Keep the metrics of a step: the loop's one seam."""
         assert self._progress is not None, "log() before begin()"
         self._step = step
-        self._progress.update({k: v for k, v in metrics.items() if k != AGE_S}, step)
         age_s = metrics.pop(AGE_S, 0.0)
+        self._progress.update(metrics, step)
         metrics = {make_curve_name(name): value for name, value in metrics.items()}
         if self._found.tags["device.kind"] == "cpu":  # two of whose windows have a peak: no curve
             peak_mib = metrics.pop(PEAK, 0.0)

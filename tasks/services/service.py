@@ -341,9 +341,8 @@ def _end_workers(folder: Path, workers: Sequence[psutil.Process], api: str) -> N
     try:
         with suppress(OSError):  # no answer: then it hands out no runs either
             if not prefect_http.is_pool_paused(api):
-                prefect_http.set_pool_paused(
-                    api, paused=True
-                )  # else the worker would start the next one
+                # Else the worker would start the next one.
+                prefect_http.set_pool_paused(api, paused=True)
                 is_paused = True
         _end_runs(folder, workers, api)
         end_processes(workers, wait_s=20)
