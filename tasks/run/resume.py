@@ -6,6 +6,7 @@ with the process. It refuses a run that still trains, and one of which nothing w
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from contextlib import ExitStack, suppress
@@ -351,7 +352,7 @@ class Retry:
         source = f"from step {self.step:,}" if self.step else "from the start"
         return (
             f"{self.after}, which a new process may cure: retry {self.number} of {self.most} "
-            f"begins in {format_seconds(max(0.0, self.at - time.time()))}, {source}"
+            f"begins in {format_seconds(max(0, math.ceil(self.at - time.time())))}, {source}"
         )
 
 
