@@ -37,7 +37,10 @@ CORE_WAIT, BUSY, BUSIEST = "time/core_wait_pct", 10.0, 50.0  # the mean; the fas
 REFERENCE, SLOWER = "time/reference_ms", 1.07  # times the fastest tenth
 SCORES = ("val/accuracy", "val/r2", "val/perplexity", "val/loss")  # a run is judged by the first
 LOWER_IS_BETTER = ("val/perplexity", "val/loss", "val/mae", "val/rmse")
-PHASES = ("data_wait", "h2d", "forward", "backward", "communication", "optimizer", "replay")
+PHASES = (
+    *("data_wait", "h2d", "forward", "backward", "communication", "optimizer", "other"),
+    "replay",
+)
 UNCOMPARED = ("run.", "gate.", "data.cache")  # settings that make no other training
 HUGE = 1e300  # MLflow's infinity
 
@@ -137,14 +140,18 @@ def compute_gate_key(config: RunConfig, device: DeviceFacts, data: DataFacts) ->
 
 
 def compare_with_history(
-    run: Mapping[str, Any], runs: History | None, config: RunConfig
+    run: Mapping[str, Any],
+    runs: History | None,
+    gate: GateConfig,
+    *,
+    registered_model: str | None = None,
 ) -> dict[str, Any]:
     """Return what is new in the record of a finished run: tags and trend.
 
     And what the model registry needs to know, where its model is to be registered.
     """
-    metrics, name = run["metrics"], config.run.registered_model
-    verdict = judge_run(metrics, runs, config.gate)
+    metrics, name = run["metrics"], registered_model
+    verdict = judge_run(metrics, runs, gate)
     found = {"tags": run["tags"] | verdict.tags, "trend": verdict.trend}
     if name:
         score = next((score for score in SCORES if score in metrics), "")

@@ -224,6 +224,8 @@ def make_release_section(run: Mapping[str, Any], metrics: Numbers, *, limit: int
         ("memory/released_mib", "{} given back"),
         ("memory/baseline_mib", "{} in use before the run"),
         ("memory/residual_mib", "{} kept by libraries"),
+        ("memory/held_mib", "{} still held by the model and its optimizer"),
+        ("memory/held_beside_mib", "{} by other objects of the loop"),
         ("memory/leaked_mib", "{} leaked"),
         ("memory/reserved_residual_mib", "{} still reserved"),
     )
@@ -275,7 +277,10 @@ STAGES = (
 )
 PHASES = tuple(
     (phase.replace("_", " "), f"time/{phase}_ms")
-    for phase in ("data_wait", "h2d", "forward", "backward", "communication", "optimizer")
+    for phase in (
+        *("data_wait", "h2d", "forward", "backward", "communication", "optimizer"),
+        "other",
+    )
 )
 RANKS = {
     "run_peak_allocated_mib": ("peak memory", format_mebibytes),
