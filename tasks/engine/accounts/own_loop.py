@@ -277,6 +277,7 @@ class OwnLoop:
                 "batch": nested.find_tensors(self._batch),
             }.items():
                 ledger.own(owner, tensors)
+            ledger.end_phase("loop")  # what is nobody's is not the failed phase's
             ledger.note_failure()
         return phase
 
