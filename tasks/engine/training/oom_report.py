@@ -349,7 +349,7 @@ def explain_own_failure(
     """Return the explanation of a failure in somebody else's loop, left in `folder`/memory/oom.json
     as well. Call it while the error still has its frames, which hold what they held."""
     accounts = loop.accounts
-    phase = loop.note_failure(error)
+    phase, allocator = loop.note_failure(error), accounts.phases.meter.read_allocator()
     explanation = explain_oom(
         get_error_message(error),
         accounts.phases.accounts.ledger,
@@ -358,8 +358,13 @@ def explain_own_failure(
         phase=phase,
         step=loop.done + 1,
         batch_shape=loop.batch_shape,
-        allocator=accounts.phases.meter.read_allocator(),
+        allocator=allocator,
     )
+    # What autograd holds between two operations no Python object leads to.
+    unseen = allocator.get("allocated", 0) - sum(explanation.owners.values())
+    if unseen > 0 and accounts.device.type != "cpu":
+        owners = {**explanation.owners, REST: explanation.owners.get(REST, 0) + unseen}
+        explanation = replace(explanation, owners=owners)
     _write_explanation(explanation, folder)
     return explanation
 
