@@ -82,6 +82,7 @@ bench: .venv/.bench
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.costs
+	$(BIN)/python -m benchmarks.accounts
 	$(BIN)/python -m benchmarks.evaluation
 	$(BIN)/python -m benchmarks.prepare
 	$(BIN)/python -m benchmarks.quality

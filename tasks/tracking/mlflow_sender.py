@@ -233,6 +233,7 @@ class Session:
         """End the run where the training process is gone without closing it: it was killed."""
         if self.where is None:
             return
+        self.begin_patiently()  # a run that began without waiting may have died at once
         if self.sender is not None and not self.sender.state.closed:
             killed = host_memory.describe_kills_since(self.kills)
             dead = f"{orphaned_runs.DEAD}{killed and ', '}{killed}"
