@@ -1,12 +1,14 @@
 """What the account of somebody else's loop costs a step, and how far what it says is from what
 PyTorch says: a hand-written loop whose step takes about a millisecond, and a GAN with two
-optimizers. Each is trained with and without, in turns.
+optimizers. Each is trained with and without, in turns of a few steps: a shared machine is faster
+and slower for seconds at a time.
 
 `python -m benchmarks.accounts [TURNS]` prints the tables and keeps them in benchmarks/results.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -14,34 +16,35 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.conditions import publish
-from benchmarks.turns import in_turns, median_ratio, spread
 from flows.account import account
 from tasks.run.account import Account
 
-TURNS, STEPS = 20, 600
+TURNS, STEPS = 200, 20
 BAR, START_BAR_S = 0.98, 0.3  # a step without over one with; the start of an account
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MIB = 2**20
 NOTES = f"""
-- A turn trains {STEPS} steps, of which the median counts, from its batch to the next one's: the
-  account's readings, at few of the steps, are in the mean.
-- by hand: an MLP, its steps and its forward marked, its loss logged each step. GAN: two models and
-  two optimizers, nothing marked. bare: the MLP with nothing but `account` around it.
+- Two loops alike take turns of {STEPS} steps in one process, with one thread: one has its account,
+  which is open all the time, with its readings and its sending process; the other is bare.
+- by hand: an MLP, its steps and its forward marked, its loss logged each step. hooks: the same loop
+  with nothing but `account` around it, which watches model and optimizer. GAN: two models and two
+  optimizers, nothing marked.
 - ratio: a step without the account over one with it, the median over the turns.
 """
+Play = Callable[[Account | None], Iterator[None]]
 
 
 def main(turns: int) -> None:
     """Measure, print, keep."""
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         os.chdir(scratch)
         publish("accounts", "What the account of a loop costs, and says", _report(turns))
@@ -49,23 +52,38 @@ def main(turns: int) -> None:
 
 def _report(turns: int) -> Iterator[str]:
     yield NOTES.rstrip()
-    yield from ("", f"| loop | turns | ratio | bar | us a step with | of {turns} | without | |")
-    yield "|:--|--:|--:|--:|--:|:--|--:|:--|"
-    for name, play in {"by hand": _by_hand, "GAN": _gan, "bare": _bare}.items():
-        found = in_turns(
-            {with_it: partial(_time, play, with_it) for with_it in (True, False)}, turns
-        )
-        mine, plain = ([each[0] for each in found[on]] for on in (True, False))
-        means = [[each[1] for each in found[on]] for on in (True, False)]
-        ratio, of_means = median_ratio(plain, mine), median_ratio(means[1], means[0])
-        cells = (spread(mine, digits=0), spread(plain, digits=0))
-        told = f"{ratio:.3f} (of the means {of_means:.3f})"
-        yield f"| {name} | {turns} | {told} | {BAR} | {' | '.join(cells)} |"
+    yield from ("", "| loop | turns | ratio | its quartiles | bar | us a step with | without |")
+    yield "|:--|--:|--:|:--|--:|--:|--:|"
+    for name, play in {"by hand": _by_hand, "hooks": _hooks, "GAN": _gan}.items():
+        mine, plain = _take_turns(play, turns)
+        ratios = [b / a for a, b in zip(mine, plain, strict=True)]
+        low, middle, high = quantiles(ratios, n=4)
+        cells = f"{middle:.3f} | {low:.3f} to {high:.3f} | {BAR}"
+        yield f"| {name} | {turns} | {cells} | {median(mine):.0f} | {median(plain):.0f} |"
     starts = [_time_start() for _ in range(5)]
-    yield from ("", f"The start of an account, s: {spread(starts, digits=3)} (bar {START_BAR_S})")
+    least, most = min(starts), max(starts)
+    told = f"{median(starts):.3f} ({least:.3f} to {most:.3f}, bar {START_BAR_S})"
+    yield from ("", f"- the start of an account, of five processes, s: {told}")
     yield from ("", "| of the MLP | the account says | PyTorch says | difference |")
     yield "|:--|--:|--:|--:|"
     yield from _compare()
+
+
+def _take_turns(play: Play, turns: int) -> tuple[list[float], list[float]]:
+    """Microseconds of a step in each turn, with the account and without."""
+    found: tuple[list[float], list[float]] = ([], [])
+    with account(run_name="turns", quiet=True, device=DEVICE) as run:
+        loops = (play(run), play(None))
+        for turn in range(-1, turns):
+            for which in (0, 1) if turn % 2 else (1, 0):
+                began = time.perf_counter()
+                for _ in range(STEPS):
+                    next(loops[which])
+                if DEVICE.type != "cpu":
+                    torch.accelerator.synchronize(DEVICE)
+                if turn >= 0:  # one more before, which does not count
+                    found[which].append(1e6 * (time.perf_counter() - began) / STEPS)
+    return found
 
 
 def _make_mlp() -> nn.Sequential:
@@ -79,7 +97,7 @@ def _by_hand(run: Account | None) -> Iterator[None]:
     optimizer = torch.optim.AdamW(net.parameters())
     if run is not None:
         run.watch(net, optimizer)
-    rows = ((x, y) for _ in range(STEPS))
+    rows = itertools.repeat((x, y))
     for a, b in rows if run is None else run.batches(rows):
         with nullcontext() if run is None else run.step():
             with nullcontext() if run is None else run.phase("forward"):
@@ -92,8 +110,17 @@ def _by_hand(run: Account | None) -> Iterator[None]:
         yield
 
 
-def _bare(run: Account | None) -> Iterator[None]:
-    yield from _by_hand(None)
+def _hooks(run: Account | None) -> Iterator[None]:
+    net, x = _make_mlp(), torch.randn(128, 256, device=DEVICE)
+    y = torch.randint(0, 10, (128,), device=DEVICE)
+    optimizer = torch.optim.AdamW(net.parameters())
+    if run is not None:
+        run.watch(net, optimizer)
+    while True:
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
 
 
 def _gan(run: Account | None) -> Iterator[None]:
@@ -103,7 +130,7 @@ def _gan(run: Account | None) -> Iterator[None]:
     if run is not None:
         run.watch(maker, judge, of_judge, of_maker)
     real = torch.randn(128, 10, device=DEVICE)
-    for _ in range(STEPS):
+    while True:
         made: Tensor = maker(torch.randn(128, 256, device=DEVICE))
         told = judge(real).mean() - judge(made.detach()).mean()
         of_judge.zero_grad()
@@ -113,20 +140,6 @@ def _gan(run: Account | None) -> Iterator[None]:
         judge(made).mean().backward()
         of_maker.step()
         yield
-
-
-def _time(play: Callable[[Account | None], Iterator[None]], with_it: bool) -> tuple[float, float]:
-    """Microseconds of the median step, and of the mean one."""
-    with account(run_name="turn", quiet=True, device=DEVICE) if with_it else nullcontext() as run:
-        times, began = [], time.perf_counter()
-        for _ in play(run):
-            now = time.perf_counter()
-            times.append(now - began)
-            began = now
-        if DEVICE.type != "cpu":
-            torch.accelerator.synchronize(DEVICE)
-    counted = times[STEPS // 10 :]
-    return 1e6 * median(counted), 1e6 * sum(counted) / len(counted)
 
 
 def _time_start() -> float:
@@ -169,12 +182,12 @@ def _compare() -> Iterator[str]:
 
 
 def _keep_gradients(run: Account | None) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
-    """The MLP, trained with gradients that stay, so that their size can be asked; ms of each step."""
+    """The MLP, trained with gradients that stay, so that their size shows; ms of each step."""
     net, times = _make_mlp(), []
     optimizer = torch.optim.AdamW(net.parameters())
     if run is not None:
         run.watch(net, optimizer)
-    for _ in range(STEPS):
+    for _ in range(10 * STEPS):
         began = time.perf_counter()
         with nullcontext() if run is None else run.step():
             optimizer.zero_grad(set_to_none=False)

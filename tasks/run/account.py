@@ -13,14 +13,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from tasks.engine.accounts.own_loop import OwnLoop, check_name, find_device
+from tasks.engine.accounts.own_loop import OwnLoop, check_name, check_watched, find_device
 from tasks.engine.base.facts import DeviceFacts
 from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory import leaks
@@ -55,6 +56,7 @@ class Account(Recording):
     ) -> None:
         """model, optimizer: one, or a list; more by `watch`. device: where the model is, by
         default. quiet: print no report. Raises ValueError, TypeError and TrackingError."""
+        check_watched(model, optimizer)
         where, source = read_tracking_settings(), _find_source()
         name = run_name or Path(source).stem
         super().__init__(
@@ -146,17 +148,20 @@ class Account(Recording):
     def phase(self, name: str) -> _Block:
         """Return the context of a phase of a step, or of a part of the run beside its steps."""
         loop = self.loop
-        return _Block(lambda: loop.begin_phase(name), loop.end_phase, loop.end_phase)
+        return _Block(partial(loop.begin_phase, name), loop.end_phase, loop.drop_phase)
 
     def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics; tensors on a device are read later, without waiting for it."""
         self.loop.log(dict(metrics), step)
 
-    def _keep(self, metrics: dict[str, float], step: int) -> None:
-        """Keep metrics, as long as that can be done: for a full disk no loop has to end."""
+    def _keep(self, found: Sequence[tuple[dict[str, float], int]]) -> None:
+        """Keep metrics of steps, while that can be done: for a full disk no loop has to end."""
         if not self._is_full:
+            for metrics, step in found:
+                self._found.series |= metrics
+                self._step = step
             try:
-                super().log(metrics, step)
+                self._journal.log_steps(found)
             except JournalError as full:
                 self._is_full = True
                 self._found.warn(f"not all metrics were kept: {full}")

@@ -465,15 +465,20 @@ class Journal:
     def log(self, metrics: Mapping[str, float], step: int, *, again: bool = False) -> None:
         """Keep metrics of a step. Costs one short write; sent later, by the other process. again:
         also those that were told of this very step before this process."""
-        assert self._metrics is not None, "log() before create()"
         if self.told.steps and step != ONCE:
             told, first = self.told.steps, step + again
             metrics = {k: v for k, v in metrics.items() if told.get(k, -1) < first}
-        if not metrics:
-            return
+        if metrics:
+            self.log_steps([(metrics, step)])
+
+    def log_steps(self, found: Sequence[tuple[Mapping[str, float], int]]) -> None:
+        """Keep metrics of several steps by one write."""
+        assert self._metrics is not None, "log() before create()"
         try:
             self._restore()
-            append_line(self._metrics, make_line(metrics, step, unix_ms=self._compute_now_ms()))
+            now_ms = self._compute_now_ms()
+            lines = [make_line(metrics, step, unix_ms=now_ms) for metrics, step in found]
+            append_line(self._metrics, b"".join(lines))
         except OSError as error:
             raise JournalError(self._describe_refusal(error)) from None
 

@@ -52,7 +52,7 @@ def _train(loop: OwnLoop | None, *, steps: int = 12) -> tuple[nn.Module, Any]:
     return net, optimizer
 
 
-def _log_nothing(metrics: dict[str, float], step: int) -> None:
+def _log_nothing(found: Any) -> None:
     pass
 
 
@@ -121,9 +121,10 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_on_the_device_is_logged_at_its_step_and_with_its_value() -> None:
     logged: dict[int, float] = {}
 
-    def keep(metrics: dict[str, float], step: int) -> None:
-        if "running" in metrics:
-            logged[step] = metrics["running"]
+    def keep(found: Any) -> None:
+        for metrics, step in found:
+            if "running" in metrics:
+                logged[step] = metrics["running"]
 
     loop = OwnLoop("cuda:0", log=keep)
     running = torch.zeros((), device=GPU)

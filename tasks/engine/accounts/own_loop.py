@@ -9,19 +9,21 @@ from __future__ import annotations
 import re
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tasks.engine.accounts.accounts import Accounts, LoopFacts
-from tasks.engine.accounts.phases import OTHER, PHASES, Watched
-from tasks.engine.accounts.step_metrics import Log
+from tasks.engine.accounts.phases import OTHER, PHASES, TIME_FIRST, Watched
+from tasks.engine.accounts.step_metrics import READ_EVERY_S
 from tasks.engine.base import nested
 from tasks.engine.base.facts import ReleaseFacts
 from tasks.engine.memory.allocation_log import ACTIVATIONS, AllocationLog
@@ -41,11 +43,14 @@ _NAME = re.compile(r"[\w.\- /:]{1,250}")  # of a metric or param, as MLflow take
 _HOOKED_OTHERWISE = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
 
 
+LogSteps = Callable[[Sequence[tuple[dict[str, float], int]]], None]
+
+
 class OwnLoop:
     """The accounts of somebody else's loop. Each method is one that a callback may call."""
 
-    def __init__(self, name: str, *, log: Log, measures_peaks: bool = True) -> None:
-        """name: of the device. log: gets metrics and their step. measures_peaks: no, where somebody
+    def __init__(self, name: str, *, log: LogSteps, measures_peaks: bool = True) -> None:
+        """name: of the device. log: gets metrics of steps. measures_peaks: no, where somebody
         else resets those of the device."""
         device = torch.device(name)
         ledger = AllocationLog(device)
@@ -53,7 +58,8 @@ class OwnLoop:
         if device.type == "cpu":
             source = CountedAllocator(ledger, None)
         meter = MemoryMeter(device, source)
-        self.accounts = Accounts(device, meter, ledger, self.list_owned, log=log)
+        self._log, self._lines, self._kept_s = log, [], 0.0  # type: ignore[var-annotated]
+        self.accounts = Accounts(device, meter, ledger, self.list_owned, log=self._add_line)
         self.device = device
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
@@ -63,7 +69,8 @@ class OwnLoop:
         self._thread = threading.get_ident()
         self.done = 0  # steps
         self.rows = 0
-        self.stage = ""  # what is done now, by the name of a phase
+        self.stage = ""  # what the loop says that it does, by the name of a phase
+        self._is_timed = False  # the step that has begun
         self.batch_shape: tuple[int, ...] = ()
         self._batch: Any = ()
         self._is_open = self._is_asked = False  # a step has begun; the loop says where it ends
@@ -79,6 +86,7 @@ class OwnLoop:
 
     def watch(self, *things: Any) -> None:
         """Watch these models and optimizers, or lists of them, from now on; each once."""
+        check_watched(*things)
         for thing in _flatten(things):
             if isinstance(thing, Optimizer):
                 if all(thing is not known for known in self.optimizers):
@@ -86,7 +94,7 @@ class OwnLoop:
                     before, after = _Hook(self._begin_update), _Hook(self._end_update)
                     self._hooks.append(thing.register_step_pre_hook(before))
                     self._hooks.append(thing.register_step_post_hook(after))
-            elif isinstance(thing, nn.Module):
+            else:
                 if all(thing is not known for known in self.models):
                     self.models.append(thing)
                     if not isinstance(thing, _HOOKED_OTHERWISE):
@@ -94,11 +102,6 @@ class OwnLoop:
                             thing.register_forward_pre_hook(_Hook(self._begin_forward))
                         )
                         self._hooks.append(thing.register_forward_hook(_Hook(self._end_forward)))
-            else:
-                raise TypeError(
-                    "watch: takes models (torch.nn.Module) and optimizers "
-                    f"(torch.optim.Optimizer) (got {type(thing).__name__})"
-                )
 
     def iterate_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield what the loader gives; the wait for it is the phase data_wait, and its rows are
@@ -123,7 +126,6 @@ class OwnLoop:
             self._mark(OTHER)
         else:
             self._open()
-        self.stage = "data_wait"
 
     def end_wait(self, batch: Any = (), *, rows: int | None = None) -> None:
         """The batch is there, of so many rows; by default those of its first tensor."""
@@ -153,8 +155,9 @@ class OwnLoop:
         self.rows += step_rows
         self._step_rows, self._batch = 0, ()
         self._forget_step()
-        self.stage = ""
         self.accounts.end_step(self.done, None, None, rows=step_rows)
+        if self._lines:
+            self._keep_lines()
 
     def drop_step(self) -> None:
         """The step that has begun came to no end: it does not count."""
@@ -188,7 +191,13 @@ class OwnLoop:
             self.accounts.lap(name)
             self._metrics.begin(0)
         self._forward_by = {"forward": "the loop", "backward": ""}.get(name, self._forward_by)
-        self.stage = self._named[-1] if self._named else name
+        self.stage = self._named[-1] if self._named else ""
+
+    def drop_phase(self) -> None:
+        """What the last `begin_phase` has begun has failed."""
+        name = self._named[-1]
+        self.end_phase()
+        self.stage = name
 
     def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Log these metrics: numbers, or tensors of one, which are read at a log point.
@@ -205,7 +214,8 @@ class OwnLoop:
             is_ready = is_ready and not isinstance(number, Tensor)
         at = self.done + self._is_open if step is None else step
         if is_ready:
-            return self.accounts.log(taken, at)  # type: ignore[arg-type]
+            self._add_line(taken, at)  # type: ignore[arg-type]
+            return self._keep_lines()
         self._metrics.add_metrics(taken, at)
         self._pending += 1
         if self._pending >= PENDING:
@@ -222,6 +232,19 @@ class OwnLoop:
             hook.remove()
         self._leave_count()
         self._drain()
+        self._keep_lines(at_once=True)
+
+    def _add_line(self, metrics: dict[str, float], step: int) -> None:
+        self._lines.append((metrics, step))
+
+    def _keep_lines(self, *, at_once: bool = False) -> None:
+        """Hand on what is to be logged: of short steps those of some time together, since each
+        writing costs as much as ten lines."""
+        now_s = perf_counter()
+        if at_once or now_s - self._kept_s >= READ_EVERY_S or len(self._lines) >= PENDING:
+            lines, self._lines, self._kept_s = self._lines, [], now_s
+            if lines:
+                self._log(lines)
 
     def summarize(self) -> dict[str, float]:
         """Return what was measured, under the names of the run record."""
@@ -260,7 +283,9 @@ class OwnLoop:
         """Keep in the ledger who holds the memory now that it ran out, while the frames of the
         error still hold what they held; return the phase in which it did."""
         ledger = self.accounts.phases.accounts.ledger
-        phase = self._find_phase(error)
+        phase, inputs = self._find_phase(error), self._find_inputs(error)
+        if inputs is not None and not self._batch:
+            self._note_batch(inputs)
         if not ledger.list_at_failure():  # nobody counted this step
             lives = find_live_tensors(self.device)
             ledger.track_tensors(live.tensor for live in lives)
@@ -287,16 +312,29 @@ class OwnLoop:
             return "backward"
         if any("torch/optim" in code.co_filename for code in frames):
             return "optimizer"
-        return self.stage or "loop"
+        if self.stage:
+            return self.stage
+        return "loop" if self._find_inputs(error) is None else "forward"
+
+    def _find_inputs(self, error: BaseException) -> Any:
+        """Return what a watched model was given, in whose pass the error came; None elsewhere."""
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            called = frame.f_locals
+            if any(called.get("self") is model for model in self.models) and "args" in called:
+                return called["args"]
+        return None
 
     def _open(self) -> None:
         if not self.done:
             self.accounts.lap("setup")
-        self.accounts.begin_step(self.done + 1)
+        step, self.stage = self.done + 1, ""
+        self._is_timed = _is_sampled(step) or self.accounts.watched is not Watched.NOT
+        if self._is_timed:
+            self.accounts.begin_step(step)
         self._is_open = True
 
     def _mark(self, phase: str) -> None:
-        if self._is_open:
+        if self._is_open and self._is_timed:
             self.accounts.mark(phase)
 
     def _drain(self) -> None:
@@ -343,29 +381,31 @@ class OwnLoop:
         """Return whether what a hook tells is of this loop: of its thread, and not while a compiler
         looks on or a graph is computed anew for its backward."""
         return not (
-            torch.compiler.is_compiling()
+            is_compiling()
             or self._is_backward
             or self._is_over
             or threading.get_ident() != self._thread
         )
 
     def _begin_forward(self, _: Any, args: Any) -> None:
+        if self._is_open and not self._is_timed:
+            return
         if not self._is_hooked():
             return
         if not self._is_open:
             if not torch.is_grad_enabled() or self._named:
                 return  # of an evaluation
             self._open()
+            if not self._is_timed:
+                return
         elif not self._named:
             self.accounts.mark(OTHER)
         if not self._batch:
             self._note_batch(args)
         self._count()
-        if not self._named:
-            self.stage = "forward"
 
     def _end_forward(self, _: Any, args: Any, output: Any) -> None:
-        if not self._is_hooked() or not self._is_open:
+        if not self._is_open or not self._is_timed or not self._is_hooked():
             return
         if not self._named:
             self.accounts.mark("forward")
@@ -383,30 +423,29 @@ class OwnLoop:
         self._is_backward = True
         # The loss belongs to it, where the loop does not say what does.
         self.accounts.mark("forward" if self._forward_by == "a hook" else OTHER)
-        self.stage = "backward"
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._is_backward, self._forward_by = False, ""
         if self._is_open:
             self.accounts.phases.accounts.settle()  # gradients, while they are there
-            self.accounts.mark("backward")
-            self.stage = OTHER
+            self._mark("backward")
 
     def _begin_update(self, *_: Any) -> None:
-        if self._is_open and threading.get_ident() == self._thread:
-            self.accounts.phases.accounts.settle()
-        if self._is_hooked() and self._is_open and not self._named:
+        if not self._is_open or not self._is_timed or not self._is_hooked():
+            return
+        self.accounts.phases.accounts.settle()
+        if not self._named:
             # Where nobody heard of the backward pass, it is most of what was since the forward.
             self.accounts.mark("backward" if self._forward_by else OTHER)
             self._forward_by = ""
-            self.stage = "optimizer"
 
     def _end_update(self, optimizer: Any, *_: Any) -> None:
-        if self._is_hooked() and self._is_open and not self._named:
+        if self._is_over or not self._is_open or threading.get_ident() != self._thread:
+            return
+        if self._is_timed and not self._named:
             self.accounts.mark("optimizer")
-            self.stage = OTHER
-        if not self._is_asked and self.optimizers and optimizer is self.optimizers[-1]:
+        if not self._is_asked and optimizer is self.optimizers[-1]:
             self.end_step()
 
 
@@ -422,6 +461,22 @@ class _Hook:
     def __reduce__(self) -> Any:
         # Of the standard library, so that the copy can be read where this project is not.
         return getattr, (nullcontext(), "__exit__")
+
+
+def _is_sampled(step: int) -> bool:
+    """Return whether this step is timed phase by phase: the first ones, then an eighth of them, not
+    at an even distance, since a loader may be late at each fourth batch."""
+    return step <= TIME_FIRST or step * 7919 % 31 < 4
+
+
+def check_watched(*things: Any) -> None:
+    """Raise TypeError for what is neither a model nor an optimizer, nor a list of such."""
+    for thing in _flatten(things):
+        if not isinstance(thing, (nn.Module, Optimizer)):
+            raise TypeError(
+                "watch: takes models (torch.nn.Module) and optimizers (torch.optim.Optimizer) "
+                f"(got {type(thing).__name__})"
+            )
 
 
 def check_name(name: str, what: str) -> None:

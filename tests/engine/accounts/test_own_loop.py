@@ -128,7 +128,7 @@ LOOPS: list[Loop] = [_by_hand, _gan, _accumulated, _with_closure]
 STEPS = {_by_hand: 30, _gan: 15, _accumulated: 5, _with_closure: 5}
 
 
-def _log_nothing(metrics: dict[str, float], step: int) -> None:
+def _log_nothing(found: Any) -> None:
     pass
 
 
@@ -201,7 +201,9 @@ def test_what_the_loop_names_wins_over_what_hooks_tell() -> None:
 
 def test_an_evaluation_that_the_loop_names_is_no_part_of_its_steps() -> None:
     logged: dict[str, float] = {}
-    loop = OwnLoop("cpu", log=lambda metrics, step: logged.update(metrics))
+    loop = OwnLoop(
+        "cpu", log=lambda found: [logged.update(metrics) for metrics, _ in found] and None
+    )
     for _ in range(5):
         loop.begin_step()
         loop.end_step(rows=8)
@@ -260,12 +262,13 @@ def test_a_loop_with_a_watched_optimizer_steps_with_it_and_not_with_its_batches(
 
 def test_metrics_are_logged_at_the_step_they_are_of() -> None:
     logged: list[tuple[dict[str, float], int]] = []
-    loop = OwnLoop("cpu", log=lambda metrics, step: logged.append((metrics, step)))
+    loop = OwnLoop("cpu", log=logged.extend)
     loop.begin_step()
     loop.log({"inside": 1})
     loop.end_step()
     loop.log({"train/loss": torch.tensor(0.5, requires_grad=True), "n": True})
     loop.log({"late": 2.0}, step=70)
+    loop._keep_lines(at_once=True)
     assert logged == [({"inside": 1.0}, 1), ({"train/loss": 0.5, "n": 1.0}, 1), ({"late": 2.0}, 70)]
 
 
