@@ -1,6 +1,7 @@
-"""What the gate finds and where it cries wolf, with the noise of real runs of one training on this
-machine: repeated in processes of their own, then drawn in blocks, so that a busy hour stays one,
-as histories without and with something planted.
+"""What the gate finds and where it cries wolf. First with drawn noise of 3 %, without and with runs
+of a busy machine: how late a slow decay is noticed, and small steps. Then with the noise of real
+runs of one training on this machine: repeated in processes of their own, then drawn in blocks, so
+that a busy hour stays one, as histories without and with something planted.
 
 `python -m benchmarks.gate [RUNS] [NOISE.jsonl]` repeats each training so often, prints the table
 and keeps it in benchmarks/results. NOISE.jsonl: where runs are kept; of those that it holds
@@ -10,6 +11,7 @@ already, none is repeated.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import sys
@@ -26,7 +28,17 @@ from tasks.engine.settings.read_settings import make_config
 from tasks.engine.settings.run_config import GateConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
-from tasks.run.gate import CORE_WAIT, FIGURES, GATES, REFERENCE, SIGMA, SPEEDS, judge_run
+from tasks.run.gate import (
+    CORE_WAIT,
+    FIGURES,
+    GATES,
+    NEW,
+    REFERENCE,
+    SIGMA,
+    SPEEDS,
+    Verdict,
+    judge_run,
+)
 
 RUNS = 100
 HISTORIES, LENGTH, BLOCK, PLANTED_AT, WITHIN = 500, 30, 5, 20, 3
@@ -34,6 +46,9 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "mlp on digits, 1 thread": {"train": {"epochs": 200}},
     "cnn on digits, 2 threads": {"model": {"name": "cnn"}, "train": {"epochs": 24}},
 }
+NOISE, BUSY_RUNS, BUSY_TIMES = 0.03, 0.1, (1.05, 1.5)  # of drawn runs
+DRAWN, DRAWN_LENGTH, CLEAN_LENGTH, DECAY_AT = 200, 160, 200, 30
+REACH, BEGINNING = 40, 5  # runs that one is compared with, as tracking reads them
 NOT_JUDGED = "its speed is not judged"
 NOTES = f"""
 - {HISTORIES} histories of {LENGTH} runs each, drawn from the real ones in blocks of {BLOCK}. What
@@ -41,6 +56,10 @@ NOTES = f"""
   or, of a speed, by one of the first {WITHIN} that are judged by theirs.
 - alarms: clean histories in which any run is told to be worse, larger or slower.
 - spread: the standard deviation that the middle half of the runs has, of the median.
+- Drawn runs: {DRAWN} histories of each kind, with a noise of {NOISE:.0%}; where the machine is
+  busy, {BUSY_RUNS:.0%} of the runs are {BUSY_TIMES[0]} to {BUSY_TIMES[1]} times slower besides, and
+  no figure says so. Each is compared with the {REACH} runs before it, and with those with which
+  history began. Figures: fast is the fast step alone, both has samples a second beside it.
 """
 
 Metrics = dict[str, float]
@@ -82,8 +101,94 @@ def _train(name: str, file: Path) -> None:
     os._exit(0)
 
 
+def draw_history(
+    slower: Callable[[int], float],
+    *,
+    seed: int,
+    length: int,
+    busy: float = 0.0,
+    figures: Sequence[str] = SPEEDS,
+    ends: bool = True,
+) -> list[Verdict]:
+    """The verdicts on drawn runs, each after those before it; slower: times, of each run by its
+    place. busy: the share of the runs that others slow down. ends: with the first alarm."""
+    draw, before, found = random.Random(seed), list[dict[str, Any]](), list[Verdict]()
+    for place in range(length):
+        times = {name: slower(place) * math.exp(draw.gauss(0, NOISE)) for name in SPEEDS}
+        other = draw.uniform(*BUSY_TIMES) if draw.random() < busy else 1.0
+        rate, step_ms = SPEEDS
+        made = {rate: 1e5 / (times[rate] * other), step_ms: 0.4 * times[step_ms] * other}
+        now = {name: made[name] for name in figures}
+        near, old = before[:REACH], before[REACH:]
+        if not any(run["gate"] == NEW for run in near):
+            near += [run for run in old if run["gate"] == NEW][:BEGINNING]
+        found.append(judge_run(now, near, GateConfig()))
+        before.insert(0, {"gate": found[-1].gate, "metrics": now})
+        if ends and found[-1].gate in GATES:
+            break
+    return found
+
+
+def measure_decay(
+    by: float, *, at: int = 0, histories: int = DRAWN, **drawn: Any
+) -> tuple[list[float], float]:
+    """How many times slower a decay of `by` a run is when it is noticed, of each history; and the
+    share of histories in which that is below 1.15."""
+
+    def slower(place: int) -> float:
+        return float((1 + by) ** max(0, place - at))
+
+    late = []
+    for seed in range(histories):
+        found = draw_history(slower, seed=seed, length=DRAWN_LENGTH, **drawn)
+        late.append(slower(len(found) - 1) if found[-1].gate in GATES else math.inf)
+    return sorted(late), sum(times < 1.15 for times in late) / histories
+
+
+def measure_alarms(*, histories: int = DRAWN, **drawn: Any) -> float:
+    """The share of runs that are told to be slower though nothing is."""
+    drawn = {"length": CLEAN_LENGTH, "ends": False, **drawn}
+    found = [
+        v for seed in range(histories) for v in draw_history(lambda _: 1.0, seed=seed, **drawn)
+    ]
+    return sum(one.gate in GATES for one in found) / len(found)
+
+
+def _report_drawn() -> Iterator[str]:
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        (f"{words}, {'fast' if len(figures) == 1 else 'both'}", {"busy": busy, "figures": figures})
+        for words, busy in (("free", 0.0), ("busy", BUSY_RUNS))
+        for figures in (SPEEDS[1:], SPEEDS)
+    ]
+    yield "\n## Drawn runs\n"
+    yield "| a decay of | begins at run | machine | noticed below 1.15x | median | 19 of 20 |"
+    yield "|:--|--:|:--|--:|--:|--:|"
+    for by, at in ((0.005, 0), (0.005, DECAY_AT), (0.01, DECAY_AT), (0.002, DECAY_AT)):
+        for words, kind in kinds:
+            late, share = measure_decay(by, at=at, **kind)
+            words_late = f"{late[DRAWN // 2]:.3f}x | {late[DRAWN * 19 // 20]:.3f}x"
+            yield f"| {by:.1%} a run | {at + 1} | {words} | {share:.1%} | {words_late} |"
+    yield "\n| a step of | machine | told within 3 runs | 10 | 20 |\n|:--|:--|--:|--:|--:|"
+    for percent in (3, 5, 10):
+        for words, kind in kinds:
+            places: list[float] = []
+            for seed in range(DRAWN):
+                found = draw_history(
+                    lambda at: 1 + percent / 100 * (at >= DECAY_AT),  # noqa: B023 (called here)
+                    **{**kind, "seed": seed, "length": DECAY_AT + 20, "ends": False},
+                )
+                told = [at for at, v in enumerate(found) if at >= DECAY_AT and v.gate in GATES]
+                places.append(told[0] - DECAY_AT if told else math.inf)
+            shares = [sum(at < within for at in places) / DRAWN for within in (3, 10, 20)]
+            yield f"| {percent} % | {words} | " + " | ".join(f"{s:.1%}" for s in shares) + " |"
+    yield "\n| nothing is slower | alarms a run |\n|:--|--:|"
+    for words, kind in kinds:
+        yield f"| {words} | {measure_alarms(**kind):.2%} |"
+
+
 def _report(noise: Mapping[str, Sequence[Metrics]]) -> Iterator[str]:
     yield NOTES.rstrip()
+    yield from _report_drawn()
     for name, runs in noise.items():
         yield f"\n## {name}, {len(runs)} real runs\n"
         yield "| figure | median | spread | furthest off |\n|:--|--:|--:|--:|"
@@ -102,6 +207,8 @@ def _report(noise: Mapping[str, Sequence[Metrics]]) -> Iterator[str]:
                 for only in (False, True)
             ]
             yield f"| {percent} % slower | {shares[0]:.1%} | {shares[1]:.1%} |"
+        late = _measure_real_decay(runs)
+        yield f"| 0.5 % slower a run, noticed below 1.15x | {late:.1%} | |"
         yield _found("1 MiB leaked a run", runs, _more("memory/leaked_mib", 1.0), "larger")
         yield _found("accuracy 0.01 lower", runs, _more("val/accuracy", -0.01), "worse")
         for words in why[:3]:
@@ -131,6 +238,26 @@ def _found(
     what: str, runs: Sequence[Metrics], planted: Callable[[Metrics], Metrics], gate: str
 ) -> str:
     return f"| {what} | {len(_told(runs, planted, gate)[0]) / HISTORIES:.1%} | |"
+
+
+def _measure_real_decay(runs: Sequence[Metrics]) -> float:
+    """The share of histories in which a decay of 0.5 % a run is noticed before 1.15 times."""
+    draw, noticed = random.Random(0), 0
+    for _ in range(HISTORIES):
+        before: list[dict[str, Any]] = []
+        times, place = 1.0, 0
+        while times < 1.15:
+            if place % BLOCK == 0:
+                at = draw.randrange(len(runs))
+            now = _slower(times)(runs[(at + place % BLOCK) % len(runs)])
+            verdict = judge_run(now, before[: REACH + BEGINNING], GateConfig())
+            before.insert(0, {"gate": verdict.gate, "metrics": now})
+            place += 1
+            times *= 1.005 if place > PLANTED_AT else 1.0
+            if place > PLANTED_AT and verdict.gate == "slower":
+                noticed += 1
+                break
+    return noticed / HISTORIES
 
 
 def _told(

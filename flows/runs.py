@@ -1,7 +1,8 @@
 """Shows the trainings of this host: `python -m flows.runs`; with `--watch`, anew every two seconds.
-The table has as many columns as the terminal has room for, and notes under a training; names and
-reasons may be anybody's, and are shown as one plain line. It imports nothing slow. Exit codes: 0
-shown, 2 bad input, 130 interrupted.
+`--accept RUN` lets the history of a gate begin at that run. The table has as many columns as the
+terminal has room for, and notes under a training; names and reasons may be anybody's, and are shown
+as one plain line. It imports nothing slow, but to accept. Exit codes: 0 shown or accepted, 2 bad
+input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from tasks.engine.base.units import (
     format_seconds,
     make_printable,
 )
-from tasks.run.known_runs import KnownRun, find_user_name, list_known_runs
-from tasks.tracking.tracking_settings import TrackingError, read_tracking_settings
+from tasks.run.known_runs import KnownRun, find_called_runs, find_user_name, list_known_runs
+from tasks.tracking.tracking_settings import TrackingError, TrackingSettings, read_tracking_settings
 
 EVERY_S = 2.0
 # The last ones go first where there is no room; those of a live training are told below it then.
@@ -53,7 +54,11 @@ def main(argv: Sequence[str]) -> int:
     """Show what the command line asks for. Returns the exit code."""
     asked = _make_parser().parse_args(list(argv))
     try:
-        runs = Path(read_tracking_settings().runs)
+        where = read_tracking_settings()
+        runs = Path(where.runs)
+        if asked.accept is not None:
+            print(_accept_level(asked.accept, where))
+            return 0
     except TrackingError as error:
         print(error, file=sys.stderr)
         return 2
@@ -66,6 +71,23 @@ def main(argv: Sequence[str]) -> int:
         return _watch(runs, asked.last, console)
     console.print(_make_view(runs, asked.last, console))
     return 0
+
+
+def _accept_level(word: str, where: TrackingSettings) -> str:
+    """Return what was done. The run may also be one of another host, by its id in MLflow."""
+    if where.database is not None and not where.database.is_file():
+        raise TrackingError(f"tracking_uri: {where.database} is not there; nothing has run yet")
+    found = find_called_runs(word, list_known_runs(Path(where.runs)))
+    if len(found) > 1:
+        ids = ", ".join(run.run_id[:8] for run in found)
+        raise TrackingError(
+            f"--accept {word[:80]}: is {len(found)} runs; name one by its id: {ids}"
+        )
+    from tasks.tracking.query_runs import accept_level  # imports mlflow
+
+    runs = accept_level(where, found[0].run_id if found else word)
+    more = f", and the {len(runs) - 1} after it of its kind" if len(runs) > 1 else ""
+    return f"{runs[-1]} is the level from now on{more}. The next runs are compared with it."
 
 
 def _make_view(runs: Path, last: int, console: Console) -> RenderableType:
@@ -100,6 +122,8 @@ def _make_parser() -> argparse.ArgumentParser:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--watch", action="store_true", help="Draw it anew every 2 s, until Ctrl-C.")
     how.add_argument("--json", action="store_true", help="One JSON document.")
+    words = "Compare later runs of its kind with this one: it is as it should be. Its name or id."
+    how.add_argument("--accept", metavar="RUN", help=words)
     words = "How many of those that ended. Default: 20."
     parser.add_argument("-n", "--last", type=_parse_last, default=20, metavar="N", help=words)
     return parser

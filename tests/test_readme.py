@@ -33,6 +33,7 @@ LEFT_OUT = {
     "prefect flow-run ls": "needs `make serve`: tests/flows/test_scheduled.py",
     "PREFECT_API_URL": "names the server of `make serve`",
     ".venv/bin/activate": "done for every block",
+    "flows.runs --accept RUN": "it takes a run: tests/tasks/tracking/test_mlflow_sender.py",
     "flows.runs --watch": "it watches until Ctrl-C: tests/flows/test_runs.py",
     "flows.stop night": "needs a training that lives: tests/flows/test_runs.py",
     "--devices all": "one training after another: tests/tasks/comparison/test_grid.py",

@@ -28,12 +28,12 @@ examples:
   python -m flows.compare --vary train.batch_size=64,256,1024 --repeats 3
   python -m flows.compare --vary optim.lr=1e-2,1e-3 --vary optim.name=sgd,adamw --train.epochs 5
   python -m flows.compare --config config.yaml --devices cpu,cuda:0 --train.max_s 60
-  python -m flows.compare --search tpe --trials 30 --vary optim.lr=1e-5..1e-1
+  python -m flows.compare --search tpe --trials 30 --vary optim.lr=1e-5..1e-1 --repeats 5
   python -m flows.compare --runs ID,ID
   python -m flows.compare --last 20
   python -m flows.compare --filter "params.`model.name` = 'mlp' and metrics.`val/loss` < 1"
 
-Interrupted, the same command goes on where it was.
+Interrupted, the same command goes on where it was; --anew begins anew.
 
 exit codes: 0 compared, 1 no training came to its end, 2 bad input,
 130 interrupted, 143 terminated
@@ -55,8 +55,7 @@ def main(argv: Sequence[str]) -> int:
     from flows.cli.train_command import run_with_server
 
     if asked.cells:
-        count = asked.search.trials if asked.search else len(asked.cells)
-        told = f"{count} trainings: looking at data, devices and models ..."
+        told = f"{asked.count} trainings: looking at data, devices and models ..."
         print(told, file=sys.stderr, flush=True)
     return run_with_server(partial(_run_flow, list(argv), asked), debug=asked.debug)
 
@@ -71,7 +70,8 @@ def _describe_plan(asked: ComparisonRequest) -> list[str]:
         for n, v in asked.search.axes.items()
     }
     head = f"{asked.search.trials} trials by {asked.search.how}, pruner {asked.search.pruner}, of"
-    return [head, *(f"{name}: {said}" for name, said in axes.items())]
+    again = [f"then {asked.search.repeats} more times the best"] if asked.search.repeats else []
+    return [head, *(f"{name}: {said}" for name, said in axes.items()), *again]
 
 
 def _run_flow(argv: list[str], asked: ComparisonRequest) -> int:
@@ -102,9 +102,9 @@ def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
         problems.append(f"--search: needs Optuna, which is not installed; {INSTALL}")
     elif not known.vary:
         problems.append("--search: needs a --vary NAME=LOW..HIGH or NAME=A,B to search in")
-    elif known.repeats > 1:
-        problems.append("--repeats: a search draws each training once; drop it, or --search")
-    if not reads and not trains and known.repeats == 1:
+    if known.anew and reads:
+        problems.append(f"--anew: trains nothing beside {reads[0]}")
+    if not reads and not trains and (known.repeats or 1) == 1:
         problems.append("--vary: nothing varies; see --help for --vary, --devices and --runs")
     for word in (word.partition("=")[0] for word in rest if word.startswith("--")):
         if word in ("--resume", "--forecast", "--explain-device"):
@@ -134,7 +134,7 @@ def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
     made = (
         []
         if reads
-        else grid.make_cells(combinations, resolve=resolve_settings, repeats=known.repeats)
+        else grid.make_cells(combinations, resolve=resolve_settings, repeats=known.repeats or 1)
     )
     base = resolve_words(made[0].settings if made else {})
     ids = [] if known.runs is None else list(dict.fromkeys(known.runs.split(",")))
@@ -149,6 +149,7 @@ def parse_comparison(argv: Sequence[str]) -> ComparisonRequest:
         dry_run=base.dry_run,
         debug=base.debug,
         search=search,
+        is_anew=known.anew,
     )
 
 
@@ -171,6 +172,7 @@ def _make_search(
         devices=devices,
         words=[word for word in words if word not in ("--debug", "--dry-run")],
         resolve=resolve,
+        repeats=known.repeats or 0,
     )
     if how != "grid":
         return search
@@ -201,9 +203,9 @@ def _make_parser() -> argparse.ArgumentParser:
         "--repeats",
         metavar="N",
         type=_parse_count,
-        default=1,
-        help="Of each, in turns. Default: 1.",
+        help="Of each, in turns, with seeds of their own; of a search, of the best at its end.",
     )
+    add("--anew", action="store_true", help="Begin anew where the same words would go on.")
     add(
         "--search",
         choices=search_space.SAMPLERS,

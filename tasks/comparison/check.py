@@ -54,7 +54,11 @@ def main() -> None:
     prepared: dict[str, DataFacts] = {}
     told = {"problems": find_problems(order, prepared), "devices": [] if order else list_devices()}
     tasks = sorted({data.task for data in prepared.values()})
-    print(json.dumps({**told, "tasks": tasks}))
+    rows: dict[str, set[str]] = {}
+    for data in prepared.values():  # of loaders nobody knows more than how many rows they have
+        rows.setdefault(data.source, set()).add(data.fingerprint or f"{data.train_rows} rows")
+    found = {source: ", ".join(sorted(of)) for source, of in rows.items()}
+    print(json.dumps({**told, "tasks": tasks, "data": found}))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,39 @@
-"""Computes what makes one group of runs slower, larger or better than another, from what
-was logged: the shares of a difference sum to the whole. It says nothing where a difference
-lies within the spread of the runs, and, where there is one run of each, nothing below what
-runs on a busy machine differ by.
+"""Says what makes one group of runs slower, larger or better than another, from what was logged,
+and before that what makes the figures doubtful. Speeds are one family of tests and scores another
+(see pairwise_tests.py); groups whose steps do the same work are one, for speeds. Causes are told of
+a difference where the phases of a step hold them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import median
 
-from tasks.comparison.run_groups import PEAKS, SPEED, STEPS, Group, find_score
-from tasks.engine.base.units import format_mebibytes, format_number, format_percent
+import numpy as np
+
+from tasks.comparison.pairwise_tests import PairTests, compare_all_pairs
+from tasks.comparison.run_groups import (
+    PEAKS,
+    SEED,
+    SPEED,
+    STEPS,
+    Group,
+    MeasuredRun,
+    compute_epoch_parts,
+    find_score,
+)
+from tasks.engine.base.units import (
+    format_mebibytes,
+    format_number,
+    format_percent,
+    format_seconds,
+)
 from tasks.engine.memory import memory_by_owner
-from tasks.run.gate import BUSY, CORE_WAIT, LOWER_IS_BETTER
+from tasks.engine.settings.run_config import LOWER_IS_BETTER
+from tasks.run.gate import BUSY, CORE_WAIT, HUGE, describe_disturbance, find_usual_ms
 
 PHASES = {  # of a step; what no phase holds is "other"
     "time/data_wait_ms": "data wait",
@@ -27,13 +49,22 @@ OWNERS = {
     if owner != "rest"  # is other too
 }
 OTHER = "other"
-MIN_SINGLE_DIFFERENCE = (
-    0.10  # of a single run, by which two alike may differ on a machine that others use
+MIN_DIFFERENCE = 0.03  # of speeds, however sure it is
+MIN_DIFFERENCE_MIB, MIN_DIFFERENCE_MEMORY = 1.0, 0.02  # of memory, which is hardly chance
+# No step costs more for these alone; for those of an optimizer neither, where `alike` is the same.
+SAME_WORK = (
+    *("optim.lr", "optim.weight_decay", "optim.beta2", "optim.schedule", SEED),
+    *("optim.min_lr_fraction", "optim.warmup_fraction"),
 )
-MIN_DIFFERENCE = 0.02  # of several runs, whatever they say
-MIN_DIFFERENCE_MIB = 1.0  # of a difference in memory
-SAME_WORK = ("optim.", "train.seed")  # no step costs more for these alone
+ALIKE, OPTIMIZER = "alike", "optim."
+SINGLE_NOISE = 0.05  # of a speed or a loss, where no setting has two runs; of a score in its unit
+RESOLUTION = 0.01  # of a score: the most that one row more or less is taken to change
+OWN_WAIT = "time/core_wait_own_pct"
+OUTLIER = 1.3  # times as slow as the median of its repeats
+STEP_PARTS = ("steps", "first step")  # of an epoch
 MIN_SHARE = 0.10  # of a difference, from which on a share is told
+ROUNDING = 0.02  # of a difference, by which shares may be below 0
+MOST, MOST_NAMED = 12, 5  # sentences of one kind, and names in one; the table has all
 COMPUTED = ("device.model", "precision", "compiled", "micro_batch", "threads")
 WHY = {  # the tags that may say why a phase takes longer
     "data wait": ("data.residency",),
@@ -51,13 +82,16 @@ def compute_time_parts(group: Group) -> dict[str, float]:
     are timed waits for the device after each of them: where the phases take longer than a
     step does in all, each gets its share of the step.
     """
-    speed, steps = group.compute_median(SPEED), group.compute_median(STEPS)
+    names = (SPEED, STEPS, *PHASES)
+    return _split_time({n: v for n in names if (v := group.compute_median(n)) is not None})
+
+
+def _split_time(metrics: Mapping[str, float]) -> dict[str, float]:
+    speed, steps = metrics.get(SPEED), metrics.get(STEPS)
     if not speed or not steps:
         return {}
     whole, step_ms = 1e6 / speed, 1000 / steps
-    known = {
-        name: ms for key, name in PHASES.items() if (ms := group.compute_median(key)) is not None
-    }
+    known = {name: metrics[key] for key, name in PHASES.items() if key in metrics}
     scale = whole / max(step_ms, sum(known.values()))
     parts = {name: milliseconds * scale for name, milliseconds in known.items()}
     return {**parts, OTHER: whole - sum(parts.values())}
@@ -83,70 +117,247 @@ def compute_shares(of: Mapping[str, float], than: Mapping[str, float]) -> dict[s
     return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
 
-def describe_differences(groups: Sequence[Group]) -> list[str]:
-    """Return a sentence for each group that differs from the fastest, and for the best one."""
-    timed = [group for group in groups if compute_time_parts(group)]
-    if len(timed) < 2:
+@dataclass(frozen=True)
+class WorkClass:
+    """Groups whose steps do the same work: for speeds and memory they are one."""
+
+    group: Group  # all of their runs, under the settings that they share
+    numbers: list[int]  # of the groups
+    judged: Group  # with those runs whose speed is judged
+    disturbed: list[MeasuredRun] = field(default_factory=list)
+
+    @classmethod
+    def collect(cls, members: Sequence[Group], groups: Sequence[Group]) -> WorkClass:
+        """members: groups of the same work, among all of these groups."""
+        runs = [run for group in members for run in group.runs]
+        whole = replace(members[0], runs=runs, settings=_find_shared(members, groups))
+        timed = [run for run in whole.done if _split_time(run.metrics)]
+        usual_ms = find_usual_ms([run.metrics for run in timed])
+        disturbed = [run for run in timed if describe_disturbance(run.metrics, usual_ms, BUSY)]
+        free = [run for run in timed if not any(run is one for one in disturbed)]
+        return cls(whole, [g.number for g in members], replace(whole, runs=free), disturbed)
+
+
+def find_work_classes(groups: Sequence[Group]) -> list[WorkClass]:
+    """Return the groups by the work of their steps, in their order."""
+    is_known = all(group.find_tag(ALIKE) for group in groups if group.done)
+    left_out = (*SAME_WORK, OPTIMIZER) if is_known else SAME_WORK
+    found: dict[tuple[object, ...], list[Group]] = {}
+    for group in groups:
+        asked = tuple(v for n, v in group.settings.items() if not n.startswith(left_out))
+        work = (*asked, *(group.find_tag(name) for name in (ALIKE, *COMPUTED)))
+        found.setdefault(work, []).append(group)
+    return [WorkClass.collect(members, groups) for members in found.values()]
+
+
+def _find_shared(members: Sequence[Group], groups: Sequence[Group]) -> dict[str, str]:
+    """Return the settings that all members share, where no other group has them all; else those
+    of the first."""
+    first = members[0].settings
+    if len(members) == 1:
+        return first
+    shared = {n: v for n, v in first.items() if all(g.settings.get(n) == v for g in members)}
+    others = (group for group in groups if all(group is not one for one in members))
+    is_unique = not any(shared.items() <= group.settings.items() for group in others)
+    return shared if is_unique else first
+
+
+@dataclass(frozen=True)
+class SpeedTests:
+    """Every pair of the speeds that are judged, tested."""
+
+    classes: Sequence[WorkClass]
+    tests: PairTests  # of the logarithms of the seconds that a sample takes
+
+    @cached_property
+    def at(self) -> dict[int, int]:
+        """Return the class of each group, by the number of that."""
+        return {n: at for at, one in enumerate(self.classes) for n in one.numbers}
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Return the classes from the fastest on."""
+        return [int(at) for at in np.argsort(self.tests.difference[:, 0], kind="stable")]
+
+    def is_slower(self, one: int, other: int) -> bool:
+        is_far = self.tests.difference[one, other] >= math.log1p(MIN_DIFFERENCE)
+        return bool(is_far and self.tests.is_told[one, other])
+
+    def compute_speed_up(self, group: Group) -> float | None:
+        """Return how often the group is as fast as the slowest; None where it may be no faster."""
+        slowest, mine = self.order[-1], self.at.get(group.number)
+        if mine is None:
+            return None
+        if mine == slowest:
+            return 1.0 if self.is_slower(slowest, self.order[0]) else None
+        faster = math.exp(self.tests.difference[slowest, mine])
+        return faster if self.is_slower(slowest, mine) else None
+
+
+def compare_speeds(classes: Sequence[WorkClass]) -> SpeedTests | None:
+    """Return the tests of all speeds that are judged; None where fewer than two are."""
+    judged = [one for one in classes if one.judged.runs]
+    if len(judged) < 2:
+        return None
+    seconds = [[-math.log(run.metrics[SPEED]) for run in one.judged.runs] for one in judged]
+    return SpeedTests(judged, compare_all_pairs(seconds, floor=1e-4, assumed=SINGLE_NOISE))
+
+
+def describe_doubts(groups: Sequence[Group], classes: Sequence[WorkClass]) -> list[str]:
+    """Return what makes the figures doubtful, a sentence each."""
+    lines = []
+    timed = [run for one in classes for run in (*one.judged.runs, *one.disturbed)]
+    disturbed = [run for one in classes for run in one.disturbed]
+    waits = [w for run in disturbed if (w := run.metrics.get(CORE_WAIT, 0.0)) > BUSY]
+    if disturbed:
+        why = ["the machine took longer than usual for the same work"]
+        if waits:
+            most = format_percent(max(waits) / 100)
+            other = "other work had the cores that their threads waited for, up to"
+            why = [f"{other} {most} of the time", *(why if len(waits) < len(disturbed) else [])]
+        count = f"{len(disturbed)} of {len(timed)} runs"
+        lines.append(f"The speed of {count} is not judged: {'; '.join(why)}")
+    own = [w for run in timed if (w := run.metrics.get(OWN_WAIT, 0.0)) > BUSY]
+    if own:
+        lines.append(
+            f"In {len(own)} of {len(timed)} runs threads waited for cores that their own processes "
+            f"had, up to {format_percent(max(own) / 100)} of the time: that is part of their speed"
+        )
+    done = [run for group in groups for run in group.done]
+    seeds = {run.params.get(SEED, "") for run in done}
+    single = [group for group in groups if len(group.done) == 1]
+    if len(groups) > 1 and done and len(single) == sum(bool(group.done) for group in groups):
+        are_timed = any(len(one.judged.runs) > 1 for one in classes)  # by those of the same work
+        what = "scores of repeats" if are_timed else "repeats"
+        lines.append(
+            f"There is one run of each: how far {what} would lie apart is not known, and "
+            f"{format_percent(SINGLE_NOISE)} is taken for it"
+        )
+    elif len(groups) > 1 and single:
+        lines.append(
+            f"Of {len(single)} of {len(groups)} settings there is one run: repeats of it are taken "
+            "to lie as far apart as those of the others"
+        )
+    elif len(groups) > 1 and len(seeds) == 1 and "" not in seeds:
+        lines.append(
+            f"All runs have {SEED} {seeds.pop()}: scores of repeats do not show what another seed "
+            "changes"
+        )
+    return lines + [line for one in classes for line in _describe_outliers(one.judged)][:MOST]
+
+
+def _describe_outliers(group: Group) -> list[str]:
+    """Return a sentence for each run that was far slower than its repeats."""
+    speeds = [run.metrics[SPEED] for run in group.runs]
+    if len(speeds) < 3:
         return []
-    base = max(timed, key=lambda group: group.compute_median(SPEED) or 0.0)
-    lines = [_describe_best(groups)]
-    for group in sorted(timed, key=lambda group: -(group.compute_median(SPEED) or 0.0)):
-        if group is not base:
-            said = [_describe_slowness(group, base), _describe_memory(group, base)]
+    return [
+        f"Run {run.run_id[:8]} of {group.called} was {median(speeds) / speed:.2f}x slower than its "
+        "repeats: differences that are small beside that are not seen"
+        for run, speed in zip(group.runs, speeds, strict=True)
+        if median(speeds) / speed > OUTLIER
+    ]
+
+
+def describe_differences(
+    groups: Sequence[Group], classes: Sequence[WorkClass], speeds: SpeedTests | None
+) -> list[str]:
+    """Return what the scores say, and a sentence for each class that differs from the fastest."""
+    ordered, base = list(classes), None
+    if speeds is not None:
+        of_speed = [speeds.classes[at] for at in speeds.order]
+        base = of_speed[0]
+        ordered = [*of_speed, *(one for one in classes if not one.judged.runs)]
+    elif measured := [one for one in classes if compute_memory_parts(one.group)]:
+        base = min(measured, key=lambda one: sum(compute_memory_parts(one.group).values()))
+    lines = []
+    for one in ordered:
+        if base is not None and one is not base:
+            slowness = _describe_slowness(one, base, speeds) if speeds is not None else ""
+            said = [slowness, _describe_memory(one.group, base.group)]
             if any(said):
-                lines.append(f"{group.called} {'; '.join(filter(None, said))}")
-    if all(len(group.done) == 1 for group in timed):
-        lines.append(
-            "There is one run of each: what differs by less than "
-            f"{format_percent(MIN_SINGLE_DIFFERENCE)} is not told, "
-            "nor are speeds where the steps do the same work."
-        )
-    waits = [waited for group in timed if (waited := group.compute_median(CORE_WAIT) or 0.0) > BUSY]
-    if waits:
-        lines.append(
-            f"In {len(waits)} of {len(timed)} other work on the machine had the cores that threads "
-            f"waited for, up to {format_percent(max(waits) / 100)} of the time: it slowed them."
-        )
-    return [line for line in lines if line]
+                lines.append(f"{one.group.called} {'; '.join(filter(None, said))}")
+    return [
+        *describe_scores(groups),
+        *_limit(lines, "are slower or larger"),
+        *_describe_epochs(groups),
+    ]
 
 
-def is_different(one: Group, other: Group, metric: str) -> bool:
-    """Return whether the medians lie further apart than the runs of both groups do."""
-    a, b = one.compute_median(metric), other.compute_median(metric)
-    if a is None or b is None:
-        return False
-    spreads = [group.compute_spread(metric) for group in (one, other)]
-    known = [spread for spread in spreads if spread is not None]
-    least = (MIN_DIFFERENCE if len(known) == 2 else MIN_SINGLE_DIFFERENCE) * max(abs(a), abs(b))
-    return abs(a - b) > max(sum(known), least)
+def _describe_epochs(groups: Sequence[Group]) -> list[str]:
+    """Return a sentence on the epochs that hold the least of steps, where that is below half."""
+    known = [(group, parts) for group in groups if (parts := compute_epoch_parts(group))]
+    if not known:
+        return []
+
+    def share(parts: Mapping[str, float]) -> float:
+        return sum(parts.get(name, 0.0) for name in STEP_PARTS) / sum(parts.values())
+
+    group, parts = min(known, key=lambda one: share(one[1]))
+    if share(parts) >= 0.5:
+        return []
+    beside = sorted(
+        ((s, name) for name, s in parts.items() if name not in STEP_PARTS), reverse=True
+    )
+    told = [
+        f"{format_seconds(s)} {name}" for s, name in beside if s >= MIN_SHARE * sum(parts.values())
+    ]
+    whole = format_seconds(sum(parts.values()))
+    return [
+        f"Steps are {format_percent(share(parts))} of an epoch of {group.called} ({whole}); beside "
+        f"them {', '.join(told)}"
+    ]
 
 
-def _describe_slowness(group: Group, base: Group) -> str:
-    if not is_different(group, base, SPEED) or _is_chance(group, base):
+def _limit(lines: list[str], what: str) -> list[str]:
+    left = len(lines) - MOST
+    return lines if left <= 0 else [*lines[:MOST], f"and {left:,} more {what}, in the table"]
+
+
+def _describe_slowness(one: WorkClass, base: WorkClass, speeds: SpeedTests) -> str:
+    at, of = (speeds.at.get(which.group.number) for which in (one, base))
+    if at is None or of is None or not speeds.is_slower(at, of):
         return ""
-    mine, its = compute_time_parts(group), compute_time_parts(base)
-    times = sum(mine.values()) / sum(its.values())
-    parts = [
-        f"{format_percent(share)} {name}{_explain_phase(name, group, base)}"
-        for name, share in compute_shares(mine, its).items()
-        if share >= MIN_SHARE
-    ]
-    parts += [
-        f"{format_percent(s)} {n}" for n, s in compute_shares(mine, its).items() if s <= -MIN_SHARE
-    ]
-    return f"is {times:.3g}x slower than {base.called}: of the difference {', '.join(parts)}"
+    tests = speeds.tests
+    low, times, high = (
+        _format_times(math.exp(of_pair[at, of]))
+        for of_pair in (tests.low, tests.difference, tests.high)
+    )
+    told = f"is {times}x slower than {base.group.called} ({low} to {high})"
+    causes = _describe_causes(one.judged, base.judged)
+    return f"{told}: of the difference {', '.join(causes)}" if causes else told
 
 
-def _is_chance(group: Group, base: Group) -> bool:
-    """Return whether one run of each did the same work in every step.
+def _format_times(value: float) -> str:
+    return f"{value:.2f}" if value < 9.995 else f"{value:,.3g}" if value < 1e3 else f"{value:,.0f}"
 
-    Only the machine differed.
+
+def _describe_causes(group: Group, base: Group) -> list[str]:
+    """Return the phases that hold the difference, each with its share.
+
+    None where a phase takes less time than in the other, for then the others hold more than there
+    is; and none that may be chance.
     """
-    is_known = bool(group.find_tag("alike")) and len(group.done) == len(base.done) == 1
-    mine, its = group.settings, base.settings
-    names = [n for n in {**mine, **its} if mine.get(n) != its.get(n)]
-    is_same = all(group.find_tag(name) == base.find_tag(name) for name in ("alike", *COMPUTED))
-    return is_known and is_same and all(name.startswith(SAME_WORK) for name in names)
+    mine, its = compute_time_parts(group), compute_time_parts(base)
+    if sum(mine.values()) <= sum(its.values()):  # of medians, where the means are the other way
+        return []
+    shares = compute_shares(mine, its)
+    if sum(share for share in shares.values() if share < 0) < -ROUNDING:
+        return []
+    told = [n for n, s in shares.items() if s >= MIN_SHARE and _is_held(n, group, base)]
+    return [
+        f"{format_percent(shares[name])} {name}{_explain_phase(name, group, base)}"
+        for name in told
+        if told != [OTHER]
+    ]
+
+
+def _is_held(phase: str, group: Group, base: Group) -> bool:
+    """Return whether the phase took longer by more than chance; of single runs nobody knows."""
+    values = [[_split_time(run.metrics).get(phase, 0.0) for run in of.runs] for of in (group, base)]
+    if any(len(of) < 2 for of in values):
+        return True
+    return bool(compare_all_pairs(values, floor=1e-9, assumed=0.0).is_told[0, 1])
 
 
 def _explain_phase(phase: str, group: Group, base: Group) -> str:
@@ -172,7 +383,7 @@ def _describe_memory(group: Group, base: Group) -> str:
     if (
         not mine
         or not its
-        or abs(difference) <= max(MIN_DIFFERENCE_MIB, MIN_DIFFERENCE * sum(mine.values()))
+        or abs(difference) <= max(MIN_DIFFERENCE_MIB, MIN_DIFFERENCE_MEMORY * sum(mine.values()))
     ):
         return ""
     name, size = max(
@@ -187,28 +398,54 @@ def _describe_memory(group: Group, base: Group) -> str:
     )
 
 
-def _describe_best(groups: Sequence[Group]) -> str:
-    """Return in words which group learned best, where that is more than chance."""
+def describe_scores(groups: Sequence[Group]) -> list[str]:
+    """Return which groups learned best, which worse, and which cannot be told from the best."""
     score = find_score(groups)
-    judged = [group for group in groups if group.compute_median(score) is not None] if score else []
-    sign = 1 if score in LOWER_IS_BETTER else -1
-    judged.sort(key=lambda group: sign * (group.compute_median(score) or 0.0))
-    if len(judged) < 2 or not is_different(judged[0], judged[1], score):
-        return ""
-    best = format_number(judged[0].compute_median(score) or 0.0)
-    return f"{judged[0].called} has the best {score}: {best}"
-
-
-def compute_speed_up(group: Group, slowest: Group) -> tuple[float, float] | None:
-    """Return how often the group is as fast as the slowest, and how far that may be off.
-
-    The second is computed from the spreads of both. None where a speed is not known.
-    """
-    mine, its = group.compute_median(SPEED), slowest.compute_median(SPEED)
-    if not mine or not its:
-        return None
-    off = [
-        (g.compute_spread(SPEED) or 0.0) / (g.compute_median(SPEED) or 1.0)
-        for g in (group, slowest)
+    values = {
+        group.number: [v for v in group.list_values(score) if math.isfinite(v) and abs(v) < HUGE]
+        for group in groups
+    }
+    judged = [group for group in groups if values[group.number]]
+    if not score or len(judged) < 2:
+        return []
+    is_low, all_values = score in LOWER_IS_BETTER, [v for g in judged for v in values[g.number]]
+    is_log = is_low and min(all_values) > 0
+    worse = [  # the higher, the worse
+        [(math.log(v) if is_log else v) * (1 if is_low else -1) for v in values[group.number]]
+        for group in judged
     ]
-    return mine / its, mine / its * sum(off)
+    floor = _find_resolution(worse) / math.sqrt(3)  # of what may be one row off either way
+    tests = compare_all_pairs(worse, floor=floor, assumed=SINGLE_NOISE)
+    order = [int(at) for at in np.argsort(tests.difference[:, 0], kind="stable")]
+    best, shown = order[0], {at: format_number(median(values[judged[at].number])) for at in order}
+    # What a person would read as the same number is no difference.
+    below = [at for at in order if tests.is_told[at, best] and shown[at] != shown[best]]
+    equal = [at for at in order[1:] if at not in below]
+    name, value = judged[best].called, shown[best]
+
+    def describe_gap(at: int, words: tuple[str, str]) -> str:
+        low, high = tests.low[at, best], tests.high[at, best]
+        if not is_log:
+            return f"{low:.2g} to {high:.2g} {words[0]}"
+        return f"{100 * math.expm1(low):.2g} to {100 * math.expm1(high):.2g} % {words[1]}"
+
+    lines = [
+        f"{judged[at].called} has a worse {score} than {name}: {shown[at]} against {value} "
+        f"({describe_gap(at, ('worse', 'higher'))})"
+        for at in below
+    ]
+    if not equal:
+        next_best = f"{value} against {shown[below[0]]} of {judged[below[0]].called}"
+        best_line = f"{name} has the best {score}: {next_best}"
+        gap = describe_gap(below[0], ("apart", "apart"))
+        return [f"{best_line} ({gap})", *_limit(lines[1:], "are worse")]
+    others = [f"{judged[at].called} ({shown[at]})" for at in equal[:MOST_NAMED]]
+    others += [f"{len(equal) - MOST_NAMED:,} more"] if len(equal) > MOST_NAMED else []
+    told = f"{name} ({value}) cannot be told apart from {'; '.join(others)} by {score}"
+    return [told, *_limit(lines, "are worse")]
+
+
+def _find_resolution(values: Sequence[Sequence[float]]) -> float:
+    """Return the least step between two of these values that is none of rounding."""
+    steps = np.diff(np.sort(np.concatenate([np.asarray(of) for of in values])))
+    return min(RESOLUTION, float(steps[steps > 1e-9].min(initial=RESOLUTION)))

@@ -8,6 +8,7 @@ import json
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tasks.comparison.search_space import Search
 from tasks.engine.base.secret_names import is_secret
@@ -18,7 +19,8 @@ from tasks.process import children
 from tasks.process.redaction import redact
 
 MAX_TRAININGS = 1_000  # trainings
-DEVICE = "device.name"
+DEVICE, SEED = "device.name", "train.seed"
+SEEDS = 2**63  # of train.seed
 ALL = "all"
 _OPENING, _CLOSING, _QUOTES = "[{(", "]})", "\"'"
 
@@ -57,6 +59,14 @@ class ComparisonRequest:
     dry_run: bool
     debug: bool
     search: Search | None = None
+    is_anew: bool = False  # though the same words would go on with a comparison
+
+    @property
+    def count(self) -> int:
+        """Return the number of trainings."""
+        if self.search is None:
+            return len(self.cells)
+        return self.search.trials + self.search.repeats
 
 
 def parse_axes(vary: Sequence[str], devices: str | None) -> dict[str, list[str]]:
@@ -115,10 +125,11 @@ def make_cells(
     resolve: Callable[[Mapping[str, str]], RunConfig],
     repeats: int = 1,
 ) -> list[Cell]:
-    """Return the trainings in the order in which they run: repeats in turns.
+    """Return the trainings in the order in which they run: repeats in turns, every other turn from
+    the last to the first, so that a machine that grows slower makes none of them slower.
 
-    resolve: returns the settings with one combination. Raises ConfigError with every problem
-    of all of them.
+    The repeats of one have seeds of their own, where the seed does not vary. resolve: returns
+    the settings with one combination. Raises ConfigError with every problem of all of them.
     """
     problems: list[str] = []
     made: list[tuple[dict[str, str], RunConfig]] = []
@@ -131,11 +142,17 @@ def make_cells(
             problems += error.problems
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
-    turns = [(turn, settings, config) for turn in range(repeats) for settings, config in made]
+    turns = [(turn, *one) for turn in range(repeats) for one in made[:: -1 if turn % 2 else 1]]
     return [
-        Cell(number, settings, config, turn + 1)
+        Cell(number, settings, config if SEED in settings else shift_seed(config, turn), turn + 1)
         for number, (turn, settings, config) in enumerate(turns, 1)
     ]
+
+
+def shift_seed(config: RunConfig, turn: int) -> RunConfig:
+    """Return the settings with the seed of this turn: scores of one seed show no chance."""
+    seed = (config.train.seed + turn) % SEEDS
+    return config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})})
 
 
 class GridCheck:
@@ -154,6 +171,7 @@ class GridCheck:
         ]
         self._order = json.dumps(order)
         self.tasks: list[str] = []  # of the data of all of them, once it has answered
+        self.data: dict[str, str] = {}  # fingerprints, by source
         self._process = children.start_child("tasks.comparison.check", stderr=subprocess.PIPE)
 
     def answer(self) -> list[str]:
@@ -168,11 +186,11 @@ class GridCheck:
             self._process.wait()
             raise
         try:
-            told: dict[str, list[str]] = json.loads(out.splitlines()[-1])
+            told: dict[str, Any] = json.loads(out.splitlines()[-1])
         except (ValueError, IndexError):
             last = (err.splitlines() or ["it said nothing"])[-1]
             raise ConfigError(f"--vary: could not be checked: {redact(last)}") from None
         if told["problems"]:
             raise ConfigError(*told["problems"])
-        self.tasks = told["tasks"]
-        return told["devices"]
+        self.tasks, self.data = told["tasks"], told["data"]
+        return [*told["devices"]]

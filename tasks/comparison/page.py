@@ -24,6 +24,7 @@ from tasks.comparison.run_groups import (
     MeasuredRun,
     Points,
     compute_epoch_j,
+    compute_epoch_parts,
     compute_epoch_s,
     compute_step_ms,
     find_peak_metric,
@@ -66,6 +67,7 @@ ALT = {
     "speed": "Samples a second",
     "loss": "Training loss by step and by time",
     "time": "Where 1,000 samples spend their time",
+    "epoch": "Where an epoch spends its time",
     "memory": "Where the memory went at its peak",
 }
 
@@ -87,6 +89,7 @@ def draw_plots(
         "speed": lambda: _draw_speed(groups),
         "loss": lambda: _draw_loss(groups, series),
         "time": lambda: _draw_stacked(groups, compute_time_parts, "milliseconds of 1,000 samples"),
+        "epoch": lambda: _draw_stacked(groups, compute_epoch_parts, "seconds of an epoch"),
         "memory": lambda: _draw_memory(groups),
     }
     files = {}
@@ -117,7 +120,7 @@ def _draw_history(groups: Sequence[Group], goal: Goal) -> Figure | None:
     )
     label_axes(axes, f"{goal.name} by trial", unit="trial")
     axes.locator_params(axis="x", integer=True)
-    axes.legend(frameon=False, fontsize=8.5, handlelength=1.2)
+    _place_legend(axes.figure, columns=3)  # type: ignore[arg-type]
     return axes.figure  # type: ignore[return-value]
 
 
@@ -175,18 +178,26 @@ def _draw_stacked(
         if any(sizes):
             axes.barh(range(len(known)), sizes, left=left, color=colour, height=0.55, label=name)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    high = figure.get_figheight()
-    figure.subplots_adjust(bottom=0.85 / high)
+    _place_legend(figure, columns=7)
+    return figure
+
+
+def _place_legend(figure: Figure, *, columns: int) -> None:
+    """Draw one legend for all axes below them, where no line is."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    high, count = figure.get_figheight(), len(labels)
+    figure.subplots_adjust(bottom=(0.65 + 0.2 * -(-count // columns)) / high)
     figure.legend(
+        handles,
+        labels,
         loc="lower left",
         bbox_to_anchor=(0.01, 0.02 / high),
-        ncols=min(len(names), 6),
+        ncols=min(count, columns),
         frameon=False,
         fontsize=8.5,
         handlelength=0.9,
         columnspacing=1.1,
     )
-    return figure
 
 
 def _draw_memory(groups: Sequence[Group]) -> Figure | None:
@@ -216,7 +227,7 @@ def _draw_loss(groups: Sequence[Group], series: Mapping[str, Points]) -> Figure 
         return None
     by_step, by_time = make_panels(2)
     label_axes(by_step, "training loss", unit="optimizer step")
-    label_axes(by_time, "by time", unit="s")
+    label_axes(by_time, "by time", unit="s since the first of them")
     for colour, (label, points) in zip(COLOURS, lines, strict=False):
         steps, times, values = zip(*points, strict=True)
         seconds = [(at - times[0]) / 1000 for at in times]
@@ -228,7 +239,7 @@ def _draw_loss(groups: Sequence[Group], series: Mapping[str, Points]) -> Figure 
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
     by_step.locator_params(axis="x", integer=True, nbins=6)
-    by_step.legend(frameon=False, fontsize=8.5, labelcolor="linecolor", handlelength=1.2)
+    _place_legend(by_step.figure, columns=3)  # type: ignore[arg-type]
     return by_step.figure  # type: ignore[return-value]
 
 
@@ -254,6 +265,7 @@ class ComparisonReport:
     notes: list[str]  # groups that did not end well, and why
     words: list[str]
     goal: Goal | None = None  # of a search
+    doubts: Sequence[str] = ()  # what makes the figures doubtful: stands before them
 
 
 def compare_groups(
@@ -264,12 +276,12 @@ def compare_groups(
     goal: of a search, which `told` has described in words already.
     """
     score, peak = goal.name if goal is not None else find_score(groups), find_peak_metric(groups)
-    known = [group for group in groups if group.compute_median(SPEED)]
-    slowest = min(known, key=lambda group: group.compute_median(SPEED) or 0.0, default=None)
+    classes = differences.find_work_classes(groups)
+    speeds = differences.compare_speeds(classes) if goal is None else None
     names = list(groups[0].settings)
     columns = {"#": [str(g.number) if g.called != g.label else "" for g in groups]} | {
-        said: [group.settings[name] for group in groups]
-        for said, name in zip(shorten_names(names), names, strict=True)
+        said: [group.list_shown()[at] for group in groups]
+        for at, said in enumerate(shorten_names(names))
     }
     if any(len(group.runs) > 1 for group in groups):
         columns["runs"] = [_describe_count(group) for group in groups]
@@ -285,8 +297,10 @@ def compare_groups(
             for group in groups
         ]
     columns["samples/s"] = [format_with_spread(group, SPEED) for group in groups]
-    if slowest is not None and len(known) > 1 and goal is None:
-        columns["speed-up"] = [_format_speed_up(group, slowest) for group in groups]
+    if speeds is not None:
+        columns["speed-up"] = [
+            _format_value(speeds.compute_speed_up(group), "{:.2f}x".format) for group in groups
+        ]
     columns["step ms"] = [format_with_spread(group, compute_step_ms) for group in groups]
     columns["epoch"] = [
         _format_value(group.compute_median(compute_epoch_s), format_seconds) for group in groups
@@ -302,8 +316,12 @@ def compare_groups(
     kept = {name: cells for name, cells in columns.items() if any(cells)}
     failed = [(g, run) for g in groups for run in g.runs if run.status not in GOOD_STATES]
     notes = [f"{g.called}: {run.status}" + f": {run.error}" * bool(run.error) for g, run in failed]
-    said = list(told) if goal is not None else differences.describe_differences(groups)
-    return ComparisonReport(title, groups, kept, list(dict.fromkeys(notes)), said, goal)
+    notes = list(dict.fromkeys(notes))
+    if goal is not None:
+        return ComparisonReport(title, groups, kept, notes, list(told), goal)
+    said = differences.describe_differences(groups, classes, speeds)
+    doubts = differences.describe_doubts(groups, classes)
+    return ComparisonReport(title, groups, kept, notes, said, doubts=doubts)
 
 
 def _describe_count(group: Group) -> str:
@@ -313,14 +331,6 @@ def _describe_count(group: Group) -> str:
 
 def _format_value(value: float | None, say: Callable[[float], str]) -> str:
     return "" if value is None else say(value)
-
-
-def _format_speed_up(group: Group, slowest: Group) -> str:
-    found = differences.compute_speed_up(group, slowest)
-    if found is None:
-        return ""
-    times, off = found
-    return f"{times:.2f}x" + (f" \u00b1 {off:.2f}" if off else "")
 
 
 def is_number(comparison: ComparisonReport, column: str) -> bool:
@@ -358,11 +368,13 @@ def _escape_markup(text: str) -> str:
 def make_markdown(comparison: ComparisonReport) -> str:
     """Return the report in Markdown, for MLflow's description and Prefect's artifact."""
     rows = list(zip(*comparison.columns.values(), strict=True))[:MOST_ROWS]
+    doubts = [f"- Doubtful: {line}" for line in comparison.doubts]
     marks = ["--:" if is_number(comparison, name) else ":--" for name in comparison.columns]
     lines = [" | ".join(cells) for cells in (list(comparison.columns), marks, *rows)]
     table = "\n".join(f"| {line} |" for line in lines)
     said = [f"- {line}" for line in (*comparison.words, *comparison.notes)]
-    return "\n\n".join(filter(None, (f"**{comparison.title}**", table, "\n".join(said))))
+    title = f"**{comparison.title}**"
+    return "\n\n".join(filter(None, (title, "\n".join((*doubts, *said)), table)))
 
 
 def write_page(
@@ -410,6 +422,7 @@ def _make_html(comparison: ComparisonReport, files: Mapping[str, Path]) -> str:
         title,
         STYLE + MORE_STYLE,
         f"<h1>{title}</h1>",
+        _make_html_list("What to doubt", comparison.doubts),
         _make_html_list("What was found" if comparison.goal else "What differs", comparison.words),
         f'<h2>The runs</h2><table class="runs"><tr>{heads}</tr>{body}</table>{notes}',
         *(
@@ -438,6 +451,7 @@ def _make_share_tables(groups: Sequence[Group]) -> str:
     told = []
     for title, parts_of, say in (
         ("Time of 1,000 samples, by phase", differences.compute_time_parts, format_milliseconds),
+        ("Time of an epoch", compute_epoch_parts, format_seconds),
         ("Memory at the peak, by owner", differences.compute_memory_parts, format_mebibytes),
     ):
         known = [(group, parts) for group in groups if (parts := parts_of(group))]

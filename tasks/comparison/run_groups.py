@@ -1,16 +1,22 @@
 """Groups runs side by side: runs with the same settings on the same device are one group,
-described by its medians and how far its runs lie apart. What a group did not measure is
-None.
+described by its medians and the standard deviation of its runs. What a group did not measure
+is None.
 """
 
 from __future__ import annotations
 
+import ast
+import json
+import os
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
-from tasks.engine.base.units import format_number, make_printable
+from tasks.engine.base.units import ELLIPSIS, format_number, make_printable
+from tasks.engine.report.report_sections import split_training_time
 from tasks.engine.settings.run_config import RunConfig
 from tasks.run.gate import SCORES
 
@@ -20,6 +26,8 @@ SEED = "train.seed"
 COMPARED_TAGS = ("device", "device.model", "data.fingerprint", "torch.version", "host")  # tags
 SPEED, STEPS = "speed/samples_per_s", "speed/steps_per_s"
 PEAKS = ("memory/run_peak_allocated_mib", "memory/host_rss_peak_mib")
+# What the run that holds the others has of its best.
+FIGURES = (*SCORES, SPEED, "speed/tokens_per_s", *PEAKS, "memory/leaked_mib")
 LETTERS = 40  # of a value
 LABEL_LETTERS = 40  # of a label that is read within a sentence
 _LASTS = Counter(name.rpartition(".")[2] for name in RunConfig().flat())  # model.name, optim.name
@@ -59,10 +67,11 @@ class MeasuredRun:
 class Group:
     """The runs of one setting."""
 
-    settings: dict[str, str]  # those that differ between the groups
+    settings: dict[str, str]  # those that differ between the groups, whole
     runs: list[MeasuredRun]
     number: int = 1
     is_trial: bool = False  # of a search, where each is known by its number
+    shown: dict[str, str] = field(default_factory=dict)  # of long settings the part that differs
 
     @property
     def called(self) -> str:
@@ -73,8 +82,12 @@ class Group:
 
     @property
     def label(self) -> str:
-        named = zip(shorten_names(list(self.settings)), self.settings.values(), strict=True)
+        named = zip(shorten_names(list(self.settings)), self.list_shown(), strict=True)
         return ", ".join(f"{name}={value}" for name, value in named) or "all"
+
+    def list_shown(self) -> list[str]:
+        """Return the values of the settings as a person reads them."""
+        return [self.shown.get(name, value) for name, value in self.settings.items()]
 
     @property
     def done(self) -> list[MeasuredRun]:
@@ -96,9 +109,9 @@ class Group:
         return statistics.median(values) if values else None
 
     def compute_spread(self, of: str | Callable[[MeasuredRun], float | None]) -> float | None:
-        """Return half of the way from the least to the largest value; None for a single run."""
+        """Return the standard deviation of the runs; None for a single one."""
         values = self.list_values(of)
-        return (max(values) - min(values)) / 2 if len(values) > 1 else None
+        return statistics.stdev(values) if len(values) > 1 else None
 
     def find_tag(self, name: str) -> str:
         return next((run.tags[name] for run in self.done or self.runs if name in run.tags), "")
@@ -111,12 +124,59 @@ def group_runs(runs: Sequence[MeasuredRun], varied: Sequence[str] = ()) -> list[
     tags of COMPARED_TAGS are compared, and runs that differ by their seed alone are repeats.
     """
     names = [name for name in varied if _count_values(runs, name) > 1] or find_differing(runs)
-    groups: dict[tuple[str, ...], Group] = {}
+    grouped: dict[tuple[str, ...], list[MeasuredRun]] = {}
     for run in runs:
-        settings = {name: _read_value(run, name) for name in names}
-        new = Group(settings, [], len(groups) + 1)
-        groups.setdefault(tuple(settings.values()), new).runs.append(run)
-    return list(groups.values())
+        grouped.setdefault(tuple(_read_value(run, name) for name in names), []).append(run)
+    shown = [shorten_values(values) for values in zip(*grouped, strict=True)]
+    return [
+        Group(
+            dict(zip(names, values, strict=True)),
+            of,
+            at + 1,
+            shown={name: column[at] for name, column in zip(names, shown, strict=True)},
+        )
+        for at, (values, of) in enumerate(grouped.items())
+    ]
+
+
+def shorten_values(values: Sequence[str]) -> list[str]:
+    """Return the values of one setting as a person tells them apart.
+
+    Where one is too long: of mappings the keys that differ, of others the part that does.
+    """
+    if all(len(value) <= LETTERS for value in values):
+        return [make_printable(value, limit=LETTERS) for value in values]
+    mappings = [_read_mapping(value) for value in values]
+    if all(mappings):
+        parts = [_join_differing(mapping, mappings) for mapping in mappings]
+    else:
+        begin = len(os.path.commonprefix(list(values)))
+        begin = max((values[0].rfind(mark, 0, begin) for mark in "/\\ ,"), default=-1) + 1
+        parts = [value if begin == 0 else f"{ELLIPSIS}{value[begin:]}" for value in values]
+    told = [make_printable(part, limit=LETTERS) for part in parts]
+    if len({*told}) == len({*values}):
+        return told
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(values), 1)}
+    return [
+        f"{make_printable(part, limit=LETTERS - 6)} ({numbers[value]})"
+        for part, value in zip(parts, values, strict=True)
+    ]
+
+
+def _read_mapping(value: str) -> dict[Any, Any]:
+    """Return the mapping that is written so, in Python or in JSON; empty where it is none."""
+    for read in (ast.literal_eval, json.loads):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            found = read(value)
+            if isinstance(found, dict):
+                return found
+    return {}
+
+
+def _join_differing(mapping: dict[Any, Any], mappings: Sequence[dict[Any, Any]]) -> str:
+    keys = dict.fromkeys(key for one in mappings for key in one)
+    told = [key for key in keys if len({repr(one.get(key, "-")) for one in mappings}) > 1]
+    return ", ".join(f"{key}: {mapping.get(key, '-')}" for key in told)
 
 
 def shorten_names(names: Sequence[str]) -> list[str]:
@@ -150,13 +210,21 @@ def _count_values(runs: Iterable[MeasuredRun], name: str) -> int:
 
 def _read_value(run: MeasuredRun, name: str) -> str:
     held = run.tags if name in COMPARED_TAGS else run.params
-    return make_printable(held.get(name, "-"), limit=LETTERS)
+    return held.get(name, "-")
 
 
 def find_score(groups: Sequence[Group]) -> str:
     """Return the metric by which these groups are judged; empty where they share none."""
     shared = [s for s in SCORES if any(s in run.metrics for g in groups for run in g.done)]
     return shared[0] if shared else ""
+
+
+def find_best_group(groups: Sequence[Group], goal: Goal) -> Group | None:
+    """Return the group whose median is best; None where none has one."""
+    medians = {i: group.compute_median(goal.name) for i, group in enumerate(groups)}
+    known = {i: value for i, value in medians.items() if value is not None}
+    best = goal.choose_best(known.values()) if known else None
+    return next((groups[i] for i, value in known.items() if value == best), None)
 
 
 def find_peak_metric(groups: Sequence[Group]) -> str:
@@ -177,6 +245,20 @@ def compute_epoch_s(run: MeasuredRun) -> float | None:
     return seconds / epochs if seconds and epochs else None
 
 
+def compute_epoch_parts(group: Group) -> dict[str, float]:
+    """Return the seconds of an epoch by part, of the run whose epochs take the median time; they
+    sum to it. Empty where they are not known."""
+    known = [run for run in group.done if split_training_time(run.metrics)]
+    known = sorted(
+        (run for run in known if compute_epoch_s(run)), key=lambda run: compute_epoch_s(run) or 0.0
+    )
+    if not known:
+        return {}
+    run = known[(len(known) - 1) // 2]
+    epochs = run.metrics["train/epoch"]
+    return {name: s / epochs for name, s in split_training_time(run.metrics).items()}
+
+
 def compute_epoch_j(run: MeasuredRun) -> float | None:
     """Return the joules of an epoch, where the driver reports them for this run alone.
 
@@ -189,8 +271,10 @@ def compute_epoch_j(run: MeasuredRun) -> float | None:
 
 
 def format_with_spread(group: Group, of: str | Callable[[MeasuredRun], float | None]) -> str:
-    """Return the median in words, and half the range of its runs behind it."""
+    """Return the median in words, and the standard deviation of its runs behind it."""
     median, spread = group.compute_median(of), group.compute_spread(of)
     if median is None:
         return ""
-    return format_number(median) + (f" \u00b1 {format_number(spread)}" if spread else "")
+    return format_number(median) + (
+        f" \u00b1 {format_number(float(f'{spread:.2g}'))}" if spread else ""
+    )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import shlex
+import statistics
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +23,14 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
+from optuna.exceptions import ExperimentalWarning
 from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from tasks.comparison.grid import DEVICE, Cell
+from tasks.comparison.grid import DEVICE, Cell, shift_seed
 from tasks.comparison.run_groups import Goal, Group, MeasuredRun
 from tasks.comparison.search_space import Axes, Range, Search
 from tasks.comparison.trainings import ComparisonFolder, TrainingEnd
@@ -59,6 +62,7 @@ class Trials:
         # How far it was read, in bytes and in epochs.
         self._journals: dict[int, tuple[Trial, int, int]] = {}
         self._pruned: dict[int, str] = {}
+        self._repeated = set(comparison.ended)  # numbers of repeats that were taken, and of trials
 
     @property
     def devices(self) -> Sequence[str]:
@@ -88,10 +92,33 @@ class Trials:
                 self._left.remove(trial)
                 return self.make_cell(trial)
         if self._count_drawn() >= self.search.trials:
-            return None
+            return self._take_repeat(device)
         drawn = self.draw()
         drawn.set_user_attr("device", device)
         return self.make_cell(self.study.trials[drawn.number])
+
+    def _take_repeat(self, device: str) -> Cell | None:
+        """Return the best trial once more, when all have ended, with the next seed."""
+        again = [cell for cell in self.list_repeats() if cell.number not in self._repeated]
+        for cell in again:
+            if cell.device == device or not self.search.devices:
+                self._repeated.add(cell.number)
+                return cell
+        return None
+
+    def list_repeats(self) -> list[Cell]:
+        """Return the trainings of the best trial with other seeds; none before all have ended."""
+        trials = range(1, self.search.trials + 1)
+        if self.best is None or any(number not in self.comparison.ended for number in trials):
+            return []
+        best = self.make_cell(self.study.trials[self.best.number - 1])
+        return [
+            Cell(len(trials) + turn, best.settings, shift_seed(best.config, turn), repeat=turn + 1)
+            for turn in range(1, self.search.repeats + 1)
+        ]
+
+    def _is_repeat(self, number: int) -> bool:
+        return number > self.search.trials
 
     def _count_drawn(self) -> int:
         trials = self.study.get_trials(deepcopy=False)
@@ -104,7 +131,9 @@ class Trials:
         """
         count = self._count_drawn()
         seeds = np.random.SeedSequence((self.base.train.seed, count))
-        self.study.sampler = _make_sampler(self.search.how, int(seeds.generate_state(1)[0]))
+        self.study.sampler = _make_sampler(
+            self.search.how, int(seeds.generate_state(1)[0]), is_alone=len(self.devices) == 1
+        )
         if self.search.how == "grid":  # Optuna's sampler of that name is not for ask and tell
             self.study.enqueue_trial(self.search.combinations[count], skip_if_exists=True)
         return self.study.ask(self._distributions)
@@ -124,7 +153,7 @@ class Trials:
 
     def is_pruned(self, cell: Cell, folder: Path) -> bool:
         """Return whether the training ends here, by the epochs since the last look."""
-        if self.search.pruner == "none":
+        if self.search.pruner == "none" or self._is_repeat(cell.number):
             return False
         at = cell.number - 1
         if at not in self._journals:
@@ -160,7 +189,9 @@ class Trials:
             ended = replace(ended, value=value, error="")  # though it was told to end by then
         elif cell.number in self._pruned:
             ended = replace(ended, status="PRUNED", error=self._pruned[cell.number])
-        self._tell(self.comparison.add(ended))
+        self.comparison.add(ended)
+        if not self._is_repeat(cell.number):
+            self._tell(ended)
         return ended
 
     def _tell(self, ended: TrainingEnd) -> None:
@@ -171,7 +202,11 @@ class Trials:
     @property
     def best(self) -> TrainingEnd | None:
         """Return the finished trial with the best value; the first of those that share it."""
-        done = [one for one in self.comparison.ended.values() if one.value is not None]
+        done = [
+            one
+            for one in self.comparison.ended.values()
+            if one.value is not None and not self._is_repeat(one.number)
+        ]
         if not done:
             return None
         best = self.goal.choose_best(one.value for one in done if one.value is not None)
@@ -188,9 +223,14 @@ class Trials:
         return settings, shlex.join(words)
 
     def make_groups(self, runs: Sequence[MeasuredRun]) -> list[Group]:
-        """Return a group for each trial, those that finished first, the best of them on top."""
-        trials = zip(self.list_cells(), runs, strict=True)
-        found = [Group(cell.settings, [run], cell.number, is_trial=True) for cell, run in trials]
+        """Return a group for each trial, those that finished first, the best of them on top; its
+        repeats are in its group."""
+        found: list[Group] = []
+        for cell, run in zip(self.list_cells(), runs, strict=True):
+            if self._is_repeat(cell.number) and self.best is not None:
+                found[self.best.number - 1].runs.append(run)
+            else:
+                found.append(Group(cell.settings, [run], cell.number, is_trial=True))
 
         def rank(group: Group) -> tuple[int, float, int]:
             value = group.runs[0].metrics.get(self.goal.name, math.nan)
@@ -202,11 +242,14 @@ class Trials:
         return sorted(found, key=rank)
 
     def list_cells(self) -> list[Cell]:
-        return [self.make_cell(trial) for trial in self.study.trials[: self._count_drawn()]]
+        """Return all trainings, the repeats last."""
+        trials = [self.make_cell(trial) for trial in self.study.trials[: self._count_drawn()]]
+        return trials + self.list_repeats()
 
     def describe(self) -> list[str]:
         """Return the search in sentences."""
-        ends = [one.status for one in self.comparison.ended.values()]
+        ended = self.comparison.ended.values()
+        ends = [one.status for one in ended if not self._is_repeat(one.number)]
         counts = {"finished": ends.count("FINISHED"), "pruned": ends.count("PRUNED")}
         counts["failed"] = len(ends) - sum(counts.values())
         parts = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
@@ -215,6 +258,7 @@ class Trials:
             label = self.make_cell(self.study.trials[self.best.number - 1]).label
             value = format_number(self.best.value or 0.0)
             lines.insert(0, f"#{self.best.number} has the best {self.goal.name}: {value} ({label})")
+            lines.insert(1, self._describe_repeats(len(ends)))
         if counts["finished"] >= WEIGHED and len(self._distributions) > 1:
             weighed = get_param_importances(
                 self.study, evaluator=FanovaImportanceEvaluator(seed=self.base.train.seed % 2**32)
@@ -222,6 +266,23 @@ class Trials:
             said = ", ".join(f"{name} {format_percent(share)}" for name, share in weighed.items())
             lines.append(f"The differences in {self.goal.name} come from (fANOVA): {said}")
         return lines
+
+    def _describe_repeats(self, trials: int) -> str:
+        """Return what the best trial comes to with other seeds."""
+        ended = self.comparison.ended.values()
+        again = [one for one in ended if self._is_repeat(one.number)]
+        values = [one.value for one in again if one.value is not None]
+        if not values:
+            of = f"the best of {trials} is partly luck" if trials > 1 else "one seed is one draw"
+            failed = f"; its {len(again)} repeats failed" if again else ""
+            return f"That is of one seed, and {of}: --repeats 5 trains it again with others{failed}"
+        said = format_number(statistics.mean(values))
+        if len(values) > 1:
+            said += f" +- {format_number(statistics.stdev(values))}"
+            said += f" ({format_number(min(values))} to {format_number(max(values))})"
+        failed = f", {len(again) - len(values)} failed" if len(again) > len(values) else ""
+        times = f"{len(values)} more times" if len(values) > 1 else "once more"
+        return f"With other seeds, {times}: {self.goal.name} {said}{failed}"
 
 
 def open_study(file: Path, search: Search, *, goal: Goal, epochs: int) -> optuna.Study:
@@ -246,8 +307,16 @@ def open_study(file: Path, search: Search, *, goal: Goal, epochs: int) -> optuna
     )
 
 
-def _make_sampler(how: str, seed: int) -> BaseSampler:
-    return TPESampler(seed=seed) if how == "tpe" else RandomSampler(seed=seed)
+def _make_sampler(how: str, seed: int, *, is_alone: bool) -> BaseSampler:
+    """Return the sampler. is_alone: no trial is drawn while others run.
+
+    Else those count as poor, so that what is drawn beside them is not the same again.
+    """
+    if how != "tpe":
+        return RandomSampler(seed=seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        return TPESampler(seed=seed, constant_liar=not is_alone)
 
 
 def _make_distributions(axes: Axes) -> dict[str, BaseDistribution]:
@@ -286,4 +355,5 @@ def read_evaluations(
                     if name in (metric, EPOCH):
                         found.setdefault(step, {}).setdefault(name, value)
     epochs = [at for _, at in sorted(found.items()) if metric in at and EPOCH in at]
-    return [(int(at[EPOCH]), at[metric]) for at in epochs], offset
+    whole = [at for at in epochs if at[EPOCH].is_integer()]  # others are within an epoch
+    return [(int(at[EPOCH]), at[metric]) for at in whole], offset

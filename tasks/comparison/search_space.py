@@ -17,21 +17,15 @@ from itertools import product
 from tasks.comparison.run_groups import Goal
 from tasks.engine.base.units import make_printable
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.run_config import LOWER_IS_BETTER, TASK_METRICS, RunConfig
 from tasks.engine.settings.table import list_settings
-from tasks.run.gate import LOWER_IS_BETTER, SCORES
+from tasks.run.gate import SCORES
 
 SAMPLERS = ("tpe", "random", "grid")
 PRUNERS = ("median", "none")
 TRIALS = 20  # where no number is asked for; of a grid all
 LOG_FROM = 100  # times the low end, from which on a range is searched by its powers of ten
 DIGITS = 4  # of a number that is drawn: a command that a person can read
-TASK_METRICS = {  # what a task measures of itself, beside metrics of the user's own
-    "classification": ("val/accuracy", "val/balanced_accuracy", "val/macro_f1", "val/loss"),
-    "multilabel": ("val/accuracy", "val/f1", "val/macro_f1", "val/average_precision", "val/loss"),
-    "regression": ("val/r2", "val/mae", "val/rmse", "val/loss"),
-    "tokens": ("val/perplexity", "val/loss"),
-}
 _WHOLE = re.compile(r"[+-]?\d+")
 
 
@@ -81,6 +75,7 @@ class Search:
     devices: list[str]  # as asked for; none: that of the settings
     words: list[str]  # the flags of all trials
     resolve: Callable[[Mapping[str, str]], RunConfig]  # the settings of a trial
+    repeats: int = 0  # of the best trial, with other seeds, when all have ended
 
     @property
     def combinations(self) -> list[dict[str, str]]:

@@ -6,6 +6,7 @@ interrupted goes on where it was. It ends what it started.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -19,10 +20,15 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from tasks.comparison.grid import Cell
+from tasks.comparison.run_groups import shorten_names
 from tasks.engine.base.file_lock import FileLock, is_held
+from tasks.engine.base.import_paths import find_module_spec
 from tasks.engine.base.units import make_printable
 from tasks.engine.settings.read_settings import (
+    ConfigError,
+    collect_params,
     dump_yaml,
+    find_import_paths,
     find_secret_variables,
     hide_config_secrets,
 )
@@ -39,6 +45,8 @@ POLL_S = 0.1
 LOOK_S = 0.5  # between two looks at what a training has measured
 END_S = 60.0  # for a training that is told to end, to do so in order
 NAME_LETTERS = 200
+
+Inputs = dict[str, dict[str, str]]  # see describe_inputs
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,8 @@ class ComparisonFolder:
     is_over: bool = False
     ended: dict[int, TrainingEnd] = field(default_factory=dict)
     lock: FileLock | None = None
+    inputs: Inputs = field(default_factory=dict)
+    taken_over: list[int] = field(default_factory=list)  # those that had ended before this process
 
     def add(self, ended: TrainingEnd) -> TrainingEnd:
         self.ended[ended.number] = ended
@@ -73,6 +83,7 @@ class ComparisonFolder:
             "asked": self.asked,
             "run_id": self.run_id,
             "is_over": self.is_over,
+            "inputs": self.inputs,
             "ended": [asdict(one) for one in self.ended.values()],
         }
         half = self.folder / f"{STATE}.new"
@@ -80,26 +91,84 @@ class ComparisonFolder:
         half.rename(self.folder / STATE)
 
 
-def open_comparison(place: Path, asked: str) -> ComparisonFolder:
+def describe_inputs(cells: Sequence[Cell], data: Mapping[str, str]) -> Inputs:
+    """Return what these trainings are made of beside their words: settings, code and data, by name.
+
+    The code is that of this project, and the files of a user's own. data: fingerprints, by source.
+    """
+    base = hide_config_secrets(cells[0].config)
+    settings = {name: str(value) for name, value in collect_params(base).items()}
+    settings["--vary"] = _hash(json.dumps([cell.settings for cell in cells]).encode())
+    home = Path(__file__).parent.parent.parent
+    parts = [file for part in ("flows", "tasks") for file in sorted((home / part).rglob("*.py"))]
+    code = {"Headroom": _hash(*(file.read_bytes() for file in parts))}
+    for path in {path for cell in cells for path in find_import_paths(cell.config).values()}:
+        spec = find_module_spec(path.partition(":")[0])
+        if spec is not None and spec.origin is not None and Path(spec.origin).is_file():
+            code[spec.origin] = _hash(Path(spec.origin).read_bytes())
+    return {"settings": settings, "code": code, "data": dict(data)}
+
+
+def _hash(*parts: bytes) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()[:16]
+
+
+def _describe_changes(before: Inputs, now: Inputs) -> list[str]:
+    """Return in words what differs."""
+    found = []
+    for kind, names in now.items():
+        was = before.get(kind, names)
+        for name in dict.fromkeys([*was, *names]):
+            old, new = was.get(name, "absent"), names.get(name, "absent")
+            if old != new and kind == "settings" and name != "--vary":
+                told = (make_printable(value, limit=60) for value in (old, new))
+                found.append("{} was {} and is {}".format(name, *told))
+            elif old != new:
+                what = f"the {kind} differs ({name})"
+                found.append(what if kind != "settings" else "other values vary")
+    return found
+
+
+def open_comparison(
+    place: Path, asked: str, inputs: Inputs | None = None, *, is_anew: bool = False
+) -> ComparisonFolder:
     """Return the newest unfinished comparison of the same words, or a new one.
 
-    This process locks it.
+    This process locks it. is_anew: the unfinished ones are over. Raises ConfigError where what
+    it is made of has changed since some had ended: with those the others could not be compared.
     """
+    inputs = inputs or {}
     for file in sorted(place.glob(f"*/{STATE}"), reverse=True):
         told = read_json(file)
         if told.get("asked") == asked and not told.get("is_over"):
             lock = FileLock(file.parent / LOCK)
-            if lock.take():
-                ended = {one["number"]: TrainingEnd(**one) for one in told.get("ended", ())}
-                return ComparisonFolder(
-                    file.parent, asked, told.get("run_id", ""), False, ended, lock
-                )
+            if not lock.take():
+                lock.close()
+                continue
+            ended = {one["number"]: TrainingEnd(**one) for one in told.get("ended", ())}
+            found = ComparisonFolder(file.parent, asked, told.get("run_id", ""), False, ended, lock)
+            found.inputs, found.taken_over = told.get("inputs") or inputs, [*ended]
+            changes = _describe_changes(found.inputs, inputs)
+            if not (is_anew or changes):
+                return found
+            found.is_over = is_anew or not ended  # then nothing is lost
+            if found.is_over:
+                found.keep()
             lock.close()
+            if not found.is_over:
+                raise ConfigError(
+                    f"--anew: these words were interrupted when {len(ended)} of the trainings had "
+                    f"ended, and now {'; '.join(changes)}. Put that back, and they go on; or add "
+                    "--anew, and all are trained anew"
+                )
     folder = place / f"{make_timestamp()}-{uuid4().hex[:6]}"
     folder.mkdir(mode=0o700, parents=True)
     lock = FileLock(folder / LOCK)
     lock.take()
-    return ComparisonFolder(folder, asked, lock=lock)
+    return ComparisonFolder(folder, asked, lock=lock, inputs=inputs)
 
 
 class Source(Protocol):
@@ -233,7 +302,9 @@ def _start_training(comparison: ComparisonFolder, cell: Cell) -> subprocess.Pope
     file = comparison.folder / f"{cell.number:04d}.yaml"
     settings: dict[str, Any] = hide_config_secrets(cell.config).model_dump()
     turn = f", repeat {cell.repeat}" if cell.repeat > 1 else ""
-    name = " ".join(filter(None, [settings["run"]["name"], cell.label + turn]))
+    named = zip(shorten_names([*cell.settings]), cell.settings.values(), strict=True)
+    label = ", ".join(f"{name}={value}" for name, value in named) or cell.config.model.name
+    name = " ".join(filter(None, [settings["run"]["name"], label + turn]))
     settings["run"]["name"] = make_printable(name, limit=NAME_LETTERS)
     settings["run"]["key"] = _make_key(comparison, cell)
     file.write_text(dump_yaml(settings))

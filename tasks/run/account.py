@@ -157,11 +157,12 @@ class Account(Recording):
     def _keep(self, found: Sequence[tuple[dict[str, float], int]]) -> None:
         """Keep metrics of steps, while that can be done: for a full disk no loop has to end."""
         if not self._is_full:
+            lines = []
             for metrics, step in found:
-                self._found.series |= metrics
-                self._step = step
+                curves, age_s = self._make_curves(metrics, step)
+                lines.append((curves, step, age_s))
             try:
-                self._journal.log_steps(found)
+                self._journal.log_steps(lines)
             except JournalError as full:
                 self._is_full = True
                 self._found.warn(f"not all metrics were kept: {full}")
@@ -185,7 +186,7 @@ class Account(Recording):
         ]
 
     def _open(self, device: DeviceFacts) -> None:
-        start, _ = self._create(waits=False)
+        start, _ = self._create(self.params, waits=False)
         self._claim.write_start(replace(start, device=device.kind))
         self._live.tell(device=device.name)
         self._write("device.json", make_device_json(device))

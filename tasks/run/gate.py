@@ -2,7 +2,9 @@
 ok, worse, larger or slower, or new where there are too few of them. It compares with the
 median of the good ones, by limits that grow with how far those lie apart, and does not take
 chance for a trend: a speed counts at once where it is far off, else where three runs in a
-row are beyond it.
+row are beyond it. That median goes along with a slow decay, so it also compares with a level
+that stays: the best that runs in a row have had since history began. Small distances from it
+are summed up from run to run (a CUSUM, Page 1954), until they are more than chance.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
 from statistics import median
 from typing import Any
 
@@ -23,20 +27,26 @@ from tasks.engine.base.units import (
     format_percent,
 )
 from tasks.engine.settings import read_settings
-from tasks.engine.settings.run_config import GateConfig, RunConfig
+from tasks.engine.settings.run_config import LOWER_IS_BETTER, GateConfig, RunConfig
 
 OK, NEW = "ok", "new"
 GATES = ("worse", "larger", "slower")  # the most serious first
 NEEDED_RUNS = 5  # good runs: of fewer nobody knows how far they lie apart
 IN_A_ROW = 3  # this run and those just before it
+UNJUDGED = 3  # runs in a row whose speed could not be judged: from then on a person is warned
+LEVEL_RUNS = 10  # in a row, of whose medians the best is the level: the best run is mere luck
+# Of the sum, in deviations. Of 100 medians of ten the best lies one deviation too far off, by luck
+# alone: less is not counted. A run counts for 1 at most, so that it takes more than four of them.
+SLACK, MOST, ALARM = 1.5, 1.0, 4.0
+STEP_SIGMA = 1.0483  # times the median absolute step from run to run: a slow decay adds nothing
 SIGMA = 1.4826  # of the median absolute deviation: the standard deviation of a normal one
 NEAR, FAR = 2.0, 8.0  # of these from the median: each of three in a row; a single run
 WORST = 0.1  # of the good runs, which lie beyond the limits for three in a row themselves
 # Above these a speed says little: the machine was not free, or slower itself than it usually is.
 CORE_WAIT, BUSY, BUSIEST = "time/core_wait_pct", 10.0, 50.0  # the mean; the fastest step in twenty
 REFERENCE, SLOWER = "time/reference_ms", 1.07  # times the fastest tenth
-SCORES = ("val/accuracy", "val/r2", "val/perplexity", "val/loss")  # a run is judged by the first
-LOWER_IS_BETTER = ("val/perplexity", "val/loss", "val/mae", "val/rmse")
+LOSS = "val/loss"
+SCORES = ("val/accuracy", "val/r2", "val/perplexity", LOSS)  # a run is judged by the first
 PHASES = (
     *("data_wait", "h2d", "forward", "backward", "communication", "optimizer", "other"),
     "replay",
@@ -60,7 +70,8 @@ class Figure:
     """A metric that a run is judged by.
 
     Limits lie at least so far from the median, as a share of it or in its own unit: `near`
-    for each of three runs in a row, `far` for one.
+    for each of three runs in a row, `far` for one. `drift`: the least deviation, as a share of
+    the level, in which the distance from that is measured; half of `near` where it is not given.
     """
 
     metric: str
@@ -71,6 +82,7 @@ class Figure:
     near: float = 0.0
     far: float = 0.0
     unit: float = 0.0
+    drift: float = 0.0
     busy: float = math.inf  # per cent of the time without a core, above which it says little
 
 
@@ -80,6 +92,7 @@ FIGURES = (
         is_lower_better=False,
         near=0.3,
         far=0.67,
+        drift=0.03,
         busy=BUSY,
     ),
     Figure(
@@ -102,11 +115,17 @@ FIGURES = (
 SPEEDS = tuple(figure.metric for figure in FIGURES if figure.gate == "slower")
 
 
-def _make_score_figure(metric: str) -> Figure:
-    said = f"{metric} {{}}"
-    if metric in LOWER_IS_BETTER:
-        return Figure(metric, "worse", said, near=0.02, far=0.04)
-    return Figure(metric, "worse", said, is_lower_better=False, unit=0.005)
+def _list_score_figures(metrics: Mapping[str, float]) -> list[Figure]:
+    """Return the first score that the run has, and its loss: it may be worse at an equal score."""
+    found = []
+    score = next((name for name in SCORES if name in metrics), None)
+    if score is not None and score not in LOWER_IS_BETTER:
+        found.append(Figure(score, "worse", f"{score} {{}}", is_lower_better=False, unit=0.005))
+        if LOSS in metrics:
+            found.append(Figure(LOSS, "worse", f"{LOSS} {{}}", near=0.04, far=0.08))
+    elif score is not None:
+        found.append(Figure(score, "worse", f"{score} {{}}", near=0.02, far=0.04))
+    return found
 
 
 @dataclass(frozen=True)
@@ -116,6 +135,7 @@ class Verdict:
     gate: str  # ok, new, one of GATES; empty: MLflow could not be asked
     why: str
     trend: list[dict[str, Any]] = field(default_factory=list)
+    warning: str = ""  # what a person should doubt, whatever the word is
 
     @property
     def tags(self) -> dict[str, str]:
@@ -152,7 +172,14 @@ def compare_with_history(
     """
     metrics, name = run["metrics"], registered_model
     verdict = judge_run(metrics, runs, gate)
-    found = {"tags": run["tags"] | verdict.tags, "trend": verdict.trend}
+    tags = run["tags"] | verdict.tags
+    if verdict.gate in GATES and (called := run.get("run_id") or run.get("name")):
+        accept = f"python -m flows.runs --accept {shlex.quote(called)}"
+        tags["gate.why"] += f"; if this is to be the level from now on: {accept}"
+    found = {"tags": tags, "trend": verdict.trend}
+    if verdict.warning:
+        found["warnings"] = [*(run.get("warnings") or ()), verdict.warning]
+        tags["warnings"] = "\n".join(found["warnings"])
     if name:
         score = next((score for score in SCORES if score in metrics), "")
         told = {"metric": score, "value": metrics.get(score), "lower": score in LOWER_IS_BETTER}
@@ -163,36 +190,43 @@ def compare_with_history(
 def judge_run(now: Mapping[str, float], runs: History | None, gate: GateConfig) -> Verdict:
     """Return the verdict on a finished run by what it measured.
 
-    runs: those of the same `gate.of`; None where MLflow could not be asked.
+    runs: those of the same `gate.of`, the last of which are where history began; None where MLflow
+    could not be asked.
     """
     if runs is None:
         return Verdict("", "not compared: MLflow could not be asked")
-    good = _find_good_runs(runs)[: gate.last]
+    since = _find_good_runs(runs)
+    good = since[: gate.last]
     if runs and not good:
         return Verdict(runs[0]["gate"], f"none of the last {len(runs)} runs was ok to compare with")
     if len(good) < NEEDED_RUNS:
         return Verdict(NEW, f"{len(good)} of the {NEEDED_RUNS} runs that a comparison needs")
-    references = sorted(run[REFERENCE] for run in good if REFERENCE in run)
-    usual_ms = references[len(references) // 10] if references else math.inf  # most may be slowed
+    usual_ms = find_usual_ms(good)
     told: dict[str, list[str]] = {kind: [] for kind in GATES}
     trend = []
-    score = next((name for name in SCORES if name in now), None)
-    for figure in (*([_make_score_figure(score)] if score else []), *FIGURES):
-        seen = _FigureHistory.collect(figure, now, runs, good, usual_ms)
+    for figure in (*_list_score_figures(now), *FIGURES):
+        seen = _FigureHistory.collect(figure, now, runs, since, last=gate.last, usual_ms=usual_ms)
         if seen is None:
             continue
         trend.append(seen.make_trend())
-        if limit := seen.find_passed_limit():
-            told[figure.gate].append(seen.describe(*limit))
+        if words := seen.describe():
+            told[figure.gate].append(words)
     if told["slower"]:
         told["slower"] += _describe_phase(now, good)
     worst = next((kind for kind in GATES if told[kind]), OK)
     why = "; ".join(words for kind in GATES for words in told[kind])
     why = why or f"within the limits of the last {len(good)} runs"
-    if not_judged := _describe_disturbance(now, usual_ms, BUSY):
-        is_all = _describe_disturbance(now, usual_ms, BUSIEST)
-        why += f"; its {'speed is' if is_all else 'samples/s are'} not judged: {not_judged}"
-    return Verdict(worst, why, trend)
+    warning = ""
+    if not_judged := describe_disturbance(now, usual_ms, BUSY):
+        is_all = bool(describe_disturbance(now, usual_ms, BUSIEST))
+        what = "speed is" if is_all else "samples/s are"
+        why += f"; its {what} not judged: {not_judged}"
+        row = _count_disturbed(runs, usual_ms, BUSIEST if is_all else BUSY)
+        if row + 1 >= UNJUDGED:
+            why += f", as in the {row} runs before"
+        if row + 1 >= UNJUDGED and is_all:  # else the fast step is judged
+            warning = f"gate: the speed is not judged for {row + 1} runs in a row: {not_judged}"
+    return Verdict(worst, why, trend, warning)
 
 
 def _find_good_runs(runs: History) -> list[Mapping[str, float]]:
@@ -210,7 +244,13 @@ def _find_good_runs(runs: History) -> list[Mapping[str, float]]:
     return found
 
 
-def _describe_disturbance(metrics: Mapping[str, float], usual_ms: float, busy: float) -> str:
+def find_usual_ms(runs: Sequence[Mapping[str, float]]) -> float:
+    """Return the milliseconds in which this machine did the fixed piece of work, by these runs."""
+    references = sorted(run[REFERENCE] for run in runs if REFERENCE in run)
+    return references[len(references) // 10] if references else math.inf  # most may be slowed
+
+
+def describe_disturbance(metrics: Mapping[str, float], usual_ms: float, busy: float) -> str:
     """Return what kept the machine from its usual speed; empty where nothing is known."""
     if metrics.get(CORE_WAIT, 0.0) > busy:
         return f"its threads had no core for {metrics[CORE_WAIT]:.0f} % of the time"
@@ -218,6 +258,12 @@ def _describe_disturbance(metrics: Mapping[str, float], usual_ms: float, busy: f
     if slower > SLOWER:
         return f"the machine itself took {100 * (slower - 1):.0f} % longer for the same work"
     return ""
+
+
+def _count_disturbed(runs: History, usual_ms: float, busy: float) -> int:
+    """Return how many of the newest runs in a row were kept from their usual speed."""
+    disturbed = (bool(describe_disturbance(run["metrics"], usual_ms, busy)) for run in runs)
+    return sum(1 for _ in takewhile(bool, disturbed))
 
 
 def _read_value(metrics: Mapping[str, float], name: str) -> float | None:
@@ -232,6 +278,7 @@ class _FigureHistory:
     figure: Figure
     now: float
     good: list[float]  # the newest first
+    since: list[float]  # of all good ones in reach since history began, the oldest first
     before: list[float]  # of the two runs before that measured it, good or not
 
     @classmethod
@@ -240,25 +287,28 @@ class _FigureHistory:
         figure: Figure,
         now: Mapping[str, float],
         runs: History,
-        good: Sequence[Mapping[str, float]],
+        since: Sequence[Mapping[str, float]],
+        *,
+        last: int,
         usual_ms: float,
     ) -> _FigureHistory | None:
         """Return the figure's history, or None where it was measured too seldom.
 
-        Measurements count where they were undisturbed: that of this run, and NEEDED_RUNS of
-        the good ones.
+        since: the good runs since history began, the newest first; the `last` of them are what the
+        median is of. Measurements count where they were undisturbed: that of this run, and
+        NEEDED_RUNS of the good ones.
         """
 
         def is_free(run: Mapping[str, float]) -> bool:
-            return figure.busy == math.inf or not _describe_disturbance(run, usual_ms, figure.busy)
+            return figure.busy == math.inf or not describe_disturbance(run, usual_ms, figure.busy)
 
-        values, before = (
+        values, every, before = (
             [v for run in of if is_free(run) and (v := _read_value(run, figure.metric)) is not None]
-            for of in (good, (run["metrics"] for run in runs))
+            for of in (since[:last], since, (run["metrics"] for run in runs))
         )
         if figure.metric not in now or not is_free(now) or len(values) < NEEDED_RUNS:
             return None
-        return cls(figure, now[figure.metric], values, before[: IN_A_ROW - 1])
+        return cls(figure, now[figure.metric], values, every[::-1], before[: IN_A_ROW - 1])
 
     @property
     def middle(self) -> float:
@@ -294,15 +344,55 @@ class _FigureHistory:
             return self.near, f", as the {IN_A_ROW - 1} runs before"
         return None
 
-    def describe(self, limit: float, more: str) -> str:
+    def find_level(self) -> tuple[float, int]:
+        """Return the best that runs in a row have had, by their median, and at which they began.
+
+        Those are the first ones, of which a person may have said that they are the level, and any
+        LEVEL_RUNS after.
+        """
+        rows = [(median(self.since[:NEEDED_RUNS]), 0)]
+        for at in range(len(self.since) - LEVEL_RUNS + 1):
+            rows.append((median(self.since[at : at + LEVEL_RUNS]), at))
+        choose = min if self.figure.is_lower_better else max
+        return choose(rows, key=lambda row: row[0])
+
+    def count_drifted(self) -> int:
+        """Return for how many runs the distance from the level has been summed up.
+
+        0 where the sum is no more than chance, or this run adds nothing to it.
+        """
+        level, began = self.find_level()
+        steps = [abs(after - before) for before, after in pairwise(self.since)]
+        least = (self.figure.drift or self.figure.near / NEAR) * abs(level)
+        deviation = max(STEP_SIGMA * median(steps), least, self.figure.unit / NEAR) or math.inf
+        deviation *= 1 if self.figure.is_lower_better else -1
+        total, runs, adds = 0.0, 0, 0.0
+        for value in (*self.since[began:], self.now):
+            adds = (value - level) / deviation - SLACK
+            total = max(0.0, total + min(MOST, adds))
+            runs = runs + 1 if total else 0
+        return runs if total > ALARM and adds > 0 else 0
+
+    def describe(self) -> str:
+        """Return in words what limit was passed; empty where none was."""
         told, middle = self.figure.value, self.middle
+        if passed := self.find_passed_limit():
+            of = (
+                f"the median of the last {len(self.good)} ({told(middle)}, limit {told(passed[0])})"
+            )
+            more = passed[1]
+        elif runs := self.count_drifted():
+            middle = self.find_level()[0]
+            of, more = (
+                f"the level that it once had ({told(middle)})",
+                f", summed up over {runs} runs",
+            )
+        else:
+            return ""
         side = "above" if self.figure.is_lower_better else "below"
         if middle and math.isfinite(self.now):
             side = f"{100 * abs(self.now / middle - 1):.1f} % {side}"
-        return (
-            f"{self.figure.said.format(told(self.now))}, {side} the median of the last "
-            f"{len(self.good)} ({told(middle)}, limit {told(limit)}){more}"
-        )
+        return f"{self.figure.said.format(told(self.now))}, {side} {of}{more}"
 
     def make_trend(self) -> dict[str, Any]:
         """Return the values for a plot, the oldest first and this run's last."""
@@ -310,9 +400,10 @@ class _FigureHistory:
             "metric": self.figure.metric,
             "values": [*self.good[::-1], self.now],
             "median": self.middle,
+            "level": self.find_level()[0],
             "near": self.near,
             "far": self.far,
-            "beyond": self.find_passed_limit() is not None,
+            "beyond": bool(self.describe()),
         }
 
 

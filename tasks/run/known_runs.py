@@ -449,11 +449,24 @@ def _add_measurements(run: KnownRun, start: RunStart, end: Mapping[str, float]) 
         eta_s=_estimate_left_s(run, newest, start.began_at, now_s) if run.live else None,
         total_s=max(0.0, so_far_s) if run.live else known.get("time/total_s"),
         loss=known.get("train/loss"),
-        samples_per_s=known.get("speed/samples_per_s"),
-        tokens_per_s=known.get("speed/tokens_per_s"),
+        samples_per_s=_find_speed(known, "speed/samples_per_s"),
+        tokens_per_s=_find_speed(known, "speed/tokens_per_s"),
         peak_mib=known.get(RUN_PEAK),
         began_at=start.began_at or None,
     )
+
+
+def make_curve_name(name: str) -> str:
+    """Return the name under which MLflow has what a log point measured.
+
+    A speed of a moment is not that of the run: under one name the run's would end its curve.
+    """
+    return name.replace("speed/", "speed/recent_", 1) if name.startswith("speed/") else name
+
+
+def _find_speed(known: Mapping[str, float], name: str) -> float | None:
+    """Return the run's speed; while it lives, its newest."""
+    return known.get(name, known.get(make_curve_name(name)))
 
 
 def _compute_epoch(step: int | None, run: KnownRun) -> int | None:

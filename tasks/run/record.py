@@ -13,6 +13,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any, Self
 
+from tasks.engine.accounts.step_metrics import AGE_S
 from tasks.engine.base.facts import DataFacts, Owner, TrainFacts
 from tasks.engine.base.units import make_printable
 from tasks.engine.checkpoint.kept_steps import CHECKPOINTS, list_steps
@@ -139,6 +140,8 @@ class Record(Recording):
             **self._flow_run,
             **({"data.fingerprint": data.fingerprint} if data.fingerprint else {}),
             **({"data.notes": "; ".join(data.notes)} if data.notes else {}),
+            **({"run.name": self.config.run.name} if self.config.run.name else {}),
+            **({"run.key": self._claim.key} if self._claim.key else {}),
             "alike": plan.comparable,
             "gate.of": compute_gate_key(self.config, device, data),
             **make_retry_tags(
@@ -188,7 +191,10 @@ class Record(Recording):
             log.warning("%s", told)
             self._found.warn(told)
             self._found.tags["anew"] = anew
-        start, measured = self._create(data=make_data_inputs(self.config.data, data), wanted=WANTED)
+        params = read_settings.select_params(self.params, task=data.task)
+        start, measured = self._create(
+            params, data=make_data_inputs(self.config.data, data), wanted=WANTED
+        )
         ids = self._journal
         self._claim.start = replace(start, run_id=ids.run_id, experiment_id=ids.experiment_id)
         return measured
@@ -196,8 +202,8 @@ class Record(Recording):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep the metrics of a step, and show how far it is."""
         assert self._progress is not None, "log() before begin()"
+        self._progress.update({k: v for k, v in metrics.items() if k != AGE_S}, step)
         super().log(metrics, step)
-        self._progress.update(metrics, step)
 
     def keep_training(self, facts: TrainFacts) -> None:
         """Keep what the training measured."""

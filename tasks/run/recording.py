@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import Any, Self
 
+from tasks.engine.accounts.step_metrics import AGE_S
 from tasks.engine.base.facts import ReleaseFacts
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import GateConfig
@@ -20,7 +21,13 @@ from tasks.process.redaction import redact_nested
 from tasks.run.failures import Failure
 from tasks.run.findings import Findings, RunClock
 from tasks.run.gate import compare_with_history
-from tasks.run.known_runs import Announcement, RunStart, choose_made_at
+from tasks.run.known_runs import (
+    PEAK,
+    Announcement,
+    RunStart,
+    choose_made_at,
+    make_curve_name,
+)
 from tasks.run.resume import FolderClaim
 from tasks.services import serve
 from tasks.tracking.journal import ONCE, Journal, JournalError
@@ -93,9 +100,20 @@ class Recording:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep the metrics of a step: a loop's one seam."""
+        curves, age_s = self._make_curves(metrics, step)
+        self._journal.log(curves, step, age_s=age_s)
+
+    def _make_curves(
+        self, metrics: Mapping[str, float], step: int
+    ) -> tuple[dict[str, float], float]:
+        """Return the metrics of a step under the names of their curves, and their age; note them as
+        the newest."""
+        curves = {make_curve_name(k): v for k, v in metrics.items() if k != AGE_S}
+        if self._found.tags["device.kind"] == "cpu":  # whose peak is that of two windows
+            curves.pop(PEAK, None)
         self._step = step
-        self._found.series |= metrics
-        self._journal.log(metrics, step)
+        self._found.series |= curves
+        return curves, metrics.get(AGE_S, 0.0)
 
     def keep_release(self, facts: ReleaseFacts) -> None:
         """Keep the proof that the memory was given back."""
@@ -103,6 +121,7 @@ class Recording:
 
     def _create(
         self,
+        params: Mapping[str, Any],
         *,
         data: Sequence[Mapping[str, str]] = (),
         wanted: Sequence[str] = (),
@@ -121,7 +140,7 @@ class Recording:
         words = {
             "data": data,
             "tags": self._found.tags,
-            "params": self.params,
+            "params": params,
             "start": asdict(start),
         }
         measured = self._journal.create(

@@ -231,12 +231,15 @@ def find_mlflow_address() -> tuple[str, str]:
     return f"http://127.0.0.1:{port}", "" if port == usual else f"{variable}={port} "
 
 
-def make_open_command(tracking_uri: str, experiment_id: str, run_id: str) -> str:
-    """Return the command or address that opens a run in MLflow.
+def make_open_command(
+    tracking_uri: str, experiment_id: str, run_id: str, *, path: str | None = None
+) -> str:
+    """Return the command or address that opens a run in MLflow, or another page by its path.
 
     It opens MLflow alone, where that does not know the run yet.
     """
-    path = make_run_path(experiment_id, run_id) if run_id else ""
+    if path is None:
+        path = make_run_path(experiment_id, run_id) if run_id else ""
     if tracking_uri.startswith("http"):
         return remove_login(tracking_uri).rstrip("/") + path
     here = Path("Makefile").is_file() and Path("tasks/services/serve.py").is_file()

@@ -308,7 +308,8 @@ class Journal:
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._metrics: FileIO | None = None
         self.told = JournalSummary()  # before this process
-        self._ms, self._ms_at = 0, time.monotonic()  # of the newest line, and when that was
+        self._ms = 0  # of the newest line
+        self._now_ms, self._now_at = 0, time.monotonic()  # when that was written
         self._sender: subprocess.Popen[str] | None = None
         self._orders: list[dict[str, Any]] = []  # open and begin
         self._opening: dict[str, Any] | None = None  # the answer
@@ -393,7 +394,7 @@ class Journal:
         try:
             self._metrics = self._open_metrics()
             self.told = summarize_journal(self.folder / "metrics.jsonl")
-            self._ms = self.told.unix_ms
+            self._ms = self._now_ms = self.told.unix_ms
             with open(self.folder / RESERVE, "wb") as reserve:
                 os.posix_fallocate(reserve.fileno(), 0, RESERVE_BYTES)
         except OSError as error:
@@ -462,34 +463,46 @@ class Journal:
         half.write_text(json.dumps(self._orders[1]))
         half.rename(self.folder / BEGIN)
 
-    def log(self, metrics: Mapping[str, float], step: int, *, again: bool = False) -> None:
+    def log(
+        self,
+        metrics: Mapping[str, float],
+        step: int,
+        *,
+        again: bool = False,
+        age_s: float = 0.0,
+    ) -> None:
         """Keep metrics of a step. Costs one short write; sent later, by the other process. again:
-        also those that were told of this very step before this process."""
+        also those that were told of this very step before this process. age_s: how long ago the
+        step was taken."""
         if self.told.steps and step != ONCE:
             told, first = self.told.steps, step + again
             metrics = {k: v for k, v in metrics.items() if told.get(k, -1) < first}
         if metrics:
-            self.log_steps([(metrics, step)])
+            self.log_steps([(metrics, step, age_s)])
 
-    def log_steps(self, found: Sequence[tuple[Mapping[str, float], int]]) -> None:
-        """Keep metrics of several steps by one write."""
+    def log_steps(self, found: Sequence[tuple[Mapping[str, float], int, float]]) -> None:
+        """Keep metrics of several steps, each with its age, by one write."""
         assert self._metrics is not None, "log() before create()"
         try:
             self._restore()
-            now_ms = self._compute_now_ms()
-            lines = [make_line(metrics, step, unix_ms=now_ms) for metrics, step in found]
+            lines = [
+                make_line(metrics, step, unix_ms=self._compute_ms(age_s))
+                for metrics, step, age_s in found
+            ]
             append_line(self._metrics, b"".join(lines))
         except OSError as error:
             raise JournalError(self._describe_refusal(error)) from None
 
-    def _compute_now_ms(self) -> int:
-        """Return the Unix time in ms, but never one before the newest line's.
+    def _compute_ms(self, age_s: float) -> int:
+        """Return the Unix time in ms of so many seconds ago, but none before the newest line's.
 
         Of a step that is told of twice MLflow shows the later one, and a clock may be set back.
         """
         now_s = time.monotonic()
-        passed_ms = int((now_s - self._ms_at) * 1000)
-        self._ms, self._ms_at = max(int(time.time() * 1000), self._ms + passed_ms), now_s
+        passed_ms = int((now_s - self._now_at) * 1000)
+        self._now_ms = max(int(time.time() * 1000), self._now_ms + passed_ms)
+        self._now_at = now_s
+        self._ms = max(self._ms, self._now_ms - int(age_s * 1000))
         return self._ms
 
     def make_room(self) -> None:

@@ -9,10 +9,13 @@ opening a run. No process that trains imports it.
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -21,18 +24,21 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 
 from mlflow import MlflowClient  # noqa: E402 (it reads the environment when it is imported)
-from mlflow.entities import Param, Run, RunTag  # noqa: E402
+from mlflow.entities import Metric, Param, Run, RunTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE  # noqa: E402
 
+from tasks.engine.settings.read_settings import select_params  # noqa: E402
 from tasks.process.redaction import redact  # noqa: E402
 from tasks.tracking import mlflow_store  # noqa: E402
+from tasks.tracking.mlflow_pages import ComparisonView, find_old_comparisons  # noqa: E402
 from tasks.tracking.tracking_settings import TrackingError, TrackingSettings  # noqa: E402
 
 NEWEST = 20  # runs to look through; each may lack what another has measured
 HISTORY = 40  # runs that one is compared with, and those that did not pass; 7 ms each
+BEGINNING = 5  # runs of which more is known than that they are good: they are the level
 COMPARISON = "comparison"  # the tag of a run that holds others: how many
-PAGE = 1_000
+PAGE, OTHERS = 1_000, 20  # runs that are asked for at once; more than wanted, as some are others
 NEEDED_METRIC = "speed/samples_per_s"
 FULL_LETTERS = 7900  # of a tag
 MISSING = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # of MLflow's errors
@@ -59,6 +65,19 @@ def find_newest_metrics(
     return found
 
 
+@contextmanager
+def _pause_collection() -> Iterator[None]:
+    """Collect no garbage: MLflow makes 200 objects of a run, and most of the time of reading 1,000
+    runs went into looking through those of all before."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def _explain_errors(
     asks: Callable[Concatenate[ExperimentRuns, P], T],
 ) -> Callable[Concatenate[ExperimentRuns, P], T]:
@@ -79,16 +98,55 @@ def _explain_errors(
 def read_history(client: MlflowClient, experiment_id: str, of: str) -> list[dict[str, Any]] | None:
     """Return gate and metrics of the finished runs with the tag `gate.of`, the newest first.
 
-    None where the store can't answer.
+    The last of them are those with which history began, however long ago. None where the store
+    can't answer.
     """
     query, newest = f"attributes.status = 'FINISHED' and tags.`gate.of` = '{of}'", "start_time DESC"
+    search = functools.partial(client.search_runs, [experiment_id], order_by=[newest])
     try:
-        runs = client.search_runs([experiment_id], query, max_results=HISTORY, order_by=[newest])
+        runs = [*search(query, max_results=HISTORY)]
+        if len(runs) == HISTORY and not any(run.data.tags.get("gate") == "new" for run in runs):
+            runs += search(f"{query} and tags.gate = 'new'", max_results=BEGINNING)
     except Exception as error:  # sqlite's, the network's, the server's
         print(f"no history: {redact(str(error))}", file=sys.stderr)
         return None
     told = [(run.data.tags.get("gate"), run.data.metrics) for run in runs]
     return [{"gate": gate, "metrics": metrics} for gate, metrics in told if gate]
+
+
+def accept_level(where: TrackingSettings, run_id: str) -> list[str]:
+    """Let the history of a gate begin at this run; return the names of the runs that are in it now.
+
+    Those are the run and all of its kind after it that were judged. Raises TrackingError.
+    """
+    told = f"--accept {run_id[:80]}"
+    try:
+        client = MlflowClient(where.tracking_uri)
+        try:
+            run = client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code not in MISSING:
+                raise
+            store = redact(where.tracking_uri)
+            raise TrackingError(f"{told}: no such run in {store}; see its id in MLflow") from None
+        if "gate" not in run.data.tags or "gate.of" not in run.data.tags:
+            raise TrackingError(f"{told}: was judged by no gate; it is {run.info.status}")
+        query = (
+            f"attributes.status = 'FINISHED' and tags.`gate.of` = '{run.data.tags['gate.of']}' "
+            f"and attributes.start_time >= {run.info.start_time}"
+        )
+        found = client.search_runs([run.info.experiment_id], query, max_results=PAGE)
+        judged = [one for one in found if "gate" in one.data.tags]
+        for one in judged:
+            was = f"{one.data.tags['gate']}: {one.data.tags.get('gate.why', '')}"
+            why = f"accepted as the level from now on; it was {was}"[:FULL_LETTERS]
+            tags = [RunTag("gate", "new"), RunTag("gate.why", why)]
+            client.log_batch(one.info.run_id, tags=tags)
+    except TrackingError:
+        raise
+    except Exception as error:  # of any store
+        raise TrackingError(mlflow_store.explain_error(error, where)) from error
+    return [str(one.info.run_name) for one in judged]
 
 
 class ExperimentRuns:
@@ -123,19 +181,39 @@ class ExperimentRuns:
         return str(run.info.run_id)
 
     def set_tags(
-        self, run_id: str, tags: Mapping[str, str], params: Mapping[str, str] | None = None
+        self,
+        run_id: str,
+        tags: Mapping[str, str],
+        params: Mapping[str, str] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        step: int = 0,
     ) -> None:
-        """Set tags and params of a run.
+        """Set tags, params and metrics of a run, these at the step.
 
         Where MLflow is away that is printed, and no more: the comparison may have hours to
         go.
         """
+        now_ms = int(time.time() * 1000)
         try:
             self.client.log_batch(
                 run_id,
                 tags=[RunTag(name, value[:FULL_LETTERS]) for name, value in tags.items()],
                 params=[Param(name, value) for name, value in (params or {}).items()],
+                metrics=[Metric(k, value, now_ms, step) for k, value in (metrics or {}).items()],
             )
+        except Exception as error:  # of any store
+            print(mlflow_store.explain_error(error, self.where), file=sys.stderr)
+
+    def keep_view(self, view: ComparisonView) -> None:
+        """Save the view of a comparison; the oldest of too many go.
+
+        Where that is refused, it is printed, and no more.
+        """
+        key, value = view.make_tag()
+        try:
+            self.client.set_experiment_tag(self.experiment_id, key, value)
+            for old in find_old_comparisons(self.client.get_experiment(self.experiment_id).tags):
+                self.client.delete_experiment_tag(self.experiment_id, old)
         except Exception as error:  # of any store
             print(mlflow_store.explain_error(error, self.where), file=sys.stderr)
 
@@ -180,21 +258,22 @@ class ExperimentRuns:
         Raises TrackingError for a query that MLflow refuses.
         """
         found = []
-        for run in self._search_runs(query):
-            if _is_training(run) and COMPARISON not in run.data.tags:
-                found.append(_describe_run(run))
-                if len(found) == last:
-                    break
+        with _pause_collection():
+            for run in self._search_runs(query, at_once=min(PAGE, (last or PAGE) + OTHERS)):
+                if _is_training(run):
+                    found.append(_describe_run(run))
+                    if len(found) == last:
+                        break
         return found[::-1]
 
-    def _search_runs(self, query: str) -> Iterator[Run]:
+    def _search_runs(self, query: str, *, at_once: int) -> Iterator[Run]:
         token = None
         while True:
             try:
                 page = self.client.search_runs(
                     [self.experiment_id],
                     query,
-                    max_results=PAGE,
+                    max_results=at_once,
                     order_by=["attributes.start_time DESC"],
                     page_token=token,
                 )
@@ -219,18 +298,21 @@ class ExperimentRuns:
 
 
 def _is_training(run: Run) -> bool:
-    return NEEDED_METRIC in run.data.metrics or (
-        run.info.status != "FINISHED" and "device" in run.data.tags
-    )
+    is_measured = NEEDED_METRIC in run.data.metrics
+    is_one = is_measured or (run.info.status != "FINISHED" and "device" in run.data.tags)
+    return is_one and COMPARISON not in run.data.tags
 
 
 def _describe_run(run: Run) -> dict[str, Any]:
+    """Return a training; what an older version kept as params is read as it is kept now."""
     tags: Mapping[str, str] = run.data.tags
+    judged = {"val/r2": "regression", "val/accuracy": "classification"}
+    task = next((task for name, task in judged.items() if name in run.data.metrics), "")
     return {
         "run_id": run.info.run_id,
         "name": run.info.run_name or "",
         "status": run.info.status,
-        "params": run.data.params,
+        "params": select_params(run.data.params, task=task),
         "tags": tags,
         "metrics": run.data.metrics,
         "error": tags.get("end.reason", tags.get("failure", "")),

@@ -220,3 +220,12 @@ def test_what_cannot_be_listed_is_said_in_a_sentence(place: Path) -> None:
     (place / "mlflow.yaml").write_text("runs: [1]\n")
     done = _command(place, "flows.runs")
     assert (done.returncode, done.stderr.startswith("mlflow.yaml runs:")) == (2, True)
+
+
+def test_what_cannot_be_accepted_is_said_in_a_sentence(place: Path) -> None:
+    done = _command(place, "flows.runs", "--accept", "nightly")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "mlflow.db is not there; nothing has run yet" in done.stderr
+    with closing(sqlite3.connect(place / "mlflow.db")):
+        done = _command(place, "flows.runs", "--accept", "nightly")
+    assert done.returncode == 2 and "Traceback" not in done.stderr

@@ -23,7 +23,7 @@ from tasks.engine.memory.leaks import LeakError
 from tasks.engine.models import predictor
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.training import shared_model, trainer
+from tasks.engine.training import place, shared_model, trainer
 from tasks.engine.training.admission import Admission
 from tasks.engine.training.oom_report import OutOfMemory
 from tasks.run.preflight import BAD_INPUT
@@ -59,6 +59,7 @@ def test_a_run_on_digits_leaves_every_group_of_the_record(place: Path) -> None:
     assert client.get_experiment(run.info.experiment_id).name == "mine"
     assert params["optim.lr"] == "0.002" and params["data.source"] == "digits"
     assert set(params) < set(RunConfig().flat())
+    assert all(params.values()) and "run.name" not in params and tags["run.name"] == "my run"
     assert not {"data.context", "data.rows", "data.drop", "data.args"} & set(params), "mean nothing"
 
     assert tags["device"] == "cpu" and tags["device.kind"] == "cpu"
@@ -97,6 +98,10 @@ def test_a_run_on_digits_leaves_every_group_of_the_record(place: Path) -> None:
     for name in ("run_peak_allocated_mib", "leaked_mib", "activations_mib", "host_rss_peak_mib"):
         (point,) = client.get_metric_history(made["run_id"], f"memory/{name}")
         assert point.step == 0, f"{name}: of a later step MLflow draws a curve of one dot"
+    (mean,) = client.get_metric_history(made["run_id"], "speed/samples_per_s")
+    curve = client.get_metric_history(made["run_id"], "speed/recent_samples_per_s")
+    assert mean.step == 0 and len(curve) > 2, "the mean of the run ended the curve"
+    assert not client.get_metric_history(made["run_id"], "memory/peak_allocated_mib"), "two dots"
     (took,) = client.get_metric_history(made["run_id"], "time/total_s")
     assert took.step == 0
     trained, judged = run.inputs.dataset_inputs
@@ -226,9 +231,7 @@ SMALL_CNN = {"model": {"name": "cnn", "args": {"width": 8}}, "train": {"epochs":
 
 def test_a_run_without_memory_fails_with_its_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     # Let in, as where somebody else takes the memory after the admission.
-    monkeypatch.setattr(
-        trainer, "admit_training", lambda *_, **__: Admission(None, "", 64, "let in")
-    )
+    monkeypatch.setattr(place, "admit_training", lambda *_, **__: Admission(None, "", 64, "let in"))
     with pytest.raises(OutOfMemory, match="memory ran out on cpu in the forward pass of step 1"):
         _train(**SMALL_CNN, memory={"limit_mib": 0.04})
     (run,) = _runs()

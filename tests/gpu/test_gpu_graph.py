@@ -1,6 +1,7 @@
 """Steps that are recorded and replayed on CUDA: what they keep, give back, and are told by."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory.leaks import release_device_memory, take_baseline
 from tasks.engine.memory.memory_by_owner import OWNERS
 from tasks.engine.memory.memory_meter import MIB
-from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.step import optim
+from tasks.engine.settings.run_config import OptimConfig, RunConfig
+from tasks.engine.step import build, optim
 from tasks.engine.step.cuda_graph import GraphedStep, GraphError, use_own_stream
 from tasks.engine.step.micro_batches import SingleAttempt
 from tasks.engine.step.optimizer_step import Step
@@ -183,3 +184,35 @@ def test_a_recording_that_somebody_keeps_is_told_by_name_and_is_not_ok() -> None
     assert "private pools of graphs" in {one.name for one in facts.kept}
     kept.clear()
     assert release_device_memory(GPU, baseline_bytes=before.bytes).ok
+
+
+def test_replayed_steps_know_the_rates_of_parts_and_the_average() -> None:
+    """Rates that are set later are read at each replay, and weights that are exchanged for their
+    averages and back are found where they were."""
+    reached = []
+    for replays in (False, True):
+        torch.manual_seed(0)
+        with use_own_stream(GPU):
+            model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(GPU)
+            made = OptimConfig.model_validate(
+                {"lr": 0.1, "ema_decay": 0.9, "groups": {"2": {"lr": 0.01, "weight_decay": 0.5}}}
+            )
+            plain = replace(
+                _step(model, nn.functional.mse_loss), optimizer=build.make_optimizer(made, model)
+            )
+            step = GraphedStep(plain) if replays else plain
+            drawn = torch.Generator().manual_seed(1)
+            x = torch.empty(16, 8, device=GPU)
+            for count in range(12):
+                x.copy_(torch.randn(16, 8, generator=drawn))
+                plain.optimizer.set_lr(0.1 / (1 + count))
+                step(x, x, norm=False, watched=Watched.NOT)
+                with plain.optimizer.use_averages():
+                    averaged = [p.detach().clone() for p in model.parameters()]
+            if replays:
+                assert step.replays == 9
+            reached.append([p.detach().cpu() for p in (*model.parameters(), *averaged)])
+            torch.cuda.synchronize()
+            del step, plain, model, averaged
+    for one, other in zip(*reached, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

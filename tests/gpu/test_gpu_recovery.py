@@ -22,7 +22,7 @@ from tasks.engine.memory.memory_meter import MIB, MemoryMeter
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import optim
 from tasks.engine.step.plan import Plan, make_plan
-from tasks.engine.training import shared_model, trainer
+from tasks.engine.training import place, shared_model, trainer
 from tasks.engine.training.admission import Admission
 from tasks.engine.training.oom_report import OutOfMemory
 
@@ -100,7 +100,7 @@ def admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     def let_in(plan: Plan, **_: Any) -> Admission:
         return Admission(None, "", plan.micro_batch, "let in by a test")
 
-    monkeypatch.setattr(trainer, "admit_training", let_in)
+    monkeypatch.setattr(place, "admit_training", let_in)
     # Micro-batches are also halved where caches were given back in two windows running, and when a
     # window ends depends on the clock.
     monkeypatch.setattr(MemoryMeter, "is_thrashing", lambda meter: False)

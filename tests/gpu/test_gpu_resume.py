@@ -20,6 +20,16 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "torch.optim": {"optim": {"name": "Adam", "lr": 1e-3}},
     "accumulation": {"train": {"accumulate": 3}},
+    "averaged, parts, within an epoch": {
+        "model": {"args": {"hidden": [32, 16]}, "freeze": ["1"]},
+        "optim": {
+            "ema_decay": 0.9,
+            "groups": {"5": {"lr": 1e-3}},
+            "schedule": "plateau",
+            "plateau_patience": 0,
+        },
+        "train": {"eval_every_steps": 7, "label_smoothing": 0.1, "best_metric": "val/accuracy"},
+    },
 }
 
 

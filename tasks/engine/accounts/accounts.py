@@ -32,6 +32,7 @@ from tasks.engine.memory.allocators import wait_for_device
 from tasks.engine.memory.memory_by_owner import MemoryByOwner, OwnedTensors
 from tasks.engine.memory.memory_meter import MemoryMeter
 
+HELD = "held"  # looking for what is in use at the end: known, and no part that is worth a name
 PARTS = ("setup", "first_step", "eval", "log", "checkpoint")  # of a run, beside its steps
 
 
@@ -185,7 +186,7 @@ class Accounts:
         spent, total_s, clock = self.watch.seconds, self.watch.compute_total_s(), self.phases.clock
         phase_s = clock.compute_step_seconds()
         replay_s = clock.compute_step_seconds(replayed=True)
-        known_s = sum(spent[part] for part in PARTS)
+        known_s = sum(spent[part] for part in (*PARTS, HELD))
         known_s += sum(phase_s.values()) * max(0, steps - 1 - replays)
         known_s += sum(replay_s.values()) * replays
         phase_s |= replay_s
@@ -193,7 +194,7 @@ class Accounts:
         samples_per_s = rows / loop_s
         found = {
             **{f"time/{p}_ms": 1000 * phase_s[p] for p in (*PHASES, REPLAY) if p in phase_s},
-            **{f"time/{part}_s": spent[part] for part in PARTS},
+            **{f"time/{part}_s": spent[part] for part in (*PARTS, "steps")},
             "speed/steps_per_s": steps / loop_s,
         }
         if rows:

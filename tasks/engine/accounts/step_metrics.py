@@ -19,10 +19,12 @@ from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.memory.pinned_memory import copy_to_host
 
 Log = Callable[[dict[str, float], int], None]
+AGE_S = "age_s"  # among what is logged of a step: how long ago it was taken; no metric
 Blame = Callable[[], tuple[str, str] | None]  # the setting to blame and the sentence about it
 
 # Log points closer than this are read together: a reading costs the host about 0.1 ms.
 READ_EVERY_S = 0.05
+LEAST_AGE_S = 0.001  # as times are logged in milliseconds
 
 
 def blame_nobody() -> None:
@@ -41,6 +43,7 @@ class _LogPoint:
     lr: float | None  # None where nobody tells it
     losses: int
     norm: int | None
+    taken_s: float = math.inf  # by the host's clock; of a process before this one nobody knows
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class StepMetrics:
             self._norms.append(norm)
         at = None if norm is None else len(self._norms) - 1
         self._points.append(
-            _LogPoint(self._step, self._rate(self._step - 1), len(self._losses), at)
+            _LogPoint(self._step, self._rate(self._step - 1), len(self._losses), at, perf_counter())
         )
         # Several ranks read at the same points: then all find a loss that is no number.
         if not self._ranks.is_alone or perf_counter() - self._read_s >= READ_EVERY_S:
@@ -248,6 +251,7 @@ class StepMetrics:
     def _tell(self, points: list[_LogPoint], values: list[float], count: int) -> None:
         """Log the points of a reading: `count` losses, then the norms."""
         losses, norms, begin = values[:count], values[count:], 0
+        now_s = perf_counter()
         for point in points:
             part = self._open + losses[begin : point.losses]
             begin, self._open = point.losses, []
@@ -260,6 +264,8 @@ class StepMetrics:
                 metrics |= self._phases.meter.end_window()
                 if point.step != self._last_step:
                     metrics |= self._compute_speed()
+            if now_s - point.taken_s >= LEAST_AGE_S:
+                metrics[AGE_S] = now_s - point.taken_s
             self._log(metrics, point.step)
         self._open += losses[begin:]
 

@@ -26,6 +26,7 @@ MAY_DIFFER = (
     *("device.name", "device.require", "data.path", "data.cache", "data.memory_mib"),
     *("train.epochs", "train.max_steps", "train.max_s", "train.until", "train.patience"),
     *("train.log_every", "train.compile", "train.parallel"),
+    *("train.eval_every_steps", "train.min_delta"),
 )
 MAY_DIFFER_IN = ("checkpoint", "memory", "launch", "run")
 GIT_S = 5.0  # for its answer

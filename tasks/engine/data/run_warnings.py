@@ -112,10 +112,10 @@ def compute_guess_loss(values: np.ndarray) -> float:
 
 
 def warn_of_results(
-    data: DataFacts, metrics: Mapping[str, float], *, loss: str, alike: bool
+    data: DataFacts, metrics: Mapping[str, float], *, loss: str, alike: bool, best: str = "val/loss"
 ) -> tuple[str, ...]:
     """Return the warnings about the metrics of a model. loss: train.loss; alike: whether it
-    gave every validation row the same answer."""
+    gave every validation row the same answer; best: the metric by which weights are the best."""
     said = []
     r2, accuracy = metrics.get("val/r2", 0.0), metrics.get("val/accuracy")
     if r2 < 0:
@@ -153,9 +153,14 @@ def warn_of_results(
             f"{format_number(data.guess)}, the entropy of the validation tokens: how often each is "
             f"there is as good an answer; {REMEDY}"
         )
-    if not math.isfinite(metrics["val/loss"]):
+    if best not in metrics:
         said.append(
-            f"val/loss is {metrics['val/loss']}, so that no epoch was better than another and the "
+            f"{best} is not defined by these validation rows, so that no epoch was better than "
+            "another and the last one's weights are logged; choose another train.best_metric"
+        )
+    elif not math.isfinite(metrics[best]):
+        said.append(
+            f"{best} is {metrics[best]}, so that no epoch was better than another and the "
             "last one's weights are logged; lower optim.lr, or set train.precision fp32"
         )
     if alike:

@@ -103,9 +103,9 @@ def shard_model(model: nn.Module, *, device: torch.device, recompute: bool) -> n
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.contiguous()  # FSDP shares out rows, not channels last
         dist.broadcast(tensor.detach(), 0)
-    found = find_shard_units(model)
     if recompute:
-        recompute_activations(found)
+        recompute_activations(model)
+    found = find_shard_units(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*found, model):
         fully_shard(module, mesh=mesh)
@@ -158,10 +158,31 @@ def find_shard_units(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(found(model)))
 
 
-def recompute_activations(modules: list[nn.Module]) -> None:
-    """Make these modules keep only their inputs for the backward pass, and compute the rest
-    again."""
-    for module in modules:
+# Of transformers models, from version 5.23 on and before.
+ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Make the blocks of the model keep only their inputs for the backward pass, and compute the
+    rest again: by the method that transformers models have for it, since their blocks called twice
+    would fill their cache twice. Raises ConfigError where there is neither."""
+    enable = next((f for name in ENABLE if callable(f := getattr(model, name, None))), None)
+    blocks, told = find_shard_units(model), ""
+    if enable is not None:
+        try:
+            enable({"use_reentrant": False})
+        except ValueError as error:
+            told = str(error).rstrip(".")
+    elif not blocks:
+        told = (
+            f"the model has no {ENABLE[1]}(), and no block of {UNIT_BYTES // 1024} KiB or more in "
+            "an nn.Sequential or nn.ModuleList"
+        )
+    if told:
+        raise ConfigError(
+            f"memory.recompute: {told}; set it to false, or call torch.utils.checkpoint in forward"
+        )
+    for module in blocks if enable is None else ():
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 

@@ -173,6 +173,22 @@ def label_axes(ax: Axes, title: str, *, unit: str = "", grid: Literal["x", "y"] 
     ax.set_axisbelow(True)
 
 
+def place_legend(ax: Axes, *, colours: Sequence[str] | None = None) -> None:
+    """Draw the legend below the axes, where no line is."""
+    figure = ax.figure
+    figure.subplots_adjust(bottom=0.2)
+    ax.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.13),
+        ncols=3,
+        frameon=False,
+        fontsize=9,
+        labelcolor=colours,
+        handlelength=1.2,
+        columnspacing=1.2,
+    )
+
+
 def _draw_lines(ax: Axes, lines: list[Line], title: str) -> None:
     label_axes(ax, title, unit="optimizer step")
     ax.locator_params(axis="x", integer=True, nbins=7)
@@ -181,8 +197,7 @@ def _draw_lines(ax: Axes, lines: list[Line], title: str) -> None:
         marker = "o" if len(points) < 2 else ""
         ax.plot(x, y, color=colour, linewidth=1.7, label=label, marker=marker, markersize=4)
     if len(lines) > 1:
-        colours = [colour for _, colour, _ in lines]
-        ax.legend(frameon=False, fontsize=9, labelcolor=colours, handlelength=1.2)
+        place_legend(ax, colours=[colour for _, colour, _ in lines])
 
 
 def _mark_point(ax: Axes, point: tuple[float, float], text: str) -> None:
@@ -203,6 +218,10 @@ def _draw_bar_charts(blocks: Sequence[Block], colour: str) -> Figure | None:
     if not blocks:
         return None
     axes = make_panels(len(blocks))
+    if len(blocks) > 2:  # each with room for its labels and its words
+        width = 4.8 * len(blocks)
+        axes[0].figure.set_size_inches(width, INCHES[1])  # type: ignore[union-attr]
+        axes[0].figure.subplots_adjust(left=1.0 / width, wspace=0.5)
     for ax, block in zip(axes, blocks, strict=True):
         _draw_bars(ax, block, colour)
     return axes[0].figure  # type: ignore[return-value]
@@ -231,7 +250,10 @@ TITLES = {
     "memory/leaked_mib": "leaked, MiB",
 }
 COLUMNS = 3
-CAPTION = "runs, this one at 0; grey: within the limit for three in a row; dashed: that for one"
+CAPTION = (
+    "runs, this one at 0; grey: within the limit for three in a row; dashed: that for one; "
+    "green: the level that it once had"
+)
 
 
 def draw_trend(run: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -263,6 +285,7 @@ def _draw_trend_panel(ax: Axes, one: Mapping[str, Any]) -> None:
     colour = VERMILION if one["beyond"] else GREEN
     ax.axhspan(min(near, 2 * middle - near), max(near, 2 * middle - near), color="#ECECEC")
     ax.axhline(middle, color=GREY, linewidth=0.9, linestyle=":")
+    ax.axhline(one.get("level", middle), color=GREEN, linewidth=0.9, linestyle="-.")
     low, high = min([*values, near, middle]), max([*values, near, middle])
     room = 0.15 * (high - low) or 1.0
     ax.set_ylim(low - room, high + room)

@@ -18,6 +18,7 @@ from tasks.engine.base.units import (
     format_seconds,
     make_printable,
 )
+from tasks.engine.settings.run_config import parse_best_metric
 
 Numbers = Mapping[str, float]
 
@@ -275,6 +276,20 @@ STAGES = (
     ("release", "time/release_memory_s"),
     ("close", "time/close_s"),
 )
+BESIDE_STEPS = (
+    ("time/first_step_s", "first step {}"),
+    ("time/eval_s", "eval {}"),
+    ("time/log_s", "log {}"),
+    ("time/checkpoint_s", "checkpoint {}"),
+)
+TRAINING = (  # the parts of the stage "train"; what none of them holds is "other"
+    ("set-up", "time/setup_s"),
+    ("first step", "time/first_step_s"),
+    ("steps", "time/steps_s"),
+    ("evaluation", "time/eval_s"),
+    ("log", "time/log_s"),
+    ("checkpoint", "time/checkpoint_s"),
+)
 PHASES = tuple(
     (phase.replace("_", " "), f"time/{phase}_ms")
     for phase in (
@@ -313,7 +328,7 @@ def make_report(run: Mapping[str, Any], *, limit: int = 400) -> Report:
     warnings = tuple(make_printable(words, limit=limit) for words in run.get("warnings") or ())
     found = (
         Section("Warnings", warnings, ok=False),
-        _make_gate_section(tags),
+        _make_gate_section(run, tags, limit),
         _make_training_section(run, learned, limit),
         make_classes_section(run, limit=limit),
         _make_device_section(
@@ -379,7 +394,11 @@ def _make_training_section(run: Mapping[str, Any], learned: Numbers, limit: int)
     kept = []
     if {"train/best_epoch", "train/epoch"} <= learned.keys():
         best, last = (format_number(learned[k]) for k in ("train/best_epoch", "train/epoch"))
-        kept.append(f"the weights are those of epoch {best} of {last}: its val/loss is the lowest")
+        metric = parse_best_metric(str(params.get("train.best_metric", "val/loss")))
+        end = "lowest" if metric.is_lower else "highest"
+        kept.append(
+            f"the weights are those of epoch {best} of {last}: its {metric.name} is the {end}"
+        )
     pace = make_phrases(
         learned,
         ("speed/samples_per_s", "{} samples/s"),
@@ -445,10 +464,12 @@ def _describe_ranks(tags: Mapping[str, str], metrics: Numbers) -> tuple[str, ...
     return tuple(join_parts([f"{tags['ranks']} processes", *again_words, *told]))
 
 
-def _make_gate_section(tags: Mapping[str, str]) -> Section:
+def _make_gate_section(run: Mapping[str, Any], tags: Mapping[str, str], limit: int) -> Section:
     if tags.get("gate", "ok") in ("ok", "new"):
         return Section("Gate", ())
-    why = tags.get("gate.why", "").split("; ")
+    # Each part is cut by itself: the last is a command.
+    whole = str((run.get("tags") or {}).get("gate.why") or "")
+    why = [make_printable(part, limit=limit) for part in whole.split("; ")]
     return Section("Gate", (f"{tags['gate']} than the runs before: {why[0]}", *why[1:]), ok=False)
 
 
@@ -458,6 +479,18 @@ def _make_step_block(name: str, phases: list[tuple[str, float]]) -> Block:
         f"{name}, {format_milliseconds(whole_ms)}",
         make_bars(phases, whole=whole_ms, words=format_milliseconds),
     )
+
+
+def split_training_time(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of a training by part; they sum to `time/train_model_s`.
+
+    Empty where that or the steps are not known, or where the parts are more: of a training that
+    went on they are those of all its processes.
+    """
+    whole_s = metrics.get("time/train_model_s", 0.0)
+    parts = {name: metrics[key] for name, key in TRAINING if key in metrics}
+    other_s = whole_s - sum(parts.values())
+    return {**parts, "other": other_s} if "steps" in parts and other_s >= 0 else {}
 
 
 def _make_time_section(metrics: Numbers) -> Section:
@@ -477,17 +510,18 @@ def _make_time_section(metrics: Numbers) -> Section:
     is_below = metrics.get("time/unaccounted_pct", 0) >= 0  # else phases, times steps, are more
     besides = make_phrases(
         metrics,
-        ("time/first_step_s", "first step {}"),
-        ("time/eval_s", "eval {}"),
-        ("time/log_s", "log {}"),
-        ("time/checkpoint_s", "checkpoint {}"),
+        *(() if split_training_time(metrics) else BESIDE_STEPS),
         *((("time/unaccounted_pct", "{} % unaccounted"),) if is_below else ()),
         ("time/timed_steps", "phases of {} steps timed"),
         ("time/core_wait_pct", "other work had its cores {} % of the time"),
         ("time/core_wait_own_pct", "its own helpers {} %"),
     )
+    training = split_training_time(metrics)
+    train_s = sum(training.values())
+    bars = make_bars([*training.items()], whole=train_s, words=format_seconds)
     blocks = (
         Block("stages of the run", make_bars(stages, whole=total_s, words=format_seconds)),
+        Block(f"training, {format_seconds(train_s)}", bars),
         *(_make_step_block(name, parts) for name, parts in steps.items()),
     )
     return Section(

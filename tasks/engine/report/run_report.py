@@ -135,6 +135,7 @@ class _Rule:
 MARKDOWN_LIMIT = 8000  # characters; MLflow cuts a longer tag in silence
 COMMAND_LIMIT = 1000
 BAR_WIDTH = 20
+LINE_LETTERS = 110  # of one line of MLflow's page
 _MARKUP = re.compile(r"([\\`*_\[\]#|~])")
 
 
@@ -174,10 +175,7 @@ def make_markdown(run: Mapping[str, Any], *, open_command: str) -> str:
 
 
 def _render_markdown(report: Report, command: str) -> str:
-    status = [f"**{_escape_markup(report.status)}**"] if report.status else []
-    parts = [" ".join([*status, _escape_markup(report.name)])]
-    if report.headline:
-        parts.append("**" + _escape_markup(", ".join(report.headline)) + "**")
+    parts = ["  \n".join(_render_first_lines(report))]
     if report.error:
         parts.append(f"> {_escape_markup(report.error)}")
     for section in report.sections:
@@ -191,6 +189,27 @@ def _render_markdown(report: Report, command: str) -> str:
         fence = "`" * max(3, ticks + 1)
         parts.append(f"### Open it in MLflow\n\n{fence}sh\n{command}\n{fence}")
     return "\n\n".join(parts) + "\n"
+
+
+def _render_first_lines(report: Report) -> list[str]:
+    """Return what matters in three lines: MLflow's page of a run shows no more of it unasked."""
+    known = {section.title: section.lines for section in report.sections if section.lines}
+    doubts = [report.error or "", *known.get("Warnings", ()), *known.get("Gate", ())]
+    doubts = [doubt for doubt in doubts if doubt]
+    more = f" (and {len(doubts) - 1} more)" if len(doubts) > 1 else ""
+    peak = known.get("Memory", ("",))[0].partition(",")[0]
+    release = ", ".join(known.get("Release", ("",))[0].split(", ")[:2])
+    facts = ", ".join([*report.headline, *([] if report.headline else [report.name])])
+    lines = [
+        f"**{_escape_markup(' '.join(filter(None, (report.status, facts))))}**",
+        f"Doubt: {_escape_markup(_shorten(doubts[0]))}{more}" if doubts else "",
+        _escape_markup("; ".join(filter(None, (peak, release and f"release {release}")))),
+    ]
+    return [line for line in lines if line]
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= LINE_LETTERS else f"{text[: LINE_LETTERS - 3].rstrip()}..."
 
 
 def _render_markdown_table(block: Block) -> str:

@@ -7,6 +7,7 @@ that are large or not regular, and aliases of aliases.
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import re
@@ -23,7 +24,12 @@ from ruamel.yaml.error import YAMLError
 
 from tasks.engine.base import secret_names
 from tasks.engine.base.import_paths import find_allow_problem, find_import_problem, is_import_path
-from tasks.engine.settings.run_config import SOURCES_BY_SETTING, TOKEN_SOURCES, RunConfig
+from tasks.engine.settings.run_config import (
+    SCHEDULES_BY_SETTING,
+    SOURCES_BY_SETTING,
+    TOKEN_SOURCES,
+    RunConfig,
+)
 from tasks.engine.settings.table import (
     MAPPINGS,
     describe_unknown_setting,
@@ -372,22 +378,62 @@ def find_unused_settings(config: RunConfig) -> dict[str, str]:
         }
     if not is_import_path(source):
         unused["data.args"] = f"it is for a source of your own (this is {source})"
-    if config.optim.schedule == "constant":
-        unused["optim.min_lr_fraction"] = "it is for the cosine (optim.schedule is constant)"
+    for name, schedules in SCHEDULES_BY_SETTING.items():
+        if config.optim.schedule not in schedules:
+            meant = " or ".join(schedules)
+            unused[name] = f"it is for optim.schedule {meant} (this is {config.optim.schedule})"
     if optimizer == "sgd":
         unused["optim.beta2"] = "it is for AdamW (optim.name is sgd)"
     return unused
 
 
 def collect_params(config: RunConfig) -> dict[str, object]:
-    """Return the settings that this run uses, under their dotted names and without secrets: its
-    MLflow params."""
+    """Return the settings that this run uses, under their dotted names and without secrets."""
     unused = find_unused_settings(config)
     return {
         name: value
         for name, value in hide_config_secrets(config).flat().items()
         if name not in unused
     }
+
+
+_NAMES = ("run.name", "run.key", "run.experiment")
+_OF_REGRESSION = ("data.scale_target", "data.target_transform")
+_OF_SEVERAL = ("launch.nodes", "launch.port", "launch.wait_s", "launch.timeout_s")
+_EMPTY = ("", "None", "[]", "{}")
+_PARAM = re.compile(r"[\w.-]+")
+
+
+def select_params(settings: Mapping[str, object], *, task: str = "") -> dict[str, str]:
+    """Return what was set or decided, as MLflow's params have it: no names of the run, nothing
+    that is empty or means nothing here, and each argument of a mapping under its own name.
+
+    settings: as collect_params returns them, or the params of a run of an older version. task:
+    of the data, where it is known.
+    """
+    given: dict[str, str] = {}
+    for name, value in settings.items():
+        if name.endswith(".args") and str(value).startswith("{"):
+            given |= _flatten(name, value)
+        else:
+            given[name] = "" if value is None else str(value)
+    absent = {*_NAMES, *(_OF_REGRESSION if task not in ("", "regression") else ())}
+    absent |= {"train.class_weights"} if task not in ("", "classification", "multilabel") else set()
+    if given.get("launch.processes", "1") == "1" and given.get("launch.nodes", "") in _EMPTY:
+        absent |= {*_OF_SEVERAL}
+    return {k: v for k, v in given.items() if k not in absent and v not in _EMPTY}
+
+
+def _flatten(name: str, value: object) -> dict[str, str]:
+    """Return the entries of a mapping, or of its text, under dotted names; as one text where that
+    cannot be."""
+    try:
+        found = value if isinstance(value, Mapping) else ast.literal_eval(str(value))
+    except (ValueError, SyntaxError):
+        return {name: str(value)}
+    if not isinstance(found, Mapping) or not all(_PARAM.fullmatch(str(key)) for key in found):
+        return {name: str(value)}
+    return {f"{name}.{key}": str(one) for key, one in found.items()}
 
 
 def describe_unused_settings(config: RunConfig) -> list[str]:
@@ -399,7 +445,7 @@ def describe_unused_settings(config: RunConfig) -> list[str]:
         if asked[name] != usual[name]
     ]
     patience, epochs = config.train.patience, config.train.epochs
-    if patience >= epochs:
+    if patience >= epochs and config.train.eval_every_steps is None:
         why = f"the run ends after {epochs} epoch{'s' * (epochs != 1)}, by train.epochs"
         lines.append(f"train.patience: has no effect (got {patience}): {why}")
     return lines

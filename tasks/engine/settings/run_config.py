@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -318,8 +318,23 @@ TORCH_OPTIMIZERS = (
     *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam"),
     *("RAdam", "RMSprop", "Rprop", "SGD"),
 )
-SCHEDULES = ("cosine", "constant")
+SCHEDULES = ("cosine", "constant", "linear", "step", "plateau", "one_cycle")
+# The schedules that look at a setting.
+SCHEDULES_BY_SETTING: dict[str, tuple[str, ...]] = {
+    "optim.min_lr_fraction": ("cosine", "linear", "plateau"),
+    "optim.gamma": ("step", "plateau"),
+    "optim.step_epochs": ("step",),
+    "optim.plateau_patience": ("plateau",),
+}
 LOSSES = ("auto", "cross_entropy", "bce", "mse")
+TASK_METRICS = {  # what a task measures of itself, beside metrics of the user's own
+    "classification": ("val/accuracy", "val/balanced_accuracy", "val/macro_f1", "val/loss"),
+    "multilabel": ("val/accuracy", "val/f1", "val/macro_f1", "val/average_precision", "val/loss"),
+    "regression": ("val/r2", "val/mae", "val/rmse", "val/loss"),
+    "tokens": ("val/perplexity", "val/loss"),
+}
+TOP5 = "val/top5_accuracy"  # of a classification with more than ten classes
+LOWER_IS_BETTER = ("val/perplexity", "val/loss", "val/mae", "val/rmse")
 _DEVICE = re.compile(r"(auto|cpu|mps|(cuda|rocm|xpu)(:[0-9]{1,4})?)")
 
 
@@ -357,6 +372,9 @@ class ModelConfig(Section):
     """Arguments of the model. mlp: hidden (list of widths), dropout; cnn: width, dropout;
     transformer: layers, heads, width, dropout, positions (rope or learned). Your own is called with
     them, and with input_shape and outputs where it has parameters of these names."""
+    freeze: list[Text] = Field(default_factory=list)
+    """Parameters that are not trained, by patterns of their names, such as encoder.*; encoder alone
+    is all of that module."""
 
     @model_validator(mode="after")
     def _check_arguments(self) -> ModelConfig:
@@ -364,6 +382,13 @@ class ModelConfig(Section):
         if wrong:
             raise ValueError(f"args: {'; '.join(wrong)}")
         return self
+
+
+class GroupConfig(Section):
+    """What a part of the model has for itself."""
+
+    lr: Annotated[Float, Field(gt=0, le=1000)] | None = None
+    weight_decay: Annotated[Float, Field(ge=0, le=1000)] | None = None
 
 
 class OptimConfig(Section):
@@ -380,16 +405,35 @@ class OptimConfig(Section):
     """Momentum of SGD (Nesterov); AdamW's beta1."""
     beta2: Annotated[Float, Field(ge=0, lt=1)] = 0.999
     """AdamW's beta2."""
+    groups: dict[str, GroupConfig] = Field(default_factory=dict)
+    """Parts of the model with a peak learning rate or a weight decay of their own, by patterns of
+    parameter names: {"encoder.*": {lr: 1e-5}}. The first that matches counts; the schedule is that
+    of all."""
     schedule: Annotated[Text, require_known(SCHEDULES)] = "cosine"
-    """Learning rate after the warm-up: falling along a cosine, or constant.
-    package.module:function: your own, of the step (from 0) and the steps of the run, that gives the
-    share of optim.lr there; without a warm-up."""
+    """Learning rate after the warm-up. cosine, linear: falling to min_lr_fraction; constant; step:
+    times gamma every step_epochs; plateau: times gamma where train.best_metric gets no better;
+    one_cycle: PyTorch's OneCycleLR. package.module:function: your own, of the step (from 0) and the
+    steps of the run, that gives the share of optim.lr there; without a warm-up."""
     min_lr_fraction: Annotated[Float, Field(ge=0, le=1)] = 0.0
-    """Share of the peak learning rate that the cosine falls to."""
-    warmup_fraction: Annotated[Float, Field(ge=0, le=1)] = 0.05
-    """Share of all steps in which the learning rate rises linearly from 0."""
+    """Share of the peak learning rate that cosine and linear fall to, and below which plateau does
+    not fall."""
+    gamma: Annotated[Float, Field(gt=0, lt=1)] = 0.1
+    """What the schedules step and plateau multiply the learning rate by."""
+    step_epochs: Annotated[Int, Field(ge=1, le=10**6)] = 30
+    """Epochs between two falls of the schedule step."""
+    plateau_patience: Annotated[Int, Field(ge=0, le=10**6)] = 10
+    """Evaluations without an improvement that the schedule plateau waits; at the next one it
+    falls."""
+    warmup_fraction: Annotated[Float, Field(ge=0, le=1)] | None = None
+    """Share of all steps in which the learning rate rises, linearly from 0. Default: 0.05; of
+    one_cycle 0.3."""
+    warmup_steps: Annotated[Int, Field(ge=0, le=10**12)] | None = None
+    """The same in steps, in place of warmup_fraction: a recipe may give either."""
     clip_norm: Annotated[Float, Field(gt=0)] | None = None
     """Largest norm of all gradients together; larger ones are scaled down."""
+    ema_decay: Annotated[Float, Field(gt=0, lt=1)] | None = None
+    """Decay of an exponential moving average of the weights, such as 0.999: this average is then
+    what is evaluated and logged. It takes as much memory as the weights."""
 
     @field_validator("name", mode="before")
     @classmethod
@@ -400,6 +444,45 @@ class OptimConfig(Section):
                 "are seen once; choose another"
             )
         return name
+
+    @model_validator(mode="after")
+    def _check_warm_up(self) -> OptimConfig:
+        given = self.warmup_steps is not None or self.warmup_fraction is not None
+        if self.warmup_steps is not None and self.warmup_fraction is not None:
+            raise ValueError(
+                f"warmup_steps: is given beside optim.warmup_fraction (got {self.warmup_steps} and "
+                f"{self.warmup_fraction:g}); drop one of them"
+            )
+        if given and is_import_path(self.schedule):
+            setting = "warmup_fraction" if self.warmup_steps is None else "warmup_steps"
+            raise ValueError(
+                f"{setting}: is not for a schedule of your own ({self.schedule}), which gives the "
+                "rate of every step; drop it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> OptimConfig:
+        for pattern, group in self.groups.items():
+            if group.lr is None and group.weight_decay is None:
+                raise ValueError(
+                    f"groups: {pattern[:80]!r} must have lr, weight_decay or both; such as "
+                    "{'encoder.*': {lr: 1e-5}}"
+                )
+        return self
+
+
+class BestMetric(NamedTuple):
+    """The metric by which weights are the best."""
+
+    name: str
+    is_lower: bool  # whether less is better
+
+
+def parse_best_metric(text: str) -> BestMetric:
+    """Return the metric of a name, or of min:NAME and max:NAME."""
+    direction, _, name = text.rpartition(":")
+    return BestMetric(name, direction == "min" if direction else name in LOWER_IS_BETTER)
 
 
 class TrainConfig(Section):
@@ -434,6 +517,9 @@ class TrainConfig(Section):
     metrics: dict[str, Text] = Field(default_factory=dict)
     """Validation metrics of your own, by name: package.module:function of outputs and targets, the
     mean over the rows of a batch; logged as val/NAME."""
+    label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = 0.0
+    """Share of each label that all classes get, of cross_entropy, as nn.CrossEntropyLoss has it. It
+    is of training alone: val/loss stays what can be compared."""
     class_weights: Literal["none", "balanced"] = "none"
     """balanced: each class of a classification weighs as much as the others, however few its
     rows."""
@@ -442,10 +528,18 @@ class TrainConfig(Section):
     deterministic: Bool = False
     """Only what gives the same bits again: algorithms, and nothing that is chosen by timing, which
     threads and train.compile: auto are."""
+    eval_every_steps: Annotated[Int, Field(ge=1, le=10**12)] | None = None
+    """Optimizer steps between two evaluations within an epoch, beside the one at its end."""
+    best_metric: Text = "val/loss"
+    """The validation metric that tells which weights are best, such as val/accuracy; one of
+    train.metrics with its direction: max:val/NAME or min:val/NAME."""
     patience: Annotated[Int, Field(ge=0, le=10**6)] = 0
-    """Stop after this many epochs without a better validation loss; 0: never."""
+    """Stop after this many evaluations, one an epoch as a rule, in which train.best_metric got no
+    better; 0: never."""
+    min_delta: Annotated[Float, Field(ge=0)] = 0.0
+    """How much better it has to get to count for train.patience and for the schedule plateau."""
     keep: Literal["best", "last"] = "best"
-    """Which weights are logged: those of the epoch with the lowest validation loss, or the last."""
+    """Which weights are logged: the best by train.best_metric, or the last."""
     log_every: Annotated[Int, Field(ge=1, le=10**9)] = 10
     """Optimizer steps between two log points, at which the host waits for the device."""
 
@@ -471,6 +565,27 @@ class TrainConfig(Section):
             if not IMPORT_PATH.fullmatch(path):
                 raise ValueError(f"{name} must be package.module:function (got {path[:80]!r})")
         return metrics
+
+    @model_validator(mode="after")
+    def _check_best_metric(self) -> TrainConfig:
+        direction, colon, name = self.best_metric.rpartition(":")
+        own = [f"val/{metric}" for metric in self.metrics]
+        of_tasks = [*dict.fromkeys(m for of in TASK_METRICS.values() for m in of), TOP5]
+        known = of_tasks + own
+        if name not in known or (colon and direction not in ("min", "max")):
+            near = get_close_matches(f"val/{name.removeprefix('val/')}"[:80], known, 1)
+            raise ValueError(
+                f"best_metric: must be one of {', '.join(known)} (got {self.best_metric[:80]!r})"
+                + (f"; did you mean {near[0]}?" if near else "")
+            )
+        if name not in of_tasks and not colon:
+            raise ValueError(f"best_metric: {name} is your own; say min:{name} or max:{name}")
+        return self
+
+    @property
+    def best(self) -> BestMetric:
+        """Return the metric that best_metric names."""
+        return parse_best_metric(self.best_metric)
 
     @model_validator(mode="after")
     def _check_micro_batches(self) -> TrainConfig:
@@ -504,7 +619,8 @@ class MemoryConfig(Section):
     that keeps it, counts all tensors, which makes short steps slower."""
     recompute: Bool = False
     """Drop what the forward pass of a block leaves, and compute it again for its backward pass:
-    activations take less memory, a step about a third more time."""
+    activations take less memory, a step about a third more time. Blocks are those of nn.Sequential
+    and nn.ModuleList; transformers models do it by their gradient_checkpointing_enable()."""
     wait_s: Annotated[Float, Field(ge=0, le=10**6)] = 0.0
     """Seconds to wait for memory that other processes hold, where not even one row fits. Then the
     run is refused."""

@@ -11,9 +11,14 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, NamedTuple
 
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.run_config import GroupConfig, RunConfig
 
-MAPPINGS = ("model.args", "data.args", "train.metrics")  # inner names are the user's
+MAPPINGS = (
+    "model.args",
+    "data.args",
+    "train.metrics",
+    "optim.groups",
+)  # inner names are the user's
 _AS_PYDANTIC_SAYS = {"array": "list", "object": "dictionary"}
 _LIMITS = {
     "exclusiveMinimum": "above",
@@ -28,13 +33,25 @@ _OTHER_WORDS = {
     "data.target": "label",
     "device.name": "gpu cuda accelerator",
     "memory.limit_mib": "memory_limit",
+    "memory.recompute": "gradient_checkpointing",
     "model.args": "hidden dropout",
-    "optim.clip_norm": "grad_clip max_grad_norm",
+    "model.freeze": "frozen",
+    "optim.clip_norm": "grad_clip max_grad_norm gradient_clip_val",
+    "optim.ema_decay": "ema ema_momentum",
+    "optim.gamma": "factor",
+    "optim.groups": "param_groups parameter_groups",
     "optim.lr": "learning_rate",
     "optim.momentum": "beta1",
     "optim.name": "optimizer optim.type",
+    "optim.schedule": "lr_scheduler lr_scheduler_type scheduler",
+    "optim.step_epochs": "step_size",
+    "optim.warmup_fraction": "warmup_ratio pct_start",
     "train.accumulate": "grad_accum gradient_accumulation_steps",
-    "train.patience": "early_stopping",
+    "train.best_metric": "monitor metric_for_best_model",
+    "train.eval_every_steps": "eval_steps val_check_interval",
+    "train.label_smoothing": "label_smoothing_factor",
+    "train.min_delta": "threshold early_stopping_threshold",
+    "train.patience": "early_stopping early_stopping_patience",
     "train.precision": "amp dtype fp16 bf16",
 }
 
@@ -81,6 +98,8 @@ def describe_setting(row: Setting) -> str:
 def describe_unknown_setting(name: str) -> str:
     """Describe why the name is refused, and which setting was probably meant."""
     section = name.partition(".")[0]
+    if name.startswith("optim.groups."):
+        return f"unknown; a group has {' and '.join(GroupConfig.model_fields)}"
     own = [row.name for row in list_settings() if row.name.startswith(f"{section}.")]
     if name == section and own:
         return f"is a section; give its settings by name, such as {own[0]}"

@@ -1,4 +1,4 @@
-"""Makes the parts of a training: model, step, optimizer, learning rate; the same for a training, a
+"""Makes the parts of a training: model, step, optimizer; the same for a training, a
 forecast and a benchmark. It refuses nothing: what does not fit was refused before.
 """
 
@@ -128,32 +128,25 @@ def make_step(
 
 def make_optimizer(o: OptimConfig, model: nn.Module) -> optim.Optimizer:
     """Return the optimizer over the model's parameters."""
-    if o.name not in FUSED:
-        return optim.make_torch_optimizer(
-            o, model.parameters(), undecayed=optim.list_undecayed(model)
+    parameters, undecayed = model.parameters(), optim.list_undecayed(model)
+    groups = optim.find_groups(o, model)
+    made: optim.Optimizer
+    if o.name in FUSED:
+        made = optim.make_fused_optimizer(
+            o.name,
+            parameters,
+            lr=o.lr,
+            weight_decay=o.weight_decay,
+            momentum=o.momentum,
+            beta2=o.beta2,
+            undecayed=undecayed,
         )
-    return optim.make_fused_optimizer(
-        o.name,
-        model.parameters(),
-        lr=o.lr,
-        weight_decay=o.weight_decay,
-        momentum=o.momentum,
-        beta2=o.beta2,
-        undecayed=optim.list_undecayed(model),
-    )
-
-
-def make_schedule(o: OptimConfig, *, steps: int) -> Callable[[int], float]:
-    """Return the learning rate of each step of a run of `steps`."""
-    if is_import_path(o.schedule):
-        return optim.make_own_schedule(o, steps=steps)
-    return optim.make_schedule(
-        o.schedule,
-        lr=o.lr,
-        total_steps=steps,
-        warmup_fraction=o.warmup_fraction,
-        min_fraction=o.min_lr_fraction,
-    )
+        made.set_groups(groups, lr=o.lr)
+    else:
+        made = optim.make_torch_optimizer(o, parameters, undecayed=undecayed, groups=groups)
+    if o.ema_decay is not None:
+        made.keep_average(o.ema_decay)
+    return made
 
 
 def describe_model(plan: Plan, *, outputs: int) -> dict[str, Any]:

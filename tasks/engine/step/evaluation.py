@@ -28,6 +28,7 @@ from tasks.engine.batches.batches import Batches
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.memory.out_of_memory import clear_frames
 from tasks.engine.models.user_model import BuiltinForward, Forward
+from tasks.engine.settings.run_config import BestMetric
 from tasks.engine.step.losses import OwnMetrics
 from tasks.engine.step.micro_batches import MemoryExhausted, MicroBatching, name_oom_phase
 from tasks.engine.step.optimizer_step import Count, Loss, count_rows, scale_loss
@@ -40,40 +41,60 @@ def iterate_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class BestWeights:
-    """Follows val/loss over the epochs, and keeps the weights of the lowest."""
+    """Follows a metric over the evaluations, and keeps the weights of the best."""
 
-    def __init__(self, *, keeps: bool = True) -> None:
-        """keeps: whether the weights are wanted; else the losses alone are followed."""
-        self.keeps = keeps
-        self.waited = 0  # epochs since the best
-        self.epoch = 0  # from 1; 0: none yet
-        self._metrics = {"val/loss": math.inf}
+    def __init__(
+        self,
+        *,
+        keeps: bool = True,
+        metric: BestMetric = BestMetric("val/loss", True),  # noqa: B008 (a tuple)
+        min_delta: float = 0.0,
+    ) -> None:
+        """keeps: whether the weights are wanted; else the metric alone is followed. min_delta: how
+        much better it has to get, for `waited` to begin anew."""
+        self.keeps, self._metric, self._min_delta = keeps, metric, min_delta
+        self.waited = 0  # evaluations since one that was better by min_delta
+        self.epoch = 0.0  # from 1, or a part of one; 0: none yet
+        self._metrics: dict[str, float] = {}
+        # What min_delta counts from; of a metric that is to be high, its negative.
+        self._reached = math.inf
         self.cells: ConfusionCells | None = None  # of the best epoch of a classification
         self._kept: dict[str, Tensor] = {}
-        self._is_now = False  # the best weights are those of now, and not copied yet
+        self.is_now = False  # the best weights are those of now, and not copied yet
 
     @property
     def has_weights(self) -> bool:
         """Return whether `restore_best` gives the metrics of an earlier, better epoch."""
         return self.keeps and self.epoch > 0
 
-    def record_epoch(
-        self, metrics: dict[str, float], epoch: int, *, cells: ConfusionCells | None = None
+    def record(
+        self, metrics: dict[str, float], epoch: float, *, cells: ConfusionCells | None = None
     ) -> None:
-        """Record that this epoch, counted from 1, has ended with these metrics."""
+        """Record the metrics of an evaluation. epoch: how many had ended by then, or a part of
+        one."""
         self.waited += 1
-        if math.isfinite(metrics["val/loss"]) and metrics["val/loss"] < self._metrics["val/loss"]:
-            self._metrics, self.epoch, self.waited = metrics, epoch, 0
-            self.cells = cells
-        self._is_now = self.waited == 0
+        value = self._read(metrics)
+        self.is_now = value < self._read(self._metrics)
+        if self.is_now:
+            self._metrics, self.epoch, self.cells = metrics, epoch, cells
+        if value < self._reached - self._min_delta:
+            self._reached, self.waited = value, 0
+
+    def _read(self, metrics: dict[str, float]) -> float:
+        """Return the value, or its negative where more is better; infinite where it is no number or
+        absent."""
+        value = metrics.get(self._metric.name, math.inf)
+        if not math.isfinite(value):
+            return math.inf
+        return value if self._metric.is_lower else -value
 
     @torch.inference_mode()
     def keep(self, model: nn.Module) -> None:
         """Copy the weights, where the current ones are the best; call it where training goes
         on."""
-        if not self.keeps or not self._is_now:
+        if not self.keeps or not self.is_now:
             return
-        self._is_now = False
+        self.is_now = False
         for name, tensor in iterate_tensors(model):
             kept = self._kept.get(name)
             is_other = kept is None or (get_local_part(kept) is kept) != (
@@ -89,7 +110,7 @@ class BestWeights:
         current weights."""
         if not self.has_weights:
             return metrics
-        for name, tensor in iterate_tensors(model) if self.waited else ():
+        for name, tensor in () if self.is_now else iterate_tensors(model):
             kept = self._kept.get(name, tensor)
             if kept.shape == tensor.shape:
                 tensor.copy_(shard_like(kept, tensor))
@@ -100,16 +121,24 @@ class BestWeights:
     def state(self) -> dict[str, Any]:
         """Return the best result so far; without its weights where those are the model's
         current ones."""
-        kept = {} if self._is_now else dict(self._kept)
+        kept = {} if self.is_now else dict(self._kept)
         best = {"metrics": dict(self._metrics), "epoch": self.epoch, "waited": self.waited}
         cells = None if self.cells is None else self.cells.table
-        return {**best, "kept": kept, "is_now": self._is_now, "cells": cells}
+        return {
+            **best,
+            "kept": kept,
+            "is_now": self.is_now,
+            "cells": cells,
+            "reached": self._reached,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to where `state` was taken."""
         self._metrics, self.epoch = state["metrics"], state["epoch"]
-        self.waited, self._kept, self._is_now = state["waited"], state["kept"], state["is_now"]
-        cells = state.get("cells")  # which checkpoints of before do not have
+        self.waited, self._kept, self.is_now = state["waited"], state["kept"], state["is_now"]
+        # What checkpoints of before do not have:
+        self._reached = state.get("reached", self._read(self._metrics))
+        cells = state.get("cells")
         self.cells = None if cells is None else ConfusionCells(cells)
 
     def iterate_kept(self) -> Iterator[Tensor]:

@@ -50,14 +50,29 @@ class WeightedCrossEntropy:
     """
 
     weights: Tensor  # (classes,), on the device
+    label_smoothing: float = 0.0
 
     def __call__(self, logits: Tensor, classes: Tensor) -> Tensor:
-        return cross_entropy(logits, classes, weight=self.weights, reduction="sum") / len(classes)
+        summed = cross_entropy(
+            logits,
+            classes,
+            weight=self.weights,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+        return summed / len(classes)
 
 
-def make_loss(train: TrainConfig, data: DataFacts, device: torch.device) -> Loss:
-    """Return the loss of this training. Raises ConfigError where it does not fit what is
-    learnt."""
+def make_loss(
+    train: TrainConfig, data: DataFacts, device: torch.device, *, is_judged: bool = False
+) -> Loss:
+    """Return the loss of this training, or of its evaluations, which smooth no label. Raises
+    ConfigError where it does not fit what is learnt."""
+    smoothing = 0.0 if is_judged else train.label_smoothing
+    fits = FITTING[data.task]
+    if train.label_smoothing and (is_import_path(train.loss) or fits != "cross_entropy"):
+        loss = train.loss if is_import_path(train.loss) else fits
+        raise ConfigError(f"train.label_smoothing: is for cross_entropy (this is {loss}); drop it")
     if is_import_path(train.loss):
         if train.class_weights != "none":
             raise ConfigError(
@@ -66,20 +81,21 @@ def make_loss(train: TrainConfig, data: DataFacts, device: torch.device) -> Loss
             )
         own = import_callable(train.loss, setting="train.loss", refusal=ConfigError)
         return wrap_in_units(own, data, device)
-    fits = FITTING[data.task]
     if train.loss not in ("auto", fits):
         raise ConfigError(
             f"train.loss: {train.loss} does not fit {data.task}; use auto or {fits}, or a function "
             "of your own"
         )
     if train.class_weights == "balanced":
-        return WeightedCrossEntropy(torch.tensor(_compute_balanced_weights(data), device=device))
+        weights = torch.tensor(_compute_balanced_weights(data), device=device)
+        return WeightedCrossEntropy(weights, smoothing)
     losses: dict[str, Loss] = {
         "cross_entropy": compute_token_loss if data.task == "tokens" else cross_entropy,
         "bce": binary_cross_entropy_with_logits,
         "mse": mse_loss,
     }
-    return losses[fits]
+    smoothed: Any = losses[fits]
+    return partial(smoothed, label_smoothing=smoothing) if smoothing else losses[fits]
 
 
 def choose_count(train: TrainConfig, data: DataFacts, *, of_labels: Count | None = None) -> Count:
@@ -208,12 +224,13 @@ def has_own_loss(train: TrainConfig) -> bool:
     return train.loss == "auto" and train.class_weights == "none"
 
 
-def compute_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+def compute_token_loss(logits: Tensor, tokens: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     """Compute the cross entropy over all tokens.
 
     logits: (rows, context, vocabulary); tokens: (rows, context) int64.
     """
-    return cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    flat = logits.flatten(0, 1), tokens.flatten()
+    return cross_entropy(*flat, label_smoothing=label_smoothing)
 
 
 def _compute_balanced_weights(data: DataFacts) -> list[float]:

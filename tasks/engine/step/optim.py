@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from tasks.engine.base import nested
 from tasks.engine.base.import_paths import describe_error, import_callable, is_import_path
 from tasks.engine.base.nested import get_local_part, shard_like
 from tasks.engine.memory.out_of_memory import is_oom
+from tasks.engine.models.parameter_patterns import find_parameters
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import FUSED, OptimConfig
+from tasks.engine.settings.run_config import FUSED, BestMetric, GroupConfig, OptimConfig
 from tasks.engine.step.micro_batches import MemoryExhausted, MemoryFailure, extract_message
 
 
@@ -46,11 +50,47 @@ class Optimizer:
         self.param_groups = [{"params": self.params}]
         self.lr: float | Tensor = lr
         free = set(map(id, undecayed))
-        self.decays = [0.0 if id(p) in free else weight_decay for p in self.params]
+        self._free = [id(p) in free for p in self.params]
+        self.decays = [0.0 if is_free else weight_decay for is_free in self._free]
+        self.shares = [1.0] * len(self.params)  # of the rate
+        self._average: Callable[..., None] | None = None
+        self.averages: list[Tensor] = []  # of the parameters, where they are wanted
+        self._is_taken = False  # a step whose average is still to be computed
         self._is_plain = all(get_local_part(p) is p and not p.is_complex() for p in self.params)
         self._applied = 0  # calls of the kernel that a step made before one of them failed
         # What these calls are given, once the state is made: see _calls.
-        self._groups: list[tuple[float, list[nn.Parameter], list[list[Tensor]]]] | None = None
+        self._groups: list[tuple[_Rates, list[nn.Parameter], list[list[Tensor]]]] | None = None
+
+    def set_groups(self, groups: Mapping[int, GroupConfig], *, lr: float) -> None:
+        """Give parameters, by their ids, a rate and a weight decay of their own; those without
+        decay stay so. lr: the peak for all others."""
+        for i, p in enumerate(self.params):
+            group = groups.get(id(p), GroupConfig())
+            if group.lr is not None:
+                self.shares[i] = group.lr / lr
+            if group.weight_decay is not None and not self._free[i]:
+                self.decays[i] = group.weight_decay
+
+    def keep_average(self, decay: float) -> None:
+        """Keep an exponential moving average of the parameters, from the first step on."""
+        self._average = get_ema_multi_avg_fn(decay)
+
+    @contextmanager
+    def use_averages(self) -> Iterator[None]:
+        """Return a context in which the parameters are their averages, where these are kept."""
+        self.swap_averages()
+        try:
+            yield
+        finally:
+            self.swap_averages()
+
+    @torch.no_grad()
+    def swap_averages(self) -> None:
+        """Exchange parameters and averages in place: a recorded step finds them where they were."""
+        for p, average in zip(self.params, self.averages, strict=False):
+            kept = p.clone()
+            p.copy_(average)
+            average.copy_(kept)
 
     def set_lr(self, lr: float) -> None:
         """Set the rate of the next steps; in place where steps are replayed, which read a
@@ -72,9 +112,26 @@ class Optimizer:
             p.grad = None
 
     def step(self) -> None:
+        """Take a step. One whose average found no memory is not taken again."""
+        if not self._is_taken:
+            self._take_step()
+        if self._average is not None:
+            self._is_taken = True
+            self._update_averages(self._average)
+            self._is_taken = False
+
+    @torch.no_grad()
+    def _update_averages(self, average: Callable[..., None]) -> None:
+        if self.averages:
+            average(self._list_local(self.averages), self._list_local([*self.params]), None)
+        else:  # the first are the parameters themselves, as AveragedModel has it
+            self.averages = [p.detach().clone() for p in self.params]
+
+    def _take_step(self) -> None:
         raise NotImplementedError
 
     def list_state_tensors(self) -> list[Tensor]:
+        """Return the tensors of the state, on their device."""
         raise NotImplementedError
 
     def state(self) -> Any:
@@ -85,6 +142,12 @@ class Optimizer:
     def restore(self, state: Any) -> None:
         """Go back to where `state` was taken."""
         raise NotImplementedError
+
+    def _keep_averages(self) -> dict[str, list[Tensor]]:
+        return {"averages": list(self.averages)} if self.averages else {}
+
+    def _restore_averages(self, state: Any) -> None:
+        self.averages = _lay_out_like(self.params, state.get("averages", []))
 
     def _list_local(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return what the kernels work on: each element by itself, so that a rank's own part will
@@ -99,9 +162,9 @@ class Optimizer:
 
     def _list_calls(
         self, which: list[int], *state: list[Tensor]
-    ) -> list[tuple[float, list[list[Tensor]]]]:
+    ) -> list[tuple[float, float | Tensor, list[list[Tensor]]]]:
         """Return the calls of the kernel that a step on these parameters takes, one for each weight
-        decay: the decay, and the lists of parameters, gradients and of each `state`.
+        decay and rate: both, and the lists of parameters, gradients and of each `state`.
 
         Where a call runs out of memory, the step is tried again: it begins at that call. The lists
         are those of the step before where every parameter has a gradient again, as nearly always.
@@ -110,24 +173,34 @@ class Optimizer:
         groups = self._groups if is_whole else None
         if groups is not None and not self._applied:
             made: list[Any] = [
-                (decay, [local, [p.grad for p in parameters], *others])
-                for decay, parameters, (local, *others) in groups
+                (
+                    decay,
+                    self.lr if share == 1.0 else self.lr * share,
+                    [local, [p.grad for p in parameters], *others],
+                )
+                for (decay, share), parameters, (local, *others) in groups
             ]
             return made
         if groups is None:
             groups = []
-            for decay in sorted({self.decays[i] for i in which}):
-                part = [i for i in which if self.decays[i] == decay]
+            rates = [(self.decays[i], self.shares[i]) for i in which]
+            for rate in sorted({*rates}):
+                part = [i for i, own in zip(which, rates, strict=True) if own == rate]
                 kept: list[Sequence[Tensor]] = [self.params, *state]
                 lists = [self._list_local([tensors[i] for i in part]) for tensors in kept]
-                groups.append((decay, [self.params[i] for i in part], lists))
+                groups.append((rate, [self.params[i] for i in part], lists))
             if self._is_plain and is_whole:
                 self._groups = groups
         calls = []
-        for decay, parameters, (local, *others) in groups[self._applied :]:
+        for (decay, share), parameters, (local, *others) in groups[self._applied :]:
             gradients: list[Any] = [p.grad for p in parameters]
-            calls.append((decay, [local, self._list_local(gradients), *others]))
+            # Of a tensor a product is made on the device, also in a recording.
+            lr = self.lr if share == 1.0 else self.lr * share
+            calls.append((decay, lr, [local, self._list_local(gradients), *others]))
         return calls
+
+
+_Rates = tuple[float, float]  # weight decay, and the share of the learning rate
 
 
 class AdamW(Optimizer):
@@ -151,7 +224,7 @@ class AdamW(Optimizer):
         self.steps: list[Tensor] = []
 
     @torch.no_grad()
-    def step(self) -> None:
+    def _take_step(self) -> None:
         if not self.means:
             # Made at the first step, when the activations are gone: the peak is lower by as much.
             means = [torch.zeros_like(p) for p in self.params]
@@ -175,7 +248,7 @@ class AdamW(Optimizer):
         else:
             torch._foreach_add_(counts, taken)
         try:
-            for weight_decay, lists in self._list_calls(
+            for weight_decay, lr, lists in self._list_calls(
                 which, self.means, self.squares, self.steps
             ):
                 params, gradients, means, squares, steps = lists
@@ -186,7 +259,7 @@ class AdamW(Optimizer):
                     squares,
                     [],
                     steps,
-                    lr=self.lr,
+                    lr=lr,
                     beta1=self.beta1,
                     beta2=self.beta2,
                     weight_decay=weight_decay,
@@ -204,15 +277,18 @@ class AdamW(Optimizer):
             raise
 
     def list_state_tensors(self) -> list[Tensor]:
-        return [*self.means, *self.squares, *{id(count): count for count in self.steps}.values()]
+        counts = {id(count): count for count in self.steps}.values()
+        return [*self.means, *self.squares, *counts, *self.averages]
 
     def state(self) -> Any:
         # One count for all parameters stays one.
         shared = len({id(count) for count in self.steps}) == 1
         steps = self.steps[:1] if shared else self.steps
-        return {"means": list(self.means), "squares": list(self.squares), "steps": list(steps)}
+        kept = {"means": list(self.means), "squares": list(self.squares), "steps": list(steps)}
+        return kept | self._keep_averages()
 
     def restore(self, state: Any) -> None:
+        self._restore_averages(state)
         self.means = _lay_out_like(self.params, state["means"])
         self.squares = _lay_out_like(self.params, state["squares"])
         counts = [count.to(self.params[0].device) for count in state["steps"]]
@@ -237,12 +313,12 @@ class Sgd(Optimizer):
         self.momenta: list[Tensor] = []
 
     @torch.no_grad()
-    def step(self) -> None:
+    def _take_step(self) -> None:
         if self.momentum and not self.momenta:
             # From zeros the first step gives momentum * 0 + gradient: what torch.optim starts with.
             self.momenta, self._groups = [torch.zeros_like(p) for p in self.params], None
         which, state = self._find_with_grads(), [self.momenta] if self.momentum else []
-        for weight_decay, lists in self._list_calls(which, *state):
+        for weight_decay, lr, lists in self._list_calls(which, *state):
             params, gradients, *momenta = lists
             torch._fused_sgd_(
                 params,
@@ -250,7 +326,7 @@ class Sgd(Optimizer):
                 momenta[0] if momenta else [],
                 weight_decay=weight_decay,
                 momentum=self.momentum,
-                lr=self.lr,
+                lr=lr,
                 dampening=0.0,
                 nesterov=self.momentum > 0,
                 maximize=False,
@@ -262,12 +338,13 @@ class Sgd(Optimizer):
         self._applied = 0
 
     def list_state_tensors(self) -> list[Tensor]:
-        return list(self.momenta)
+        return [*self.momenta, *self.averages]
 
     def state(self) -> Any:
-        return {"momenta": list(self.momenta)}
+        return {"momenta": list(self.momenta), **self._keep_averages()}
 
     def restore(self, state: Any) -> None:
+        self._restore_averages(state)
         self.momenta, self._groups = _lay_out_like(self.params, state["momenta"]), None
 
 
@@ -317,29 +394,126 @@ def list_undecayed(model: nn.Module) -> list[nn.Parameter]:
     return kept + [p for p in model.parameters() if p.dim() < 2]
 
 
-def make_schedule(
-    name: str,
-    *,
-    lr: float,
-    total_steps: int,
-    warmup_fraction: float,
-    min_fraction: float = 0.0,
-) -> Callable[[int], float]:
-    """Return the function that gives the learning rate of step 0, 1, ..., total_steps - 1.
+def find_groups(o: OptimConfig, model: nn.Module) -> dict[int, GroupConfig]:
+    """Return what parameters have for themselves, by their ids. Raises ConfigError for a pattern
+    that no parameter is left for."""
+    found: dict[int, GroupConfig] = {}
+    for pattern, group in o.groups.items():
+        meant = find_parameters(model, pattern, setting="optim.groups")
+        new = {id(p): group for p in meant if p.requires_grad and id(p) not in found}
+        if not new:
+            raise ConfigError(
+                f"optim.groups: {pattern[:80]!r} has no parameter of its own: those it matches are "
+                "frozen or of an earlier pattern; drop it, or put it first"
+            )
+        found |= new
+    return found
 
-    It rises linearly to `lr` over the warm-up, then stays, or falls to `min_fraction` of it
-    along half a cosine (SGDR, Loshchilov & Hutter 2017, arXiv:1608.03983, one period, no
-    restart).
+
+class Plateau:
+    """The learning rate of PyTorch's ReduceLROnPlateau, after a linear warm-up. Its state is what
+    the evaluations so far have come to."""
+
+    def __init__(self, o: OptimConfig, *, warm_up: int, best: BestMetric, min_delta: float) -> None:
+        self._warm_up, self._metric = warm_up, best.name
+        self._group: dict[str, Any] = {"lr": o.lr}
+        self._inner = ReduceLROnPlateau(
+            _HeldRate(self._group),
+            mode="min" if best.is_lower else "max",
+            factor=o.gamma,
+            patience=o.plateau_patience,
+            threshold=min_delta,
+            threshold_mode="abs",
+            min_lr=o.lr * o.min_lr_fraction,
+        )
+
+    def __call__(self, step: int) -> float:
+        lr: float = self._group["lr"]
+        return lr * (step + 1) / self._warm_up if step < self._warm_up else lr
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of an evaluation."""
+        self._inner.step(metrics.get(self._metric, math.nan))
+
+    def state(self) -> dict[str, Any]:
+        """Return what the next rates depend on."""
+        return {"lr": self._group["lr"], "plateau": dict(self._inner.state_dict())}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to where `state` was taken."""
+        self._group["lr"] = state["lr"]
+        self._inner.load_state_dict(state["plateau"])
+
+
+class _HeldRate(torch.optim.Optimizer):
+    """A rate where PyTorch's schedules look for it. Not made as an optimizer of its own is, which
+    imports the compiler."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.param_groups = [group]
+
+
+def make_schedule(
+    o: OptimConfig,
+    *,
+    steps: int,
+    epoch_steps: int = 1,
+    best: BestMetric = BestMetric("val/loss", True),  # noqa: B008 (a tuple)
+    min_delta: float = 0.0,
+) -> Callable[[int], float]:
+    """Return the function that gives the learning rate of step 0, 1, ..., steps - 1.
+
+    It rises linearly to optim.lr over the warm-up. Then it stays; falls to min_lr_fraction of it
+    along half a cosine (SGDR, Loshchilov & Hutter 2017, arXiv:1608.03983, one period, no restart)
+    or a line; or falls as StepLR, which counts the epochs of `epoch_steps` from the first step on,
+    OneCycleLR and ReduceLROnPlateau of torch.optim.lr_scheduler do. A function of the step needs
+    nothing of a checkpoint; Plateau, which follows `best`, has a state.
     """
-    warmup = round(warmup_fraction * total_steps)
+    if is_import_path(o.schedule):
+        return _make_own_schedule(o, steps=steps)
+    if o.schedule == "one_cycle":
+        return _make_one_cycle(o.lr, steps=steps, warm_up=_count_warm_up(o, steps))
+    warm_up = round(_count_warm_up(o, steps))
+    if o.schedule == "plateau":
+        return Plateau(o, warm_up=warm_up, best=best, min_delta=min_delta)
+    name, lr, least, gamma = o.schedule, o.lr, o.min_lr_fraction, o.gamma
+    period = o.step_epochs * epoch_steps
 
     def at(step: int) -> float:
-        if step < warmup:
-            return lr * (step + 1) / warmup
+        if step < warm_up:
+            return lr * (step + 1) / warm_up
         if name == "constant":
             return lr
-        done = (step - warmup) / max(1, total_steps - warmup)
-        return lr * (min_fraction + (1 - min_fraction) * 0.5 * (1 + math.cos(math.pi * done)))
+        if name == "step":
+            return lr * gamma ** (step // period)
+        done = (step - warm_up) / max(1, steps - warm_up)
+        left = 0.5 * (1 + math.cos(math.pi * done)) if name == "cosine" else 1 - done
+        return lr * (least + (1 - least) * left)
+
+    return at
+
+
+def _count_warm_up(o: OptimConfig, steps: int) -> float:
+    """Return the steps in which the rate rises. A part of a step is what OneCycleLR knows too."""
+    if o.warmup_steps is not None:
+        return o.warmup_steps
+    preset = PCT_START if o.schedule == "one_cycle" else 0.05
+    return (preset if o.warmup_fraction is None else o.warmup_fraction) * steps
+
+
+PCT_START, DIV_FACTOR, FINAL_DIV_FACTOR = 0.3, 25.0, 1e4  # what OneCycleLR itself presets
+
+
+def _make_one_cycle(lr: float, *, steps: int, warm_up: float) -> Callable[[int], float]:
+    """The formula of OneCycleLR.get_lr."""
+    first, top = lr / DIV_FACTOR, warm_up - 1
+
+    def at(step: int) -> float:
+        if step <= top:
+            start, end, share = first, lr, step / top if top else 1.0
+        else:
+            start, end, share = lr, first / FINAL_DIV_FACTOR, (step - top) / (steps - 1 - top)
+        return end + (start - end) / 2.0 * (math.cos(math.pi * share) + 1)
 
     return at
 
@@ -366,7 +540,7 @@ class TorchOptimizer(Optimizer):
         for group, rate in zip(self._inner.param_groups, self._rates, strict=True):
             group["lr"] = rate * (lr / self._peak)
 
-    def step(self) -> None:
+    def _take_step(self) -> None:
         """Take a step whole or not at all, where memory runs out in it.
 
         Raises torch.OutOfMemoryError where all is as before it, and MemoryExhausted where a part of
@@ -393,12 +567,14 @@ class TorchOptimizer(Optimizer):
 
     def list_state_tensors(self) -> list[Tensor]:
         states = self._inner.state.values()
-        return [kept for state in states for kept in state.values() if isinstance(kept, Tensor)]
+        kept = [kept for state in states for kept in state.values() if isinstance(kept, Tensor)]
+        return [*kept, *self.averages]
 
     def state(self) -> Any:
-        return self._inner.state_dict()
+        return self._inner.state_dict() | self._keep_averages()
 
     def restore(self, state: Any) -> None:
+        self._restore_averages(state)
         self._inner.load_state_dict(state)
         for p, kept in self._inner.state.items():
             kept |= {
@@ -448,9 +624,14 @@ def _get_class_name(inner: torch.optim.Optimizer) -> str:
 
 
 def make_torch_optimizer(
-    o: OptimConfig, parameters: Iterable[nn.Parameter], *, undecayed: Iterable[nn.Parameter] = ()
+    o: OptimConfig,
+    parameters: Iterable[nn.Parameter],
+    *,
+    undecayed: Iterable[nn.Parameter] = (),
+    groups: Mapping[int, GroupConfig] | None = None,
 ) -> TorchOptimizer:
-    """Return the optimizer named by `optim.name`. Raises ConfigError."""
+    """Return the optimizer named by `optim.name`. groups: what parameters have for themselves, by
+    their ids. Raises ConfigError."""
     own = is_import_path(o.name)
     factory: Callable[..., Any] = (
         import_callable(o.name, setting="optim.name", refusal=ConfigError)
@@ -460,12 +641,16 @@ def make_torch_optimizer(
     params = [p for p in parameters if p.requires_grad]
     given = _collect_arguments(factory, o)
     free = set(map(id, undecayed)) if "weight_decay" in given else set()
-    groups: list[dict[str, Any]] = [{"params": [p for p in params if id(p) not in free]}]
-    if free:
-        groups.append({"params": [p for p in params if id(p) in free], "weight_decay": 0.0})
+    made: dict[str, dict[str, Any]] = {"{}": {"params": []}}  # the first is that of most
+    for p in params:
+        asked = (groups or {}).get(id(p), GroupConfig()).model_dump(exclude_none=True)
+        for name in asked.keys() - given.keys():
+            raise ConfigError(f"optim.groups: {o.name} takes no {name}; drop it")
+        asked |= {"weight_decay": 0.0} if id(p) in free else {}
+        made.setdefault(str(asked), {"params": [], **asked})["params"].append(p)
     told = ""
     try:
-        inner = factory([group for group in groups if group["params"]], **given)
+        inner = factory([group for group in made.values() if group["params"]], **given)
     except Exception as error:
         if is_oom(error):
             raise
@@ -476,19 +661,31 @@ def make_torch_optimizer(
     return TorchOptimizer(inner, params, lr=o.lr)
 
 
-def check_optimizer(o: OptimConfig, *, steps: int) -> None:
+def check_optimizer(o: OptimConfig, *, steps: int, epochs: int) -> None:
     """Try the optimizer on a small matrix and a bias, and the schedule at its ends. Raises
-    ConfigError."""
+    ConfigError, also for a schedule that a run of so many steps and epochs has no room for."""
     if o.name not in FUSED:
-        weights = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
-        make_torch_optimizer(o, weights, undecayed=weights[1:])
+        for group in (GroupConfig(), *o.groups.values()):
+            weights = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
+            own = {id(weights[0]): group}
+            make_torch_optimizer(o, weights, undecayed=weights[1:], groups=own)
     if is_import_path(o.schedule):
-        rate = make_own_schedule(o, steps=steps)
+        rate = make_schedule(o, steps=steps)
         for step in (0, steps - 1):
             rate(step)
+    elif o.warmup_steps is not None and o.warmup_steps >= steps:
+        raise ConfigError(
+            f"optim.warmup_steps: must be below the {steps:,} steps of the run "
+            f"(got {o.warmup_steps:,}); lower it, or raise train.epochs"
+        )
+    if o.schedule == "step" and o.step_epochs >= epochs:
+        raise ConfigError(
+            f"optim.step_epochs: must be below the {epochs:,} epochs of the run, or the rate never "
+            f"falls (got {o.step_epochs:,}); lower it"
+        )
 
 
-def make_own_schedule(o: OptimConfig, *, steps: int) -> Callable[[int], float]:
+def _make_own_schedule(o: OptimConfig, *, steps: int) -> Callable[[int], float]:
     """Return the learning rate of each step by the function at `optim.schedule`. Raises
     ConfigError, also when it is called."""
     share = import_callable(o.schedule, setting="optim.schedule", refusal=ConfigError)

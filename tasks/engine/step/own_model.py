@@ -22,8 +22,10 @@ from tasks.engine.diagnosis import failed_step
 from tasks.engine.diagnosis.tensor_names import find_unsaved_tensors
 from tasks.engine.memory.out_of_memory import is_oom
 from tasks.engine.models import builtin
+from tasks.engine.models.parameter_patterns import freeze_parameters
 from tasks.engine.models.user_model import NoOutputsError, construct_model, make_own_forward
 from tasks.engine.settings.model_args import ModelError
+from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import ModelConfig, TrainConfig
 from tasks.engine.step.losses import (
     check_loss,
@@ -73,9 +75,11 @@ def build_model_on_host(settings: ModelConfig, data: DataFacts) -> nn.Module:
     """
     name, args = settings.name, settings.args
     if not is_import_path(name):
-        return builtin.build_model(
+        model = builtin.build_model(
             name, input_shape=data.input_shape, outputs=data.outputs, args=args
         )
+        freeze_parameters(model, settings.freeze)
+        return model
     factory = import_callable(name, setting="model.name", refusal=ModelError)
     model = construct_model(factory, name, args, input_shape=data.input_shape, outputs=data.outputs)
     for module in model.modules():
@@ -83,6 +87,7 @@ def build_model_on_host(settings: ModelConfig, data: DataFacts) -> nn.Module:
             module.sparse = False  # all optimizers take dense gradients, which are as large
     if any(isinstance(p, LAZY) for p in (*model.parameters(), *model.buffers())):
         _run_forward(model, *make_sample(data, 2, device=CPU), name)
+    freeze_parameters(model, settings.freeze)
     return model
 
 
@@ -99,7 +104,7 @@ def check_model(settings: ModelConfig, train: TrainConfig, data: DataFacts) -> M
     factory = import_callable(name, setting="model.name", refusal=ModelError)
     facts = [data.task, data.input_shape, data.outputs, data.batch, data.class_rows]
     facts.append(data.train_rows)
-    said = [settings.args, train.model_dump(), facts]
+    said = [settings.model_dump(), train.model_dump(), facts]
     try:
         return _check_own_model(
             factory, json.dumps(said, default=str), _UnhashedArguments(settings, train, data)
@@ -115,6 +120,8 @@ def _check_builtin_model(settings: ModelConfig, train: TrainConfig, data: DataFa
     name = settings.name
     if data.batch is not None:
         _refuse_batches(data, name)
+    if settings.freeze:
+        build_model_on_host(settings, data)
     work, weights_bytes = builtin.check_model(
         name,
         input_shape=data.input_shape,
@@ -196,6 +203,13 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
         _run_forward(
             model.train(), *make_sample(data, 1, device=CPU), name
         )  # a norm of the batch can't
+    if own_loss and train.label_smoothing:
+        _, given = make_own_forward(model, takes_loss=True)(x)
+        if given is not None:
+            raise ConfigError(
+                f"train.label_smoothing: has no meaning with the loss that {name} computes itself; "
+                "drop it, or set train.loss to cross_entropy"
+            )
     of_labels = None
     if own_loss and isinstance(x, Mapping) and "labels" in x:
         of_labels = find_label_count(make_own_forward(model.eval(), takes_loss=True), x, y)

@@ -31,6 +31,7 @@ class Schedule:
     patience: int
     seed: int
     max_steps: int | None = None
+    eval_every_steps: int | None = None  # beside the evaluation at the end of an epoch
 
     def count_steps(self, epoch_steps: int) -> int:
         """Return the optimizer steps of all epochs, at most max_steps; patience may end it
@@ -68,10 +69,10 @@ class Plan:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether weights are kept beside those that are trained: of one epoch there are no
+        """Whether weights are kept beside those that are trained: of one evaluation there are no
         others."""
         t = self.settings.train
-        return t.keep == "best" and t.epochs > 1
+        return t.keep == "best" and (t.epochs > 1 or t.eval_every_steps is not None)
 
     @cached_property
     def comparable(self) -> str:
@@ -92,6 +93,9 @@ class Plan:
             [self.keeps_best and device.kind == "cpu"],  # beside the weights that are trained
             *([] if processes == ("1", 1) else [*processes, t.parallel]),
             *(["recompute"] if self.settings.memory.recompute else []),
+            *(["label_smoothing"] if t.label_smoothing else []),
+            *([["ema"]] if o.ema_decay is not None else []),
+            *([["parts", m.freeze, [*o.groups]]] if m.freeze or o.groups else []),
         ]
         return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -131,6 +135,7 @@ def _make_schedule(train: TrainConfig) -> Schedule:
         log_every=train.log_every,
         patience=train.patience,
         seed=train.seed,
+        eval_every_steps=train.eval_every_steps,
     )
 
 

@@ -8,7 +8,9 @@ import time
 
 from tasks.engine.base.import_paths import forbid_exit
 from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import TASK_METRICS, TOP5
 from tasks.engine.step import optim, own_model
+from tasks.engine.step.evaluation import TOP_OF
 from tasks.engine.step.own_model import ModelCheck
 from tasks.engine.step.plan import Plan
 from tasks.engine.training.loop import compute_end_time
@@ -31,7 +33,8 @@ def check_training(plan: Plan) -> ModelCheck:
         )
     if config.train.until is not None:
         compute_end_time(config.train.until, time.time())
-    optim.check_optimizer(config.optim, steps=plan.steps)
+    optim.check_optimizer(config.optim, steps=plan.steps, epochs=plan.epochs)
+    _refuse_evaluations(plan)
     checked = own_model.check_model(config.model, config.train, data)
     if config.train.batch_size > data.train_rows:
         raise ConfigError(
@@ -48,4 +51,40 @@ def check_training(plan: Plan) -> ModelCheck:
             f"optim.name: {config.optim.name} cannot train a model that is shared out "
             "(train.parallel is fsdp); choose another, or ddp"
         )
+    if config.optim.groups or config.memory.recompute:
+        model = own_model.build_model_on_host(config.model, data)
+        optim.find_groups(config.optim, model)
+        if config.memory.recompute:
+            # torch.distributed.fsdp costs a second.
+            from tasks.engine.distributed.sharding import recompute_activations
+
+            recompute_activations(model)
     return checked
+
+
+def _refuse_evaluations(plan: Plan) -> None:
+    """Raises ConfigError where evaluations do not give what the settings ask of them."""
+    t, o, task = plan.settings.train, plan.settings.optim, plan.data.task
+    top5 = [TOP5] * (task == "classification" and plan.data.outputs > TOP_OF)
+    known = [*TASK_METRICS[task], *top5, *(f"val/{name}" for name in t.metrics)]
+    if t.best.name not in known:
+        raise ConfigError(
+            f"train.best_metric: {t.best.name} is not measured of this {task}; choose one of "
+            f"{', '.join(known)}"
+        )
+    if t.eval_every_steps is not None and t.eval_every_steps >= plan.steps:
+        raise ConfigError(
+            f"train.eval_every_steps: must be below the {plan.steps:,} steps of the run "
+            f"(got {t.eval_every_steps:,}); lower it, or drop it"
+        )
+    times = plan.epochs + (plan.steps // t.eval_every_steps if t.eval_every_steps else 0)
+    if o.schedule == "plateau" and o.plateau_patience + 2 > times:
+        raise ConfigError(
+            f"optim.plateau_patience: {o.plateau_patience} never lowers the rate within the "
+            f"{times:,} evaluations of the run; lower it, or raise train.epochs"
+        )
+    if o.schedule == "plateau" and 0 < t.patience <= o.plateau_patience + 1:
+        raise ConfigError(
+            f"optim.plateau_patience: {o.plateau_patience} never lowers the rate before "
+            f"train.patience {t.patience} ends the training; lower it, or raise the other"
+        )

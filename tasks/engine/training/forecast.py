@@ -49,6 +49,7 @@ from tasks.engine.memory.simulated_allocator import (
     read_rules,
 )
 from tasks.engine.models import builtin
+from tasks.engine.models.parameter_patterns import freeze_parameters
 from tasks.engine.settings.run_config import FUSED, ModelConfig
 from tasks.engine.step import build, own_model
 from tasks.engine.step.evaluation import choose_eval_rows, iterate_tensors
@@ -367,6 +368,7 @@ def _build_model(settings: ModelConfig, data: DataFacts, device: torch.device) -
             outputs=data.outputs,
             args=settings.args,
         )
+    freeze_parameters(model, settings.freeze)
     if build.takes_channels_last(settings.name, model):
         # Not by model.to(), which can't convert such tensors.
         for weight in (p for p in model.parameters() if p.dim() == 4):
@@ -440,7 +442,7 @@ def _evaluate_batches(
         with step.autocast():
             outputs, loss = forward(x)
             if loss is None:
-                make_loss(train, data, outputs.device)(outputs, y)
+                make_loss(train, data, outputs.device, is_judged=True)(outputs, y)
         if data.task == "classification":
             told = outputs.argmax(1)
             _ = told == y

@@ -52,11 +52,39 @@ class LoopTools:
     optimizer: Optimizer
     rate: Callable[[int], float]
     accounts: Accounts
+    judged: Callable[[dict[str, float]], None] = lambda metrics: None  # told of each evaluation
     speeds: Callable[[float], dict[str, float]] = lambda samples_per_s: {}  # see LoopFacts
     best: BestWeights = field(default_factory=BestWeights)
     outputs: list[tuple[str, Tensor]] = field(default_factory=list)  # see losses.NanOrigin
     checkpoints: Checkpoints = field(default_factory=Checkpoints.make_disabled)
     stop: Callable[[], StopRequest | None] = lambda: None  # asked after each step
+
+    def judge_weights(
+        self, model: nn.Module, val: Batches, *, step: int, epoch: float
+    ) -> dict[str, float]:
+        """Return the metrics of an evaluation, which are logged; epoch: how many are done."""
+        with self.optimizer.use_averages():
+            metrics = evaluate(model, val, self.evaluator)
+        self.accounts.lap("eval")
+        logged = {name: value for name, value in metrics.items() if name not in UNLOGGED}
+        self.accounts.log({**logged, "train/epoch": epoch}, step)
+        self.accounts.lap("log")
+        self.best.record(metrics, epoch, cells=self.evaluator.told)
+        self.judged(metrics)
+        return metrics
+
+    def keep_weights(self, model: nn.Module, at: TrainingPosition) -> None:
+        """Keep what was evaluated, where it is time to or it is the best; training goes on."""
+        self.checkpoints.end_epoch(at, is_best=self.best.is_now)
+        self.checkpoints.let_go_on()
+        self.keep_best(model)
+        self.accounts.lap("checkpoint")
+
+    def keep_best(self, model: nn.Module) -> None:
+        """Copy the weights that are logged, where those of now are the best."""
+        if self.best.is_now:
+            with self.optimizer.use_averages():
+                self.best.keep(model)
 
 
 @dataclass(frozen=True)
@@ -90,11 +118,14 @@ def fit_model(
     )
     t.checkpoints.follow(rows=train, step_metrics=step_metrics)
     at = t.checkpoints.resume()
-    step, epoch, rows = at.step, at.epoch - 1, at.rows
-    t.best.keep(model)  # where the epoch before was the best
+    step, epoch, rows = at.step, at.epoch - (at.batch == 0), at.rows
+    eval_every = schedule.eval_every_steps
+    t.keep_best(model)  # where the evaluation before was the best
     stop: StopRequest | None = None
     stopped_early = 0 < schedule.patience <= t.best.waited and step < last_step
-    is_done = at.batch == 0 and (stopped_early or step == last_step)
+    is_judged = at.batch == 0 or (eval_every is not None and step % eval_every == 0)
+    is_done = is_judged and (stopped_early or (at.batch == 0 and step == last_step))
+    stopped_early &= is_done  # else what is left is judged once more
     accounts.lap("setup")
     is_summed = train.residency == "loader"  # else its rows were looked at before
 
@@ -124,7 +155,18 @@ def fit_model(
                 del x, y  # gone before the next ones come
                 at = TrainingPosition(step, epoch, batch, rows)
                 if batch < of_epoch:  # else it is judged first
-                    t.checkpoints.end_step(at)
+                    if eval_every is not None and step % eval_every == 0 and step < last_step:
+                        accounts.end_epoch()
+                        done = epoch + batch / min(of_epoch, last_step)
+                        metrics = t.judge_weights(model, val, step=step, epoch=done)
+                        stopped_early = 0 < schedule.patience <= t.best.waited
+                        if stopped_early:
+                            break
+                        t.keep_weights(model, at)
+                        model.train()
+                        accounts.begin_epoch(epoch, step + 1)
+                    else:
+                        t.checkpoints.end_step(at)
                     stop = _handle_stop(t, at) if step < last_step else None
                 if stop is not None:
                     break
@@ -132,26 +174,21 @@ def fit_model(
             accounts.end_epoch()
             if stop is not None:
                 break
-            metrics = evaluate(model, val, t.evaluator)
-            accounts.lap("eval")
-            logged = {name: value for name, value in metrics.items() if name not in UNLOGGED}
-            accounts.log({**logged, "train/epoch": epoch + 1.0}, step)
-            accounts.lap("log")
-            t.best.record_epoch(metrics, epoch + 1, cells=t.evaluator.told)
-            is_enough = 0 < schedule.patience <= t.best.waited
-            stopped_early = is_enough and step < last_step
-            at = TrainingPosition(step, epoch + 1, 0, rows)
+            if not stopped_early:  # within the epoch
+                metrics = t.judge_weights(model, val, step=step, epoch=epoch + 1.0)
+                is_enough = 0 < schedule.patience <= t.best.waited
+                stopped_early = is_enough and step < last_step
+                at = TrainingPosition(step, epoch + 1, 0, rows)
             if stopped_early or step == last_step:
                 t.checkpoints.finish(at)
+                accounts.lap("checkpoint")
                 break
-            t.checkpoints.end_epoch(at, is_best=t.best.waited == 0)
-            t.checkpoints.let_go_on()
-            t.best.keep(model)
-            accounts.lap("checkpoint")
+            t.keep_weights(model, at)
             stop = _handle_stop(t, at)
             if stop is not None:
                 break
-        if not metrics and not t.best.has_weights:  # ended before an epoch was
+        t.optimizer.swap_averages()  # what is logged
+        if not metrics and not t.best.has_weights:  # ended before an evaluation was
             metrics = evaluate(model, val, t.evaluator)
     ended = stop.reason if stop is not None else ""
     cells = t.best.cells if t.best.has_weights else t.evaluator.told

@@ -166,9 +166,9 @@ def build_model_on_device(plan: Plan, ranks: Ranks) -> nn.Module:
             leaks.ignore_tensor(mesh.mesh)  # in what PyTorch remembers of each operation
         return model
     if recompute:
-        from tasks.engine.distributed.sharding import find_shard_units, recompute_activations
+        from tasks.engine.distributed.sharding import recompute_activations
 
-        recompute_activations(find_shard_units(model))
+        recompute_activations(model)
     return model
 
 

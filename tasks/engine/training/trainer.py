@@ -5,8 +5,8 @@ memory lives and dies inside `train`, also when it raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tasks.engine.accounts.accounts import Accounts
+from tasks.engine.accounts.accounts import HELD, Accounts
 from tasks.engine.accounts.phases import Stopwatch
 from tasks.engine.accounts.step_metrics import Log
 from tasks.engine.accounts.throughput import (
-    PeakFlops,
-    find_peak_flops,
     make_peak_tags,
     make_rates,
 )
@@ -27,37 +25,29 @@ from tasks.engine.base import scores
 from tasks.engine.base.facts import TrainFacts
 from tasks.engine.base.import_paths import forbid_exit
 from tasks.engine.base.scores import ALIKE, UNLOGGED
-from tasks.engine.base.seeds import seed_everything
 from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoint_files import DamagedCheckpoint, NewerCheckpoint
 from tasks.engine.checkpoint.checkpoints import Checkpoints
 from tasks.engine.checkpoint.training_state import StateMismatch
 from tasks.engine.data.run_warnings import warn_of_results
-from tasks.engine.device.detection import set_matmul_precision
-from tasks.engine.device.memory_limit import limit_memory
 from tasks.engine.diagnosis import failed_step
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.files.source_data import DataError
-from tasks.engine.memory import allocators, memory_meter, out_of_memory
-from tasks.engine.memory.allocation_log import AllocationLog
-from tasks.engine.memory.allocators import release_cached_memory
+from tasks.engine.memory import memory_meter, out_of_memory
 from tasks.engine.memory.leaks import survive_broken_device
 from tasks.engine.memory.snapshot import Recorder, record_history
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.step.build import describe_model, make_schedule
-from tasks.engine.step.choose_step import set_cpu_threads
-from tasks.engine.step.cuda_graph import use_own_stream
+from tasks.engine.step.build import describe_model
 from tasks.engine.step.evaluation import evaluate
 from tasks.engine.step.losses import warn_of_parts
 from tasks.engine.step.micro_batches import MemoryExhausted
+from tasks.engine.step.optim import Plateau, make_schedule
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.own_model import ModelCheck
 from tasks.engine.step.plan import Plan
 from tasks.engine.training.admission import (
-    Admission,
     PastRuns,
-    admit_training,
     make_forecast_figures,
 )
 from tasks.engine.training.check_training import check_training
@@ -76,17 +66,15 @@ from tasks.engine.training.oom_report import (
     explain_failure,
     write_timeline,
 )
+from tasks.engine.training.place import Place, take_place
 from tasks.engine.training.reload_check import write_model
 from tasks.engine.training.shared_model import (
     build_model_on_device,
     find_mesh,
     gather_whole,
-    is_shared_out,
     summarize_ranks,
 )
 from tasks.engine.training.training_parts import (
-    Owners,
-    Start,
     TrainingParts,
     build_parts,
     open_batches,
@@ -146,7 +134,7 @@ def _train(plan: Plan, order: Order) -> TrainFacts:
     ranks, watch = order.ranks, Stopwatch()
     checked = check_training(plan)
     with ExitStack() as stack:
-        place = stack.enter_context(_take_place(plan, checked, order))
+        place = stack.enter_context(take_place(plan, checked, past=order.past, ranks=ranks))
         accounts = Accounts(
             place.device, place.meter, place.ledger, place.owners,
             log=order.log, watch=watch, ranks=ranks,
@@ -172,72 +160,6 @@ def _train(plan: Plan, order: Order) -> TrainFacts:
         return trained.save(result, checked)
 
 
-@dataclass
-class _Place:
-    """Where a training computes, and with what it may start there."""
-
-    device: torch.device
-    threads: int  # to try beside those of now
-    peak: PeakFlops | None
-    admission: Admission
-    ledger: AllocationLog
-    meter: memory_meter.MemoryMeter
-    owners: Owners
-    recorder: Recorder | None = None
-
-    def start(self, plan: Plan, checked: ModelCheck, past: PastRuns) -> Start:
-        assert self.recorder is not None
-        return Start(
-            checked=checked,
-            recorder=self.recorder,
-            known=past.find_compile_timings(),
-            micro_rows=self.admission.micro_batch,
-            threads=self.threads,
-            graphs=self.admission.fits_graph and plan.may_replay,
-        )
-
-
-@contextmanager
-def _take_place(plan: Plan, checked: ModelCheck, order: Order) -> Iterator[_Place]:
-    """Set this process up for the training on its device, and put all back afterwards: arithmetic,
-    threads, stream, random numbers, the memory limit. Raises DeviceError where not even one row at
-    a time fits."""
-    train, device, ranks = plan.settings.train, plan.torch_device, order.ranks
-    if plan.data.task == "multilabel":
-        scores.load_sklearn()  # not in the first epoch
-    with ExitStack() as stack:
-        stack.enter_context(allocators.keep_heap(device))
-        stack.enter_context(set_matmul_precision(plan.precision))
-        here = ranks.count_most_rows(train.batch_size)
-        threads = stack.enter_context(
-            set_cpu_threads(here * checked.work, device, fixed=train.deterministic)
-        )
-        if plan.device.index is not None and device.type != "cpu":
-            stack.enter_context(torch.accelerator.device_index(plan.device.index))
-        stack.enter_context(use_own_stream(device))
-        peak = find_peak_flops(plan.device, plan.precision)
-        if device.type != "cpu":
-            release_cached_memory(
-                device
-            )  # what was cached by then is no part of the run, and escapes a limit
-        admission = admit_training(
-            plan.with_batch(here),
-            past_peak_bytes=order.past.find_peak_bytes(),
-            past_reserved_bytes=order.past.find_reserved_bytes(),
-            past_micro_batch=order.past.find_micro_batch(),
-            is_shared_out=is_shared_out(train, ranks),
-        )
-        # After the forecasts, which build a model of the user's own as often as memory is short.
-        stack.enter_context(seed_everything(train.seed, deterministic=train.deterministic))
-        ledger, source = stack.enter_context(
-            limit_memory(plan.device, plan.settings.memory.limit_mib)
-        )
-        meter = memory_meter.MemoryMeter(
-            device, source
-        )  # before the model and the rows: they count too
-        yield _Place(device, threads, peak, admission, ledger, meter, Owners())
-
-
 def _record_history(plan: Plan, order: Order) -> AbstractContextManager[Recorder]:
     """Return what records the history of the device's memory, on the lead and where asked for."""
     is_on = plan.settings.memory.snapshot and order.ranks.is_lead
@@ -250,7 +172,7 @@ class _Trained:
 
     plan: Plan
     order: Order
-    place: _Place
+    place: Place
     model: nn.Module
     rows: Batches
     val: Batches
@@ -262,12 +184,25 @@ class _Trained:
         plan, parts, ranks, peak = self.plan, self.parts, self.order.ranks, self.place.peak
         schedule = plan.schedule
         steps = schedule.count_steps(self.rows.count_steps(schedule.batch_size))
+        train = plan.settings.train
+        rate = make_schedule(
+            plan.settings.optim,
+            steps=steps,
+            epoch_steps=plan.epoch_steps,
+            best=train.best,
+            min_delta=train.min_delta,
+        )
+        judged: Callable[[dict[str, float]], None] = _ignore_evaluation
+        if isinstance(rate, Plateau):
+            judged = rate.record
+            self.checkpoints.follow(schedule=rate)
         tools = LoopTools(
             step=parts.tuned,
             micro=parts.micro,
             evaluator=parts.evaluator,
             optimizer=parts.optimizer,
-            rate=make_schedule(plan.settings.optim, steps=steps),
+            rate=rate,
+            judged=judged,
             accounts=parts.accounts,
             speeds=make_rates(plan.data, work=work, peak=peak),
             best=parts.best,
@@ -306,11 +241,12 @@ class _Trained:
             ),
         }
         stats = place.meter.read_stats()
-        held_bytes = memory_meter.count_allocated_bytes(place.device)
         if plan.settings.memory.snapshot and ranks.is_lead:
             title = f"Memory of a training step on {plan.device.name}"
             write_timeline(place.ledger, order.folder, title=title, lines=[])
         accounts.lap("log")
+        held_bytes = memory_meter.count_allocated_bytes(place.device)
+        accounts.lap(HELD)  # on a CPU it looks at every object that Python has
         logged, moves = gather_whole(self.model, plan, ranks), ""
         if ranks.is_lead:
             spec = describe_model(plan, outputs=checked.outputs)
@@ -357,7 +293,13 @@ class _Trained:
             held_bytes=held_bytes,
             stats=stats,
             warnings=(
-                *warn_of_results(data, result.metrics, loss=plan.settings.train.loss, alike=alike),
+                *warn_of_results(
+                    data,
+                    result.metrics,
+                    loss=plan.settings.train.loss,
+                    alike=alike,
+                    best=plan.settings.train.best.name,
+                ),
                 *warn_of_parts(plan.settings.train, is_sum=checked.adds_up, micro_rows=least_rows),
                 *((moves,) if moves else ()),
                 *self.checkpoints.warnings,
@@ -392,6 +334,10 @@ def _fit_and_judge(trained: _Trained, work: int) -> TrainingResult:
     # Explained apart from the error, which keeps what it came through.
     phases, folder = parts.accounts.phases, trained.order.folder
     raise OutOfMemory(explain_failure(exhausted, phases, plan=plan, folder=folder))
+
+
+def _ignore_evaluation(metrics: dict[str, float]) -> None:
+    """Of a schedule that depends on the step alone."""
 
 
 def _log_nothing(metrics: dict[str, float], step: int) -> None:

@@ -1,5 +1,6 @@
-"""Opens the rows of a training: prepared arrays, on the device or streamed to it, or the
-loaders of the user's own; and two rows of them, as an example for predictions.
+"""Builds what a training works with: its batches, those to be judged once, its step with the
+optimizer, its evaluation, what belongs to whom, and its checkpoints; and takes two rows as an
+example for predictions.
 """
 
 from __future__ import annotations
@@ -268,7 +269,8 @@ def build_parts(
     settings, data, device = plan.settings, plan.data, plan.torch_device
     train, batch_size = settings.train, settings.train.batch_size
     here = ranks.count_most_rows(batch_size)
-    optimizer, best = make_optimizer(settings.optim, model), BestWeights(keeps=train.keep == "best")
+    optimizer = make_optimizer(settings.optim, model)
+    best = BestWeights(keeps=train.keep == "best", metric=train.best, min_delta=train.min_delta)
     owners.model, owners.rows, owners.optimizer, owners.best = model, fed, optimizer, best
     # Held weakly: in a ring of references, a model would stay until the next collection.
     recorders: weakref.WeakSet[TunedStep] = weakref.WeakSet()
@@ -323,7 +325,7 @@ def build_parts(
     most = choose_eval_rows(data, batch_size, room_bytes=room)
     evaluator = Evaluator(
         task=data.task,
-        loss=make_loss(train, data, device),
+        loss=make_loss(train, data, device, is_judged=True),
         autocast=step.autocast,
         micro=of_eval(most, whole=most, what="eval", give_back=fed[1].give_back, **shared),
         phases=accounts.phases,

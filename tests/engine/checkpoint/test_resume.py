@@ -84,6 +84,28 @@ WAYS: dict[str, dict[str, Any]] = {
     "early stopping": {"optim": {"lr": 0.2}, "train": {"patience": 1, "epochs": 6}},
     "the last weights": {"train": {"keep": "last"}},
     "half an epoch": {"train": {"max_steps": 30}},
+    "one cycle": {"optim": {"schedule": "one_cycle"}},
+    "linear, warm-up in steps": {"optim": {"schedule": "linear", "warmup_steps": 7}},
+    "step": {"optim": {"schedule": "step", "step_epochs": 1, "gamma": 0.5}},
+    "plateau": {
+        "optim": {"schedule": "plateau", "plateau_patience": 0, "gamma": 0.5, "lr": 0.05},
+        "train": {"eval_every_steps": 4, "best_metric": "val/accuracy", "min_delta": 0.01},
+    },
+    "within an epoch": {
+        "optim": {"lr": 0.1},
+        "model": {"args": {"dropout": 0.3}},
+        "train": {"eval_every_steps": 7, "patience": 3, "epochs": 6},
+    },
+    "averaged weights": {"optim": {"ema_decay": 0.9}, "train": {"eval_every_steps": 9}},
+    "averaged weights, the last": {
+        "optim": {"ema_decay": 0.9, "name": "RMSprop", "lr": 1e-3},
+        "train": {"keep": "last"},
+    },
+    "parts": {
+        "model": {"freeze": ["3"], "args": {"hidden": [32, 16]}},
+        "optim": {"groups": {"*.weight": {"lr": 1e-3, "weight_decay": 0.3}}},
+    },
+    "label smoothing": {"train": {"label_smoothing": 0.1, "class_weights": "balanced"}},
     "regression": {"data": {"source": "synthetic", "classes": 1, "rows": 500, "features": 8}},
 }
 
@@ -92,7 +114,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_it_goes_on_to_the_same_bits_wherever_it_was_killed(tmp_path: Path, way: str) -> None:
     whole = play(tmp_path / "whole", WAYS[way])
     last = max(step for _, step in whole)
-    for at in (5, 23, last):
+    for at in (5, 23, 29, last):
         folder = tmp_path / f"killed-{at}"
         before = play(folder, WAYS[way], at=at)
         after = play(folder, WAYS[way], resumes=True)

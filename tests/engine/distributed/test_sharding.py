@@ -31,6 +31,7 @@ from tasks.engine.distributed.sharding import (
     ShardedModel,
     find_shard_units,
     gather_full_state,
+    recompute_activations,
     shard_model,
 )
 from tasks.engine.memory.allocation_log import AllocationLog
@@ -466,3 +467,78 @@ def test_a_parameter_without_rows_is_refused() -> None:
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ConfigError, match="^train.parallel: fsdp shares out rows, and scale of"):
         shard_model(model, device=CPU, recompute=False)
+
+
+class _Stacked(nn.Module):
+    """Blocks in a list, of which each is a quarter of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x).relu().square().tanh()
+        return x
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model: nn.Module = GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=2, n_head=2, n_embd=64, n_positions=16, vocab_size=50,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )
+    )  # fmt: skip
+    return model
+
+
+@pytest.mark.parametrize("make", [_Stacked, _gpt2])
+def test_what_is_computed_again_gives_the_same_gradients_and_keeps_less(
+    make: Callable[[], nn.Module],
+) -> None:
+    """A transformers model by its own method: its blocks fill a cache, which would be filled twice
+    where they were called again."""
+    (kept, grads), (kept_less, again) = (_keep_for_backward(make, on) for on in (False, True))
+    assert kept_less < 0.6 * kept
+    for one, other in zip(grads, again, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def _keep_for_backward(
+    make: Callable[[], nn.Module], recompute: bool
+) -> tuple[int, list[Tensor | None]]:
+    """The bytes that a forward pass keeps, and the gradients."""
+    torch.manual_seed(0)
+    model, saved = make().train(), []
+    if recompute:
+        recompute_activations(model)
+    x = torch.randint(50, (4, 16)) if make is _gpt2 else torch.randn(64, 256)
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(x)
+    getattr(out, "logits", out).square().mean().backward()
+    return sum(saved), [p.grad for p in model.parameters()]
+
+
+def test_a_transformers_model_that_cannot_be_computed_again_says_so() -> None:
+    class Unable(nn.Linear):
+        def gradient_checkpointing_enable(self, how: Any) -> None:
+            raise ValueError("Unable does not support activation checkpointing.")
+
+    told = r"memory\.recompute: Unable does not support activation checkpointing; set it to false"
+    with pytest.raises(ConfigError, match=told):
+        recompute_activations(Unable(2, 2))
+
+
+def test_a_model_without_blocks_is_refused_to_be_computed_again() -> None:
+    """It trained as if nothing had been asked for."""
+    with pytest.raises(
+        ConfigError, match=r"memory\.recompute: the model has no gradient_checkpoin"
+    ):
+        recompute_activations(nn.Linear(512, 512))

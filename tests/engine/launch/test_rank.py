@@ -40,6 +40,20 @@ TRAININGS: dict[str, Sections] = {
         "memory": {"recompute": True},
     },
     "clipped": {"optim": {"clip_norm": 0.05, "name": "sgd"}, "train": {"epochs": 1}},
+    "within an epoch, averaged": {
+        "train": {
+            "epochs": 2,
+            "batch_size": 63,
+            "eval_every_steps": 9,
+            "best_metric": "val/accuracy",
+        },
+        "optim": {"ema_decay": 0.9, "schedule": "plateau", "plateau_patience": 1},
+    },
+    "parts of a shared one, averaged": {
+        "model": {"args": {"hidden": [512, 256]}, "freeze": ["3"]},
+        "train": {"epochs": 1, "batch_size": 63, "parallel": "fsdp", "eval_every_steps": 9},
+        "optim": {"ema_decay": 0.9, "groups": {"5": {"lr": 1e-3, "weight_decay": 0.3}}},
+    },
     "a last batch of one row": {"train": {"epochs": 2, "batch_size": 479}},
     "own batch norm": {"model": {"name": "ranks_own:Normed"}, "train": {"epochs": 1}},
     "unused parameters": {"model": {"name": "ranks_own:Unused"}, "train": {"epochs": 1}},

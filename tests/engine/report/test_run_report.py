@@ -25,7 +25,7 @@ from tasks.engine.base.units import (
     make_printable,
 )
 from tasks.engine.report import plots, run_report
-from tasks.engine.report.report_sections import make_report
+from tasks.engine.report.report_sections import make_report, split_training_time
 
 COMMAND = "make ui  # then open http://127.0.0.1:5000/#/experiments/1/runs/4f1c"
 EVIL = (
@@ -249,6 +249,15 @@ def test_a_cpu_run_tells_what_a_person_asks() -> None:
         assert phrase in text
 
 
+def test_the_first_three_lines_hold_result_doubt_peak_and_release() -> None:
+    """MLflow's page of a run shows no more: it showed the name, and was cut in the first title."""
+    run = {**_cuda(), "warnings": ["a column repeats the target", "few rows"]}
+    result, doubt, memory = run_report.make_markdown(run, open_command=COMMAND).split("\n")[:3]
+    assert result.startswith("**FINISHED val/accuracy 0.9833, ") and "cuda:0" in result
+    assert doubt == "Doubt: a column repeats the target (and 1 more)  "
+    assert memory.startswith("peak ") and "release OK" in memory
+
+
 @pytest.mark.parametrize("name", ["mlp-digits-20261122-041031", "transformer-text-20261122-041031"])
 def test_no_headline_is_broken_at_80_columns(name: str) -> None:
     """One line ended in "4.30 s in", the next was "all  on cpu"."""
@@ -407,6 +416,25 @@ def test_the_page_holds_all_that_was_asked_found_and_measured() -> None:
     assert "<td>memory/host_rss_mib</td><td>412.3</td>" in page
 
 
+def test_the_time_of_a_training_is_told_whole(tmp_path: Path) -> None:
+    """Evaluation, log and checkpoint stood in a line, and nobody knew of how much."""
+    told = _cpu()
+    told["metrics"] |= {"time/steps_s": 0.6, "time/checkpoint_s": 0.1}
+    told["metrics"]["time/setup_s"] = 0.05
+    parts = split_training_time(told["metrics"])
+    assert [*parts] == ["set-up", "first step", "steps", "evaluation", "log", "checkpoint", "other"]
+    assert sum(parts.values()) == pytest.approx(0.93)
+    (section,) = [s for s in make_report(told).sections if s.title == "Time"]
+    (block,) = [block for block in section.blocks if block.title == "training, 0.93 s"]
+    assert [bar.label for bar in block.bars] == [*parts]
+    assert "log" not in " ".join(section.lines)
+    run_report.draw_plots(told, tmp_path)
+    head = (tmp_path / "time.png").read_bytes()[:24]
+    assert int.from_bytes(head[16:20]) == 2160, "three panels need room"
+    more = {**told["metrics"], "time/steps_s": 9.0}  # of a training that went on
+    assert split_training_time(more) == {}
+
+
 @pytest.mark.parametrize("make", [_cpu, _cuda])
 def test_plots_are_large_enough_to_read(make: Make, tmp_path: Path) -> None:
     files = run_report.draw_plots(make(), tmp_path / "new" / "plots")
@@ -555,6 +583,9 @@ def test_a_trend_is_drawn_and_a_gate_that_was_not_passed_is_told(tmp_path: Path)
     assert run_report.draw_plots({**run, "trend": []}, tmp_path) == []
     text = run_report.make_markdown(run, open_command="")
     assert "### Gate\n\n- slower than the runs before: 2.00 ms\n- backward is 61 % of it" in text
+    accept = "python -m flows.runs --accept " + 32 * "0"
+    long = {**gate, "gate.why": f"{150 * 'a'}; {80 * 'b'}; {accept}"}
+    assert accept in _terminal({**run, "tags": long})  # the end of it was cut off
     passed = {**run, "tags": {**gate, "gate": "ok"}}
     assert "Gate" not in run_report.make_markdown(passed, open_command="")
 

@@ -3,16 +3,18 @@
 import math
 
 import numpy as np
+import pytest
 from torch import nn
 
 from tasks.engine.base.scores import ConfusionCells
+from tasks.engine.settings.run_config import BestMetric
 from tasks.engine.step.evaluation import BestWeights
 
 
 def test_epochs_are_counted_from_the_best_one() -> None:
     best, waited = BestWeights(), []
     for epoch, loss in enumerate([3.0, 2.0, 2.0, 2.5, 1.0, math.nan, math.inf, 0.5], 1):
-        best.record_epoch({"val/loss": loss}, epoch)
+        best.record({"val/loss": loss}, epoch)
         waited.append((best.epoch, best.waited))
     assert waited == [(1, 0), (2, 0), (2, 1), (2, 2), (5, 0), (5, 1), (5, 2), (8, 0)]
 
@@ -21,7 +23,7 @@ def test_only_the_weights_of_a_best_epoch_are_copied() -> None:
     best, model = BestWeights(), nn.Linear(1, 1, bias=False)
     for epoch, (loss, weight) in enumerate([(2.0, 1.0), (1.0, 2.0), (1.5, 3.0)], 1):
         nn.init.constant_(model.weight, weight)
-        best.record_epoch({"val/loss": loss}, epoch)
+        best.record({"val/loss": loss}, epoch)
         best.keep(model)
     found = best.restore_best(model, {"val/loss": 1.5})
     assert model.weight.item() == 2 and found == {"val/loss": 1.0, "train/best_epoch": 2.0}
@@ -30,11 +32,48 @@ def test_only_the_weights_of_a_best_epoch_are_copied() -> None:
 def test_the_cells_of_the_best_epoch_come_back_with_its_weights() -> None:
     """Those of a checkpoint of before are not known, and no reason to refuse it."""
     best, cells = BestWeights(), [ConfusionCells(np.full((3, 1), k)) for k in range(2)]
-    best.record_epoch({"val/loss": 1.0}, 1, cells=cells[0])
-    best.record_epoch({"val/loss": 2.0}, 2, cells=cells[1])
+    best.record({"val/loss": 1.0}, 1, cells=cells[0])
+    best.record({"val/loss": 2.0}, 2, cells=cells[1])
     assert best.cells is cells[0]
     again = BestWeights()
     again.restore(best.state())
     assert again.cells is not None and (again.cells.table == 0).all()
     again.restore({k: v for k, v in best.state().items() if k != "cells"})
     assert again.cells is None
+
+
+def test_the_best_may_be_the_highest_of_another_metric() -> None:
+    best, found = BestWeights(metric=BestMetric("val/accuracy", False)), []
+    for epoch, value in enumerate([0.5, 0.7, 0.7, 0.6, math.nan, 0.8], 1):
+        best.record({"val/loss": float(epoch), "val/accuracy": value}, epoch)
+        found.append((best.epoch, best.waited))
+    assert found == [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (6, 0)]
+    best.record({"val/loss": 0.0}, 7)  # not measured this time
+    assert (best.epoch, best.waited) == (6, 1)
+
+
+@pytest.mark.parametrize("is_lower", [True, False])
+def test_patience_wants_an_improvement_by_min_delta_and_the_best_is_the_best(
+    is_lower: bool,
+) -> None:
+    """As in other trainers: what is too little to go on for is good enough to be logged. It counts
+    from the last improvement that was enough, also after a checkpoint."""
+    metric = BestMetric("val/x", is_lower)
+    best, found = BestWeights(metric=metric, min_delta=0.25), []
+    for epoch, value in enumerate([2.0, 1.875, 1.75, 1.625, 1.5, 1.625], 1):
+        best.record({"val/x": value if is_lower else -value}, epoch)
+        found.append((best.epoch, best.waited))
+        state = best.state()
+        best = BestWeights(metric=metric, min_delta=0.25)
+        best.restore(state)
+    assert found == [(1, 0), (2, 1), (3, 2), (4, 0), (5, 1), (5, 2)]
+
+
+def test_a_checkpoint_of_before_goes_on_from_its_best_loss() -> None:
+    best = BestWeights(min_delta=0.25)
+    best.record({"val/loss": 1.0}, 1)
+    state = {k: v for k, v in best.state().items() if k != "reached"}
+    again = BestWeights(min_delta=0.25)
+    again.restore(state)
+    again.record({"val/loss": 0.8}, 2)
+    assert (again.epoch, again.waited) == (2, 1)

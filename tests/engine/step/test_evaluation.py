@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,13 +12,16 @@ from sklearn import metrics as sk
 from torch import Tensor, nn
 
 from tasks.engine.accounts.phases import HostClock, Phases
+from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.scores import ConfusionCells
 from tasks.engine.batches.dataset_batches import place_rows
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import MemoryMeter
+from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import TrainConfig
 from tasks.engine.step.evaluation import Evaluator, choose_eval_rows, evaluate
-from tasks.engine.step.losses import compute_token_loss
+from tasks.engine.step.losses import compute_token_loss, make_loss
 from tasks.engine.step.micro_batches import MemoryExhausted, SingleAttempt
 
 CPU = torch.device("cpu")
@@ -259,3 +263,41 @@ def test_where_one_row_of_the_device_does_not_fit_it_ends(residency: str) -> Non
     with pytest.raises(MemoryExhausted, match="memory ran out in eval: CUDA out of memory"):
         evaluate(nn.Identity(), Narrow(), evaluator)
     assert tried == ([5, 3, 2, 1] if residency == "pinned" else [5])
+
+
+def _facts(task: str, rows: tuple[int, ...] | None = None) -> DataFacts:
+    return cast(DataFacts, SimpleNamespace(task=task, class_rows=rows, batch=None))
+
+
+def test_smoothed_labels_give_the_loss_of_torch_and_none_in_an_evaluation() -> None:
+    train = TrainConfig(label_smoothing=0.2)
+    logits, classes = torch.from_numpy(_outputs(9, 4)), torch.arange(9) % 4
+    theirs = nn.CrossEntropyLoss(label_smoothing=0.2)
+    facts = _facts("classification", rows=(5, 10, 20, 40))
+    assert torch.equal(make_loss(train, facts, CPU)(logits, classes), theirs(logits, classes))
+    judged = make_loss(train, facts, CPU, is_judged=True)
+    assert torch.equal(judged(logits, classes), nn.CrossEntropyLoss()(logits, classes))
+    tokens, targets = torch.from_numpy(_outputs(2, 5, 4)), torch.arange(10).view(2, 5) % 4
+    made = make_loss(train, _facts("tokens"), CPU)
+    assert torch.equal(made(tokens, targets), theirs(tokens.transpose(1, 2), targets))
+    weights = torch.tensor([75 / (4 * n) for n in (5, 10, 20, 40)])
+    balanced = TrainConfig(label_smoothing=0.2, class_weights="balanced")
+    weighted = nn.CrossEntropyLoss(weights, label_smoothing=0.2, reduction="sum")
+    found = make_loss(balanced, facts, CPU)(logits, classes)
+    torch.testing.assert_close(found, weighted(logits, classes) / 9)
+
+
+@pytest.mark.parametrize(
+    ("task", "loss", "told"),
+    [
+        ("regression", "auto", "mse"),
+        ("multilabel", "bce", "bce"),
+        ("classification", "math:sqrt", "math:sqrt"),
+    ],
+)
+def test_labels_are_smoothed_for_cross_entropy_alone(task: str, loss: str, told: str) -> None:
+    train = TrainConfig(label_smoothing=0.1, loss=loss)
+    with pytest.raises(
+        ConfigError, match=rf"label_smoothing: is for cross_entropy \(this is {told}\); drop it"
+    ):
+        make_loss(train, _facts(task), CPU)

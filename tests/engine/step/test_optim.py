@@ -1,11 +1,16 @@
 import copy
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tasks.engine.step import optim
+from tasks.engine.models.parameter_patterns import freeze_parameters
+from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import OptimConfig
+from tasks.engine.step import build, optim
 
 
 def _twins() -> tuple[nn.Module, nn.Module]:
@@ -145,38 +150,6 @@ def test_scaled_gradients_give_the_step_of_unscaled_ones(unscaled_before: bool) 
         torch.testing.assert_close(a, b)
 
 
-def test_the_rate_rises_then_falls_along_a_cosine() -> None:
-    at = optim.make_schedule("cosine", lr=1.0, total_steps=110, warmup_fraction=10 / 110)
-    assert [at(0), at(4), at(9)] == pytest.approx([0.1, 0.5, 1.0])
-    assert [at(10), at(60)] == pytest.approx([1.0, 0.5])
-    assert 0 < at(109) < 0.001
-
-
-@pytest.mark.parametrize("min_fraction", [0.0, 0.1])
-def test_each_rate_of_the_cosine_is_that_of_torch(min_fraction: float) -> None:
-    theirs = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
-    falls = torch.optim.lr_scheduler.CosineAnnealingLR(theirs, 37, eta_min=0.3 * min_fraction)
-    at = optim.make_schedule(
-        "cosine", lr=0.3, total_steps=40, warmup_fraction=3 / 40, min_fraction=min_fraction
-    )
-    for step in range(37):
-        assert at(3 + step) == pytest.approx(falls.get_last_lr()[0], rel=1e-9, abs=1e-12), step
-        theirs.step()
-        falls.step()
-
-
-def test_the_rate_falls_to_its_floor_and_not_below() -> None:
-    at = optim.make_schedule(
-        "cosine", lr=2.0, total_steps=110, warmup_fraction=10 / 110, min_fraction=0.1
-    )
-    assert [at(10), at(60), at(110)] == pytest.approx([2.0, 1.1, 0.2])
-
-
-def test_a_constant_rate_stays_after_the_warm_up() -> None:
-    at = optim.make_schedule("constant", lr=0.3, total_steps=10, warmup_fraction=0.0)
-    assert {at(step) for step in range(10)} == {0.3}
-
-
 def test_a_first_step_imports_no_compiler() -> None:
     import subprocess
     import sys
@@ -308,15 +281,6 @@ def test_a_scaler_leaves_the_skipping_of_a_step_to_the_kernel(monkeypatch, name:
     assert (weight < 1).all()
 
 
-def test_a_warm_up_of_all_steps_ends_at_the_rate() -> None:
-    at = optim.make_schedule("cosine", lr=1.0, total_steps=4, warmup_fraction=1.0, min_fraction=0.1)
-    assert [at(step) for step in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
-    at = optim.make_schedule(
-        "cosine", lr=1.0, total_steps=4, warmup_fraction=0.75, min_fraction=0.1
-    )
-    assert [at(3), at(4)] == pytest.approx([1.0, 0.1])
-
-
 @pytest.mark.parametrize("parameters", [1, 2, 3])
 @pytest.mark.parametrize("present", ["all", "some", "none yet"])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
@@ -374,3 +338,154 @@ def test_complex_weights_take_the_steps_of_torch_optim(name: str) -> None:
     )
     again.restore(made.state())
     assert all(map(torch.equal, again.list_state_tensors(), made.list_state_tensors()))
+
+
+def _parts() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        OrderedDict(
+            encoder=nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)),
+            act=nn.Tanh(),
+            head=nn.Linear(5, 2),
+        )
+    )
+
+
+GROUPS = {
+    "encoder": {"lr": 0.01, "weight_decay": 0.5},
+    "head.*": {"lr": 0.1},
+    "*.bias": {"weight_decay": 0.7},  # none is left, and biases have no decay anyway
+}
+
+
+@pytest.mark.parametrize("decay", [0.1, 0.0])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "NAdam"])
+def test_parts_with_their_own_rate_take_the_steps_of_torch_optim(name: str, decay: float) -> None:
+    """Their rates follow the schedule in proportion; a decay of their own is none for norms and
+    biases, and counts also where all others have none."""
+    o = OptimConfig.model_validate(
+        {"name": name, "lr": 0.05, "weight_decay": decay, "beta2": 0.99,
+         "groups": {k: GROUPS[k] for k in ("encoder", "head.*")}}
+        | ({"beta2": 0.999} if name == "sgd" else {})
+    )  # fmt: skip
+    mine, theirs = _parts(), _parts()
+    made = build.make_optimizer(o, mine)
+    encoder, head = theirs.encoder, theirs.head
+    groups = [
+        {"params": [encoder[0].weight], "lr": 0.01, "weight_decay": 0.5},
+        {"params": [encoder[0].bias, *encoder[1].parameters()], "lr": 0.01, "weight_decay": 0.0},
+        {"params": [head.weight], "lr": 0.1, "weight_decay": decay},
+        {"params": [head.bias], "lr": 0.1, "weight_decay": 0.0},
+    ]
+    reference: torch.optim.Optimizer
+    if name == "sgd":
+        reference = torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
+    else:
+        reference = getattr(torch.optim, name.replace("adamw", "AdamW"))(
+            groups, lr=0.05, betas=(0.9, 0.99)
+        )
+    falls = torch.optim.lr_scheduler.LambdaLR(reference, lambda step: 1 / (1 + step))
+    torch.manual_seed(1)
+    for step in range(12):
+        made.set_lr(0.05 / (1 + step))
+        x, y = torch.randn(8, 6), torch.randn(8, 2)
+        for model, optimizer in ((mine, made), (theirs, reference)):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        falls.step()
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("groups", "told"),
+    [
+        (
+            {"hed.*": {"lr": 0.1}},
+            r"optim\.groups: 'hed\.\*' matches no parameter of the model; did you mean head",
+        ),
+        (GROUPS, r"optim\.groups: '\*\.bias' has no parameter of its own: those it matches are"),
+    ],
+)
+def test_a_pattern_that_means_no_parameter_is_refused(groups, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        build.make_optimizer(OptimConfig.model_validate({"groups": groups}), _parts())
+
+
+def test_an_optimizer_that_takes_no_weight_decay_is_given_none_for_a_part() -> None:
+    o = OptimConfig.model_validate(
+        {"name": "Rprop", "weight_decay": 0.01, "groups": {"head": {"weight_decay": 0.1}}}
+    )
+    with pytest.raises(ConfigError, match=r"optim\.groups: Rprop takes no weight_decay; drop it"):
+        optim.check_optimizer(o, steps=9, epochs=1)
+
+
+def test_frozen_parts_keep_their_bits_and_have_no_state() -> None:
+    model = _parts()
+    freeze_parameters(model, ["encoder.0", "head.b*"])
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    made = build.make_optimizer(OptimConfig(lr=0.1), model)
+    _train(model, made, steps=3)
+    changed = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
+    assert changed == ["encoder.1.weight", "encoder.1.bias", "head.weight"]
+    held = {tuple(t.shape) for t in made.list_state_tensors()}
+    assert held == {(5,), (2, 5), ()} and model.encoder[0].weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("patterns", "told"),
+    [
+        (["encode.*"], r"model\.freeze: 'encode\.\*' matches no parameter .*encoder"),
+        (["*"], r"model\.freeze: \* is all of the model; leave some of it to be trained"),
+        (["encoder", "head"], r"model\.freeze: encoder, head is all of the model"),
+    ],
+)
+def test_patterns_that_freeze_nothing_or_all_are_refused(patterns, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        freeze_parameters(_parts(), patterns)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "RMSprop"])
+def test_averaged_weights_are_those_of_torch_to_the_bit(name: str) -> None:
+    """Of AveragedModel with get_ema_multi_avg_fn, also after a checkpoint and while they are in
+    use."""
+    model = _parts()
+    o = OptimConfig(name=name, lr=0.05, ema_decay=0.8)
+    made = build.make_optimizer(o, model)
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    with made.use_averages():  # before the first step: nothing to use
+        pass
+    torch.manual_seed(1)
+    for _ in range(7):
+        x, y = torch.randn(8, 6), torch.randn(8, 2)
+        made.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        made.step()
+        theirs.update_parameters(model)
+        kept = copy.deepcopy(made.state())
+        made = build.make_optimizer(o, model)
+        made.restore(kept)
+        now = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(ZeroDivisionError), made.use_averages():
+            assert all(map(torch.equal, model.parameters(), theirs.module.parameters()))
+            raise ZeroDivisionError
+        assert all(map(torch.equal, model.parameters(), now))
+    assert len(made.averages) == 6 <= len(made.list_state_tensors())
+
+
+def test_a_step_whose_average_found_no_memory_is_not_taken_again(monkeypatch) -> None:
+    model, twin = _parts(), _parts()
+    made, other = (build.make_optimizer(OptimConfig(ema_decay=0.5), m) for m in (model, twin))
+    for m, optimizer in ((model, made), (twin, other)):
+        _train(m, optimizer, steps=2)
+        m(torch.ones(2, 6)).sum().backward()
+    other.step()
+    lerp = torch._foreach_lerp_
+    monkeypatch.setattr(torch, "_foreach_lerp_", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        made.step()
+    monkeypatch.setattr(torch, "_foreach_lerp_", lerp)
+    made.step()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    assert all(map(torch.equal, made.averages, other.averages))

@@ -61,10 +61,18 @@ def cpu() -> DeviceFacts:
     return detect_best_device("cpu")
 
 
-def config_of(model: str, *, optim: str = "adamw", clip: float | None = None, **train) -> RunConfig:
+def config_of(
+    model: str,
+    *,
+    optim: str = "adamw",
+    clip: float | None = None,
+    ema: float | None = None,
+    freeze: str | None = None,
+    **train,
+) -> RunConfig:
     return RunConfig(
-        model=ModelConfig(name=model, args=ARGS[model]),
-        optim=OptimConfig(name=optim, clip_norm=clip),
+        model=ModelConfig(name=model, args=ARGS[model], freeze=[freeze] if freeze else []),
+        optim=OptimConfig(name=optim, clip_norm=clip, ema_decay=ema),
         train=TrainConfig(**train),
     )
 
@@ -92,7 +100,7 @@ def really(config: RunConfig, data: DataFacts, device: DeviceFacts) -> dict[str,
         )
         ledger.own("data", (*rows.list_tensors(), *val.list_tensors()))
         best = BestWeights(keeps=plan.keeps_best)
-        best.record_epoch({"val/loss": 0.0}, 1)
+        best.record({"val/loss": 0.0}, 1)
         best.keep(model)
         step = build.make_step(
             plan,
@@ -139,6 +147,23 @@ def test_a_forecast_is_within_a_tenth_of_what_a_training_takes(
     for phase, most in measured.items():
         assert told.phases[phase] == pytest.approx(most, rel=0.1), phase
     assert told.needed_bytes == pytest.approx(max(measured.values()), rel=0.1)
+
+
+def test_a_forecast_knows_frozen_and_averaged_weights(
+    prepared: dict[str, DataFacts], cpu: DeviceFacts
+) -> None:
+    data, plain = prepared["mlp"], config_of("mlp", batch_size=8, keep="last")
+    config = config_of("mlp", batch_size=8, keep="last", ema=0.9, freeze="1.weight")
+    told, without = (forecast_training(make_plan(c, cpu, data)) for c in (config, plain))
+    measured = really(config, data, cpu)
+    for phase, most in measured.items():
+        assert told.phases[phase] == pytest.approx(most, rel=0.1), phase
+    whole = without.owners["parameters"]
+    frozen = 50 * 64 * 4
+    trained = whole - frozen
+    assert told.owners["parameters"] == whole
+    assert told.owners["optimizer_state"] == pytest.approx(3 * trained, rel=0.01)
+    assert without.owners["optimizer_state"] == pytest.approx(2 * whole, rel=0.01)
 
 
 def test_owners_add_up_to_the_peak_and_are_what_they_should_be(

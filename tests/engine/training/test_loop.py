@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tasks.engine.accounts.accounts import Accounts
 from tasks.engine.accounts.step_metrics import Diverged
@@ -15,6 +17,7 @@ from tasks.engine.batches.dataloaders import LoaderBatches
 from tasks.engine.batches.dataset_batches import draw_row_order, place_rows
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_meter import MemoryMeter
+from tasks.engine.settings.run_config import OptimConfig
 from tasks.engine.step import optim
 from tasks.engine.step.evaluation import BestWeights, Evaluator, evaluate
 from tasks.engine.step.micro_batches import MemoryExhausted, MemoryFailure, SingleAttempt
@@ -223,16 +226,16 @@ def test_the_weights_are_those_of_the_best_epoch_unless_the_last_are_asked_for()
 
 def test_weights_are_copied_only_where_training_goes_on_after_a_better_epoch() -> None:
     model, best = _model(), BestWeights()
-    best.record_epoch({"val/loss": 2.0}, 1)
+    best.record({"val/loss": 2.0}, 1)
     best.keep(model)
     (kept, *_) = best.iterate_kept()
     first = kept.clone()
     with torch.no_grad():
         model[0].weight += 1
-    best.record_epoch({"val/loss": 3.0}, 2)
+    best.record({"val/loss": 3.0}, 2)
     best.keep(model)  # worse: nothing is copied
     assert torch.equal(kept, first)
-    best.record_epoch({"val/loss": 1.0}, 3)
+    best.record({"val/loss": 1.0}, 3)
     best.keep(model)
     assert torch.equal(kept, first + 1) and next(best.iterate_kept()) is kept
     one = BestWeights()
@@ -245,7 +248,7 @@ def test_a_validation_loss_that_is_no_number_is_never_the_best(bad: float) -> No
     model, best = _model(), BestWeights()
     assert best.restore_best(model, {"val/loss": bad}) == {"val/loss": bad}
     for epoch, loss in enumerate((bad, 2.0, bad, bad), start=1):
-        best.record_epoch({"val/loss": loss}, epoch)
+        best.record({"val/loss": loss}, epoch)
         best.keep(model)
         with torch.no_grad():
             model[0].weight.fill_(epoch)
@@ -257,10 +260,10 @@ def test_a_validation_loss_that_is_no_number_is_never_the_best(bad: float) -> No
 def test_a_buffer_that_grows_is_kept_as_it_was() -> None:
     model, best = _model(), BestWeights()
     model.register_buffer("seen", torch.ones(2))
-    best.record_epoch({"val/loss": 1.0}, 1)
+    best.record({"val/loss": 1.0}, 1)
     best.keep(model)
     model.seen = torch.zeros(5)
-    best.record_epoch({"val/loss": 2.0}, 2)
+    best.record({"val/loss": 2.0}, 2)
     best.restore_best(model, {})
     assert model.seen.tolist() == [1, 1]
 
@@ -529,3 +532,141 @@ def test_the_batch_of_an_error_is_the_one_that_was_trained_or_judged_on() -> Non
     with pytest.raises(ValueError) as neither:
         judges(1, 2)
     assert find_batch(neither.value) == (None, None)
+
+
+@pytest.mark.parametrize("every", [1, 3, 5, 7])
+def test_evaluations_within_an_epoch_change_no_weight_and_are_logged_at_their_steps(
+    every: int,
+) -> None:
+    model, plain = _model(), _model()
+    model.insert(1, nn.Dropout(0.3))
+    plain.insert(1, nn.Dropout(0.3))
+    torch.manual_seed(5)
+    _fit(plain, best=BestWeights(keeps=False))
+    torch.manual_seed(5)
+    plan = replace(PLAN, eval_every_steps=every)
+    fitted, logged = _fit(model, plan, best=BestWeights(keeps=False))
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+    found = {step: m["train/epoch"] for step, m in logged if "val/loss" in m}
+    assert sorted(found) == sorted({*range(every, 21, every), 7, 14, 21})
+    assert all(epoch == pytest.approx(step / 7) for step, epoch in found.items())
+    losses = [step for step, m in logged if "train/loss" in m]
+    assert losses == [4, 8, 12, 16, 20, 21]
+    assert _judged_again(model) == pytest.approx(fitted.metrics["val/loss"])
+
+
+def test_the_best_weights_may_be_those_within_an_epoch() -> None:
+    model = _model()
+    plan = replace(PLAN, epochs=2, eval_every_steps=2)
+    fitted, logged = _fit(model, plan, lr=0.5)
+    losses = {m["train/epoch"]: m["val/loss"] for _, m in logged if "val/loss" in m}
+    best = min(losses, key=lambda epoch: losses[epoch])
+    assert not float(best).is_integer(), "no test: choose another rate"
+    assert fitted.metrics["train/best_epoch"] == best
+    assert _judged_again(model) == pytest.approx(losses[best])
+
+
+def test_the_time_of_evaluations_within_an_epoch_is_no_time_of_steps() -> None:
+    class Slow(_Narrow):
+        def iterate_in_order(self, batch_size):
+            time.sleep(0.3)
+            yield from super().iterate_in_order(batch_size)
+
+    began = time.perf_counter()
+    model = _model()
+    tools = _tools(model, lambda metrics, step: None)
+    plan = replace(PLAN, epochs=1, log_every=1, eval_every_steps=1)
+    fit_model(model, _data(80, seed=1), Slow(40, most=1024), schedule=plan, tools=tools)
+    total_s = time.perf_counter() - began
+    spent = tools.accounts.watch.seconds
+    assert spent["eval"] >= 5 * 0.3 and spent["steps"] + spent["first_step"] < 1.0
+    found = tools.accounts.summarize(steps=5, rows=80)
+    assert sum(spent.values()) <= total_s + 0.01
+    phases_ms = sum(v for k, v in found.items() if k in ("time/data_wait_ms", "time/forward_ms"))
+    assert phases_ms < 200  # an evaluation is 300
+    assert found["speed/steps_per_s"] > 5
+
+
+def test_averaged_weights_are_judged_and_logged_and_the_others_are_trained() -> None:
+    """Held against a loop with PyTorch's AveragedModel."""
+    model, plain = _model(), _model()
+    tools = _tools(
+        model, lambda metrics, step: logged.append(metrics), best=BestWeights(keeps=False)
+    )
+    tools.optimizer.keep_average(0.9)
+    logged: list[dict[str, float]] = []
+    data, val = _data(100, seed=1), _data(40, seed=2)
+    fitted = fit_model(model, data, val, schedule=replace(PLAN, eval_every_steps=5), tools=tools)
+    reference = optim.AdamW(plain.parameters(), lr=0.05, weight_decay=0.01, beta1=0.9, beta2=0.99)
+    average = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    losses, step = [], 0
+    for epoch in range(3):
+        orders = draw_row_order(100, seed=0, epoch=epoch).split(16)
+        for batch, rows in enumerate(orders, start=1):
+            reference.zero_grad()
+            nn.functional.cross_entropy(plain(data.x[rows]), data.y[rows]).backward()
+            reference.step()
+            average.update_parameters(plain)
+            step += 1
+            if step % 5 == 0 or batch == len(orders):
+                losses.append(_judged_again(average.module))
+    assert [m["val/loss"] for m in logged if "val/loss" in m] == losses
+    for a, b, trained in zip(
+        model.parameters(), average.module.parameters(), tools.optimizer.averages, strict=True
+    ):
+        assert torch.equal(a, b) and not torch.equal(a, trained)
+    for trained, b in zip(tools.optimizer.averages, plain.parameters(), strict=True):
+        assert torch.equal(trained, b)
+    assert fitted.metrics["val/loss"] == losses[-1]
+
+
+def _follow_torch(o: OptimConfig, *, every: int) -> tuple[nn.Module, list[float]]:
+    """A loop as PyTorch's pages have it: its optimizer, its schedule, called after each step, or of
+    a plateau after each evaluation."""
+    model, data, losses, rates = _model(), _data(100, seed=1), [], []
+    reference = torch.optim.AdamW(model.parameters(), lr=o.lr, betas=(0.9, 0.99), weight_decay=0.01)
+    cycle = plateau = None
+    if o.schedule == "plateau":
+        plateau = ReduceLROnPlateau(reference, factor=0.1, patience=1, threshold_mode="abs")
+    else:
+        cycle = OneCycleLR(reference, o.lr, total_steps=84, cycle_momentum=False)
+    step = 0
+    for epoch in range(12):
+        orders = draw_row_order(100, seed=0, epoch=epoch).split(16)
+        for batch, rows in enumerate(orders, start=1):
+            rates.append(reference.param_groups[0]["lr"])
+            reference.zero_grad()
+            nn.functional.cross_entropy(model(data.x[rows]), data.y[rows]).backward()
+            reference.step()
+            step += 1
+            if cycle is not None:
+                cycle.step()
+            if plateau is not None and (step % every == 0 or batch == len(orders)):
+                losses.append(_judged_again(model))
+                model.train()
+                plateau.step(losses[-1])
+    return model, rates[:step]
+
+
+@pytest.mark.parametrize("schedule", ["one_cycle", "plateau"])
+def test_a_run_with_a_schedule_is_the_loop_that_pytorchs_pages_show(schedule: str) -> None:
+    """The rates are the same to the bit; the weights are those of the fused kernel, which rounds
+    otherwise."""
+    o = OptimConfig(lr=0.1, schedule=schedule, plateau_patience=1, warmup_steps=None)
+    if schedule == "plateau":
+        o = o.model_copy(update={"warmup_steps": 0})
+    rate = optim.make_schedule(o, steps=84)
+    logged: list[tuple[int, dict[str, float]]] = []
+    model = _model()
+    tools = _tools(model, lambda m, step: logged.append((step, m)), best=BestWeights(keeps=False))
+    tools = replace(tools, rate=rate)
+    if isinstance(rate, optim.Plateau):
+        tools = replace(tools, judged=rate.record)
+    plan = replace(PLAN, epochs=12, eval_every_steps=3, log_every=1)
+    fit_model(model, _data(100, seed=1), _data(40, seed=2), schedule=plan, tools=tools)
+    theirs, rates = _follow_torch(o, every=3)
+    assert [m["train/lr"] for _, m in logged if "train/lr" in m] == rates
+    assert len(set(rates)) >= 3
+    for a, b in zip(model.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)

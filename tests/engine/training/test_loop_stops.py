@@ -10,7 +10,7 @@ from tasks.engine.accounts.step_metrics import Diverged
 from tasks.engine.batches.dataloaders import LoaderBatches
 from tasks.engine.batches.dataset_batches import place_rows
 from tasks.engine.checkpoint.checkpoints import TrainingPosition
-from tasks.engine.step.evaluation import BestWeights
+from tasks.engine.step.evaluation import BestWeights, evaluate
 from tasks.engine.training.loop import StopRequest, TrainingResult, fit_model
 from tests.engine.training.test_loop import CPU, PLAN, _data, _model, _Narrow, _tools
 
@@ -159,7 +159,7 @@ def test_rows_that_cannot_be_left_out_begin_their_epoch_again() -> None:
 )
 def test_what_was_done_is_not_trained_further(begin, waited, patience, trained, early) -> None:
     best = BestWeights()
-    best.record_epoch({"val/loss": -1.0}, 1)
+    best.record({"val/loss": -1.0}, 1)
     best.waited = waited
     fitted, calls, seen, *_ = kept_by(replace(PLAN, patience=patience), begin=begin, best=best)
     assert (len(seen), fitted.stopped_early) == (trained, early)
@@ -187,3 +187,48 @@ def test_a_row_of_a_users_own_loader_is_blamed_and_none_of_ours() -> None:
     tools = _tools(_model(), lambda metrics, step: None)
     with pytest.raises(Diverged, match="^train.loss: became nan at step 1"):
         fit_model(_model(), ours, ours, schedule=PLAN, tools=tools)
+
+
+def test_within_an_epoch_the_weights_are_judged_first_and_then_kept() -> None:
+    """Once at the end of an epoch, also where both are due; at the end once."""
+    plan = replace(PLAN, eval_every_steps=2)
+    fitted, calls, _, judged, _ = kept_by(plan)
+    assert calls == [
+        ("step", at(1)), ("best epoch", at(2)), ("epoch", at(3)),
+        ("epoch", at(4)), ("step", at(5)), ("epoch", at(6)),
+        ("step", at(7)), ("epoch", at(8)), ("finish", at(9)),
+    ]  # fmt: skip
+    assert (fitted.steps, fitted.epochs, judged) == (9, 3, 6)
+    assert fitted.metrics["train/best_epoch"] == pytest.approx(2 / 3)
+    _, calls, _, judged, _ = kept_by(replace(plan, max_steps=4))
+    assert calls[-1] == ("finish", TrainingPosition(4, 2, 0, 56)) and judged == 3
+
+
+def test_patience_ends_a_training_within_an_epoch_and_it_is_not_gone_on_with() -> None:
+    plan = replace(PLAN, eval_every_steps=2, patience=2)
+    fitted, calls, _, judged, tools = kept_by(plan)
+    assert (fitted.steps, fitted.epochs, fitted.stopped_early, judged) == (4, 2, True, 3)
+    assert calls[-1] == ("finish", at(4)) and fitted.rows == at(4).rows
+    again, calls, seen, *_ = kept_by(plan, begin=at(4), best=tools.best)
+    assert (again.steps, again.epochs, again.stopped_early, seen, calls) == (4, 2, True, [], [])
+    more, _, seen, *_ = kept_by(replace(plan, patience=3), begin=at(4), best=tools.best)
+    assert (more.steps, len(seen)) == (6, 2)
+
+
+def test_a_stop_at_a_step_that_is_judged_comes_after_the_judgement() -> None:
+    stops = [None, StopRequest("somebody asked")]
+    fitted, calls, *_ = kept_by(replace(PLAN, eval_every_steps=2), stops=stops)
+    assert calls[-2:] == [("best epoch", at(2)), ("save", at(2), True)]
+    assert (fitted.steps, fitted.stopped) == (2, "somebody asked")
+
+
+def test_a_training_that_is_stopped_within_an_epoch_has_the_weights_of_its_best() -> None:
+    """They were those of the step it was stopped at, under the metrics of the epoch before, where
+    that was the best."""
+    asked = iter([None, None, None, None, StopRequest("somebody asked")])
+    model, val = _model(), _data(9, seed=2)
+    tools = replace(_tools(model, lambda metrics, step: None), stop=lambda: next(asked))
+    fitted = fit_model(model, _data(40, seed=1), val, schedule=PLAN, tools=tools)
+    assert (fitted.steps, fitted.metrics["train/best_epoch"]) == (5, 1)
+    again = evaluate(model, val, tools.evaluator)
+    assert again["val/loss"] == fitted.metrics["val/loss"]

@@ -34,7 +34,7 @@ from tasks.engine.step.micro_batches import SingleAttempt
 from tasks.engine.step.optim import make_fused_optimizer
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.plan import make_plan
-from tasks.engine.training import check_training, trainer
+from tasks.engine.training import check_training, place, trainer
 from tasks.engine.training.admission import Admission
 from tasks.engine.training.forecast import UnforeseeableMemory, forecast_training
 
@@ -164,7 +164,7 @@ def test_memory_that_runs_out_halves_a_dict_too(
     )
     limit = {"limit_mib": (most + least) / 2 / 1024**2}
     started = Admission(None, "", 16, "as if nobody had foretold it")
-    monkeypatch.setattr(trainer, "admit_training", lambda *a, **k: started)
+    monkeypatch.setattr(place, "admit_training", lambda *a, **k: started)
     limited = _trained(own, tmp_path, model="mine:Wide", source="mine:pairs", memory=limit)
     assert limited.metrics["memory/ooms_recovered"] >= 1
     assert int(limited.tags["micro_batch"]) < 16

@@ -5,7 +5,7 @@ import torch
 
 from tasks.engine.accounts import step_metrics
 from tasks.engine.accounts.phases import HostClock, Phases, Stopwatch
-from tasks.engine.accounts.step_metrics import Diverged, StepMetrics
+from tasks.engine.accounts.step_metrics import AGE_S, Diverged, StepMetrics
 from tasks.engine.memory.allocation_log import AllocationLog
 from tasks.engine.memory.memory_by_owner import MemoryByOwner
 from tasks.engine.memory.memory_meter import MemoryMeter
@@ -69,6 +69,22 @@ def test_a_reading_is_logged_one_late_and_waits_only_for_the_one_before(made) ->
     assert [step for step, _ in logged] == [1, 2] and _Event.waits == 2
     assert logged[0][1]["train/loss"] == 1.0 and logged[0][1]["train/grad_norm"] == 3.0
     assert "train/grad_norm" not in logged[1][1]
+
+
+def test_points_that_are_read_together_keep_times_of_their_own(made, monkeypatch) -> None:
+    """All had the time of their reading: a loss by time fell in vertical jumps."""
+    made, logged = made
+    monkeypatch.setattr(step_metrics, "READ_EVERY_S", 3600.0)
+    clock = {"s": 100.0}
+    monkeypatch.setattr(step_metrics, "perf_counter", lambda: clock["s"])
+    for loss in (1.0, 2.0, 3.0):
+        clock["s"] += 2.0
+        made.add_log_point(_step(made, loss))
+    made.drain()
+    assert [metrics.pop(AGE_S, 0.0) for _, metrics in logged] == [4.0, 2.0, 0.0]
+    state = made.state()
+    made.restore({**state, "points": [(9, 0.1, 1, None)], "losses": 1, "values": torch.ones(1)})
+    assert AGE_S not in logged[-1][1], "a step of another process, whose clock nobody knows"
 
 
 def test_points_close_to_each_other_are_read_together(made, monkeypatch) -> None:

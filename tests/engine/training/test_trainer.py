@@ -1,5 +1,7 @@
 import gc
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,16 @@ from sklearn.metrics import mean_absolute_error, r2_score
 from tasks.engine.accounts.phases import PHASES
 from tasks.engine.accounts.step_metrics import Diverged
 from tasks.engine.base.facts import DataFacts, TrainFacts
+from tasks.engine.checkpoint.checkpoints import Checkpoints
 from tasks.engine.data.preparation import load_arrays, prepare_dataset
 from tasks.engine.device.detection import detect_best_device
-from tasks.engine.memory import leaks
+from tasks.engine.memory import leaks, memory_meter
 from tasks.engine.models import predictor
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.choose_step import set_cpu_threads
 from tasks.engine.step.plan import make_plan
-from tasks.engine.training import trainer
+from tasks.engine.training import place, trainer
 from tasks.engine.training.admission import Admission
 from tasks.engine.training.oom_report import OutOfMemory
 
@@ -56,6 +59,8 @@ def test_the_default_run_reads_digits_well(tmp_path: Path, seed: int) -> None:
         {"model": {"name": "mlp", "args": {"hidden": [64], "dropout": 0.2}}},
         {"optim": {"name": "sgd", "lr": 0.05}},
         {"optim": {"schedule": "constant", "warmup_fraction": 0.2, "clip_norm": 1.0}},
+        {"optim": {"schedule": "one_cycle", "ema_decay": 0.9}, "train": {"label_smoothing": 0.1}},
+        {"train": {"best_metric": "val/macro_f1", "eval_every_steps": 5, "epochs": 6}},
         {"train": {"precision": "bf16", "epochs": 6}},
         {"train": {"accumulate": 4, "epochs": 6}},
     ],
@@ -180,6 +185,25 @@ def test_what_a_phase_took_adds_up_to_the_whole(tmp_path: Path) -> None:
     assert m["time/unaccounted_pct"] < 25
 
 
+def test_the_last_checkpoint_and_the_search_for_what_is_held_are_no_logging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """log was told to be half of a short training: 0.96 s of 1.04 s were these two."""
+
+    def wait(kept: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        def slow(*args: Any, **named: Any) -> Any:
+            time.sleep(seconds)
+            return kept(*args, **named)
+
+        return slow
+
+    finish, count = Checkpoints.finish, memory_meter.count_allocated_bytes
+    monkeypatch.setattr(Checkpoints, "finish", wait(finish, 3.0))
+    monkeypatch.setattr(memory_meter, "count_allocated_bytes", wait(count, 3.0))
+    facts, _, _ = _train(tmp_path, train={"epochs": 1})
+    assert facts.metrics["time/log_s"] < 3.0 <= facts.metrics["time/checkpoint_s"] < 6.0
+
+
 def test_memory_by_owner_is_what_the_model_has(tmp_path: Path) -> None:
     facts, _, _ = _train(tmp_path, train=FEW)
     weights = torch.load(tmp_path / "model" / "weights.pt", weights_only=True)
@@ -188,6 +212,19 @@ def test_memory_by_owner_is_what_the_model_has(tmp_path: Path) -> None:
     assert facts.metrics["memory/gradients_mib"] == pytest.approx(mib)
     assert facts.metrics["memory/optimizer_state_mib"] == pytest.approx(2 * mib, rel=1e-3)
     assert facts.held_bytes > 3 * mib * 2**20
+
+
+def test_memory_by_owner_knows_frozen_and_averaged_weights(tmp_path: Path) -> None:
+    """Frozen ones have neither gradients nor state; an average is as large as what is trained."""
+    optim = {"ema_decay": 0.9}
+    facts, _, _ = _train(tmp_path, train=FEW, optim=optim, model={"freeze": ["1", "3"]})
+    weights = torch.load(tmp_path / "model" / "weights.pt", weights_only=True)
+    mib = sum(w.nbytes for w in weights.values()) / 2**20
+    trained = sum(w.nbytes for name, w in weights.items() if name.startswith("5.")) / 2**20
+    assert 0 < trained < mib / 2
+    assert facts.metrics["memory/parameters_mib"] == pytest.approx(mib)
+    assert facts.metrics["memory/gradients_mib"] == pytest.approx(trained)
+    assert facts.metrics["memory/optimizer_state_mib"] == pytest.approx(3 * trained, rel=1e-2)
 
 
 def test_the_peak_of_a_run_may_lie_before_its_first_step(tmp_path: Path) -> None:
@@ -222,7 +259,7 @@ def test_training_gives_back_what_it_took(tmp_path: Path, fails: bool) -> None:
 def admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every training is let in, as where somebody else takes the memory after that."""
     monkeypatch.setattr(
-        trainer,
+        place,
         "admit_training",
         lambda config, *_, **__: Admission(None, "", 64, "let in by a test"),
     )
@@ -295,6 +332,36 @@ def test_what_the_run_held_at_its_end_counts_as_given_back(tmp_path: Path) -> No
     [
         ({"train": {"batch_size": 2000}}, "train.batch_size: must be at most the 1438 training"),
         ({"train": {"loss": "mse"}}, "train.loss: mse does not fit classification"),
+        (
+            {"train": {"best_metric": "val/f1"}},
+            "train.best_metric: val/f1 is not measured of this classification; choose one of val/a",
+        ),
+        (
+            {"train": {"best_metric": "val/top5_accuracy"}},  # of ten classes
+            "train.best_metric: val/top5_accuracy is not measured of this classification",
+        ),
+        (
+            {"train": {"epochs": 1, "eval_every_steps": 23}},
+            r"train.eval_every_steps: must be below the 23 steps of the run \(got 23\)",
+        ),
+        (
+            {"optim": {"schedule": "plateau", "plateau_patience": 4}, "train": {"patience": 5}},
+            "optim.plateau_patience: 4 never lowers the rate before train.patience 5 ends",
+        ),
+        (
+            {"optim": {"schedule": "plateau", "plateau_patience": 1}, "train": {"epochs": 2}},
+            "optim.plateau_patience: 1 never lowers the rate within the 2 evaluations of the run",
+        ),
+        (
+            {"optim": {"schedule": "linear", "warmup_steps": 460}},
+            r"optim.warmup_steps: must be below the 460 steps of the run",
+        ),
+        ({"optim": {"groups": {"head": {"lr": 1.0}}}}, "optim.groups: 'head' matches no parameter"),
+        ({"model": {"freeze": ["head"]}}, "model.freeze: 'head' matches no parameter of the model"),
+        (
+            {"memory": {"recompute": True}, "model": {"name": "linear"}},
+            "memory.recompute: the model has no gradient_checkpointing_enable",
+        ),
     ],
 )
 def test_a_setting_that_contradicts_the_data_is_refused(

@@ -1,9 +1,11 @@
 """Which trainings a command line makes, and what it refuses before the first."""
 
+from pathlib import Path
+
 import pytest
 
 from flows.cli.compare_command import parse_comparison
-from tasks.comparison.grid import split_values
+from tasks.comparison.grid import GridCheck, split_values
 from tasks.engine.device.detection import list_devices
 from tasks.engine.settings.read_settings import ConfigError
 
@@ -35,6 +37,31 @@ def test_every_combination_is_a_training_and_repeats_go_in_turns() -> None:
     assert first.label == "device.name=cpu, optim.lr=1e-2, train.precision=fp32"
     assert (first.config.optim.lr, first.config.device.name) == (0.01, "cpu")
     assert {cell.config.train.epochs for cell in asked.cells} == {3}
+    labels = [cell.label for cell in asked.cells]
+    assert labels[4:] == labels[3::-1], "of a machine that grows slower the last would be slower"
+
+
+def test_repeats_have_seeds_of_their_own_where_the_seed_does_not_vary() -> None:
+    """All repeats of a training had one seed: on a CPU their scores were one score."""
+    words = ["--vary", "optim.lr=1e-2,0.1", "--repeats", "3", "--train.seed", "7"]
+    asked = parse_comparison(words).cells
+    assert [cell.config.train.seed for cell in asked] == [7, 7, 8, 8, 9, 9]
+    assert "train.seed" not in asked[-1].settings
+    asked = parse_comparison(["--vary", "train.seed=1,5", "--repeats", "2"]).cells
+    assert [cell.config.train.seed for cell in asked] == [1, 5, 5, 1]
+
+
+def test_a_check_tells_the_data_by_their_fingerprints(tmp_path: Path) -> None:
+    """A comparison goes on with the same rows alone."""
+    rows, found = tmp_path / "rows.csv", []
+    for last in ("1,2,up", "1,2,down"):
+        rows.write_text("a,b,y\n" + "1,2,up\n2,1,down\n" * 50 + last + "\n")
+        words = ["--data.source", "csv", "--data.path", str(rows), "--data.target", "y"]
+        words += ["--data.cache", str(tmp_path / "cache"), "--device.name", "cpu"]
+        check = GridCheck(parse_comparison([*words, "--vary", "optim.lr=0.1,0.01"]).cells)
+        check.answer()
+        found.append(check.data)
+    assert [set(one) for one in found] == [{"csv"}, {"csv"}] and found[0] != found[1]
 
 
 def test_all_devices_are_those_that_detection_finds() -> None:

@@ -40,7 +40,7 @@ def test_it_is_all_there_and_nothing_acts_as_markup(tmp_path: Path) -> None:
     page = files[0].read_text()
     assert "<script" not in page and "http" not in page.replace("http-equiv", "")
     assert page.count("data:image/png;base64") == 4
-    assert "FAILED: memory ran out" in page and "2.50x" in page and "is 2.5x slower" in page
+    assert "FAILED: memory ran out" in page and "2.50x" in page and "is 2.50x slower" in page
     for file in files[2:]:
         with Image.open(file) as picture:
             colours = picture.convert("RGB").getcolors(2**24) or []

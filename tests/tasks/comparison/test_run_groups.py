@@ -1,6 +1,11 @@
 """Which runs are the same training, and what differs between the others."""
 
+import pytest
+
 from tasks.comparison.run_groups import (
+    LETTERS,
+    MeasuredRun,
+    compute_epoch_parts,
     compute_epoch_s,
     compute_step_ms,
     find_differing,
@@ -8,6 +13,7 @@ from tasks.comparison.run_groups import (
     find_score,
     format_with_spread,
     group_runs,
+    shorten_values,
 )
 from tests.tasks.comparison.runs import run
 
@@ -39,6 +45,44 @@ def test_a_long_label_is_a_number_in_a_sentence() -> None:
     assert [group.called for group in group_runs(runs)] == ["#1", "#2"]
 
 
+def test_long_settings_are_grouped_whole_and_shown_by_what_differs() -> None:
+    """Values were cut to 40 letters first: two data sets were repeats of one training."""
+    place = "/data/warehouse/exports/2026/november/houses"
+    files = [f"{place}_cleaned.csv", f"{place}_augmented.csv"]
+    scores = {files[0]: 0.9, files[1]: 0.5}
+    runs = [run(f, data__path=f, metrics={"val/accuracy": s}) for f, s in scores.items()]
+    groups = group_runs(runs)
+    assert [group.settings["data.path"] for group in groups] == files
+    assert [group.label for group in groups] == [
+        "path=...houses_cleaned.csv",
+        "path=...houses_augmented.csv",
+    ]
+    assert [len(group.runs) for group in group_runs([*runs, *runs])] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        (["{'hidden': [64], 'dropout': 0.1}", "{}"], ["{'hidden': [64], 'dropout': 0.1}", "{}"]),
+        (
+            [str({"hidden": [512, 512, 256, 128], "drop": d, "norm": "layer"}) for d in (0, 0.5)],
+            ["drop: 0", "drop: 0.5"],
+        ),
+        (
+            ['{"hidden": [512, 512, 256, 128], "bias": true, "n": 1}', '{"bias": false, "n": 1}'],
+            ["hidden: [512, 512, 256, 128], bias: True", "hidden: -, bias: False"],
+        ),
+        ([f"{'x' * 60}{n}" for n in "ab"], [f"{'x' * 31}... (1)", f"{'x' * 31}... (2)"]),
+        (["short", f"/{'y' * 60}"], ["short", f"/{'y' * 36}..."]),
+    ],
+)
+def test_what_is_shown_of_a_long_setting_tells_it_from_the_others(
+    values: list[str], shown: list[str]
+) -> None:
+    assert shorten_values(values) == shown
+    assert all(len(told) <= LETTERS for told in shown)
+
+
 def test_names_that_end_alike_stay_whole() -> None:
     runs = [
         run("a", optim__name="sgd", model__name="mlp"),
@@ -47,11 +91,11 @@ def test_names_that_end_alike_stay_whole() -> None:
     assert group_runs(runs)[0].label == "model.name=mlp, optim.name=sgd"
 
 
-def test_a_group_is_its_medians_and_half_of_its_range_without_those_that_failed() -> None:
+def test_a_group_is_its_medians_and_deviation_without_those_that_failed() -> None:
     runs = [run(f"{s}", speed=s, metrics={"val/r2": 0.5}) for s in (100, 300, 120)]
     (group,) = group_runs([*runs, run("bad", status="FAILED")])
     assert group.compute_median("speed/samples_per_s") == 120 and group.state == "FAILED"
-    assert format_with_spread(group, "speed/samples_per_s") == "120 \u00b1 100"
+    assert format_with_spread(group, "speed/samples_per_s") == "120 \u00b1 110"
     assert group.compute_median(compute_step_ms) == 100 * 1000 / 120
     assert (
         group.compute_median("gpu/energy_j") is None
@@ -64,3 +108,15 @@ def test_a_group_is_its_medians_and_half_of_its_range_without_those_that_failed(
 def test_an_epoch_takes_its_share_of_the_training() -> None:
     assert compute_epoch_s(run("a", metrics={"time/train_model_s": 30, "train/epoch": 4})) == 7.5
     assert compute_epoch_s(run("a")) is None
+
+
+def test_the_parts_of_an_epoch_sum_to_it() -> None:
+    def train(at: int, *, steps_s: float, all_s: float) -> MeasuredRun:
+        spent = {"time/steps_s": steps_s, "time/eval_s": 2.0, "time/train_model_s": all_s}
+        return run(f"{at}", metrics={**spent, "train/epoch": 2.0})
+
+    (group,) = group_runs([train(n, steps_s=5.0 + n, all_s=10.0 + n) for n in (9, 0, 3)])
+    assert compute_epoch_parts(group) == {"steps": 4.0, "evaluation": 1.0, "other": 1.5}
+    assert sum(compute_epoch_parts(group).values()) == group.compute_median(compute_epoch_s)
+    (more,) = group_runs([train(0, steps_s=20.0, all_s=10.0)])  # of several processes, together
+    assert compute_epoch_parts(more) == {}

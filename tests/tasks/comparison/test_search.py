@@ -6,6 +6,7 @@ import math
 import statistics
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tasks.comparison.grid import Cell
 from tasks.comparison.run_groups import Goal, MeasuredRun
 from tasks.comparison.search import STUDY, Trials
 from tasks.comparison.trainings import ComparisonFolder, TrainingEnd
+from tasks.engine.settings.read_settings import ConfigError
 from tasks.tracking.journal import append_line, make_line
 from tests.conftest import PYTHON
 from tests.test_house import MODULES, _names
@@ -178,3 +180,49 @@ def test_only_the_parent_of_a_search_imports_optuna() -> None:
     )
     told = subprocess.run([PYTHON, "-c", f"{code}assert 'optuna' not in sys.modules"], check=False)
     assert told.returncode == 0
+
+
+def test_the_best_trial_is_trained_again_with_other_seeds(tmp_path: Path) -> None:
+    """The best of many on one seed is too good."""
+    words = (*WORDS, "--trials", "4", "--repeats", "3", "--train.seed", "7")
+    trials = _trials(tmp_path, *words, how="random")
+    first = [_next(trials) for _ in range(4)]
+    assert trials.take_next("auto") is None, "trials are still under way"
+    for cell, value in zip(first, (3.0, 1.0, 2.0, 4.0), strict=True):
+        _finish(trials, cell, value)
+    again = _next(trials)
+    assert (again.number, again.settings, again.repeat) == (5, first[1].settings, 2)
+    _finish(trials, again, 1.2)
+    trials = _trials(tmp_path, *words, how="random")  # it was interrupted, and goes on
+    rest = [_next(trials), _next(trials)]
+    assert [cell.number for cell in rest] == [6, 7] and trials.take_next("auto") is None
+    seeds = [cell.config.train.seed for cell in (first[1], again, *rest)]
+    assert seeds == [7, 8, 9, 10]
+    _finish(trials, rest[0], 0.5)  # a seed that is better is no better trial
+    _finish(trials, rest[1], 1.3)
+    assert trials.best is not None and trials.best.number == 2
+    told = trials.describe()
+    assert told[0].startswith("#2 has the best val/loss: 1 ")
+    assert told[1] == "With other seeds, 3 more times: val/loss 1 +- 0.4359 (0.5 to 1.3)"
+    assert told[2] == "4 trials by random: 4 finished"
+    cells = trials.list_cells()
+    runs = [MeasuredRun(str(cell.number), "", "FINISHED") for cell in cells]
+    groups = {group.number: group for group in trials.make_groups(runs)}
+    assert [run.run_id for run in groups[2].runs] == ["2", "5", "6", "7"] and len(groups) == 4
+
+
+def test_trials_side_by_side_count_those_under_way_as_poor(tmp_path: Path) -> None:
+    """Four devices were given nearly the same: the sampler saw only what had ended."""
+    here = [*WORDS, "--devices", "cpu,cpu"]
+    with pytest.raises(ConfigError, match="one twice among its values"):
+        parse_comparison(["--search", "tpe", *here])
+    asked = parse_comparison(["--search", "tpe", *WORDS]).search
+    assert asked is not None
+    for devices, is_liar in (([], False), (["cuda:0", "cuda:1"], True)):
+        base = parse_comparison(["--search", "tpe", *WORDS]).base
+        folder = tmp_path / str(is_liar)
+        folder.mkdir()
+        search = replace(asked, devices=devices)
+        trials = Trials(search, ComparisonFolder(folder, "words"), goal=LOSS, base=base)
+        trials.draw()
+        assert trials.study.sampler._constant_liar is is_liar  # type: ignore[attr-defined]

@@ -96,7 +96,7 @@ def test_every_end_is_checked_beside_values_that_go_with_it() -> None:
         ("--search tpe --vary optim.lr=2..1", "optim.lr: must be LOW..HIGH with LOW below HIGH"),
         ("--search grid --vary optim.lr=1..2", "--vary optim.lr=1..2: a grid needs a list"),
         ("--vary optim.lr=1..2", "--vary optim.lr=1..2: a range is for --search tpe or random"),
-        ("--search tpe --vary optim.lr=1..2 --repeats 2", "--repeats: a search draws each"),
+        ("--last 3 --anew", "--anew: trains nothing beside --last"),
         ("--vary optim.lr=1,2 --trials 3", "--trials: goes with --search"),
         ("--vary optim.lr=1,2 --goal val/loss", "--goal: goes with --search"),
         (

@@ -1,10 +1,12 @@
 """A run is told to be slower, larger or worse where that is more than the noise of the last."""
 
 import math
+import re
 from typing import Any
 
 import pytest
 
+from benchmarks import gate as benchmark
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.settings.read_settings import override_config
 from tasks.engine.settings.run_config import GateConfig, RunConfig
@@ -12,9 +14,11 @@ from tasks.run.gate import (
     BUSIEST,
     BUSY,
     CORE_WAIT,
+    LOSS,
     NEEDED_RUNS,
     REFERENCE,
     Verdict,
+    compare_with_history,
     compute_gate_key,
     judge_run,
 )
@@ -204,6 +208,76 @@ def test_without_mlflow_nothing_is_said() -> None:
 def test_so_many_good_runs_are_looked_at() -> None:
     runs = [_run(QUIET[0], slower=2.0)] * 9 + [_run(QUIET[0])] * 8
     assert len(_verdicts(runs, last=6)[-1].trend[0]["values"]) == 7
+
+
+@pytest.mark.parametrize("begins_at", [0, 30])
+@pytest.mark.parametrize("busy", [0.0, 0.1])
+def test_a_slow_decay_is_noticed_before_it_is_a_seventh(begins_at: int, busy: float) -> None:
+    """After 100 runs, each half a per cent slower, all were ok: their median had gone along."""
+    late, share = benchmark.measure_decay(0.005, at=begins_at, busy=busy, histories=40)
+    assert share >= 0.95, late
+
+
+def test_a_level_that_is_the_best_by_luck_raises_no_alarm() -> None:
+    """The best five of 200 runs lie 6 % off by luck alone: as a level each run would be slower."""
+    for busy in (0.0, 0.1):
+        assert benchmark.measure_alarms(histories=10, busy=busy) <= 0.01
+
+
+def test_a_small_step_is_told_though_never_three_in_a_row_are_far_off() -> None:
+    def step(place: int) -> float:
+        return 1.05 if place >= 30 else 1.0
+
+    drawn = [benchmark.draw_history(step, seed=seed, length=60) for seed in range(20)]
+    told = [found[-1] for found in drawn if len(found) > 30 and found[-1].gate == "slower"]
+    assert len(told) >= 17
+    sums = [one.why for one in told if "above the level that it once had (" in one.why]
+    assert len(sums) > 8 and re.search(r"summed up over \d+ runs", sums[0])
+
+
+def test_the_level_is_that_with_which_history_began_however_long_ago() -> None:
+    """The 40 runs before were all alike, and all a tenth slower than the first ones."""
+    first = [{"gate": "new", "metrics": _run(QUIET[i])} for i in range(NEEDED_RUNS)]
+    slow = [{"gate": "ok", "metrics": _run(QUIET[i % 40], slower=1.1)} for i in range(40)]
+    now = _run(QUIET[3], slower=1.1)
+    assert judge_run(now, slow, GateConfig()).gate == "ok"
+    found = judge_run(now, [*slow, *first], GateConfig())
+    assert found.gate == "slower" and "the level that it once had (" in found.why
+    for run in slow[:NEEDED_RUNS]:
+        run["gate"] = "new"  # a person has accepted them
+    assert judge_run(now, [*slow, *first], GateConfig()).gate == "ok"
+
+
+def test_what_did_not_pass_names_the_way_to_accept_it() -> None:
+    run = {"metrics": _run(QUIET[3], slower=9.0), "tags": {"a": "b"}, "run_id": "0af3"}
+    before = [{"gate": "new", "metrics": _run(QUIET[i])} for i in range(9)]
+    tags = compare_with_history(run, before, RunConfig())["tags"]
+    assert tags["gate"] == "slower" and tags["a"] == "b"
+    assert tags["gate.why"].endswith("from now on: python -m flows.runs --accept 0af3")
+    tags = compare_with_history({**run, "metrics": _run(QUIET[3])}, before, RunConfig())["tags"]
+    assert tags["gate"] == "ok" and "--accept" not in tags["gate.why"]
+
+
+def test_a_speed_that_is_not_judged_for_nights_is_a_warning() -> None:
+    before = [{"gate": "new", "metrics": _run(QUIET[i])} for i in range(9)]
+    busy = _run(QUIET[3], **{CORE_WAIT: BUSIEST + 1})
+    run = {"metrics": busy, "tags": {"warnings": "one"}, "warnings": ("one",), "run_id": "0af3"}
+    for nights in range(2):
+        assert compare_with_history(run, before, RunConfig())["tags"]["warnings"] == "one", nights
+        before.insert(0, {"gate": "ok", "metrics": busy})
+    found = compare_with_history(run, before, RunConfig())
+    tags = found["tags"]
+    assert tags["gate"] == "ok" and tags["gate.why"].endswith("as in the 2 runs before")
+    assert found["warnings"] == tags["warnings"].split("\n")
+    said = "one\ngate: the speed is not judged for 3 runs in a row: its threads had no core"
+    assert tags["warnings"].startswith(said)
+
+
+def test_a_loss_that_is_a_tenth_worse_is_told_at_the_same_accuracy() -> None:
+    before = [{"gate": "new", "metrics": _run(QUIET[i], **{LOSS: 0.1})} for i in range(9)]
+    found = judge_run(_run(QUIET[9], **{LOSS: 0.11}), before, GateConfig())
+    assert found.gate == "worse" and found.why.startswith("val/loss 0.11, 10.0 % above the median")
+    assert judge_run(_run(QUIET[9], **{LOSS: 0.105}), before, GateConfig()).gate == "ok"
 
 
 def test_the_same_is_all_but_what_it_is_called_and_where_it_is_kept(facts: Any) -> None:

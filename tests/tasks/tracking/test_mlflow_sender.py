@@ -28,6 +28,7 @@ from tasks.engine.base.file_lock import is_held
 from tasks.run.failures import classify_failure
 from tasks.tracking import mlflow_sender, mlflow_store, orphaned_runs
 from tasks.tracking.journal import Journal, SenderEnded, append_line, start_sender
+from tasks.tracking.query_runs import BEGINNING, HISTORY, accept_level, read_history
 from tasks.tracking.tracking_settings import TrackingError, TrackingSettings
 from tests.conftest import PYTHON, ROOT
 
@@ -116,6 +117,20 @@ def test_the_times_of_a_journal_never_go_back(
         again.close(_run())
     metrics = MlflowClient(where.tracking_uri).get_run(journal.run_id).data.metrics
     assert metrics["time/total_s"] == 3.0
+
+
+def test_a_step_that_is_logged_late_has_the_time_when_it_was_taken(tmp_path: Path) -> None:
+    with Journal(_where(tmp_path), tmp_path / "runs" / "one") as journal:
+        journal.open(None)
+        journal.create("one", params={}, tags={})
+        for step, age_s in ((1, 60.0), (2, 40.0), (3, 50.0), (4, 0.0)):
+            journal.log({"train/loss": 0.5}, step, age_s=age_s)
+        journal.close(_run())
+    lines = (tmp_path / "runs" / "one" / "metrics.jsonl").read_text().splitlines()
+    times = [json.loads(line)["t"] for line in lines[:4]]
+    assert times[1] - times[0] == pytest.approx(20_000, abs=2_000)
+    assert times[2] == times[1], "it never goes back"
+    assert times[3] - times[1] == pytest.approx(40_000, abs=2_000)
 
 
 def test_a_run_ends_after_it_began_by_a_clock_that_was_set_back(tmp_path: Path) -> None:
@@ -643,3 +658,46 @@ def test_a_run_hears_of_the_runs_that_it_is_compared_with(tmp_path: Path) -> Non
     run("x", "slower", 5.0)
     found = run("x", "ok", 6.0)
     assert [(one["gate"], one["metrics"]["a"]) for one in found] == [("slower", 5.0), ("new", 1.0)]
+
+
+def _make_judged(client: MlflowClient, gates: str) -> list[str]:
+    """Newer runs of one kind, the oldest first: n is new, s is slower, o is ok."""
+    words, found = {"n": "new", "s": "slower", "o": "ok"}, []
+    for at, gate in enumerate(gates, len(client.search_runs(["0"]))):
+        given = {"gate.of": "x", "gate": words[gate], "gate.why": f"because {at}"}
+        run = client.create_run("0", start_time=1000 + at, tags=given, run_name=f"r{at}")
+        client.set_terminated(run.info.run_id)
+        found.append(run.info.run_id)
+    return found
+
+
+def test_a_history_ends_with_the_runs_with_which_it_began(tmp_path: Path) -> None:
+    """Of a decay over 100 runs the last 40 tell nothing."""
+    client, _ = mlflow_store.open_experiment(_where(tmp_path))
+    _make_judged(client, "nnnnno" + "s" * 9 + "n" * 6 + "o" * 39)
+    found = read_history(client, "0", "x")
+    assert found is not None and len(found) == HISTORY and found[-1]["gate"] == "new"
+    _make_judged(client, "o")
+    found = read_history(client, "0", "x")
+    assert found is not None
+    gates = [one["gate"] for one in found]
+    assert gates == ["ok"] * HISTORY + ["new"] * BEGINNING
+
+
+def test_a_level_that_is_accepted_is_where_history_begins(tmp_path: Path) -> None:
+    """Accepted after some nights, it is that of all of them."""
+    where = _where(tmp_path)
+    client, _ = mlflow_store.open_experiment(where)
+    ids = _make_judged(client, "nnnnnooosss")
+    unjudged = client.create_run("0", start_time=2000, tags={"gate.of": "x"}).info.run_id
+    client.set_terminated(unjudged)
+    assert accept_level(where, ids[8]) == ["r10", "r9", "r8"]
+    found = read_history(client, "0", "x")
+    assert found is not None
+    assert [one["gate"] for one in found] == ["new"] * 3 + ["ok"] * 3 + ["new"] * 5
+    why = client.get_run(ids[9]).data.tags["gate.why"]
+    assert why == "accepted as the level from now on; it was slower: because 9"
+    with pytest.raises(TrackingError, match="was judged by no gate; it is FINISHED"):
+        accept_level(where, unjudged)
+    with pytest.raises(TrackingError, match="--accept nowhere: no such run in sqlite"):
+        accept_level(where, "nowhere")

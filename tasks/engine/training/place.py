@@ -1,0 +1,106 @@
+"""Where a training computes: its device, with the memory that it may take there, its threads,
+stream, arithmetic and random numbers; all is as before when the training is over. It refuses to
+begin where not even one row at a time fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from tasks.engine.accounts.throughput import (
+    PeakFlops,
+    find_peak_flops,
+)
+from tasks.engine.base import scores
+from tasks.engine.base.seeds import seed_everything
+from tasks.engine.device.detection import set_matmul_precision
+from tasks.engine.device.memory_limit import limit_memory
+from tasks.engine.distributed.ranks import Ranks
+from tasks.engine.memory import allocators
+from tasks.engine.memory.allocation_log import AllocationLog
+from tasks.engine.memory.allocators import release_cached_memory
+from tasks.engine.memory.memory_meter import MemoryMeter
+from tasks.engine.memory.snapshot import Recorder
+from tasks.engine.step.choose_step import set_cpu_threads
+from tasks.engine.step.cuda_graph import use_own_stream
+from tasks.engine.step.own_model import ModelCheck
+from tasks.engine.step.plan import Plan
+from tasks.engine.training.admission import (
+    Admission,
+    PastRuns,
+    admit_training,
+)
+from tasks.engine.training.shared_model import (
+    is_shared_out,
+)
+from tasks.engine.training.training_parts import (
+    Owners,
+    Start,
+)
+
+
+@dataclass
+class Place:
+    """Where a training computes, and with what it may start there."""
+
+    device: torch.device
+    threads: int  # to try beside those of now
+    peak: PeakFlops | None
+    admission: Admission
+    ledger: AllocationLog
+    meter: MemoryMeter
+    owners: Owners
+    recorder: Recorder | None = None
+
+    def start(self, plan: Plan, checked: ModelCheck, past: PastRuns) -> Start:
+        assert self.recorder is not None
+        return Start(
+            checked=checked,
+            recorder=self.recorder,
+            known=past.find_compile_timings(),
+            micro_rows=self.admission.micro_batch,
+            threads=self.threads,
+            graphs=self.admission.fits_graph and plan.may_replay,
+        )
+
+
+@contextmanager
+def take_place(plan: Plan, checked: ModelCheck, *, past: PastRuns, ranks: Ranks) -> Iterator[Place]:
+    """Set this process up for the training on its device, and put all back afterwards: arithmetic,
+    threads, stream, random numbers, the memory limit. Raises DeviceError where not even one row at
+    a time fits."""
+    train, device = plan.settings.train, plan.torch_device
+    if plan.data.task == "multilabel":
+        scores.load_sklearn()  # not in the first epoch
+    with ExitStack() as stack:
+        stack.enter_context(allocators.keep_heap(device))
+        stack.enter_context(set_matmul_precision(plan.precision))
+        here = ranks.count_most_rows(train.batch_size)
+        threads = stack.enter_context(
+            set_cpu_threads(here * checked.work, device, fixed=train.deterministic)
+        )
+        if plan.device.index is not None and device.type != "cpu":
+            stack.enter_context(torch.accelerator.device_index(plan.device.index))
+        stack.enter_context(use_own_stream(device))
+        peak = find_peak_flops(plan.device, plan.precision)
+        if device.type != "cpu":
+            # What was cached by then is no part of the run, and escapes a limit.
+            release_cached_memory(device)
+        admission = admit_training(
+            plan.with_batch(here),
+            past_peak_bytes=past.find_peak_bytes(),
+            past_reserved_bytes=past.find_reserved_bytes(),
+            past_micro_batch=past.find_micro_batch(),
+            is_shared_out=is_shared_out(train, ranks),
+        )
+        # After the forecasts, which build a model of the user's own as often as memory is short.
+        stack.enter_context(seed_everything(train.seed, deterministic=train.deterministic))
+        ledger, source = stack.enter_context(
+            limit_memory(plan.device, plan.settings.memory.limit_mib)
+        )
+        meter = MemoryMeter(device, source)  # before the model and the rows: they count too
+        yield Place(device, threads, peak, admission, ledger, meter, Owners())
