@@ -25,7 +25,7 @@ from benchmarks import workloads
 from benchmarks.conditions import publish
 from benchmarks.headroom import Tracker, tracking
 from benchmarks.trial import Trial, ready
-from tasks.engine.accounts.phases import Phases, Watched
+from tasks.engine.accounts.phases import EventClock, HostClock, Phases, Watched
 from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory.memory_meter import MemoryMeter
 from tasks.engine.settings.read_settings import override_config
@@ -145,11 +145,12 @@ class Accounting:
     def __init__(self) -> None:
         self._off: dict[tuple[type, str], Callable[..., Any]] = {
             (Phases, "begin"): _unwatched,
-            (Phases, "mark"): _nothing,
-            (Phases, "counting"): _uncounted,
-            (Phases, "counting_once"): _uncounted,
-            (MemoryMeter, "phase"): _nothing,
-            (MemoryMeter, "window"): lambda _: {},
+            (Phases, "count_memory"): _uncounted,
+            (Phases, "count_memory_once"): _uncounted,
+            (HostClock, "mark"): _nothing,  # what the step holds is a method of Phases, bound
+            (EventClock, "mark"): _nothing,
+            (MemoryMeter, "end_phase"): _nothing,
+            (MemoryMeter, "end_window"): lambda _: {},
         }
         self._on = {(owner, name): getattr(owner, name) for owner, name in self._off}
 

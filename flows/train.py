@@ -41,9 +41,9 @@ def train(
     """Train one model on the best device here, and leave its whole story in MLflow.
 
     Args:
-        config: What to train, on what, and how.
-        overrides: Dotted names over `config`, e.g. {"optim.lr": 0.01, "train.epochs": 5}. Prefect
-            merges nested parameters of a deployment shallowly; this merges them truly.
+        config: Every setting, in groups. To change a few, `overrides` does, which wins over it.
+        overrides: Settings by their dotted names, e.g. {"data.path": "houses.csv", "optim.lr":
+            0.01, "train.epochs": 5}. They win over `config`, setting by setting.
         resume: A run to go on with from its newest checkpoint: its id, its folder, or latest.
     """
     with open_run(config, overrides, resume=resume) as run:

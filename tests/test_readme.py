@@ -149,7 +149,8 @@ def test_the_commands_of_the_pages_work_as_written(block: Block, clone: Clone) -
     """Those of the README are the first, and what they did is not done again."""
     moves = any(command.startswith("cd ") for command in _kept(block))
     asked = ["\n".join(_kept(block))] if moves else _kept(block)
-    script = "\n".join(command for command in asked if _bare(command) not in clone.done)
+    done = set() if block.page == "predict.md" else clone.done  # it takes the newest models
+    script = "\n".join(command for command in asked if _bare(command) not in done)
     trainings = len(re.findall(TRAINS, script)) - sum(script.count(part) for part in REFUSED)
     for part, shorter in SHORTER.items():
         script = re.sub(part, shorter, script)

@@ -62,9 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _describe_plan(asked: ComparisonRequest) -> list[str]:
     if asked.search is None:
-        return [
-            f"{c.number}. {c.label}" + f", repeat {c.repeat}" * (c.repeat > 1) for c in asked.cells
-        ]
+        return [f"{cell.number}. {cell.called}" for cell in asked.cells]
     axes = {
         n: v.description if isinstance(v, Range) else ", ".join(v)
         for n, v in asked.search.axes.items()

@@ -7,11 +7,12 @@ neither: it runs the flow itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any
 
 from prefect import Flow
 from prefect.context import FlowRunContext
-from prefect.utilities.callables import ParameterSchema
+from pydantic import WithJsonSchema
 
 from flows.cli import train_command
 from flows.cli.flags import TITLES
@@ -27,15 +28,14 @@ from tasks.run.resume import read_resumed_settings
 def make_python_callable(flow: Flow[..., Any]) -> CalledFlow:
     """Return the flow of `config`, `overrides` and `resume`, for who calls it: from Python with all
     that the command does, in Prefect's form with its settings in groups."""
-    made = CalledFlow(
+    return CalledFlow(
         flow.fn,
         call=_train_from_python,
         shown=_hide_secrets,
+        form=_make_form_signature,
         name=flow.name,
         flow_run_name=flow.flow_run_name,
     )
-    made.parameters = _make_form(made.parameters)
-    return made
 
 
 def _train_from_python(
@@ -96,22 +96,41 @@ def _hide_secrets(parameters: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _make_form(parameters: ParameterSchema) -> ParameterSchema:
-    """Return the same parameters for Prefect's form, `overrides` first.
+def _make_form_signature(flow: Flow[..., Any]) -> Signature:
+    """Return the signature that `prefect deploy` makes the form of: it looks at no other part of a
+    flow. What a person mostly needs, `overrides`, comes first, above some eighty fields."""
+    given = signature(flow.fn, eval_str=True).parameters
+    in_form = {
+        "overrides": given["overrides"].replace(annotation=dict[str, Any], default={}),
+        "resume": given["resume"],
+        "config": given["config"].replace(
+            annotation=Annotated[RunConfig, WithJsonSchema(_make_form())]
+        ),
+    }
+    return Signature([p.replace(kind=Parameter.KEYWORD_ONLY) for p in in_form.values()])
 
-    Each setting has its dotted name and its limits in words.
-    """
-    first = ("overrides", "config", "resume")
-    properties = {name: parameters.properties[name] for name in first}
-    for position, name in enumerate(first):
-        properties[name]["position"] = position
-    sections = parameters.definitions["RunConfig"]["properties"]
+
+def _make_form() -> dict[str, Any]:
+    """Return the schema of the settings by which Prefect's form shows their dotted names, and their
+    limits in words: it shows a schema's titles and descriptions, and no limits."""
+    schema = RunConfig.model_json_schema()
+    form: dict[str, Any] = _write_out(schema, schema.pop("$defs"))
+    sections = form["properties"]
     for section, title in TITLES.items():
         sections[section] |= {"title": section, "description": title}
     for row in list_settings():
         section, _, name = row.name.partition(".")
-        kind = RunConfig.model_fields[section].annotation
-        assert isinstance(kind, type)
-        fields = parameters.definitions[kind.__name__]["properties"]
+        fields = sections[section]["properties"]
         fields[name] |= {"title": row.name, "description": describe_setting(row)}
-    return parameters.model_copy(update={"properties": properties})
+    return form
+
+
+def _write_out(part: Any, kinds: Mapping[str, Any]) -> Any:
+    """Return the part of a schema with the kinds that it refers to in their places: references of
+    a schema that stands in another one's lead nowhere."""
+    if isinstance(part, list):
+        return [_write_out(each, kinds) for each in part]
+    if not isinstance(part, dict):
+        return part
+    whole = {**kinds[part["$ref"].rpartition("/")[2]], **part} if "$ref" in part else part
+    return {name: _write_out(each, kinds) for name, each in whole.items() if name != "$ref"}

@@ -23,14 +23,13 @@ from tasks.comparison.run_groups import (
     Group,
     MeasuredRun,
     Points,
+    choose_goal,
     find_best_group,
-    find_score,
     group_runs,
     shorten_names,
 )
 from tasks.comparison.trainings import ComparisonFolder, TrainingEnd
 from tasks.engine.base.units import format_number
-from tasks.engine.settings.run_config import LOWER_IS_BETTER
 from tasks.process.redaction import redact_command_line
 from tasks.run.findings import make_process_tags
 from tasks.run.flow_run import show_markdown
@@ -61,20 +60,22 @@ class Comparison:
     status: str = "KILLED"  # of its run in MLflow, while it has not come to its end
     text: str = ""
     files: list[Path] = field(default_factory=list)
-    _labels: dict[int, str] = field(default_factory=dict)  # of its trainings, by number
 
     @property
     def exit_code(self) -> int:
         return 0 if self.status == "FINISHED" else 1
+
+    @property
+    def trained(self) -> list[Cell]:
+        """Return its trainings; of a search those that were drawn by now."""
+        return self.trials.list_cells() if self.trials else self.asked.cells
 
     def train(self) -> list[Group]:
         """Train all that has not ended yet, and return the trainings by group."""
         assert self.state is not None
         source = self.trials or trainings.GridSource(self.state, self.asked.cells)
         trainings.run_trainings(self.state, source, runs=self.runs, tell=self._tell)
-        trained = self.trials.list_cells() if self.trials else self.asked.cells
-        self._labels = {cell.number: _call(cell) for cell in trained}
-        runs = _read_measured(self.store, trained, self.state)
+        runs = _read_measured(self.store, self.trained, self.state)
         self.status = "FINISHED" if any(run.is_done for run in runs) else "FAILED"
         return self.trials.make_groups(runs) if self.trials else group_runs(runs, self.asked.varied)
 
@@ -100,7 +101,8 @@ class Comparison:
             told, goal = self.trials.describe(), self.trials.goal
             report = page.compare_groups(groups, title=self.title, goal=goal, told=told)
         if self.state is not None and self.state.taken_over:
-            labels = [self._labels[number] for number in sorted(self.state.taken_over)]
+            taken_over = self.state.taken_over
+            labels = [cell.called for cell in self.trained if cell.number in taken_over]
             more = f" and {len(labels) - SHOWN:,} more" if len(labels) > SHOWN else ""
             said = "; ".join(labels[:SHOWN]) + more
             report.notes.append(f"Trained before an interruption, and taken over: {said}")
@@ -123,34 +125,31 @@ class Comparison:
             console.print(f"- {line}", markup=False)
         console.print(f"Page     {self.files[0]}", markup=False, soft_wrap=True)
         self.text = page.make_markdown(report)
+        if self.state is None:
+            return
         if self.trials is not None and self.trials.best is not None:
             settings, again = self.trials.make_best_command()
-            run_id = self.trials.comparison.run_id
-            self.store.set_tags(run_id, {"best.command": again}, params=settings)
+            self.store.set_tags(self.state.run_id, {"best.command": again}, params=settings)
             console.print(f"Again    {again}", markup=False, soft_wrap=True)
             self.text += f"\n\n```\n{again}\n```"
-
-        if self.state is not None:
-            self._show_in_mlflow(report.groups, self.state.run_id)
+        self._show_in_mlflow(report.groups, self.state.run_id)
 
     def _show_in_mlflow(self, groups: Sequence[Group], run_id: str) -> None:
         """Save the view that shows the trainings, and give their parent the figures of the best."""
-        score = find_score(groups)
-        goal = self.trials.goal if self.trials is not None else None
-        goal = goal or Goal(score, score in LOWER_IS_BETTER)
+        goal = choose_goal(groups, self.trials.goal if self.trials is not None else None)
         done = [run for group in groups for run in group.done]
         view = ComparisonView(
             run_id,
             self.title,
             self.asked.varied,
-            goal.name,
-            is_lower_better=goal.is_lower_better,
+            goal.name if goal is not None else "",
+            is_lower_better=goal is not None and goal.is_lower_better,
             is_grouped=any(len(group.runs) > 1 for group in groups),
             has_curves=any(run.metrics.get("train/epoch", 0) > 2 for run in done),
         )
         self.store.keep_view(view)
-        best = find_best_group(groups, goal) if goal.name else None
-        if best is None:
+        best = find_best_group(groups, goal) if goal is not None else None
+        if goal is None or best is None:
             return
         figures = {metric: best.compute_median(metric) for metric in FIGURES}
         known = {metric: value for metric, value in figures.items() if value is not None}
@@ -162,21 +161,20 @@ class Comparison:
         self.store.set_tags(run_id, told, params=settings, metrics=known, step=step)
 
     def _tell(self, cell: Cell, ended: TrainingEnd | None) -> None:
+        """Print that a training begins, or how it ended; what a search knows of it, MLflow gets."""
         said = "begins" if ended is None else ended.status
         if ended is not None and ended.value is not None and self.trials is not None:
             said += f", {self.trials.goal.name} {format_number(ended.value)}"
         error = f": {ended.error}" if ended is not None and ended.error else ""
-        line = f"{cell.number}/{self.asked.count} {_call(cell)}: {said}{error}"
+        line = f"{cell.number}/{self.asked.count} {cell.called}: {said}{error}"
         print(line, file=sys.stderr, flush=True)
-        if ended is not None and ended.status == "PRUNED" and ended.run_id:
+        if ended is None or self.trials is None or self.state is None:
+            return
+        if ended.status == "PRUNED" and ended.run_id:
             self.store.set_tags(ended.run_id, {"pruned": ended.error})
-        if ended is not None and self.trials is not None and ended == self.trials.best:
+        if ended == self.trials.best:
             tags = {"best": cell.label, "best.run_id": ended.run_id, "best.value": str(ended.value)}
-            self.store.set_tags(self.trials.comparison.run_id, tags)
-
-
-def _call(cell: Cell) -> str:
-    return cell.label + (f", repeat {cell.repeat}" if cell.repeat > 1 else "")
+            self.store.set_tags(self.state.run_id, tags)
 
 
 @contextmanager
@@ -202,7 +200,7 @@ def open_comparison(asked: ComparisonRequest) -> Iterator[Comparison]:
     path = make_comparison_path(**ids)
     link = serve.make_open_command(store.where.tracking_uri, **ids, path=path)
     print(f"Open     {link}", flush=True)
-    show_markdown(comparison.text, f"comparison-{run_id}", comparison.title)
+    show_markdown(comparison.text, f"comparison-{run_id[:8]}", comparison.title)
 
 
 def _open_existing(asked: ComparisonRequest, chosen: TrackingSettings) -> Comparison:

@@ -22,8 +22,8 @@ from tasks.comparison.run_groups import (
     STEPS,
     Group,
     MeasuredRun,
+    choose_goal,
     compute_epoch_parts,
-    find_score,
 )
 from tasks.engine.base.units import (
     format_mebibytes,
@@ -32,7 +32,7 @@ from tasks.engine.base.units import (
     format_seconds,
 )
 from tasks.engine.memory import memory_by_owner
-from tasks.engine.settings.run_config import LOWER_IS_BETTER
+from tasks.engine.settings.run_config import SCHEDULES_BY_SETTING
 from tasks.run.gate import BUSY, CORE_WAIT, HUGE, describe_disturbance, find_usual_ms
 
 PHASES = {  # of a step; what no phase holds is "other"
@@ -53,8 +53,8 @@ MIN_DIFFERENCE = 0.03  # of speeds, however sure it is
 MIN_DIFFERENCE_MIB, MIN_DIFFERENCE_MEMORY = 1.0, 0.02  # of memory, which is hardly chance
 # No step costs more for these alone; for those of an optimizer neither, where `alike` is the same.
 SAME_WORK = (
-    *("optim.lr", "optim.weight_decay", "optim.beta2", "optim.schedule", SEED),
-    *("optim.min_lr_fraction", "optim.warmup_fraction"),
+    *("optim.lr", "optim.weight_decay", "optim.beta2", "optim.schedule", "optim.warmup", SEED),
+    *SCHEDULES_BY_SETTING,
 )
 ALIKE, OPTIMIZER = "alike", "optim."
 SINGLE_NOISE = 0.05  # of a speed or a loss, where no setting has two runs; of a score in its unit
@@ -400,15 +400,18 @@ def _describe_memory(group: Group, base: Group) -> str:
 
 def describe_scores(groups: Sequence[Group]) -> list[str]:
     """Return which groups learned best, which worse, and which cannot be told from the best."""
-    score = find_score(groups)
+    goal = choose_goal(groups)
+    if goal is None:
+        return []
+    score, is_low = goal.name, goal.is_lower_better
     values = {
         group.number: [v for v in group.list_values(score) if math.isfinite(v) and abs(v) < HUGE]
         for group in groups
     }
     judged = [group for group in groups if values[group.number]]
-    if not score or len(judged) < 2:
+    if len(judged) < 2:
         return []
-    is_low, all_values = score in LOWER_IS_BETTER, [v for g in judged for v in values[g.number]]
+    all_values = [v for group in judged for v in values[group.number]]
     is_log = is_low and min(all_values) > 0
     worse = [  # the higher, the worse
         [(math.log(v) if is_log else v) * (1 if is_low else -1) for v in values[group.number]]

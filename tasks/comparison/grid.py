@@ -44,6 +44,15 @@ class Cell:
         told = ", ".join(f"{name}={value}" for name, value in self.settings.items())
         return make_printable(told or self.config.model.name, limit=200)
 
+    @property
+    def turn(self) -> str:
+        """Return which repeat it is, in words; empty for the first."""
+        return f", repeat {self.repeat}" if self.repeat > 1 else ""
+
+    @property
+    def called(self) -> str:
+        return self.label + self.turn
+
 
 @dataclass(frozen=True)
 class ComparisonRequest:

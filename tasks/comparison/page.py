@@ -23,10 +23,12 @@ from tasks.comparison.run_groups import (
     Group,
     MeasuredRun,
     Points,
+    choose_goal,
     compute_epoch_j,
     compute_epoch_parts,
     compute_epoch_s,
     compute_step_ms,
+    find_best_group,
     find_peak_metric,
     find_score,
     format_with_spread,
@@ -373,8 +375,18 @@ def make_markdown(comparison: ComparisonReport) -> str:
     lines = [" | ".join(cells) for cells in (list(comparison.columns), marks, *rows)]
     table = "\n".join(f"| {line} |" for line in lines)
     said = [f"- {line}" for line in (*comparison.words, *comparison.notes)]
-    title = f"**{comparison.title}**"
-    return "\n\n".join(filter(None, (title, "\n".join((*doubts, *said)), table)))
+    first = f"**{_describe_best(comparison) or comparison.title}**"
+    return "\n\n".join(filter(None, (first, "\n".join((*doubts, *said)), table)))
+
+
+def _describe_best(comparison: ComparisonReport) -> str:
+    """Return the best of several groups in words; empty where they share no score."""
+    goal = choose_goal(comparison.groups, comparison.goal)
+    best = find_best_group(comparison.groups, goal) if goal is not None else None
+    value = best.compute_median(goal.name) if best is not None and goal is not None else None
+    if best is None or goal is None or value is None or len(comparison.groups) == 1:
+        return ""
+    return f"Best median {goal.name} {format_number(value)}: {best.label}"
 
 
 def write_page(

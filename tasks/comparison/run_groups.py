@@ -5,19 +5,17 @@ is None.
 
 from __future__ import annotations
 
-import ast
-import json
 import os
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from tasks.engine.base.units import ELLIPSIS, format_number, make_printable
 from tasks.engine.report.report_sections import split_training_time
-from tasks.engine.settings.run_config import RunConfig
+from tasks.engine.settings.read_settings import read_mapping
+from tasks.engine.settings.run_config import RunConfig, parse_best_metric
 from tasks.run.gate import SCORES
 
 # What may differ and makes no other training: names, and the draws of repeats.
@@ -37,10 +35,15 @@ Points = list[tuple[int, int, float]]  # step, Unix ms, value
 
 @dataclass(frozen=True)
 class Goal:
-    """The metric that a search optimizes."""
+    """The metric that a search optimizes, or by which groups are judged."""
 
     name: str
     is_lower_better: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Goal:
+        """Return the goal of a metric's name, or of min:NAME and max:NAME."""
+        return cls(*parse_best_metric(text))
 
     def choose_best(self, values: Iterable[float]) -> float:
         return min(values) if self.is_lower_better else max(values)
@@ -146,7 +149,7 @@ def shorten_values(values: Sequence[str]) -> list[str]:
     """
     if all(len(value) <= LETTERS for value in values):
         return [make_printable(value, limit=LETTERS) for value in values]
-    mappings = [_read_mapping(value) for value in values]
+    mappings = [read_mapping(value) for value in values]
     if all(mappings):
         parts = [_join_differing(mapping, mappings) for mapping in mappings]
     else:
@@ -161,16 +164,6 @@ def shorten_values(values: Sequence[str]) -> list[str]:
         f"{make_printable(part, limit=LETTERS - 6)} ({numbers[value]})"
         for part, value in zip(parts, values, strict=True)
     ]
-
-
-def _read_mapping(value: str) -> dict[Any, Any]:
-    """Return the mapping that is written so, in Python or in JSON; empty where it is none."""
-    for read in (ast.literal_eval, json.loads):
-        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            found = read(value)
-            if isinstance(found, dict):
-                return found
-    return {}
 
 
 def _join_differing(mapping: dict[Any, Any], mappings: Sequence[dict[Any, Any]]) -> str:
@@ -217,6 +210,13 @@ def find_score(groups: Sequence[Group]) -> str:
     """Return the metric by which these groups are judged; empty where they share none."""
     shared = [s for s in SCORES if any(s in run.metrics for g in groups for run in g.done)]
     return shared[0] if shared else ""
+
+
+def choose_goal(groups: Sequence[Group], goal: Goal | None = None) -> Goal | None:
+    """Return the goal that was asked for, else the score by which these groups are judged; None
+    where they share none."""
+    score = find_score(groups)
+    return goal or (Goal.parse(score) if score else None)
 
 
 def find_best_group(groups: Sequence[Group], goal: Goal) -> Group | None:

@@ -17,7 +17,7 @@ from itertools import product
 from tasks.comparison.run_groups import Goal
 from tasks.engine.base.units import make_printable
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import LOWER_IS_BETTER, TASK_METRICS, RunConfig
+from tasks.engine.settings.run_config import TASK_METRICS, RunConfig
 from tasks.engine.settings.table import list_settings
 from tasks.run.gate import SCORES
 
@@ -176,4 +176,4 @@ def find_goal(asked: str, tasks: Sequence[str], own: Sequence[str]) -> Goal:
         raise ConfigError(f"--goal {make_printable(asked, limit=80)}: must be one of {known}")
     if name in mine and name not in shared and not colon:
         raise ConfigError(f"--goal {name}: is your own; say min:{name} or max:{name}")
-    return Goal(name, direction == "min" if colon else name in LOWER_IS_BETTER)
+    return Goal.parse(asked)

@@ -143,27 +143,28 @@ def open_comparison(
     inputs = inputs or {}
     for file in sorted(place.glob(f"*/{STATE}"), reverse=True):
         told = read_json(file)
-        if told.get("asked") == asked and not told.get("is_over"):
-            lock = FileLock(file.parent / LOCK)
-            if not lock.take():
-                lock.close()
-                continue
-            ended = {one["number"]: TrainingEnd(**one) for one in told.get("ended", ())}
-            found = ComparisonFolder(file.parent, asked, told.get("run_id", ""), False, ended, lock)
-            found.inputs, found.taken_over = told.get("inputs") or inputs, [*ended]
-            changes = _describe_changes(found.inputs, inputs)
-            if not (is_anew or changes):
-                return found
-            found.is_over = is_anew or not ended  # then nothing is lost
-            if found.is_over:
-                found.keep()
+        if told.get("asked") != asked or told.get("is_over"):
+            continue
+        lock = FileLock(file.parent / LOCK)
+        if not lock.take():
             lock.close()
-            if not found.is_over:
-                raise ConfigError(
-                    f"--anew: these words were interrupted when {len(ended)} of the trainings had "
-                    f"ended, and now {'; '.join(changes)}. Put that back, and they go on; or add "
-                    "--anew, and all are trained anew"
-                )
+            continue
+        ended = {one["number"]: TrainingEnd(**one) for one in told.get("ended", ())}
+        found = ComparisonFolder(file.parent, asked, told.get("run_id", ""), False, ended, lock)
+        found.inputs, found.taken_over = told.get("inputs") or inputs, [*ended]
+        changes = _describe_changes(found.inputs, inputs)
+        if not (is_anew or changes):
+            return found
+        found.is_over = is_anew or not ended  # then nothing is lost
+        if found.is_over:
+            found.keep()
+        lock.close()
+        if not found.is_over:
+            raise ConfigError(
+                f"--anew: these words were interrupted when {len(ended)} of the trainings had "
+                f"ended, and now {'; '.join(changes)}. Put that back, and they go on; or add "
+                "--anew, and all are trained anew"
+            )
     folder = place / f"{make_timestamp()}-{uuid4().hex[:6]}"
     folder.mkdir(mode=0o700, parents=True)
     lock = FileLock(folder / LOCK)
@@ -301,10 +302,9 @@ def _find_missed_end(comparison: ComparisonFolder, cell: Cell, runs: Path) -> Tr
 def _start_training(comparison: ComparisonFolder, cell: Cell) -> subprocess.Popen[bytes]:
     file = comparison.folder / f"{cell.number:04d}.yaml"
     settings: dict[str, Any] = hide_config_secrets(cell.config).model_dump()
-    turn = f", repeat {cell.repeat}" if cell.repeat > 1 else ""
     named = zip(shorten_names([*cell.settings]), cell.settings.values(), strict=True)
     label = ", ".join(f"{name}={value}" for name, value in named) or cell.config.model.name
-    name = " ".join(filter(None, [settings["run"]["name"], label + turn]))
+    name = " ".join(filter(None, [settings["run"]["name"], label + cell.turn]))
     settings["run"]["name"] = make_printable(name, limit=NAME_LETTERS)
     settings["run"]["key"] = _make_key(comparison, cell)
     file.write_text(dump_yaml(settings))

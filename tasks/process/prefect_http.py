@@ -162,7 +162,7 @@ def skip_missed_runs(api: str) -> int:
     earlier = [run["id"] for run in missed if run["id"] not in latest.values()]
     for run in earlier:
         message = "Its time passed while no service was up; a later one takes its place."
-        set_state(api, run, type="CANCELLED", message=message)
+        set_state(api, run, type="CANCELLED", message=message, name="Missed")
     return len(earlier)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import UTC, datetime
+from inspect import Signature, signature
 from typing import Any
 from uuid import UUID
 
@@ -33,6 +35,7 @@ from prefect.states import AwaitingRetry, Completed, Running
 from rich.console import Console
 
 from tasks.engine.report import run_report
+from tasks.engine.report.report_sections import make_report
 from tasks.engine.settings.read_settings import ConfigError, make_config, override_config
 from tasks.engine.settings.run_config import RunConfig
 from tasks.process import command, signals
@@ -144,12 +147,32 @@ def publish_run(run: Record) -> Any:
     MLflow has not got all of it. Raises GateFailed where the gate is to fail."""
     told = run.run
     opens = told["open_command"] if told["run_id"] else ""  # MLflow may not know the run yet
-    text = run_report.make_markdown(told, open_command=opens)
-    show_markdown(text, f"run-{told['run_id'] or flow_run.id}", told["name"])
+    page = next((word for word in opens.split() if word.startswith("http")), "")
+    text = run_report.make_markdown(told, open_command="" if opens == page else opens)
+    headline = ", ".join(make_report(told).headline)
+    link = f"[Open it in MLflow]({page})\n\n" if page else ""
+    if show_markdown(link + text, make_artifact_key("report", told["name"]), headline):
+        _show_tags(told["tags"])
     end = make_flow_run_end(told, told.get("unsent", ""))
     if end.type == "FAILED":
         raise GateFailed(told)
-    return Completed(name=end.name, message=end.message, data=told) if end.name else told
+    said = end.message if end.name else headline
+    return Completed(name=end.name or None, message=f"{said}\n{page}".strip(), data=told)
+
+
+def make_artifact_key(kind: str, name: str) -> str:
+    """Return the key of an artifact: by it Prefect keeps the ones of equal runs as versions of one,
+    and its pages show it as the title, in words that they can wrap."""
+    return re.sub(r"[^a-z0-9]+", "-", f"{kind}-{name}".lower())[:60].strip("-")
+
+
+def _show_tags(tags: Mapping[str, str]) -> None:
+    """Show in Prefect's list of runs where this one trained, and how it passed its gate."""
+    if not deployment.id:  # of a command it is in the report on the terminal
+        return
+    shown = [f"{name}:{tags[name]}" for name in ("device", "gate") if tags.get(name)]
+    with suppress(TransportError, HTTPStatusError), get_client(sync_client=True) as client:
+        client.update_flow_run(UUID(str(flow_run.id)), tags={*flow_run.tags, *shown})
 
 
 def plan_command_retry(error: Exception, config: RunConfig) -> Retry | None:
@@ -164,16 +187,19 @@ def plan_command_retry(error: Exception, config: RunConfig) -> Retry | None:
     return plan_retry(folder, failure, config) if folder is not None else None
 
 
-def show_markdown(text: str, key: str, title: str) -> None:
-    """Show the text as an artifact of this flow run; a Prefect that is away is only logged."""
+def show_markdown(text: str, key: str, title: str) -> bool:
+    """Show the text as an artifact of this flow run, and return whether Prefect took it: that it is
+    away is only logged."""
     try:
         create_markdown_artifact(text, key=key, description=title)
+        return True
     except (TransportError, HTTPStatusError) as error:
         log.warning("no report in Prefect: %s", redact(str(error)))
         if "PREFECT__FLOW_RUN_ID" not in os.environ:  # the end of a command does not wait once more
             here = get_settings_context()
             once = here.settings.copy_with_update({PREFECT_CLIENT_MAX_RETRIES: 0})
             SettingsContext(profile=here.profile, settings=once).__enter__()
+        return False
 
 
 class CalledFlow(Flow[..., Any]):
@@ -187,10 +213,17 @@ class CalledFlow(Flow[..., Any]):
         *,
         call: Callable[..., Any] | None = None,
         shown: Callable[[dict[str, Any]], dict[str, Any]],
+        form: Callable[[Flow[..., Any]], Signature] | None = None,
         **settings: Any,
     ) -> None:
+        """form: makes the signature that Prefect's form shows, when it is asked for."""
         super().__init__(fn, **settings)
-        self.call, self.shown = call, shown
+        self.call, self.shown, self._form = call, shown, form
+
+    @property
+    def __signature__(self) -> Signature:
+        """Return what `prefect deploy` makes the form of."""
+        return signature(self.fn) if self._form is None else self._form(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.call is None:

@@ -208,8 +208,9 @@ def judge_run(now: Mapping[str, float], runs: History | None, gate: GateConfig) 
         seen = _FigureHistory.collect(figure, now, runs, since, last=gate.last, usual_ms=usual_ms)
         if seen is None:
             continue
-        trend.append(seen.make_trend())
-        if words := seen.describe():
+        words = seen.describe()
+        trend.append(seen.make_trend(is_beyond=bool(words)))
+        if words:
             told[figure.gate].append(words)
     if told["slower"]:
         told["slower"] += _describe_phase(now, good)
@@ -394,7 +395,7 @@ class _FigureHistory:
             side = f"{100 * abs(self.now / middle - 1):.1f} % {side}"
         return f"{self.figure.said.format(told(self.now))}, {side} {of}{more}"
 
-    def make_trend(self) -> dict[str, Any]:
+    def make_trend(self, *, is_beyond: bool) -> dict[str, Any]:
         """Return the values for a plot, the oldest first and this run's last."""
         return {
             "metric": self.figure.metric,
@@ -403,7 +404,7 @@ class _FigureHistory:
             "level": self.find_level()[0],
             "near": self.near,
             "far": self.far,
-            "beyond": bool(self.describe()),
+            "beyond": is_beyond,
         }
 
 

@@ -157,6 +157,7 @@ class LiveRun:
     device: str = ""
     steps: int = 0
     epochs: int = 0
+    peak_mib: float = 0.0  # where no curve has it
     pid: int = 0
     started_at: float = 0.0  # the process, Unix time
     uptime_s: str = ""  # of the host then; see prefect_http.compute_uptime
@@ -187,7 +188,7 @@ class Announcement:
 
         return Leases(self._place, wait_s=wait_s, holder=holder, told=waits)
 
-    def tell(self, **known: str | int) -> None:
+    def tell(self, **known: str | float) -> None:
         """Announce what is known from now on, by the fields of LiveRun."""
         self.live = replace(self.live, **known)  # type: ignore[arg-type]
         with suppress(OSError):
@@ -380,6 +381,7 @@ def _make_live_run(live: LiveRun) -> KnownRun:
         waits_for=live.waits_for,
         steps=live.steps or None,
         epochs=live.epochs or None,
+        peak_mib=live.peak_mib or None,
     )
     if start is None or not live.device:  # another user's, or of a run that is not gone on with yet
         return run
@@ -451,7 +453,7 @@ def _add_measurements(run: KnownRun, start: RunStart, end: Mapping[str, float]) 
         loss=known.get("train/loss"),
         samples_per_s=_find_speed(known, "speed/samples_per_s"),
         tokens_per_s=_find_speed(known, "speed/tokens_per_s"),
-        peak_mib=known.get(RUN_PEAK),
+        peak_mib=known.get(RUN_PEAK, run.peak_mib),
         began_at=start.began_at or None,
     )
 

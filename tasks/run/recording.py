@@ -109,8 +109,10 @@ class Recording:
         """Return the metrics of a step under the names of their curves, and their age; note them as
         the newest."""
         curves = {make_curve_name(k): v for k, v in metrics.items() if k != AGE_S}
-        if self._found.tags["device.kind"] == "cpu":  # whose peak is that of two windows
-            curves.pop(PEAK, None)
+        if self._found.tags["device.kind"] == "cpu":  # two of whose windows have a peak: no curve
+            peak_mib = curves.pop(PEAK, 0.0)
+            if peak_mib > self._live.live.peak_mib:
+                self._live.tell(peak_mib=peak_mib)
         self._step = step
         self._found.series |= curves
         return curves, metrics.get(AGE_S, 0.0)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -153,6 +154,11 @@ def run_mlflow_ui() -> int:
     with _print_page_when_up(address) as telling:
         telling.write(address + _find_first_page(chosen))
     os.environ["MLFLOW_BACKEND_STORE_URI"] = chosen.tracking_uri  # unlike a flag, not seen in `ps`
+    if public := os.environ.get(service.MLFLOW_URL):  # else it refuses who comes by that address
+        hosts = f"127.0.0.1:{port},localhost:{port},{urlsplit(public).netloc}"
+        os.environ.setdefault("MLFLOW_SERVER_ALLOWED_HOSTS", hosts)
+        origin = "{0.scheme}://{0.netloc}".format(urlsplit(public))
+        os.environ.setdefault("MLFLOW_SERVER_CORS_ALLOWED_ORIGINS", origin)
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"  # with it: 1.7 GB and 30 s
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     arguments += ["--default-artifact-root", Path(chosen.artifacts).as_uri()]
@@ -240,6 +246,8 @@ def make_open_command(
     """
     if path is None:
         path = make_run_path(experiment_id, run_id) if run_id else ""
+    if public := os.environ.get(service.MLFLOW_URL):
+        return remove_login(public).rstrip("/") + path
     if tracking_uri.startswith("http"):
         return remove_login(tracking_uri).rstrip("/") + path
     here = Path("Makefile").is_file() and Path("tasks/services/serve.py").is_file()

@@ -59,6 +59,7 @@ MAX_TRIES = {"PREFECT_CLIENT_MAX_RETRIES": "6"}  # for two minutes: nobody sits 
 START_S = 180.0  # a new database on a busy machine, with room to spare
 HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
 # Settings of another API, or of a UI that talks to one: this service talks to itself.
+PREFECT_URL, MLFLOW_URL = "HEADROOM_PREFECT_URL", "HEADROOM_MLFLOW_URL"  # where others reach them
 OTHERS = ("PREFECT_API_KEY", "PREFECT_UI_API_URL", "PREFECT_SERVER_UI_API_URL", "PREFECT_UI_URL")
 LOOK_S = 5.0  # between two looks at the parts
 PASS_S = 60.0  # between two passes
@@ -340,9 +341,8 @@ def _end_workers(folder: Path, workers: Sequence[psutil.Process], api: str) -> N
     try:
         with suppress(OSError):  # no answer: then it hands out no runs either
             if not prefect_http.is_pool_paused(api):
-                prefect_http.set_pool_paused(
-                    api, paused=True
-                )  # else the worker would start the next one
+                # Else the worker would start the next one.
+                prefect_http.set_pool_paused(api, paused=True)
                 is_paused = True
         _end_runs(folder, workers, api)
         end_processes(workers, wait_s=20)
@@ -477,10 +477,13 @@ def _make_environment(plan: ServicePlan) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in OTHERS}
     # Leases in memory would be lost with the server, and their slots taken for ever.
     leases = "prefect.server.concurrency.lease_storage.filesystem"
+    public = os.environ.get(PREFECT_URL, "").rstrip("/")
+    pages = {"PREFECT_UI_URL": public, "PREFECT_SERVER_UI_API_URL": f"{public}/api"}
     not_proxied = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
     return {
         **kept,
         "PREFECT_API_URL": plan.api,
+        **(pages if public else {}),
         **local_prefect.TRIES_AGAIN,
         **MAX_TRIES,
         "PREFECT_HOME": str(local_prefect.find_prefect_home().absolute()),

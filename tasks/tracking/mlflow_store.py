@@ -263,9 +263,8 @@ def explain_error(error: Exception, where: TrackingSettings | None) -> str:
         return f"tracking_uri: {uri} is away ({said.splitlines()[0]})"
     if isinstance(error, TrackingError):
         return str(error)
-    if isinstance(
-        first := _list_causes(error)[-1], sqlite3.Error
-    ):  # without the statement that met it
+    first = _list_causes(error)[-1]
+    if isinstance(first, sqlite3.Error):  # without the statement that met it
         error = first
     if (
         isinstance(first, OSError)

@@ -78,19 +78,26 @@ def _pause_collection() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def _explain(where: TrackingSettings) -> Iterator[None]:
+    """Raise whatever a store raises as a TrackingError of one sentence."""
+    try:
+        yield
+    except TrackingError:
+        raise
+    except Exception as error:  # of any store
+        raise TrackingError(mlflow_store.explain_error(error, where)) from error
+
+
 def _explain_errors(
     asks: Callable[Concatenate[ExperimentRuns, P], T],
 ) -> Callable[Concatenate[ExperimentRuns, P], T]:
-    """Raise whatever a store raises as a TrackingError of one sentence."""
+    """Make a method raise whatever its store raises as a TrackingError of one sentence."""
 
     @functools.wraps(asks)
     def call(self: ExperimentRuns, *args: P.args, **named: P.kwargs) -> T:
-        try:
+        with _explain(self.where):
             return asks(self, *args, **named)
-        except TrackingError:
-            raise
-        except Exception as error:
-            raise TrackingError(mlflow_store.explain_error(error, self.where)) from error
 
     return call
 
@@ -120,7 +127,7 @@ def accept_level(where: TrackingSettings, run_id: str) -> list[str]:
     Those are the run and all of its kind after it that were judged. Raises TrackingError.
     """
     told = f"--accept {run_id[:80]}"
-    try:
+    with _explain(where):
         client = MlflowClient(where.tracking_uri)
         try:
             run = client.get_run(run_id)
@@ -142,10 +149,6 @@ def accept_level(where: TrackingSettings, run_id: str) -> list[str]:
             why = f"accepted as the level from now on; it was {was}"[:FULL_LETTERS]
             tags = [RunTag("gate", "new"), RunTag("gate.why", why)]
             client.log_batch(one.info.run_id, tags=tags)
-    except TrackingError:
-        raise
-    except Exception as error:  # of any store
-        raise TrackingError(mlflow_store.explain_error(error, where)) from error
     return [str(one.info.run_name) for one in judged]
 
 

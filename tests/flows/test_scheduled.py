@@ -260,7 +260,8 @@ def test_a_schedule_starts_a_run_that_completes_in_prefect_and_finishes_in_mlflo
     assert link.startswith(service.url) and link.endswith(f"/flow-run/{flow_run['id']}")
     asked = {"flow_runs": {"id": {"any_": [flow_run["id"]]}}}
     reports = [a for a in service.ask("POST", "artifacts/filter", asked) if a["type"] == "markdown"]
-    assert [report["key"] for report in reports] == [f"run-{run.info.run_id}"]
+    assert [report["key"] for report in reports] == ["report-mlp-digits-epochs-1"]
+    assert run.info.run_id in reports[0]["data"]  # it links to its run
 
 
 @dataclass

@@ -15,6 +15,7 @@ import torch
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from prefect.client.orchestration import get_client
+from prefect.utilities.callables import parameter_schema
 
 from flows.train import train
 from tasks.engine.accounts.step_metrics import Diverged
@@ -125,9 +126,12 @@ def test_a_run_on_digits_leaves_every_group_of_the_record(place: Path) -> None:
     with get_client(sync_client=True) as prefect:
         reports = prefect.read_artifacts()
         flow_run = prefect.read_flow_run(tags["prefect.flow_run_id"])
-    assert any(made["run_id"] in (artifact.key or "") for artifact in reports)
+    (report,) = (a for a in reports if str(a.flow_run_id) == tags["prefect.flow_run_id"])
+    assert report.key == "report-my-run", "a run's id is too long for the title of a card"
     assert flow_run.name == made["name"] == "my run"
     assert flow_run.state_name == "Completed"
+    assert flow_run.state is not None and report.description in str(flow_run.state.message)
+    assert report.description and report.description.startswith("val/accuracy 0.")
 
 
 def test_a_run_is_found_by_one_name_in_prefect_and_mlflow(place: Path) -> None:
@@ -140,20 +144,25 @@ def test_a_run_is_found_by_one_name_in_prefect_and_mlflow(place: Path) -> None:
 
 
 def test_the_form_shows_the_limits_and_the_groups_and_overrides_first() -> None:
-    form = train.parameters.model_dump()
+    """`prefect deploy` asks the flow's signature alone: names and limits never came to the form."""
+    form = parameter_schema(train).model_dump()
     assert [
         p["title"] for p in sorted(form["properties"].values(), key=lambda p: p["position"])
     ] == [
         "overrides",
-        "config",
         "resume",
+        "config",
     ]
-    sections = form["definitions"]["RunConfig"]["properties"]
+    assert form["properties"]["overrides"]["type"] == "object"  # a field to type in, at once
+    sections = form["properties"]["config"]["properties"]
     assert sections["optim"]["title"] == "optim"
     assert sections["optim"]["description"] == "how it learns"
-    lr = form["definitions"]["OptimConfig"]["properties"]["lr"]
+    lr = sections["optim"]["properties"]["lr"]
     assert lr["title"] == "optim.lr"
     assert lr["description"] == "Peak learning rate. Above 0, at most 1,000. Default: 0.002."
+    group = sections["optim"]["properties"]["groups"]["additionalProperties"]
+    assert set(group["properties"]) == {"lr", "weight_decay"}
+    assert "$ref" not in str(form), "no service came up: a kind within a kind was not found"
 
 
 def test_the_logged_model_predicts_what_the_training_process_would(

@@ -88,8 +88,9 @@ def _trained(**sections: Any) -> Run:
     run = client.get_run(made["run_id"])
     metrics, tags = run.data.metrics, run.data.tags
     assert run.info.status == "FINISHED"
+    task = "tokens" if config.data.source == "text" else "classification"
     assert set(run.data.params) == set(
-        read_settings.select_params(read_settings.collect_params(config), task="classification")
+        read_settings.select_params(read_settings.collect_params(config), task=task)
     )
     assert tags["device"] == "cuda:0" and tags["device.kind"] == "cuda"
     assert not TAGS - set(tags), TAGS - set(tags)

@@ -27,8 +27,9 @@ pytestmark = [pytest.mark.ui, pytest.mark.timeout(600)]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ASKED = ((), ("--optim.lr", "0.01"), ("--train.batch_size", "32"))
 NAMES = ("mlp-digits", "mlp-digits lr=0.01", "mlp-digits batch_size=32")
-# Of a regression, of tokens: not measured here, and so not drawn.
-OF_OTHERS = {"val/r2", "val/mae", "val/perplexity", "speed/tokens_per_s"}
+# Of a regression, of tokens, of a GPU: not measured here, and so not drawn.
+OF_OTHERS = {"val/r2", "val/mae", "val/perplexity", "speed/recent_tokens_per_s"}
+OF_OTHERS |= {"memory/peak_allocated_mib"}
 WIDTH, HEIGHT = 1900, 1050
 WAIT_MS = 60_000  # for what a page shows, on a busy machine
 FIRST = [name for name in CURVES if name not in OF_OTHERS]
@@ -181,3 +182,40 @@ def test_compare_shows_what_was_varied_and_nothing_else(page: playwright.Page) -
     told = [row.inner_text().split() for row in params.all()]
     assert [words[0] for words in told] == ["optim.lr", "train.batch_size"]
     assert sorted(told[0][1:]) == ["0.002", "0.002", "0.01"]
+
+
+@pytest.fixture(scope="module")
+def comparison(place: Path) -> str:
+    """The path that `python -m flows.compare` prints to be opened: of six settings with two repeats
+    each, in an experiment of their own."""
+    varied = ("--vary", "optim.lr=0.002,0.01", "--vary", "train.batch_size=32,64,256")
+    command = [sys.executable, "-m", "flows.compare", *varied, "--repeats", "2"]
+    more = ("--train.epochs", "5", "--run.experiment", "grid")
+    done = subprocess.run(
+        [*command, *more], cwd=place, env=desk_environment(), timeout=500, text=True, check=True,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    found = re.search(r"Open .*(/#/experiments/\S+)", done.stdout)
+    assert found is not None, done.stdout
+    return found[1]
+
+
+def test_what_a_comparison_prints_opens_its_settings_side_by_side(
+    browser: playwright.Browser, comparison: str, address: str
+) -> None:
+    """It opened a page of one closed row, a dash in every column, and no chart."""
+    page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+    page.set_default_timeout(WAIT_MS)
+    page.goto(address.partition("/#")[0] + comparison)
+    page.get_by_role("button", name="Close", exact=True).click()  # that of an assistant
+    page.get_by_text("Parallel Coordinates", exact=True).wait_for()
+    page.locator(".barlayer .point").first.wait_for(state="attached")
+    page.locator(".scatterlayer .trace .js-line").first.wait_for(state="attached")
+    picture(page, "mlflow-compare.png", height=HEIGHT)
+    page.locator("label", has=page.locator("input[value=TABLE]")).click()
+    for column in ("val/accuracy", "optim.lr", "train.batch_size"):
+        page.get_by_role("columnheader", name=column, exact=True).first.wait_for()
+    for size in (32, 64, 256):  # repeats of one setting are one group, best first
+        page.get_by_text(f"Group: optim.lr: 0.01, train.batch_size: {size}").first.wait_for()
+    page.get_by_text("12 matching runs").wait_for()
+    page.close()

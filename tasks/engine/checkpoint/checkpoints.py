@@ -48,9 +48,8 @@ COST_SHARE = 0.01
 log = logging.getLogger(__name__)
 
 
-class TrainingPosition(
-    NamedTuple
-):  # made at every step: a frozen dataclass takes three times as long
+# Made at every step: a frozen dataclass takes three times as long.
+class TrainingPosition(NamedTuple):
     """How far a training is. epoch, batch: of the next one, from 0."""
 
     step: int = 0

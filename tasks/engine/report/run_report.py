@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from tasks.engine.base.units import format_command, format_percent
 from tasks.engine.report import html_page, plots
@@ -134,6 +135,7 @@ class _Rule:
 
 MARKDOWN_LIMIT = 8000  # characters; MLflow cuts a longer tag in silence
 COMMAND_LIMIT = 1000
+URL_LETTERS = ":/?#@!$&+,;=%~[]"  # beside letters, digits and _.-
 BAR_WIDTH = 20
 LINE_LETTERS = 110  # of one line of MLflow's page
 _MARKUP = re.compile(r"([\\`*_\[\]#|~])")
@@ -167,8 +169,10 @@ def load_plotting() -> None:
 def make_markdown(run: Mapping[str, Any], *, open_command: str) -> str:
     """Return the report as GitHub-flavoured Markdown, always under 8,000 characters."""
     command = format_command(open_command, limit=COMMAND_LIMIT)
+    url = (run.get("tags") or {}).get("prefect.flow_run_url")
+    link = f"\n[Its flow run in Prefect](<{quote(url, safe=URL_LETTERS)}>)\n" if url else ""
     for limit in (400, 120, 40, 20):
-        text = _render_markdown(make_report(run, limit=limit), command)
+        text = _render_markdown(make_report(run, limit=limit), command) + link
         if len(text) < MARKDOWN_LIMIT:
             return text
     raise AssertionError(f"a report of {len(text)} characters with every text cut to {limit}")

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import os
 import re
 import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -424,14 +426,21 @@ def select_params(settings: Mapping[str, object], *, task: str = "") -> dict[str
     return {k: v for k, v in given.items() if k not in absent and v not in _EMPTY}
 
 
+def read_mapping(text: str) -> dict[Any, Any]:
+    """Return the mapping that is written so, in Python or in JSON; empty where it is none."""
+    for read in (ast.literal_eval, json.loads):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            found = read(text)
+            if isinstance(found, dict):
+                return found
+    return {}
+
+
 def _flatten(name: str, value: object) -> dict[str, str]:
     """Return the entries of a mapping, or of its text, under dotted names; as one text where that
     cannot be."""
-    try:
-        found = value if isinstance(value, Mapping) else ast.literal_eval(str(value))
-    except (ValueError, SyntaxError):
-        return {name: str(value)}
-    if not isinstance(found, Mapping) or not all(_PARAM.fullmatch(str(key)) for key in found):
+    found = value if isinstance(value, Mapping) else read_mapping(str(value))
+    if not found or not all(_PARAM.fullmatch(str(key)) for key in found):
         return {name: str(value)}
     return {f"{name}.{key}": str(one) for key, one in found.items()}
 

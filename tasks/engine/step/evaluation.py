@@ -183,9 +183,8 @@ class Evaluator:
     # and median of the training rows there, which it is held against.
     to_units: Callable[[np.ndarray], np.ndarray] = np.asarray
     guess: tuple[tuple[float, ...], tuple[float, ...]] | None = None
-    cells: list[ConfusionCells] = field(
-        default_factory=list
-    )  # of the classification judged last; or none
+    # Of the classification judged last; or none.
+    cells: list[ConfusionCells] = field(default_factory=list)
     ranks: Ranks = Ranks()  # each judges its share, and all are told the same
 
     @property
@@ -330,10 +329,8 @@ def _sum_batch(forward: Forward, x: Any, y: Any, evaluator: Evaluator) -> _Batch
 def _sum_in_parts(forward: Forward, evaluator: Evaluator, x: Any, y: Any, rows: int) -> _BatchSums:
     parts = nested.split_batch((x, y), rows, whole=nested.count_rows(y))
     found = []
-    for (
-        part_x,
-        part_y,
-    ) in parts:  # no comprehension, which is a closure: see micro_batches.MicroBatching.fit
+    # No comprehension, which is a closure: see micro_batches.MicroBatching.fit.
+    for part_x, part_y in parts:
         found.append(_sum_part(forward, part_x, part_y, evaluator))
     pairs = [pair for part in found for pair in part.pairs]
     return _BatchSums(_add_sums([part.values for part in found]), pairs)

@@ -58,7 +58,7 @@ class Optimizer:
         self._is_taken = False  # a step whose average is still to be computed
         self._is_plain = all(get_local_part(p) is p and not p.is_complex() for p in self.params)
         self._applied = 0  # calls of the kernel that a step made before one of them failed
-        # What these calls are given, once the state is made: see _calls.
+        # What these calls are given, once the state is made: see _list_calls.
         self._groups: list[tuple[_Rates, list[nn.Parameter], list[list[Tensor]]]] | None = None
 
     def set_groups(self, groups: Mapping[int, GroupConfig], *, lr: float) -> None:
@@ -171,16 +171,6 @@ class Optimizer:
         """
         is_whole = len(which) == len(self.params)
         groups = self._groups if is_whole else None
-        if groups is not None and not self._applied:
-            made: list[Any] = [
-                (
-                    decay,
-                    self.lr if share == 1.0 else self.lr * share,
-                    [local, [p.grad for p in parameters], *others],
-                )
-                for (decay, share), parameters, (local, *others) in groups
-            ]
-            return made
         if groups is None:
             groups = []
             rates = [(self.decays[i], self.shares[i]) for i in which]

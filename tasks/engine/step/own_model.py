@@ -200,9 +200,8 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
     changes = finder.find_changes(writes)
     _refuse_otherwise_in_eval(model, data, name, tuple(outputs.shape[1:]), takes_loss=own_loss)
     if _has_single_row(train.batch_size, train.accumulate, data.train_rows):
-        _run_forward(
-            model.train(), *make_sample(data, 1, device=CPU), name
-        )  # a norm of the batch can't
+        # A norm of the batch can't.
+        _run_forward(model.train(), *make_sample(data, 1, device=CPU), name)
     if own_loss and train.label_smoothing:
         _, given = make_own_forward(model, takes_loss=True)(x)
         if given is not None:

@@ -95,9 +95,8 @@ class DryRows:
     ) -> None:
         arrays, self._layout = choose_layout(x, y, channels_last=channels_last)
         is_resident = sum(array.nbytes for array in arrays) <= RESIDENT_SHARE * room_bytes
-        images = (
-            self._layout.channels_last and is_resident
-        )  # streamed ones are converted on the way
+        # Streamed ones are converted on the way.
+        images = self._layout.channels_last and is_resident
         self._parts = [
             _StoredArray(len(a), a.shape[1:], find_dtype(a), a.nbytes, images and a.ndim == 4)
             for a in arrays

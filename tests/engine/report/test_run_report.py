@@ -513,6 +513,15 @@ def test_the_epoch_whose_weights_are_logged_is_told_and_marked(
     assert plots._read_points(run, "val/accuracy")[-1] == (last_step, 0.75)
 
 
+def test_the_markdown_leads_to_the_flow_run() -> None:
+    """MLflow shows an address in a tag as mere text."""
+    run = _cpu()
+    run["tags"]["prefect.flow_run_url"] = "http://box:4200/runs/flow-run/1>a"
+    text = run_report.make_markdown(run, open_command="")
+    link = "[Its flow run in Prefect](<http://box:4200/runs/flow-run/1%3Ea>)"
+    assert text.endswith(link + "\n")
+
+
 def test_a_report_reads_the_same_from_json() -> None:
     run = json.loads(json.dumps(_failed()))
     assert run_report.make_markdown(run, open_command=COMMAND) == (

@@ -302,3 +302,11 @@ def test_repeats_of_one_seed_do_not_show_what_another_changes() -> None:
     assert doubts(0, 0) == [
         "All runs have train.seed 0: scores of repeats do not show what another seed changes"
     ]
+
+
+def test_the_description_of_a_comparison_begins_with_its_best() -> None:
+    """MLflow cuts it after three lines, and the first one was the page's own title again."""
+    runs = [run(f"{m}", model=m, metrics={"val/accuracy": m / 10}) for m in (7, 9)]
+    first = make_markdown(compare(runs)).splitlines()[0]
+    assert first == "**Best median val/accuracy 0.9: model=9**"
+    assert make_markdown(compare(runs[:1])).splitlines()[0] == "**x**"  # of one there is no best

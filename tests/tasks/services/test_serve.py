@@ -295,6 +295,30 @@ def test_the_service_talks_to_its_own_server_whatever_the_environment_names(
     assert env["MLFLOW_TRACKING_URI"] == f"sqlite:///{tmp_path}/here.db"
 
 
+def test_links_lead_to_the_public_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They led to 127.0.0.1, or to a name inside of a container, on everybody's computer; there
+    Prefect's pages, too, asked 127.0.0.1 for the runs."""
+    monkeypatch.setenv("HEADROOM_PREFECT_URL", "https://prefect.example.com/")
+    monkeypatch.setenv("HEADROOM_MLFLOW_URL", "https://me:secret@mlflow.example.com/")
+    plan = service.ServicePlan(
+        project=serve.PROJECT,
+        folder=tmp_path,
+        tracking_uri="sqlite:///here.db",
+        experiment="headroom",
+        runs=[],
+        addresses={"prefect": "http://127.0.0.1:4242", "worker": "test"},
+    )
+    env = service._make_environment(plan)
+    assert env["PREFECT_API_URL"] == "http://127.0.0.1:4242/api"
+    assert env["PREFECT_UI_URL"] == "https://prefect.example.com"
+    assert env["PREFECT_SERVER_UI_API_URL"] == "https://prefect.example.com/api"
+    for uri in ("http://mlflow:5000", "sqlite:///here.db"):
+        opens = serve.make_open_command(uri, "1", "abc")
+        assert opens.startswith("https://mlflow.example.com/#/experiments/1/runs/abc")
+
+
 def test_ui_says_where_to_go_where_a_tracking_server_has_the_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
