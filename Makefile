@@ -40,7 +40,7 @@ train: .venv/.ready
 test: .venv/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not ui and not slow' $(ARGS)
 
-test-all: .venv/.team
+test-all: .venv/.team .venv/.adapters
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-cuda: .venv/.ready
@@ -70,6 +70,11 @@ serve: .venv/.ready
 
 serve-down: .venv/.ready
 	$(BIN)/python -m tasks.services.serve down
+
+# The frameworks that flows/adapters tells of, for its tests; nothing else needs them.
+.venv/.adapters: .venv/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lightning,transformers,accelerate,ultralytics]'
+	@touch $@
 
 # What asks PostgreSQL and S3, for the tests of a team's stores; nothing else needs it.
 .venv/.team: .venv/.ready
