@@ -54,8 +54,18 @@ class Account(Recording):
         experiment: str | None = None,
         quiet: bool = False,
     ) -> None:
-        """model, optimizer: one, or a list; more by `watch`. device: where the model is, by
-        default. quiet: print no report. Raises ValueError, TypeError and TrackingError."""
+        """Raises ValueError, TypeError and TrackingError.
+
+        Args:
+            run_name: Of the run in MLflow; by default that of the program's file.
+            params: What the loop was asked to do; logged as params.
+            model: The model whose passes are told apart, or several in a list; more by `watch`.
+            optimizer: The same of optimizers. Where the loop marks no steps, that of the last one
+                given ends one.
+            device: Where the loop computes; by default where the model is.
+            experiment: In MLflow; by default that of mlflow.yaml.
+            quiet: Print no report at the end.
+        """
         check_watched(model, optimizer)
         where, source = read_tracking_settings(), _find_source()
         name = run_name or Path(source).stem
