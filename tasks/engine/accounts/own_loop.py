@@ -231,6 +231,8 @@ class OwnLoop:
         for hook in self._hooks:
             hook.remove()
         self._leave_count()
+        if self.done % LOG_EVERY and self.done not in EARLY:  # nobody knew that it is the last one
+            self._metrics.add_log_point(None)
         self._drain()
         self._keep_lines(at_once=True)
 

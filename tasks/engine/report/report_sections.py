@@ -184,10 +184,11 @@ def make_memory_section(metrics: Numbers) -> Section:
         )
         if metrics.get(key)
     ]
+    of_host = "its" if metrics.get("memory/host_rss_mib") else "host process"
     host = make_phrases(
         metrics,
         ("memory/host_rss_mib", "host process {}"),
-        ("memory/host_rss_peak_mib", "its peak {}"),
+        ("memory/host_rss_peak_mib", of_host + " peak {}"),
     )
     whole = peak_mib or sum(mib for _, mib in owners)
     title = "by owner, of the peak" if peak_mib else "by owner"

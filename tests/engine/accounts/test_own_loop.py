@@ -247,6 +247,24 @@ def test_rows_that_nobody_counted_are_absent_from_the_speed() -> None:
     assert "speed/samples_per_s" not in found
 
 
+@pytest.mark.parametrize("steps", [1, 3, 15, 20])
+def test_the_last_step_is_a_log_point_once_though_nobody_knew_that_it_is_the_last(
+    steps: int,
+) -> None:
+    """A loop of 15 steps was shown at step 10."""
+    net, lines = _net(), []
+    optimizer = torch.optim.SGD(net.parameters())
+    loop = OwnLoop("cpu", log=lines.extend)
+    loop.watch(net, optimizer)
+    for _ in range(steps):
+        net(torch.randn(8, 16)).mean().backward()
+        optimizer.step()
+    loop.close()
+    points = [step for metrics, step in lines if "train/lr" in metrics]
+    assert points[-1] == steps
+    assert len(points) == len({*points})
+
+
 def test_a_batch_is_a_step_where_nothing_else_tells() -> None:
     loop = OwnLoop("cpu", log=_log_nothing)
     for _ in loop.iterate_batches(_loader(96)):
