@@ -251,6 +251,7 @@ class OwnLoop:
     def summarize(self) -> dict[str, float]:
         """Return what was measured, under the names of the run record."""
         found = self.accounts.measure_memory()
+        found.pop("memory/data_mib", None)  # nobody tells what of a loop's tensors are data
         if not self.done:
             return found
         found |= self.accounts.summarize(steps=self.done, rows=self.rows)

@@ -438,6 +438,7 @@ def test_memory_by_owner_is_what_the_tensors_take() -> None:
         assert found[f"memory/{owner}_mib"] * MIB == pytest.approx(
             sum(t.nbytes for t in tensors), rel=0.01
         )
+    assert "memory/data_mib" not in found  # it was told as 0, which nobody knew
 
 
 def test_a_compiled_model_is_not_counted_operation_by_operation(
