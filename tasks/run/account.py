@@ -69,6 +69,8 @@ class Account(Recording):
         check_watched(model, optimizer)
         where, source = read_tracking_settings(), _find_source()
         name = run_name or Path(source).stem
+        if os.environ.get("RANK", "0") != "0":  # as torchrun says: each process has its own run
+            name += f"-rank-{os.environ['RANK']}"
         super().__init__(
             where,
             FolderClaim(Path(where.runs), name),

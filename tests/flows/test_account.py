@@ -232,6 +232,19 @@ def test_accounts_may_be_nested_and_in_threads(place: Path) -> None:
     assert all(run["metrics"]["time/backward_ms"] > 0 for run in ended)
 
 
+def test_each_process_of_torchrun_has_a_run_by_its_rank(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs of one name could not be told apart."""
+    names = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with account(run_name="ddp", quiet=True) as run:
+            _train(run, steps=1)
+        names.append(run.run["name"])
+    assert names == ["ddp", "ddp-rank-1"]
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_the_workers_of_a_loader_do_not_end_the_run(place: Path) -> None:
     """A forked process has the exit functions and the signal handlers of its parent."""

@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 from time import perf_counter
 from typing import Any
@@ -426,7 +427,9 @@ class OwnLoop:
         self._is_backward = True
         # The loss belongs to it, where the loop does not say what does.
         self.accounts.mark("forward" if self._forward_by == "a hook" else OTHER)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        # After the callbacks of others: by one of them DDP waits for the gradients of its ranks.
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(partial(engine.queue_callback, self._end_backward))
 
     def _end_backward(self) -> None:
         self._is_backward, self._forward_by = False, ""

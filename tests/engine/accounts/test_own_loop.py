@@ -187,6 +187,26 @@ def test_the_phases_of_a_step_sum_to_what_it_takes(monkeypatch: pytest.MonkeyPat
 PHASES_OF_A_LOOP = ("data_wait", "forward", "backward", "optimizer", "other")
 
 
+def test_what_others_do_at_the_end_of_a_backward_is_part_of_it() -> None:
+    """DDP waits there for the gradients of other ranks: that was told as the step's other time."""
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters())
+    engine = torch.autograd.Variable._execution_engine
+
+    def queue_wait(_: torch.Tensor) -> None:
+        engine.queue_callback(lambda: time.sleep(0.05))
+
+    loop = OwnLoop("cpu", log=_log_nothing)
+    loop.watch(net, optimizer)
+    for _ in range(5):
+        loss = net(torch.randn(8, 16)).mean()
+        next(net.parameters()).register_hook(queue_wait)
+        loss.backward()
+        optimizer.step()
+    loop.close()
+    assert loop.summarize()["time/backward_ms"] >= 50
+
+
 def test_what_the_loop_names_wins_over_what_hooks_tell() -> None:
     net = _net()
     optimizer = torch.optim.SGD(net.parameters())
