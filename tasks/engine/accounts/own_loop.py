@@ -106,7 +106,17 @@ class OwnLoop:
 
     def iterate_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield what the loader gives; the wait for it is the phase data_wait, and its rows are
-        counted."""
+        counted. Without gradients it is an evaluation, whose rows are nobody's step."""
+        if not (self._is_open or self._named or torch.is_grad_enabled()):
+            self.begin_phase("eval")
+            try:
+                yield from loader
+            finally:
+                self.end_phase()
+            return
+        if self._named and self._named[-1] in BESIDE:
+            yield from loader
+            return
         batches = iter(loader)
         while True:
             self.begin_wait()

@@ -245,6 +245,29 @@ def test_an_evaluation_that_the_loop_names_is_no_part_of_its_steps() -> None:
     assert found["speed/samples_per_s"] > 8 * 5 / 0.05
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+def test_rows_of_an_evaluation_are_no_rows_of_a_step(is_named: bool) -> None:
+    """They were counted to the next step of the training: 1.7 times its samples a second."""
+    net, loader = _net(), _loader(96)
+    optimizer = torch.optim.SGD(net.parameters())
+    loop = OwnLoop("cpu", log=_log_nothing)
+    loop.watch(net, optimizer)
+    for _ in range(2):
+        for x, y in loop.iterate_batches(loader):
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+        if is_named:
+            loop.begin_phase("eval")
+        with torch.no_grad():
+            for x, _ in loop.iterate_batches(loader):
+                net(x)
+        if is_named:
+            loop.end_phase()
+    loop.close()
+    assert (loop.done, loop.rows) == (6, 192)
+    assert loop.summarize()["time/eval_s"] > 0
+
+
 def test_a_loop_that_tells_nothing_has_no_speed_and_no_phases() -> None:
     loop = OwnLoop("cpu", log=_log_nothing)
     loop.close()
