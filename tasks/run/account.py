@@ -245,7 +245,9 @@ class Account(Recording):
             how = "sys.exit(0)" if isinstance(error, SystemExit) else "closing its generator"
             found.stopped = f"the program ended it by {how}"
             return None
-        if isinstance(error, SystemExit):
+        if isinstance(error, signals.Terminated):
+            found.failure = Failure("signal", "terminated", "KILLED")
+        elif isinstance(error, SystemExit):
             found.failure = Failure("user_code", f"sys.exit({error.code!r})")
         elif isinstance(error, KeyboardInterrupt):
             found.failure = Failure("signal", "interrupted", "KILLED")

@@ -75,6 +75,7 @@ class OwnLoop:
         self.batch_shape: tuple[int, ...] = ()
         self._batch: Any = ()
         self._is_open = self._is_asked = False  # a step has begun; the loop says where it ends
+        self._is_waiting = False  # for the first batch of the step
         self._is_backward = False
         self._forward_by = ""  # who has told of a forward pass since the last backward
         self._named: list[str] = []  # phases that the loop names
@@ -90,6 +91,8 @@ class OwnLoop:
         check_watched(*things)
         for thing in _flatten(things):
             if isinstance(thing, Optimizer):
+                while isinstance(inner := getattr(thing, "optimizer", None), Optimizer):
+                    thing = inner  # accelerate and Lightning wrap it
                 if all(thing is not known for known in self.optimizers):
                     self.optimizers.append(thing)
                     before, after = _Hook(self._begin_update), _Hook(self._end_update)
@@ -99,10 +102,11 @@ class OwnLoop:
                 if all(thing is not known for known in self.models):
                     self.models.append(thing)
                     if not isinstance(thing, _HOOKED_OTHERWISE):
+                        before, after = _Hook(self._begin_forward), _Hook(self._end_forward)
                         self._hooks.append(
-                            thing.register_forward_pre_hook(_Hook(self._begin_forward))
+                            thing.register_forward_pre_hook(before, with_kwargs=True)
                         )
-                        self._hooks.append(thing.register_forward_hook(_Hook(self._end_forward)))
+                        self._hooks.append(thing.register_forward_hook(after))
 
     def iterate_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield what the loader gives; the wait for it is the phase data_wait, and its rows are
@@ -134,13 +138,15 @@ class OwnLoop:
         if self._is_open and not (self._is_asked or self.optimizers):
             self.end_step()  # nobody else tells: a batch is a step
         if self._is_open:
-            self._mark(OTHER)
+            self.mark(OTHER)
         else:
             self._open()
+            self._is_waiting = True
 
     def end_wait(self, batch: Any = (), *, rows: int | None = None) -> None:
         """The batch is there, of so many rows; by default those of its first tensor."""
-        self._mark("data_wait")
+        self._is_waiting = False
+        self.mark("data_wait")
         self._note_batch(batch)
         self._step_rows += nested.count_rows(batch) if rows is None else rows
 
@@ -151,7 +157,7 @@ class OwnLoop:
         if not self._is_open:
             self._open()
         else:
-            self._mark(OTHER)
+            self.mark(OTHER)
         self._is_asked = True
         self._count()
 
@@ -159,7 +165,7 @@ class OwnLoop:
         """The step is done. rows: that it was trained on, where no batch has told."""
         if not self._is_open:
             return
-        self._mark(OTHER)
+        self.mark(OTHER)
         self._leave_count()
         self.done += 1
         step_rows = self._step_rows if rows is None else rows
@@ -170,21 +176,28 @@ class OwnLoop:
         if self._lines:
             self._keep_lines()
 
+    def mark(self, phase: str) -> None:
+        """What the step has done since the last mark was this phase."""
+        if self._is_open and self._is_timed:
+            self.accounts.mark(phase)
+
     def drop_step(self) -> None:
         """The step that has begun came to no end: it does not count."""
         self._leave_count()
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._is_open = self._is_asked = self._is_backward = False
+        self._is_open = self._is_asked = self._is_waiting = self._is_backward = False
         self._forward_by = ""
 
     def begin_phase(self, name: str) -> None:
         """The loop does this from here on: a phase of its step, or a part of the run beside it."""
         if name not in PHASES and name not in BESIDE:
             raise ValueError(f"phase: is one of {', '.join((*PHASES, *BESIDE))} (got {name!r})")
+        if name in BESIDE and self._is_waiting:  # the batch that was asked for does not come next
+            self._forget_step()
         if self._is_open:
-            self._mark(self._named[-1] if self._named else OTHER)
+            self.mark(self._named[-1] if self._named else OTHER)
         elif name in BESIDE:
             self._drain()
         else:
@@ -196,7 +209,7 @@ class OwnLoop:
         """What the last `begin_phase` has begun is done."""
         name = self._named.pop()
         if self._is_open:
-            self._mark(name if name in PHASES else OTHER)
+            self.mark(name if name in PHASES else OTHER)
         elif name in BESIDE:
             self._told.add(name)
             self.accounts.lap(name)
@@ -324,10 +337,10 @@ class OwnLoop:
         frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         if any("torch/autograd" in code.co_filename for code in frames):
             return "backward"
-        if any("torch/optim" in code.co_filename for code in frames):
-            return "optimizer"
         if self.stage:
             return self.stage
+        if any("torch/optim" in code.co_filename for code in frames):
+            return "optimizer"
         return "loop" if self._find_inputs(error) is None else "forward"
 
     def _find_inputs(self, error: BaseException) -> Any:
@@ -335,7 +348,7 @@ class OwnLoop:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             called = frame.f_locals
             if any(called.get("self") is model for model in self.models) and "args" in called:
-                return called["args"]
+                return called["args"], called.get("kwargs")
         return None
 
     def _open(self) -> None:
@@ -346,10 +359,6 @@ class OwnLoop:
         if self._is_timed:
             self.accounts.begin_step(step)
         self._is_open = True
-
-    def _mark(self, phase: str) -> None:
-        if self._is_open and self._is_timed:
-            self.accounts.mark(phase)
 
     def _drain(self) -> None:
         self.accounts.end_epoch()
@@ -401,7 +410,7 @@ class OwnLoop:
             or threading.get_ident() != self._thread
         )
 
-    def _begin_forward(self, _: Any, args: Any) -> None:
+    def _begin_forward(self, _: Any, *given: Any) -> None:
         if self._is_open and not self._is_timed:
             return
         if not self._is_hooked():
@@ -415,7 +424,9 @@ class OwnLoop:
         elif not self._named:
             self.accounts.mark(OTHER)
         if not self._batch:
-            self._note_batch(args)
+            self._note_batch(given)
+            if self._is_counting():
+                self.accounts.phases.accounts.ledger.own("batch", nested.find_tensors(given))
         self._count()
 
     def _end_forward(self, _: Any, args: Any, output: Any) -> None:
@@ -445,7 +456,7 @@ class OwnLoop:
         self._is_backward, self._forward_by = False, ""
         if self._is_open:
             self.accounts.phases.accounts.settle()  # gradients, while they are there
-            self._mark("backward")
+            self.mark("backward")
 
     def _begin_update(self, *_: Any) -> None:
         if not self._is_open or not self._is_timed or not self._is_hooked():
