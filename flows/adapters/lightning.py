@@ -28,7 +28,6 @@ class HeadroomCallback(Callback):
         self._asked = asked
         self.run: account | None = None  # the newest
         self._seen: dict[str, Any] = {}  # metrics as they were logged last
-        self._steps = 0  # of optimizers, as Lightning counts them
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the run: the module is on its device, with its optimizers."""
@@ -46,7 +45,7 @@ class HeadroomCallback(Callback):
             "optimizer": list(trainer.optimizers),
             "run_name": type(pl_module).__name__,
         }
-        self._seen, self._steps = {}, trainer.global_step
+        self._seen = {}
         self.run = account(**{**given, **self._asked, "params": params}).begin()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -83,10 +82,9 @@ class HeadroomCallback(Callback):
         if self.run is None:
             return
         self.run.loop.stage = ""
-        if trainer.global_step == self._steps:  # gradients are accumulated
+        if not self.run.loop.has_updated:  # gradients are accumulated
             self.run.loop.mark("other")
         else:
-            self._steps = trainer.global_step
             self.run.loop.end_step()
             if self.run.loop.done % trainer.log_every_n_steps == 0:
                 self._log(trainer)

@@ -13,7 +13,6 @@ from typing import Any, Self
 from transformers import TrainerCallback
 
 from flows.account import account
-from tasks.engine.base import nested
 
 ASKED = (
     "learning_rate",
@@ -46,8 +45,6 @@ class HeadroomCallback(TrainerCallback):
         """asked: what `flows.account.account` takes; params beside those of the Trainer."""
         self._asked = asked
         self.run: account | None = None  # the newest
-        self._rows = 0  # of the step
-        self._hook: Any = None
 
     def __enter__(self) -> Self:
         return self
@@ -71,7 +68,7 @@ class HeadroomCallback(TrainerCallback):
         }
         params |= self._asked.get("params") or {}
         self.run = account(**{**given, **self._asked, "params": params}).begin()
-        self._hook = model.register_forward_pre_hook(self._count_rows, with_kwargs=True)
+        self.run.loop.count_rows_of(model)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for the first batches."""
@@ -87,8 +84,7 @@ class HeadroomCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the step; what follows is an evaluation, a checkpoint, or the next wait."""
         if self.run is not None:
-            self.run.loop.end_step(rows=self._rows)
-            self._rows = 0
+            self.run.loop.end_step()
             self._follow(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -132,12 +128,6 @@ class HeadroomCallback(TrainerCallback):
         else:
             self.run.loop.begin_wait()
 
-    def _count_rows(self, model: Any, args: Any, kwargs: Any) -> None:
-        if model.training:
-            self._rows += nested.count_rows((args, kwargs))
-
     def _end(self, error: BaseException | None) -> None:
-        if self._hook is not None:
-            self._hook.remove()
         if self.run is not None:
             self.run.end(error)

@@ -76,6 +76,7 @@ class OwnLoop:
         self._batch: Any = ()
         self._is_open = self._is_asked = False  # a step has begun; the loop says where it ends
         self._is_waiting = False  # for the first batch of the step
+        self.has_updated = False  # an optimizer has, in the step that has begun
         self._is_backward = False
         self._forward_by = ""  # who has told of a forward pass since the last backward
         self._named: list[str] = []  # phases that the loop names
@@ -107,6 +108,15 @@ class OwnLoop:
                             thing.register_forward_pre_hook(before, with_kwargs=True)
                         )
                         self._hooks.append(thing.register_forward_hook(after))
+
+    def count_rows_of(self, model: nn.Module) -> None:
+        """Count the rows that this model is given in training, where no batch tells of them."""
+
+        def count(_: Any, *given: Any) -> None:
+            if self._is_open and model.training and torch.is_grad_enabled():
+                self._step_rows += nested.count_rows(given)
+
+        self._hooks.append(model.register_forward_pre_hook(_Hook(count), with_kwargs=True))
 
     def iterate_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield what the loader gives; the wait for it is the phase data_wait, and its rows are
@@ -354,7 +364,7 @@ class OwnLoop:
     def _open(self) -> None:
         if not self.done:
             self.accounts.lap("setup")
-        step, self.stage = self.done + 1, ""
+        step, self.stage, self.has_updated = self.done + 1, "", False
         self._is_timed = _is_sampled(step) or self.accounts.watched is not Watched.NOT
         if self._is_timed:
             self.accounts.begin_step(step)
@@ -470,6 +480,7 @@ class OwnLoop:
     def _end_update(self, optimizer: Any, *_: Any) -> None:
         if self._is_over or not self._is_open or threading.get_ident() != self._thread:
             return
+        self.has_updated = True
         if self._is_timed and not self._named:
             self.accounts.mark("optimizer")
         if not self._is_asked and optimizer is self.optimizers[-1]:
