@@ -79,7 +79,7 @@ class OwnLoop:
         self.has_updated = False  # an optimizer has, in the step that has begun
         self._is_backward = False
         self._forward_by = ""  # who has told of a forward pass since the last backward
-        self._named: list[str] = []  # phases that the loop names
+        self._named: list[tuple[str, bool]] = []  # phases that the loop names; apart from its steps
         self._step_rows = self._pending = 0
         self._counting: AbstractContextManager[None] = nullcontext()
         self._hooks: list[Any] = []
@@ -128,7 +128,7 @@ class OwnLoop:
             finally:
                 self.end_phase()
             return
-        if self._named and self._named[-1] in BESIDE:
+        if self._named and self._named[-1][0] in BESIDE:
             yield from loader
             return
         batches = iter(loader)
@@ -204,32 +204,36 @@ class OwnLoop:
         """The loop does this from here on: a phase of its step, or a part of the run beside it."""
         if name not in PHASES and name not in BESIDE:
             raise ValueError(f"phase: is one of {', '.join((*PHASES, *BESIDE))} (got {name!r})")
-        if name in BESIDE and self._is_waiting:  # the batch that was asked for does not come next
+        if self._is_waiting and name in BESIDE:  # the batch that was asked for does not come next
             self._forget_step()
-        if self._is_open:
-            self.mark(self._named[-1] if self._named else OTHER)
-        elif name in BESIDE:
+        is_left = self._is_asked and name != "log"  # a step that is gone on with later
+        is_apart = name in BESIDE and (is_left or not self._is_open)
+        if is_apart:
+            self._leave_count()
+            self._is_timed = False  # of a step that has begun, what is left
             self._drain()
+        elif self._is_open:
+            self.mark(self._named[-1][0] if self._named else OTHER)
         else:
             self._open()
-        self._named.append(name)
+        self._named.append((name, is_apart))
         self.stage = name
 
     def end_phase(self) -> None:
         """What the last `begin_phase` has begun is done."""
-        name = self._named.pop()
-        if self._is_open:
-            self.mark(name if name in PHASES else OTHER)
-        elif name in BESIDE:
+        name, is_apart = self._named.pop()
+        if is_apart:
             self._told.add(name)
             self.accounts.lap(name)
             self._metrics.begin(0)
+        elif self._is_open:
+            self.mark(name if name in PHASES else OTHER)
         self._forward_by = {"forward": "the loop", "backward": ""}.get(name, self._forward_by)
-        self.stage = self._named[-1] if self._named else ""
+        self.stage = self._named[-1][0] if self._named else ""
 
     def drop_phase(self) -> None:
         """What the last `begin_phase` has begun has failed."""
-        name = self._named[-1]
+        name, _ = self._named[-1]
         self.end_phase()
         self.stage = name
 
