@@ -86,7 +86,11 @@ class Account(Recording):
         self._is_over = self._is_full = False
 
     def __enter__(self) -> Self:
-        """Begin the run."""
+        """Begin the run, if nobody has."""
+        if self._is_over:
+            raise RuntimeError("account: it has ended, and is of one run; make another")
+        if self._loop is not None:
+            return self
         device, things = self._asked
         found = self._clock.time_stage("detect_device", self._detect, device, things)
         self._device = found

@@ -232,6 +232,17 @@ def test_accounts_may_be_nested_and_in_threads(place: Path) -> None:
     assert all(run["metrics"]["time/backward_ms"] > 0 for run in ended)
 
 
+def test_an_account_that_has_begun_may_be_entered_and_one_that_has_ended_may_not(
+    place: Path,
+) -> None:
+    run = account(run_name="own", quiet=True).begin()
+    with run as same:
+        assert same is run
+    assert len(list(RUNS.glob("*/start.json"))) == 1
+    with pytest.raises(RuntimeError, match="it has ended, and is of one run; make another"):
+        run.begin()
+
+
 def test_each_process_of_torchrun_has_a_run_by_its_rank(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,313 @@
+"""The account of a loop that a framework runs: the real frameworks, trained with and without."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from flows.account import account
+from tasks.engine.accounts import own_loop
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what frameworks warn of is theirs
+FRAMEWORKS = ("lightning", "lightning by hand", "transformers", "accelerate")
+ROWS, BATCH, EPOCHS = 96, 8, 2
+PHASES = ("data_wait", "forward", "backward", "optimizer", "other")
+
+
+@dataclass
+class Job:
+    """What a framework is to train."""
+
+    accumulate: int = 1
+    is_told: bool = True
+    asked: dict[str, Any] = field(default_factory=dict)
+    before_step: Callable[[int], None] = lambda step: (
+        None
+    )  # called in the forward of step 0, 1, ...
+    wait_s: float = 0.0  # for each row
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """Numbers and their classes, each row after a while."""
+
+    def __init__(self, wait_s: float = 0.0) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.x, self.wait_s = torch.randn(ROWS, 16, generator=draw), wait_s
+        self.labels = torch.randint(0, 2, (ROWS,), generator=draw)
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
+        time.sleep(self.wait_s)
+        return {"x": self.x[at], "labels": self.labels[at]}
+
+
+class Net(nn.Module):
+    """Two layers; its loss is a part of its forward, as the models of transformers have it."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 2))
+        self.before_step, self.seen = job.before_step, 0
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training:
+            self.seen += 1
+            self.before_step(self.seen - 1)
+        return {"loss": nn.functional.cross_entropy(out := self.layers(x), labels), "logits": out}
+
+
+Trained = tuple[nn.Module, torch.optim.Optimizer, "account | None"]
+
+
+def _train_by_lightning(job: Job, *, by_hand: bool = False) -> Trained:
+    pl = pytest.importorskip("lightning.pytorch")
+    from flows.adapters.lightning import HeadroomCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self, lr: float = 1e-2) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net, self.automatic_optimization = Net(job), not by_hand
+
+        def training_step(self, batch: Any, at: int) -> torch.Tensor:
+            loss: torch.Tensor = self.net(**batch)["loss"]
+            self.log("train_loss", loss)
+            if by_hand:
+                self.manual_backward(loss / job.accumulate)
+                if (at + 1) % job.accumulate == 0:
+                    self.optimizers().step()
+                    self.optimizers().zero_grad()
+            return loss
+
+        def validation_step(self, batch: Any, at: int) -> None:
+            self.log("val_loss", self.net(**batch)["loss"])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            self.made = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+            return self.made
+
+    callback = HeadroomCallback(quiet=True, **job.asked)
+    trainer = pl.Trainer(
+        max_epochs=EPOCHS,
+        accelerator="cpu",
+        accumulate_grad_batches=1 if by_hand else job.accumulate,
+        callbacks=[callback] if job.is_told else [],
+        log_every_n_steps=4,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module()
+    data = Rows(job.wait_s)
+    try:
+        trainer.fit(module, DataLoader(data, BATCH, shuffle=True), DataLoader(data, BATCH))
+    finally:
+        JUST[:] = [callback.run]
+    return module.net, module.made, callback.run
+
+
+def _train_by_transformers(job: Job) -> Trained:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from flows.adapters.transformers import HeadroomCallback
+
+    class Trainer(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def get_decay_parameter_names(self, model: Any) -> list[str]:
+            return []
+
+    callback = HeadroomCallback(quiet=True, **job.asked)
+    asked = transformers.TrainingArguments(
+        output_dir="hf",
+        num_train_epochs=EPOCHS,
+        per_device_train_batch_size=BATCH,
+        per_device_eval_batch_size=BATCH,
+        gradient_accumulation_steps=job.accumulate,
+        learning_rate=1e-2,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        logging_steps=4,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        logging_strategy="steps",
+    )
+    data = Rows(job.wait_s)
+    trainer = Trainer(
+        model=Net(job),
+        args=asked,
+        train_dataset=data,
+        eval_dataset=data,
+        callbacks=[callback] if job.is_told else [],
+    )
+    try:
+        with callback:
+            trainer.train()
+    finally:
+        JUST[:] = [callback.run]
+    return trainer.model, trainer.optimizer.optimizer, callback.run
+
+
+def _train_by_accelerate(job: Job) -> Trained:
+    accelerate = pytest.importorskip("accelerate")
+    from flows.adapters.accelerate import HeadroomTracker
+
+    net = Net(job)
+    made = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    tracker = HeadroomTracker(model=net, optimizer=made, quiet=True, run_name="loop", **job.asked)
+    told = {"log_with": tracker} if job.is_told else {}
+    does = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=job.accumulate, **told)
+    data = Rows(job.wait_s)
+    model, optimizer, train, val = does.prepare(
+        net, made, DataLoader(data, BATCH, shuffle=True), DataLoader(data, BATCH)
+    )
+    if job.is_told:
+        does.init_trackers("mine", config={"lr": 1e-2})
+    run = tracker.run
+    JUST[:] = [run]
+    with run if run is not None else open(os.devnull):  # noqa: SIM115
+        for _ in range(EPOCHS):
+            for at, batch in enumerate(train if run is None else run.batches(train)):
+                with does.accumulate(model):
+                    loss = model(**batch)["loss"]
+                    does.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if at % 4 == 3:
+                    does.log({"train/loss": loss.item()})
+            model.eval()
+            with torch.no_grad():
+                for batch in val if run is None else run.batches(val):
+                    last = model(**batch)["loss"]
+            does.log({"val/loss": last.item()})
+            model.train()
+        does.end_training()
+    return net, made, run
+
+
+JUST: list[Any] = []  # the run of the newest training, also where that failed
+TRAIN: dict[str, Callable[[Job], Trained]] = {
+    "lightning": _train_by_lightning,
+    "lightning by hand": lambda job: _train_by_lightning(job, by_hand=True),
+    "transformers": _train_by_transformers,
+    "accelerate": _train_by_accelerate,
+}
+
+
+@pytest.fixture(autouse=True)
+def alone(place: Path) -> Iterator[None]:
+    """Frameworks keep states of the process: of accelerate its own, of Lightning handlers."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    torch.manual_seed(0)
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_training_comes_to_the_same_bits_and_its_steps_are_those_of_its_optimizer(
+    framework: str, accumulate: int
+) -> None:
+    torch.manual_seed(0)
+    plain, _, nobody = TRAIN[framework](Job(accumulate, is_told=False))
+    torch.manual_seed(0)
+    told, optimizer, run = TRAIN[framework](Job(accumulate))
+    assert nobody is None and run is not None
+    for one, other in zip(plain.parameters(), told.parameters(), strict=True):
+        assert torch.equal(one, other)
+    steps = int(next(iter(optimizer.state.values()))["step"])
+    assert (run.loop.done, run.loop.rows) == (steps, EPOCHS * ROWS)
+    assert steps == EPOCHS * ROWS // BATCH // accumulate
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_record_has_what_the_framework_knows(framework: str) -> None:
+    net, optimizer, run = TRAIN[framework](Job())
+    assert run is not None
+    record = run.run
+    assert record["status"] == "FINISHED"
+    params = {name.rpartition(".")[2]: str(value) for name, value in record["params"].items()}
+    assert float(params.get("lr") or params["learning_rate"]) == 0.01
+    assert params["world_size"] == "1"
+    found = record["metrics"]
+    assert {"train/loss", "train/lr", "val/loss", "time/eval_s"} <= set(found)
+    assert found["speed/samples_per_s"] > 0
+    assert ("time/checkpoint_s" in found) == (framework != "accelerate"), "nobody tells of one"
+    state = [t for each in optimizer.state.values() for t in each.values()]
+    for owner, tensors in (("parameters", list(net.parameters())), ("optimizer_state", state)):
+        assert found[f"memory/{owner}_mib"] * 2**20 == pytest.approx(
+            sum(t.nbytes for t in tensors), rel=0.01
+        )
+    assert found["memory/batch_mib"] > 0
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_phases_are_what_they_take(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.engine.accounts.phases.TIME_FIRST", 1000)
+    monkeypatch.setattr(own_loop, "TIME_FIRST", 1000)  # each step, so that no one stands for eight
+    job = Job(wait_s=0.001, before_step=lambda _: time.sleep(0.02))
+    _, _, run = TRAIN[framework](job)
+    assert run is not None
+    found = run.run["metrics"]
+    assert found["time/data_wait_ms"] >= BATCH
+    assert found["time/forward_ms"] >= 20
+    whole = 1000 * found["time/steps_s"] / (run.loop.done - 1)
+    assert sum(found[f"time/{phase}_ms"] for phase in PHASES) == pytest.approx(whole, rel=0.05)
+
+
+def _end(error: BaseException) -> Callable[[int], None]:
+    def fail(step: int) -> None:
+        if step == 3:
+            raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (ValueError("no such thing"), "FAILED", "no such thing"),
+        (KeyboardInterrupt(), "KILLED", "interrupted"),
+        (SystemExit(0), "FINISHED", "sys.exit(0)"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB."),
+            "FAILED",
+            "memory ran out on cpu in the forward pass of step 4 (a batch of 8x16)",
+        ),
+    ],
+    ids=["error", "interrupt", "exit", "out of memory"],
+)
+def test_the_end_of_a_training_is_true(
+    framework: str, error: BaseException, status: str, reason: str
+) -> None:
+    error = copy.copy(error)
+    with pytest.raises((type(error), SystemExit)):  # Lightning exits after Ctrl-C
+        TRAIN[framework](Job(before_step=_end(error)))
+    [run] = JUST
+    assert run.run["status"] == status
+    assert reason in run.run["tags"]["end.reason"]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_whatever_an_account_is_asked_for_can_be_asked_of_the_adapter(framework: str) -> None:
+    _, _, run = TRAIN[framework](Job(asked={"params": {"lr": "mine", "more": 1}}))
+    assert run is not None
+    assert run.run["params"]["lr"] == "mine" and run.run["params"]["more"] == 1
