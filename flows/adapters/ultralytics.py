@@ -81,8 +81,12 @@ class HeadroomCallback:
                 self.run.loop.end_step()
             self.run.loop.begin_wait()
 
+    def on_train_epoch_end(self, trainer: Any) -> None:
+        """A validation follows."""
+        self._follow("eval")
+
     def on_val_start(self, validator: Any) -> None:
-        """What follows is no part of a step."""
+        """That, or one after the last epoch."""
         self._follow("eval")
 
     def on_val_end(self, validator: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from flows.account import account
 from tasks.engine.accounts import own_loop
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what frameworks warn of is theirs
 FRAMEWORKS = ("lightning", "lightning by hand", "transformers", "accelerate")
@@ -37,6 +39,7 @@ class Job:
         None
     )  # called in the forward of step 0, 1, ...
     wait_s: float = 0.0  # for each row
+    is_gpu: bool = False
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -103,7 +106,7 @@ def _train_by_lightning(job: Job, *, by_hand: bool = False) -> Trained:
     callback = HeadroomCallback(quiet=True, **job.asked)
     trainer = pl.Trainer(
         max_epochs=EPOCHS,
-        accelerator="cpu",
+        accelerator="gpu" if job.is_gpu else "cpu",
         accumulate_grad_batches=1 if by_hand else job.accumulate,
         callbacks=[callback] if job.is_told else [],
         log_every_n_steps=4,
@@ -141,7 +144,7 @@ def _train_by_transformers(job: Job) -> Trained:
         save_strategy="epoch",
         logging_steps=4,
         report_to=[],
-        use_cpu=True,
+        use_cpu=not job.is_gpu,
         disable_tqdm=True,
         remove_unused_columns=False,
         logging_strategy="steps",
@@ -170,7 +173,9 @@ def _train_by_accelerate(job: Job) -> Trained:
     made = torch.optim.AdamW(net.parameters(), lr=1e-2)
     tracker = HeadroomTracker(model=net, optimizer=made, quiet=True, run_name="loop", **job.asked)
     told = {"log_with": tracker} if job.is_told else {}
-    does = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=job.accumulate, **told)
+    does = accelerate.Accelerator(
+        cpu=not job.is_gpu, gradient_accumulation_steps=job.accumulate, **told
+    )
     data = Rows(job.wait_s)
     model, optimizer, train, val = does.prepare(
         net, made, DataLoader(data, BATCH, shuffle=True), DataLoader(data, BATCH)
@@ -197,6 +202,67 @@ def _train_by_accelerate(job: Job) -> Trained:
             model.train()
         does.end_training()
     return net, made, run
+
+
+YOLO = ROOT / ".venv" / "ultralytics"  # of its own, since its torchvision is built for CUDA
+TRAIN_YOLO = """
+import sys
+import types
+from pathlib import Path
+import cv2
+import numpy as np
+try:
+    import torchvision
+except RuntimeError:  # this PyTorch is not: of it, a validation asks for one function
+    torchvision = sys.modules["torchvision"] = types.ModuleType("torchvision")
+    torchvision.__version__ = "0.28"
+    torchvision.ops = types.SimpleNamespace(nms=lambda b, s, t: s.argsort(descending=True))
+from ultralytics import YOLO
+from flows.adapters.ultralytics import HeadroomCallback
+
+draw = np.random.default_rng(0)
+for part in ("train", "val"):
+    for kind in ("images", "labels"):
+        Path(kind, part).mkdir(parents=True, exist_ok=True)
+    for at in range(8):
+        cv2.imwrite(f"images/{part}/{at}.png", draw.integers(0, 255, (64, 64, 3), dtype=np.uint8))
+        Path(f"labels/{part}/{at}.txt").write_text("0 0.5 0.5 0.4 0.4\\n")
+parts = f"path: {Path.cwd()}\\ntrain: images/train\\nval: images/val\\n"
+Path("data.yaml").write_text(parts + "names: [x]\\n")
+told, model = HeadroomCallback(run_name="yolo", quiet=True), YOLO("yolo11n.yaml")
+if "told" in sys.argv:
+    told.add_to(model)
+if "error" in sys.argv:
+    def fail(trainer):
+        if trainer.epoch == 1:
+            raise ValueError("no such thing")
+    model.add_callback("on_train_batch_start", fail)
+how = {"plots": False, "amp": False, "verbose": False, "workers": 0, "deterministic": True}
+how |= {"epochs": 2, "imgsz": 64, "batch": 4, "nbs": 8, "project": str(Path.cwd() / "out")}
+try:
+    model.train(data="data.yaml", device=0 if "gpu" in sys.argv else "cpu", **how)
+    print("weights", sum(p.double().sum().item() for p in model.model.parameters()))
+finally:
+    if told.run is not None:
+        record = told.run.run
+        print("ended", record["status"], record["tags"].get("end.reason", ""))
+        print("steps", told.run.loop.done, told.run.loop.rows)
+        for name, value in record["metrics"].items():
+            print(name, value)
+"""
+
+
+def train_yolo(place: Path, *words: str) -> dict[str, str]:
+    """Train a small one in a process of its own; return what that prints, by the first word."""
+    (place / "train.py").write_text(TRAIN_YOLO)
+    path = os.pathsep.join((os.environ.get("PYTHONPATH", ""), str(ROOT), str(YOLO)))
+    env = {**os.environ, "PYTHONPATH": path, "YOLO_CONFIG_DIR": str(place / "yolo")}
+    done = subprocess.run(
+        [sys.executable, "train.py", *words], env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == ("error" in words), done.stderr
+    lines = (line.partition(" ") for line in done.stdout.splitlines())
+    return {name: rest.strip() for name, _, rest in lines}
 
 
 JUST: list[Any] = []  # the run of the newest training, also where that failed
@@ -311,3 +377,16 @@ def test_whatever_an_account_is_asked_for_can_be_asked_of_the_adapter(framework:
     _, _, run = TRAIN[framework](Job(asked={"params": {"lr": "mine", "more": 1}}))
     assert run is not None
     assert run.run["params"]["lr"] == "mine" and run.run["params"]["more"] == 1
+
+
+@pytest.mark.skipif(not YOLO.is_dir(), reason="make test-all installs ultralytics")
+def test_yolo_comes_to_the_same_weights_and_its_end_is_true(place: Path) -> None:
+    plain, told = train_yolo(place), train_yolo(place, "told")
+    assert plain["weights"] == told["weights"]
+    assert told["ended"] == "FINISHED"
+    # Of four batches, each of four pictures, ultralytics leaves the last one without a step.
+    assert told["steps"] == "2 12"
+    assert {"train/box_loss", "val/box_loss", "metrics/mAP50B", "speed/samples_per_s"} <= set(told)
+    assert all(float(told[f"time/{p}_ms"]) > 0 for p in ("forward", "backward"))
+    assert float(told["time/eval_s"]) > 0 and float(told["time/checkpoint_s"]) > 0
+    assert train_yolo(place, "told", "error")["ended"] == "FAILED no such thing"

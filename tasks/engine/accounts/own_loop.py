@@ -82,6 +82,7 @@ class OwnLoop:
         self._named: list[tuple[str, bool]] = []  # phases that the loop names; apart from its steps
         self._step_rows = self._pending = 0
         self._counting: AbstractContextManager[None] = nullcontext()
+        self._is_inference = False  # where that began
         self._hooks: list[Any] = []
         self._known_names: set[str] = set()
         self._told = {"log"}  # parts beside the steps of which something is known
@@ -395,15 +396,17 @@ class OwnLoop:
             return
         self._counting = self.accounts.count_step((self._batch,))
         self._counting.__enter__()
+        self._is_inference = torch.is_inference_mode_enabled()
 
     def _is_counting(self) -> bool:
         return not isinstance(self._counting, nullcontext)
 
     def _leave_count(self) -> None:
+        """Count no more, unless somebody's own mode is to be left first: inference mode, which was
+        entered since, would bring back half of this one."""
         ledger = self.accounts.phases.accounts.ledger
-        if (
-            self._is_counting() and _get_current_dispatch_mode() is ledger
-        ):  # else somebody's own is to be left first
+        is_mine = self._is_counting() and _get_current_dispatch_mode() is ledger
+        if is_mine and torch.is_inference_mode_enabled() == self._is_inference:
             counting, self._counting = self._counting, nullcontext()
             counting.__exit__(None, None, None)
 

@@ -268,6 +268,30 @@ def test_rows_of_an_evaluation_are_no_rows_of_a_step(is_named: bool) -> None:
     assert loop.summarize()["time/eval_s"] > 0
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_within_a_step_leaves_the_loop_as_it_was(mode: Any) -> None:
+    """The mode that counts memory was left within inference mode, which brought half of it back:
+    every operation after it failed."""
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters())
+    loop = OwnLoop("cpu", log=_log_nothing)
+    loop.watch(net, optimizer)
+    for _ in range(6):
+        loop.begin_step()
+        net(torch.randn(8, 16)).mean().backward()
+        with mode():
+            loop.begin_phase("eval")
+            net(torch.randn(8, 16))
+            loop.end_phase()
+        net(torch.randn(8, 16)).mean().backward()
+        optimizer.step()
+        loop.end_step(rows=16)
+    loop.close()
+    assert torch.ones(1).isfinite()
+    assert (loop.done, loop.rows) == (6, 96)
+    assert {"time/eval_s", "memory/parameters_mib"} <= set(loop.summarize())
+
+
 def test_a_loop_that_tells_nothing_has_no_speed_and_no_phases() -> None:
     loop = OwnLoop("cpu", log=_log_nothing)
     loop.close()
