@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from flows.account import account
 from tasks.engine.accounts import own_loop
-from tests.conftest import ROOT
+from tests.conftest import ROOT, query
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what frameworks warn of is theirs
 FRAMEWORKS = ("lightning", "lightning by hand", "transformers", "accelerate")
@@ -205,7 +206,7 @@ def _train_by_accelerate(job: Job) -> Trained:
 
 
 YOLO = ROOT / ".venv" / "ultralytics"  # of its own, since its torchvision is built for CUDA
-TRAIN_YOLO = """
+PREPARE_YOLO = """
 import sys
 import types
 from pathlib import Path
@@ -217,8 +218,6 @@ except RuntimeError:  # this PyTorch is not: of it, a validation asks for one fu
     torchvision = sys.modules["torchvision"] = types.ModuleType("torchvision")
     torchvision.__version__ = "0.28"
     torchvision.ops = types.SimpleNamespace(nms=lambda b, s, t: s.argsort(descending=True))
-from ultralytics import YOLO
-from flows.adapters.ultralytics import HeadroomCallback
 
 draw = np.random.default_rng(0)
 for part in ("train", "val"):
@@ -229,6 +228,11 @@ for part in ("train", "val"):
         Path(f"labels/{part}/{at}.txt").write_text("0 0.5 0.5 0.4 0.4\\n")
 parts = f"path: {Path.cwd()}\\ntrain: images/train\\nval: images/val\\n"
 Path("data.yaml").write_text(parts + "names: [x]\\n")
+"""
+CHECK_YOLO = """
+from ultralytics import YOLO
+from flows.adapters.ultralytics import HeadroomCallback
+
 told, model = HeadroomCallback(run_name="yolo", quiet=True), YOLO("yolo11n.yaml")
 if "told" in sys.argv:
     told.add_to(model)
@@ -254,7 +258,11 @@ finally:
 
 def train_yolo(place: Path, *words: str) -> dict[str, str]:
     """Train a small one in a process of its own; return what that prints, by the first word."""
-    (place / "train.py").write_text(TRAIN_YOLO)
+    code = CHECK_YOLO
+    if "page" in words:
+        [code] = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "frameworks.md").read_text(), re.S)
+        code = code.replace("epochs=3", "epochs=1, imgsz=64, workers=0, plots=False, device='cpu'")
+    (place / "train.py").write_text(PREPARE_YOLO + code)
     path = os.pathsep.join((os.environ.get("PYTHONPATH", ""), str(ROOT), str(YOLO)))
     env = {**os.environ, "PYTHONPATH": path, "YOLO_CONFIG_DIR": str(place / "yolo")}
     done = subprocess.run(
@@ -390,3 +398,9 @@ def test_yolo_comes_to_the_same_weights_and_its_end_is_true(place: Path) -> None
     assert all(float(told[f"time/{p}_ms"]) > 0 for p in ("forward", "backward"))
     assert float(told["time/eval_s"]) > 0 and float(told["time/checkpoint_s"]) > 0
     assert train_yolo(place, "told", "error")["ended"] == "FAILED no such thing"
+
+
+@pytest.mark.skipif(not YOLO.is_dir(), reason="make test-all installs ultralytics")
+def test_the_example_of_the_page_works_as_written(place: Path) -> None:
+    train_yolo(place, "page")
+    assert query(place, "select status from runs where name = 'yolo'") == [("FINISHED",)]
