@@ -43,7 +43,7 @@ test: .venv/.ready
 test-all: .venv/.team .venv/.adapters
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-cuda: .venv/.ready
+test-cuda: .venv/.adapters
 	$(CUDA_RUN) $(BIN)/python -m pytest -m gpu -p no:cacheprovider tests/gpu $(ARGS)
 
 test-ui: .venv/.ui
@@ -71,9 +71,12 @@ serve: .venv/.ready
 serve-down: .venv/.ready
 	$(BIN)/python -m tasks.services.serve down
 
-# The frameworks that flows/adapters tells of, for its tests; nothing else needs them.
+# The frameworks that flows/adapters tells of, for its tests; nothing else needs them. ultralytics lies
+# apart: its torchvision is built for CUDA, and where PyTorch is not, transformers would find it.
 .venv/.adapters: .venv/.ready
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lightning,transformers,accelerate,ultralytics]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lightning,transformers,accelerate]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --upgrade --target .venv/ultralytics \
+	  ultralytics ultralytics-thop torchvision opencv-python-headless polars polars-runtime-32
 	@touch $@
 
 # What asks PostgreSQL and S3, for the tests of a team's stores; nothing else needs it.

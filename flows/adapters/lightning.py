@@ -46,7 +46,7 @@ class HeadroomCallback(Callback):
             "run_name": type(pl_module).__name__,
         }
         self._seen = {}
-        self.run = account(**{**given, **self._asked, "params": params}).begin()
+        self.run = account(**{**given, **self._asked, "params": params}).begin(is_owed=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the first batch."""

@@ -54,7 +54,8 @@ class HeadroomCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the run: the model is on its device."""
-        self._end(None)
+        if self.run is not None:  # it failed, where nobody told
+            self.run.abandon()
         if not state.is_world_process_zero:
             return
         model = kwargs["model"]
@@ -67,7 +68,7 @@ class HeadroomCallback(TrainerCallback):
             "run_name": args.run_name or type(model).__name__,
         }
         params |= self._asked.get("params") or {}
-        self.run = account(**{**given, **self._asked, "params": params}).begin()
+        self.run = account(**{**given, **self._asked, "params": params}).begin(is_owed=True)
         self.run.loop.count_rows_of(model)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -59,7 +59,7 @@ class HeadroomCallback:
             "run_name": trainer.args.name,
         }
         self._is_done = False
-        self.run = account(**{**given, **self._asked, "params": params}).begin()
+        self.run = account(**{**given, **self._asked, "params": params}).begin(is_owed=True)
         self.run.loop.count_rows_of(trainer.model)
 
     def on_train_epoch_start(self, trainer: Any) -> None:

@@ -83,7 +83,7 @@ class Account(Recording):
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._handler: Any = None  # of SIGTERM, as it was
         self._error_before: BaseException | None = None
-        self._is_over = self._is_full = False
+        self._is_over = self._is_full = self._is_owed = False
 
     def __enter__(self) -> Self:
         """Begin the run, if nobody has."""
@@ -133,13 +133,28 @@ class Account(Recording):
         if not self._is_quiet:
             self._print_report()
 
-    def begin(self) -> Self:
-        """Begin the run, as entering the context does."""
+    def begin(self, *, is_owed: bool = False) -> Self:
+        """Begin the run, as entering the context does. is_owed: who begins it ends it as well: one
+        that is not ended came to nothing."""
+        self._is_owed = is_owed
         return self.__enter__()
 
     def end(self, error: BaseException | None = None) -> None:
         """End the run, as leaving the context does."""
         self.__exit__(type(error), error, None)
+
+    def abandon(self) -> None:
+        """End a run that nobody has ended: as its program did, or else for want of an end."""
+        if self._is_over:
+            return
+        error, found = getattr(sys, "last_value", None), self._found
+        if error is self._error_before:
+            error = None
+            if self._is_owed:
+                found.failure = found.failure or Failure("user_code", "its training was left")
+            else:
+                found.stopped = "its program ended without ending it"
+        self.end(error)
 
     @property
     def loop(self) -> OwnLoop:
@@ -210,7 +225,7 @@ class Account(Recording):
     def _follow_process(self) -> None:
         """Let the run end with its process, by whatever way that ends."""
         self._error_before = getattr(sys, "last_value", None)
-        atexit.register(self._end_at_exit)
+        atexit.register(self.abandon)
         if (
             threading.current_thread() is threading.main_thread()
             and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -219,17 +234,9 @@ class Account(Recording):
             signal.signal(signal.SIGTERM, self._handler)
 
     def _leave_process(self) -> None:
-        atexit.unregister(self._end_at_exit)
+        atexit.unregister(self.abandon)
         if self._handler is not None and signal.getsignal(signal.SIGTERM) == self._handler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def _end_at_exit(self) -> None:
-        """End a run that nobody has ended: as its process did."""
-        error = getattr(sys, "last_value", None)
-        if error is self._error_before:
-            self._found.stopped = "its program ended without ending it"
-            error = None
-        self.end(error)
 
     def _raise_terminated(self, number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second one means it

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ def _train_by_lightning(job: Job, *, by_hand: bool = False) -> Trained:
     return module.net, module.made, callback.run
 
 
-def _train_by_transformers(job: Job) -> Trained:
+def _train_by_transformers(job: Job, *, callback: Any = None) -> Trained:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     from flows.adapters.transformers import HeadroomCallback
@@ -133,7 +134,8 @@ def _train_by_transformers(job: Job) -> Trained:
         def get_decay_parameter_names(self, model: Any) -> list[str]:
             return []
 
-    callback = HeadroomCallback(quiet=True, **job.asked)
+    around = callback is None
+    callback = callback or HeadroomCallback(quiet=True, **job.asked)
     asked = transformers.TrainingArguments(
         output_dir="hf",
         num_train_epochs=EPOCHS,
@@ -159,7 +161,7 @@ def _train_by_transformers(job: Job) -> Trained:
         callbacks=[callback] if job.is_told else [],
     )
     try:
-        with callback:
+        with callback if around else nullcontext():
             trainer.train()
     finally:
         JUST[:] = [callback.run]
@@ -378,6 +380,24 @@ def test_the_end_of_a_training_is_true(
     [run] = JUST
     assert run.run["status"] == status
     assert reason in run.run["tags"]["end.reason"]
+
+
+def test_a_training_whose_error_nobody_told_has_failed(place: Path) -> None:
+    """Its caller caught the error, and the run was FINISHED."""
+    pytest.importorskip("transformers")
+    from flows.adapters.transformers import HeadroomCallback
+
+    callback = HeadroomCallback(quiet=True)
+    with pytest.raises(ValueError, match="no such thing"):
+        _train_by_transformers(
+            Job(before_step=_end(ValueError("no such thing"))), callback=callback
+        )
+    first = callback.run
+    _train_by_transformers(Job(), callback=callback)
+    assert first is not None and first is not callback.run
+    assert first.run["tags"]["end.reason"] == "its training was left"
+    found = query(place, "select status from runs order by start_time")
+    assert found == [("FAILED",), ("FINISHED",)]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
