@@ -40,10 +40,10 @@ train: .venv/.ready
 test: .venv/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not gpu and not ui and not slow' $(ARGS)
 
-test-all: .venv/.team
+test-all: .venv/.team .venv/.adapters
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-cuda: .venv/.ready
+test-cuda: .venv/.adapters
 	$(CUDA_RUN) $(BIN)/python -m pytest -m gpu -p no:cacheprovider tests/gpu $(ARGS)
 
 test-ui: .venv/.ui
@@ -71,6 +71,14 @@ serve: .venv/.ready
 serve-down: .venv/.ready
 	$(BIN)/python -m tasks.services.serve down
 
+# The frameworks that flows/adapters tells of, for its tests; nothing else needs them. ultralytics lies
+# apart: its torchvision is built for CUDA, and where PyTorch is not, transformers would find it.
+.venv/.adapters: .venv/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lightning,transformers,accelerate]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --upgrade --target .venv/ultralytics \
+	  ultralytics ultralytics-thop torchvision opencv-python-headless polars polars-runtime-32
+	@touch $@
+
 # What asks PostgreSQL and S3, for the tests of a team's stores; nothing else needs it.
 .venv/.team: .venv/.ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[team]'
@@ -82,6 +90,7 @@ bench: .venv/.bench
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.costs
+	$(BIN)/python -m benchmarks.accounts
 	$(BIN)/python -m benchmarks.evaluation
 	$(BIN)/python -m benchmarks.prepare
 	$(BIN)/python -m benchmarks.quality

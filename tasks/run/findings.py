@@ -124,8 +124,9 @@ class Findings:
         }
 
 
-def make_device_tags(device: DeviceFacts) -> dict[str, str]:
-    """Return the tags of the device and of this process; what is not known has none."""
+def make_device_tags(device: DeviceFacts, source: str = "flows/train.py") -> dict[str, str]:
+    """Return the tags of the device and of this process, which the file `source` runs in; what is
+    not known has none."""
     found = {
         "device": device.name,
         "device.kind": device.kind,
@@ -139,7 +140,7 @@ def make_device_tags(device: DeviceFacts) -> dict[str, str]:
         "accelerator.runtime": device.runtime,
         "driver.version": device.driver_version,
     }
-    return {k: v for k, v in found.items() if v is not None} | make_process_tags("flows/train.py")
+    return {k: v for k, v in found.items() if v is not None} | make_process_tags(source)
 
 
 def make_process_tags(source: str) -> dict[str, str]:

@@ -1,6 +1,8 @@
 """A run as Prefect's flow sees it: how it is named, opened, published and tried again; what Prefect
 knows of it, as tags; and the flow that does more where Python calls it than where a worker runs
-it."""
+it. Prefect is shown which run has a device, and which waits for one, by a concurrency limit of one
+slot a device: it decides nothing, that does the lease of the host, so that a Prefect that is away
+is no reason to wait or to fail."""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -23,13 +25,13 @@ from httpx import HTTPStatusError, TransportError
 from prefect import Flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import ConcurrencyLeaseHolder, State
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import SettingsContext, get_settings_context
 from prefect.exceptions import Pause
 from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, get_current_settings
-from prefect.states import AwaitingRetry, Completed
+from prefect.states import AwaitingRetry, Completed, Running
 from rich.console import Console
 
 from tasks.engine.report import run_report
@@ -39,6 +41,7 @@ from tasks.engine.settings.run_config import RunConfig
 from tasks.process import command, signals
 from tasks.process.prefect_http import make_flow_run_end
 from tasks.process.redaction import redact, redact_errors, redact_logs, redact_nested, remove_login
+from tasks.process.run_task import CURRENT_RUN
 from tasks.run.failures import classify_failure
 from tasks.run.gate import GateFailed
 from tasks.run.preflight import resolve_and_check
@@ -48,6 +51,8 @@ from tasks.services.local_prefect import is_temporary_api
 
 log = logging.getLogger(__name__)
 PARENT = "HEADROOM_PARENT_RUN"  # in the environment: the run in MLflow that this one is part of
+FREE_AFTER_S = 60.0  # of a slot whose holder is gone, as Prefect shows it; the least it takes
+PATIENCE_S = 1.0  # for the slot of a holder that is gone
 EXIT_S = 10.0  # for a process that is to be started again to end
 # Unix time at which somebody asked for this run.
 ASKED_AT: ContextVar[float | None] = ContextVar("ASKED_AT", default=None)
@@ -80,14 +85,60 @@ def open_run(
     with redact_errors():
         run = Record(
             resolve_and_check(config, overrides),
-            flow_run=_make_flow_run_tags(),
+            flow_run=_prepare_flow_run(),
             name=flow_run.name,
             waited_s=_count_waited_s(),
             resume=resume,
             key=_make_own_key(),
+            show_waiting=show_waiting,
+            take_device_slot=take_device_slot,
         )
     with schedule_retry(run), redact_errors(), run:
-        yield run
+        token = CURRENT_RUN.set(run)
+        try:
+            yield run
+        finally:
+            CURRENT_RUN.reset(token)
+
+
+def show_waiting(reason: str) -> None:
+    """Give this flow run a state that says what it waits for.
+
+    An empty reason: it waits no more.
+    """
+    if not flow_run.id:
+        return
+    state: State = Running(name="AwaitingDevice", message=reason) if reason else Running()
+    with suppress(Exception), get_client(sync_client=True) as client:
+        client.set_flow_run_state(UUID(flow_run.id), state, force=True)
+
+
+@contextmanager
+def take_device_slot(device: str) -> Iterator[None]:
+    """Take the slot of the concurrency limit named after the device, for the block."""
+    from prefect.concurrency.sync import concurrency  # some ms that a start-up can do without
+
+    stack = ExitStack()
+    try:
+        if flow_run.id:
+            with get_client(sync_client=True) as client:
+                client.upsert_global_concurrency_limit_by_name(device, limit=1)
+            holder = ConcurrencyLeaseHolder(type="flow_run", id=UUID(flow_run.id))
+            slot = concurrency(
+                device,
+                timeout_seconds=PATIENCE_S,
+                lease_duration=FREE_AFTER_S,
+                holder=holder,
+                raise_on_lease_renewal_failure=False,
+            )
+            stack.enter_context(slot)
+    except Exception as error:  # of any kind: it is only shown
+        log.debug("%s: not shown in Prefect: %s", device, error)
+    try:
+        yield
+    finally:
+        with suppress(Exception):  # the server may have gone since
+            stack.close()
 
 
 def publish_run(run: Record) -> Any:
@@ -222,8 +273,8 @@ def schedule_retry(record: Record) -> Iterator[None]:
         raise Pause(state=answer.state) from None  # "needs to exit for resubmission"
 
 
-def _make_flow_run_tags() -> dict[str, str]:
-    """Return the tags that lead from MLflow to this flow run; empty outside of one.
+def _prepare_flow_run() -> dict[str, str]:
+    """Return the tags of this flow run.
 
     From here on Prefect's UI shows what the tasks log: by default a logger passes warnings only.
     """
@@ -231,6 +282,11 @@ def _make_flow_run_tags() -> dict[str, str]:
     redact_logs()
     if os.environ.get("PREFECT__FLOW_RUN_ID"):  # a worker has started it, and reads what it prints
         outlive_the_worker()
+    return make_flow_run_tags()
+
+
+def make_flow_run_tags() -> dict[str, str]:
+    """Return the tags that lead from MLflow to this flow run; empty outside of one."""
     parent = os.environ.get(PARENT)
     part_of = {"mlflow.parentRunId": parent} if parent else {}
     if not flow_run.id:

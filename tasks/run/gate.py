@@ -47,7 +47,10 @@ CORE_WAIT, BUSY, BUSIEST = "time/core_wait_pct", 10.0, 50.0  # the mean; the fas
 REFERENCE, SLOWER = "time/reference_ms", 1.07  # times the fastest tenth
 LOSS = "val/loss"
 SCORES = ("val/accuracy", "val/r2", "val/perplexity", LOSS)  # a run is judged by the first
-PHASES = ("data_wait", "h2d", "forward", "backward", "communication", "optimizer", "replay")
+PHASES = (
+    *("data_wait", "h2d", "forward", "backward", "communication", "optimizer", "other"),
+    "replay",
+)
 UNCOMPARED = ("run.", "gate.", "data.cache")  # settings that make no other training
 HUGE = 1e300  # MLflow's infinity
 
@@ -157,14 +160,18 @@ def compute_gate_key(config: RunConfig, device: DeviceFacts, data: DataFacts) ->
 
 
 def compare_with_history(
-    run: Mapping[str, Any], runs: History | None, config: RunConfig
+    run: Mapping[str, Any],
+    runs: History | None,
+    gate: GateConfig,
+    *,
+    registered_model: str | None = None,
 ) -> dict[str, Any]:
     """Return what is new in the record of a finished run: tags and trend.
 
     And what the model registry needs to know, where its model is to be registered.
     """
-    metrics, name = run["metrics"], config.run.registered_model
-    verdict = judge_run(metrics, runs, config.gate)
+    metrics, name = run["metrics"], registered_model
+    verdict = judge_run(metrics, runs, gate)
     tags = run["tags"] | verdict.tags
     if verdict.gate in GATES and (called := run.get("run_id") or run.get("name")):
         accept = f"python -m flows.runs --accept {shlex.quote(called)}"

@@ -372,7 +372,7 @@ def _make_live_run(live: LiveRun) -> KnownRun:
         name=live.name,
         state=state,
         live=True,
-        run_id=live.run_id,
+        run_id=live.run_id or (start.run_id if start is not None and live.device else ""),
         key=start.key if start is not None else "",
         folder=live.folder,
         user=find_owner(live),
@@ -383,7 +383,7 @@ def _make_live_run(live: LiveRun) -> KnownRun:
         epochs=live.epochs or None,
         peak_mib=live.peak_mib or None,
     )
-    if start is None or not live.steps:  # another user's, or of a run that is not gone on with yet
+    if start is None or not live.device:  # another user's, or of a run that is not gone on with yet
         return run
     return _add_measurements(run, start, {})
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
+from typing import Self
 from uuid import uuid4
 
 from tasks.engine.base.facts import DeviceFacts
@@ -198,7 +199,38 @@ def lock_resumed_folder(folder: Path) -> FileLock:
     raise NothingKept(f"--resume {folder}: its checkpoints were removed; train without --resume")
 
 
-class RunClaim:
+class FolderClaim:
+    """The folder of a new run: nobody else trains there until its context is left."""
+
+    key = ""  # by which a run is gone on with
+
+    def __init__(self, runs: Path, name: str, locks: ExitStack | None = None) -> None:
+        """locks: what is held already, and let go of with the folder."""
+        self.name = name
+        self._runs, self._locks = runs, locks or ExitStack()
+        self.start: RunStart | None = None
+        self.folder = self._choose_folder()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._locks.close()
+
+    def hold_folder(self) -> None:
+        """Lock the folder of a run that has just got one. Raises ConfigError."""
+        self._locks.enter_context(lock_for_training(self.folder))
+
+    def write_start(self, start: RunStart) -> None:
+        """Keep how this start began."""
+        self.start = start
+        start.write(self.folder)
+
+    def _choose_folder(self) -> Path:
+        return self._runs / f"{make_timestamp()}-{uuid4().hex[:8]}"
+
+
+class RunClaim(FolderClaim):
     """Which run this process is: an earlier one that it goes on with, or a new one.
 
     It holds the run's key and folder, so that nobody else trains it, until its context is left.
@@ -219,18 +251,12 @@ class RunClaim:
             if self.key:
                 locks.enter_context(lock_key(runs, self.key))
             left = self._take_earlier(resume, locks)
-            self._locks = locks.pop_all()
+            super().__init__(runs, self._new_name, locks.pop_all())
         self.resumes = left is not None
-        self.folder = left or self._choose_folder()
-        self.start = read_start(self.folder) if left else None
+        if left is not None:
+            self.folder, self.start = left, read_start(left)
         self.earlier = self.start or find_failed_start(runs, self.key)  # whose retry this may be
         self.name = self.start.name if self.start else self._new_name
-
-    def __enter__(self) -> RunClaim:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._locks.close()
 
     def _take_earlier(self, resume: str | None, locks: ExitStack) -> Path | None:
         """Return the folder of the run to go on with, locked; None where a new one begins."""
@@ -269,18 +295,6 @@ class RunClaim:
         self.resumes, self.folder = False, self._choose_folder()
         self.start = self.earlier = None
         self.name = self._new_name
-
-    def hold_folder(self) -> None:
-        """Lock the folder of a run that has just got one. Raises ConfigError."""
-        self._locks.enter_context(lock_for_training(self.folder))
-
-    def write_start(self, start: RunStart) -> None:
-        """Keep how this start began."""
-        self.start = start
-        start.write(self.folder)
-
-    def _choose_folder(self) -> Path:
-        return self._runs / f"{make_timestamp()}-{uuid4().hex[:8]}"
 
 
 def check_resume(folder: Path, plan: Plan) -> None:

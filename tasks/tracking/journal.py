@@ -316,6 +316,8 @@ class Journal:
         self._closing: dict[str, Any] | None = None
         self._is_left = False
         self._telling = threading.Lock()  # while orders go to a sending process, or it is replaced
+        self._is_late = False  # nobody waits for MLflow's answers
+        self._has_heard = threading.Event()  # of the run in MLflow, or why it is not there
 
     def __enter__(self) -> Journal:
         self._sender = _spare.pop() if _spare else start_sender(self.where)
@@ -352,12 +354,15 @@ class Journal:
         data: Sequence[Mapping[str, str]] = (),
         wanted: Sequence[str] = (),
         start: Mapping[str, Any] | None = None,
+        waits: bool = True,
     ) -> dict[str, float]:
         """Open the run in MLflow. Raises TrackingError where that can't be done; where MLflow is
         away, and not required, it is told as soon as it is there. Returns the newest values of the
         wanted metrics among finished runs with the same `alike`. start: what start.json is to say,
         with the run's ids: it is there with the run, whatever becomes of this process meanwhile.
+        waits: for MLflow; else it is told of the run when it is there, where it is not required.
         """
+        self._is_late = not (waits or self.where.required)
         given = {k: "" if v is None else str(v) for k, v in params.items()}
         begin = {"name": name, "params": given, "data": [*data], "start": start}
         return self._begin(begin, tags, wanted)
@@ -379,10 +384,10 @@ class Journal:
     def _begin(
         self, begin: Mapping[str, Any], tags: Mapping[str, str], wanted: Sequence[str]
     ) -> dict[str, float]:
-        if self._opening is None:
+        if self._opening is None and not self._is_late:
             self._answer("open", OPEN_S)  # it has imported MLflow
             self._opening = self._answer_unless_away("open")
-        is_away = "away" in (answer := self._opening)
+        is_away = "away" in (answer := self._opening or {})
         order = {"start_ms": int(time.time() * 1000), **begin}
         order["experiment"] = self._orders[0]["where"]["experiment"]
         order["tags"] = {"alike": "", **begin.get("tags", {}), **tags}
@@ -399,9 +404,12 @@ class Journal:
             self._orders.append(order)
             if is_away:
                 self._begin_while_away(answer["away"])
-            self._tell({**order, "late": is_away})
+            elif self._is_late:
+                with suppress(OSError):  # the disk is full: close() has room
+                    self._keep_begin()
+            self._tell({**order, "late": is_away or self._is_late})
         try:
-            answer = answer if is_away else self._answer_unless_away("begin")
+            answer = answer if is_away or self._is_late else self._answer_unless_away("begin")
         except (SenderEnded, TrackingError):
             self._leave_nothing()
             raise
@@ -430,6 +438,10 @@ class Journal:
         self.make_room()
         self._metrics, self.told, self._ms = None, JournalSummary(), 0
         self._orders.pop()
+
+    def wait_until_begun(self) -> None:
+        """Wait until MLflow knows of a run that has begun without it, or is known to be away."""
+        self._has_heard.wait(OPEN_S)
 
     def wait_for_history(self) -> list[dict[str, Any]] | None:
         """Wait for gate and metrics of the newest runs of the same `gate.of`, and return them.
@@ -462,15 +474,22 @@ class Journal:
         """Keep metrics of a step. Costs one short write; sent later, by the other process. again:
         also those that were told of this very step before this process. age_s: how long ago the
         step was taken."""
-        assert self._metrics is not None, "log() before create()"
         if self.told.steps and step != ONCE:
             told, first = self.told.steps, step + again
             metrics = {k: v for k, v in metrics.items() if told.get(k, -1) < first}
-        if not metrics:
-            return
+        if metrics:
+            self.log_steps([(metrics, step, age_s)])
+
+    def log_steps(self, found: Sequence[tuple[Mapping[str, float], int, float]]) -> None:
+        """Keep metrics of several steps, each with its age, by one write."""
+        assert self._metrics is not None, "log() before create()"
         try:
             self._restore()
-            append_line(self._metrics, make_line(metrics, step, unix_ms=self._compute_ms(age_s)))
+            lines = [
+                make_line(metrics, step, unix_ms=self._compute_ms(age_s))
+                for metrics, step, age_s in found
+            ]
+            append_line(self._metrics, b"".join(lines))
         except OSError as error:
             raise JournalError(self._describe_refusal(error)) from None
 
@@ -596,14 +615,20 @@ class Journal:
         self._histories.put(None)
         error = f"tracking_uri: {ended}; see {self.where.runs}/tracking.log"
         self._answers.put({"to": None, "error": error, "ended": True})
+        self._has_heard.set()
 
     def _hear(self, answer: dict[str, Any]) -> None:
         if "history" in answer:
             return self._histories.put(answer["history"])
         for told in answer.get("notes", ()):
             self._note(told)
+        why = answer.get("away") or answer.get("error")
+        if self._is_late and why and not self._has_heard.is_set():
+            self._note(f"{redact(why)}; the run is kept in {self.folder}, to be sent later")
+        if why or "run_id" in answer:
+            self._has_heard.set()
         if "run_id" in answer:
-            if self.is_begun and not self.run_id:
+            if self.is_begun and not self.run_id and not self._is_late:
                 log.info("MLflow is there, and has the run: %s", answer["run_id"])
             self.run_id, self.experiment_id = answer["run_id"], answer["experiment_id"]
         self._answers.put(answer)

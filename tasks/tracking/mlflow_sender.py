@@ -71,6 +71,7 @@ class Session:
         self.dead: Iterator[Sender] = iter(())  # runs that are still to be ended
         self.opened_at = math.inf
         self.gate_of = ""  # of the runs that this one is compared with
+        self.source = ""  # the file that trains
         self.system: SystemMetricsMonitor | None = None
         self.kills = host_memory.count_kills()  # by the kernel, before this run
 
@@ -142,12 +143,22 @@ class Session:
         sender.telemetry = make_telemetry(self.client, sender.state.run_id, tags)
         self.sender, self.opened_at = sender, time.monotonic()
         self.gate_of = tags.get("gate.of", "")
+        self.source = tags.get("mlflow.source.name", "")
         ids = {"run_id": sender.state.run_id, "experiment_id": sender.state.experiment_id}
         return {**ids, "past": past}
 
+    @property
+    def is_begin_due(self) -> bool:
+        """Whether the run has started without MLflow and is to be begun there now."""
+        return (
+            self.begin_order is not None
+            and self.sender is None
+            and (time.monotonic() >= self.retry_at)
+        )
+
     def begin_patiently(self) -> None:
         """Begin the run in MLflow that has started without it, or try again later."""
-        if self.begin_order is None or time.monotonic() < self.retry_at:
+        if not self.is_begin_due or self.begin_order is None:
             return
         try:
             self.answer({"to": "begin", **self.begin(self.begin_order)})
@@ -169,7 +180,7 @@ class Session:
             self.system.start()
         if not self.is_swept:
             self.is_swept = True
-            self.sender.tags |= read_code_version()
+            self.sender.tags |= read_code_version(self.source)
             run_report.load_plotting()
             assert self.client is not None and self.where is not None
             self.dead = orphaned_runs.find_dead_runs(self.client, self.where, [self.experiment_id])
@@ -222,6 +233,7 @@ class Session:
         """End the run where the training process is gone without closing it: it was killed."""
         if self.where is None:
             return
+        self.begin_patiently()  # a run that began without waiting may have died at once
         if self.sender is not None and not self.sender.state.closed:
             killed = host_memory.describe_kills_since(self.kills)
             dead = f"{orphaned_runs.DEAD}{killed and ', '}{killed}"
@@ -244,14 +256,15 @@ class Session:
             send_later.replace_process(self.where, self.prefect_api)
 
 
-def read_code_version() -> dict[str, str]:
-    """Return the commit of this project's code as tags, and whether files differ from it.
+def read_code_version(source: str = "") -> dict[str, str]:
+    """Return the commit of the code as tags, and whether files differ from it: of the file `source`
+    where that is somebody's own, else of this project.
 
     Empty where git is not here or does not answer.
     """
+    here = Path(source).parent if os.path.isabs(source) else Path(__file__).parent.parent
 
     def ask(*words: str) -> str | None:
-        here = Path(__file__).parent.parent
         done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=30)
         return done.stdout.strip() if done.returncode == 0 else None
 
@@ -278,7 +291,7 @@ def main() -> None:
     session = Session(tell)
     redact_output(is_log=True)
     while True:
-        is_quick = session.sender is not None and not session.is_swept
+        is_quick = session.is_begin_due or (session.sender is not None and not session.is_swept)
         pause_s = session.where.flush_s if session.where is not None and not is_quick else 0.05
         if not select.select([0], [], [], pause_s)[0]:
             if session.is_alone():

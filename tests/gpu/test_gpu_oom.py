@@ -2,6 +2,7 @@
 too large is done again in smaller micro-batches."""
 
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.micro_batches import MemoryExhausted, MicroBatches
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import trainer
-from tasks.engine.training.oom_report import explain_oom, parse_oom_message
+from tasks.engine.training.oom_report import explain_oom, find_setting, parse_oom_message
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA or ROCm GPU", allow_module_level=True)
@@ -173,9 +174,10 @@ def test_what_never_fits_is_explained_with_what_was_held(limit_mib):
     why = explain_oom(
         failure.text,
         accounts.ledger,
-        config=RunConfig(),
+        find_remedy=partial(
+            find_setting, config=RunConfig(), precision="bf16", tried=failure.tried
+        ),
         device="cuda:0",
-        precision="bf16",
         phase=failure.phase,
         step=failure.step,
         batch_shape=failure.batch_shape,

@@ -42,8 +42,10 @@ class LoopFacts:
 
     last_step: int  # where a speed is told of the whole run, by another
     log_every: int
-    learning_rate: Callable[[int], float]  # of step 0, 1, ...
+    learning_rate: Callable[[int], float | None]  # of step 0, 1, ...; None where nobody knows
     speeds: Callable[[float], dict[str, float]] = lambda samples_per_s: {}  # more, from samples/s
+    early: tuple[int, ...] = ()  # log points beside those: a loop of an unknown length may be short
+    may_wait: bool = True  # for the device, once: after the first step, to know what that took
 
 
 class Accounts:
@@ -113,15 +115,17 @@ class Accounts:
     def begin_epoch(self, epoch: int, step: int) -> None:
         """Steps of this epoch begin here with this one, after something else."""
         assert self.steps is not None
-        self._begin_step(step)
+        self.begin_step(step)
         self.steps.begin(epoch)
 
-    def _begin_step(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """This step, counted from 1, begins with the wait for its batch. It need not come to its
         end."""
         facts = self._facts
         assert facts is not None
-        self.is_log_point = step % facts.log_every == 0 or step == facts.last_step
+        self.is_log_point = (
+            step % facts.log_every == 0 or step == facts.last_step or step in facts.early
+        )
         self.phases.begin(step, is_log_point=self.is_log_point)
 
     def count_step(self, batch: Sequence[Any]) -> AbstractContextManager[None]:
@@ -131,26 +135,27 @@ class Accounts:
     def end_step(
         self,
         step: int,
-        loss: Tensor,
+        loss: Tensor | None,
         grad_norm: Tensor | None,
         *,
         rows: int,
         blame: Blame = blame_nobody,
     ) -> None:
-        """This step is done, and the next one begins. blame: what is to blame if its loss is no
-        number. Raises Diverged."""
-        steps = self.steps
-        assert steps is not None
+        """This step is done, and the next one begins. loss: None where nobody tells it. blame: what
+        is to blame if its loss is no number. Raises Diverged."""
+        steps, facts = self.steps, self._facts
+        assert steps is not None and facts is not None
         steps.add(loss, rows=rows, blame=blame)
         if self._is_first:
             self._is_first = False
-            wait_for_device(self.device)
+            if facts.may_wait:
+                wait_for_device(self.device)
             self.phases.restart()
             steps.restart()
             self.lap("first_step")
         if self.is_log_point:
             steps.add_log_point(grad_norm)
-        self._begin_step(step + 1)
+        self.begin_step(step + 1)
 
     def end_epoch(self) -> None:
         """Wait for the device and log all there is. Raises Diverged."""
@@ -182,7 +187,7 @@ class Accounts:
         phase_s = clock.compute_step_seconds()
         replay_s = clock.compute_step_seconds(replayed=True)
         known_s = sum(spent[part] for part in (*PARTS, HELD))
-        known_s += sum(phase_s.values()) * (steps - 1 - replays)
+        known_s += sum(phase_s.values()) * max(0, steps - 1 - replays)
         known_s += sum(replay_s.values()) * replays
         phase_s |= replay_s
         loop_s = spent["first_step"] + spent["steps"]
@@ -190,10 +195,10 @@ class Accounts:
         found = {
             **{f"time/{p}_ms": 1000 * phase_s[p] for p in (*PHASES, REPLAY) if p in phase_s},
             **{f"time/{part}_s": spent[part] for part in (*PARTS, "steps")},
-            "speed/samples_per_s": samples_per_s,
             "speed/steps_per_s": steps / loop_s,
-            **self._facts.speeds(samples_per_s),
         }
+        if rows:
+            found |= {"speed/samples_per_s": samples_per_s, **self._facts.speeds(samples_per_s)}
         for name, seconds in (
             ("fast_step", clock.compute_fast_step_s()),
             ("reference", clock.compute_reference_s()),

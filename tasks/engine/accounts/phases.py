@@ -28,7 +28,8 @@ FAST_QUANTILE = (
 LEAST_TIMES = 20  # steps: of fewer nobody knows
 GRAIN = 500  # of the logarithm of a step: one fifth of a per cent
 SIDE, REFERENCE_EVERY_S = 192, 0.05  # of a square matrix whose product takes some 0.1 ms
-PHASES = ("data_wait", "h2d", "forward", "backward", "communication", "optimizer")
+OTHER = "other"  # of a step: what belongs to no phase that has a name
+PHASES = ("data_wait", "h2d", "forward", "backward", "communication", "optimizer", OTHER)
 
 
 class PhaseClock(Protocol):

@@ -40,10 +40,21 @@ class _LogPoint:
     """A log point: the step, and how many losses and norms had been kept by then."""
 
     step: int
-    lr: float
+    lr: float | None  # None where nobody tells it
     losses: int
     norm: int | None
     taken_s: float = math.inf  # by the host's clock; of a process before this one nobody knows
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Metrics of a step under names of somebody else's; those on the device are tensors."""
+
+    step: int
+    metrics: dict[str, float | Tensor]
+
+    def list_tensors(self) -> list[Tensor]:
+        return [value for value in self.metrics.values() if isinstance(value, Tensor)]
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,7 @@ class _PackedReading:
     epoch: int
     blame: list[Blame]  # of each step
     own: Sequence[Tensor]  # losses of this rank's rows, where there are others
+    given: list[_Given]  # their tensors are the last of the values
 
 
 class StepMetrics:
@@ -71,7 +83,7 @@ class StepMetrics:
         *,
         phases: Phases,
         watch: Stopwatch,
-        rate: Callable[[int], float],
+        rate: Callable[[int], float | None],
         speeds: Callable[[float], dict[str, float]],
         last_step: int,
         log: Log,
@@ -87,6 +99,7 @@ class StepMetrics:
         self._norms: list[Tensor] = []
         self._points: list[_LogPoint] = []
         self._blames: list[Blame] = []
+        self._given: list[_Given] = []
         self._local: list[Tensor] = []  # the same losses as in _losses, of this rank's rows
         self._timed = (0, 0)  # steps and rows since the last reading
         self._began: Any = None
@@ -102,12 +115,18 @@ class StepMetrics:
         """Begin the steps of this epoch, after something else."""
         self._epoch, self._began = epoch, self._mark()
 
-    def add(self, loss: Tensor, *, rows: int, blame: Blame = blame_nobody) -> None:
-        """One more step was taken. blame: what is to blame if its loss is no number."""
+    def add(self, loss: Tensor | None, *, rows: int, blame: Blame = blame_nobody) -> None:
+        """One more step was taken, whose loss may not be known. blame: what is to blame if the loss
+        is no number."""
         self._step += 1
-        (self._losses if self._ranks.is_alone else self._own).append(loss)
-        self._blames.append(blame)
+        if loss is not None:
+            (self._losses if self._ranks.is_alone else self._own).append(loss)
+            self._blames.append(blame)
         self._timed = (self._timed[0] + 1, self._timed[1] + rows)
+
+    def add_metrics(self, metrics: dict[str, float | Tensor], step: int) -> None:
+        """Log these metrics of a step, whatever they are called, once their tensors are read."""
+        self._given.append(_Given(step, metrics))
 
     def add_log_point(self, norm: Tensor | None) -> None:
         """Note that the step just added is a log point, of this norm of all gradients together.
@@ -184,10 +203,11 @@ class StepMetrics:
         return event
 
     def _pack(self) -> _PackedReading | None:
-        if not self._losses:
+        if not (self._losses or self._points or self._given):
             return None
-        scalars = [scalar.float() for scalar in (*self._losses, *self._norms)]
-        stacked = torch.stack(scalars)
+        given = [tensor for one in self._given for tensor in one.list_tensors()]
+        scalars = [scalar.float() for scalar in (*self._losses, *self._norms, *given)]
+        stacked = torch.stack(scalars) if scalars else torch.empty(0)
         values = copy_to_host(stacked)
         ready = self._mark()
         first = self._step - len(self._losses) + 1
@@ -203,10 +223,11 @@ class StepMetrics:
             self._epoch,
             self._blames,
             self._local,
+            self._given,
         )
         self._began = ready
         self._losses, self._norms, self._points, self._timed = [], [], [], (0, 0)
-        self._blames, self._local = [], []
+        self._blames, self._local, self._given = [], [], []
         return packed
 
     def _take(self, packed: _PackedReading | None) -> None:
@@ -223,6 +244,7 @@ class StepMetrics:
         values = packed.values.tolist()
         self._refuse_unfinite(values[: packed.losses], packed)
         self._tell(packed.points, values, packed.losses)
+        self._tell_given(packed.given, values)
         self._phases.clock.collect()
         self._watch.lap("log")
 
@@ -233,7 +255,9 @@ class StepMetrics:
         for point in points:
             part = self._open + losses[begin : point.losses]
             begin, self._open = point.losses, []
-            metrics = {"train/loss": sum(part) / len(part), "train/lr": point.lr}
+            metrics = {"train/loss": sum(part) / len(part)} if part else {}
+            if point.lr is not None:
+                metrics["train/lr"] = point.lr
             if point.norm is not None:
                 metrics["train/grad_norm"] = norms[point.norm]
             if point is points[-1]:
@@ -245,17 +269,22 @@ class StepMetrics:
             self._log(metrics, point.step)
         self._open += losses[begin:]
 
+    def _tell_given(self, given: list[_Given], values: list[float]) -> None:
+        read = iter(values[len(values) - sum(len(one.list_tensors()) for one in given) :])
+        for one in given:
+            known = {k: next(read) if isinstance(v, Tensor) else v for k, v in one.metrics.items()}
+            self._log(known, one.step)
+
     def _compute_speed(self) -> dict[str, float]:
         wall_s, steps, rows = self._speed_from
         if not steps:
             return {}
         self._speed_from = (0.0, 0, 0)
+        found = {"speed/steps_per_s": steps / max(wall_s, 1e-9)}
+        if not rows:  # nobody has counted them
+            return found
         per_s = rows / max(wall_s, 1e-9)
-        return {
-            "speed/samples_per_s": per_s,
-            "speed/steps_per_s": steps / max(wall_s, 1e-9),
-            **self._speeds(per_s),
-        }
+        return {"speed/samples_per_s": per_s, **found, **self._speeds(per_s)}
 
     def _refuse_unfinite(self, losses: list[float], packed: _PackedReading) -> None:
         for step, loss in enumerate(losses, start=packed.first_step):

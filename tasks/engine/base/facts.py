@@ -153,6 +153,9 @@ class ReleaseFacts:
     reserved_bytes: int | None = None
     kept: tuple[UnreturnedMemory, ...] = ()
     broken: str = ""  # why nothing can be given back before this process ends
+    # Of a loop whose objects are somebody else's, and may live on: what those still hold, of the
+    # watched models and optimizers and of the others. None where a run lets go of all that it made.
+    held_bytes: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,7 @@ class AllocationLog(TorchDispatchMode):
         try:
             out = func(*args, **(kwargs or {}))
         except Exception:
-            self._note_failure()
+            self.note_failure()
             raise
         made = [tensor for tensor in find_output_tensors(out) if self._is_unknown(tensor)]
         refusal = self._make_refusal(made)
@@ -294,7 +294,7 @@ class AllocationLog(TorchDispatchMode):
         # Only where it looks full is it worth looking for what has died.
         if self._allocated + asked <= self._limit or self.allocated_bytes + asked <= self._limit:
             return None
-        self._note_failure()
+        self.note_failure()
         free = max(0, self._limit - self._allocated)
         return torch.OutOfMemoryError(
             f"{self._device.type.upper()} out of memory. Tried to allocate "
@@ -302,7 +302,8 @@ class AllocationLog(TorchDispatchMode):
             f"{format_mebibytes(self._limit / MIB)} are free"
         )
 
-    def _note_failure(self) -> None:
+    def note_failure(self) -> None:
+        """Keep what is alive now, where memory has run out."""
         self._sweep()
         self._at_failure = list(self._live.values())
 

@@ -9,7 +9,7 @@ import gc
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,11 +22,19 @@ from tasks.engine.base.facts import Owner, ReleaseFacts, UnreturnedMemory
 from tasks.engine.memory.allocators import (
     count_pinned_bytes,
     count_pool_bytes,
+    drop_cache,
     make_allocator,
     release_cached_memory,
     wait_for_device,
 )
-from tasks.engine.memory.holders import GRADIENT, SAVED, Holders, LiveTensor, find_live_tensors
+from tasks.engine.memory.holders import (
+    GRADIENT,
+    SAVED,
+    Holders,
+    LiveTensor,
+    find_live_tensors,
+    find_storages,
+)
 from tasks.engine.memory.memory_meter import count_allocated_bytes
 
 # Until the process ends.
@@ -140,7 +148,7 @@ def release_device_memory(
     before = known.before if known else {}
     found_bytes, is_clean = _check_in_use(device, before)
     before_bytes = max(found_bytes, held_bytes)
-    if _has_compiled():
+    if has_compiled():
         sys.modules["torch._dynamo"].reset()
     if not is_clean:  # garbage is seen by a look too; without any there is nothing to collect
         _collect_garbage(device, before)
@@ -168,6 +176,47 @@ def release_device_memory(
         owners=_describe_owners(leaks) if leaked_bytes else (),
         reserved_bytes=reserved_bytes,
         kept=_list_unreturned(taken, known.taken, residual_bytes, pooled_bytes) if known else (),
+    )
+
+
+def read_in_use_bytes(name: str) -> int:
+    """Return what an allocator counts in use on the device; 0 where there is none that does."""
+    return make_allocator(torch.device(name)).read().get("allocated", 0)
+
+
+def measure_held_memory(
+    device: torch.device | str, mine: Iterable[Tensor], *, baseline_bytes: int
+) -> ReleaseFacts:
+    """Return what the objects of somebody else's loop still hold, once caches are released: nothing
+    of it is a leak. mine: tensors of the models and optimizers that are known; the largest holders
+    of others are named. baseline_bytes: in use before the loop.
+
+    released: what goes back to the driver. Compiled code and workspaces are left as they are.
+    """
+    device = torch.device(device)
+    if is_broken(device):
+        return _report_broken_device(device, baseline_bytes)
+    gc.collect()
+    source = make_allocator(device)
+    reserved = source.read().get("reserved", 0)
+    drop_cache(device)
+    lives, known = find_live_tensors(device), {s._cdata for t in mine for s in find_storages(t)}
+    found = _find_leaks(lives, {})
+    others = [one for one in found if one.ways[0].key not in known]
+    others_bytes = sum(one.bytes for one in others)
+    mine_bytes = sum(one.bytes for one in found) - others_bytes
+    in_use = count_allocated_bytes(device, lives)
+    return ReleaseFacts(
+        baseline_bytes=baseline_bytes,
+        before_bytes=in_use,
+        after_bytes=in_use,
+        released_bytes=max(0, reserved - source.read().get("reserved", 0)),
+        residual_bytes=max(0, in_use - mine_bytes - others_bytes),
+        leaked_bytes=0,
+        ok=True,
+        owners=_describe_owners([one for one in others if one.bytes >= MIB][:OWNERS_TOLD]),
+        reserved_bytes=source.read().get("reserved"),
+        held_bytes=(mine_bytes, others_bytes),
     )
 
 
@@ -219,7 +268,7 @@ def _report_broken_device(device: torch.device, baseline_bytes: int) -> ReleaseF
     )
 
 
-def _has_compiled() -> bool:
+def has_compiled() -> bool:
     """Return whether this process compiled a model, or tried to. A forecast imports the compiler
     without using it, and its reset would then import the rest: 704 modules on a CUDA build."""
     utils = sys.modules.get("torch._dynamo.utils")
@@ -325,6 +374,8 @@ class LeakError(RuntimeError):
 
 def make_release_metrics(facts: ReleaseFacts) -> dict[str, float]:
     """Return the metrics, under the names of the run record."""
+    if facts.held_bytes is not None:
+        return _make_held_metrics(facts, *facts.held_bytes)
     found = {
         "memory/baseline_mib": facts.baseline_bytes / MIB,
         "memory/release_ok": float(facts.ok),
@@ -339,6 +390,17 @@ def make_release_metrics(facts: ReleaseFacts) -> dict[str, float]:
     if facts.reserved_bytes is not None:
         found["memory/reserved_residual_mib"] = facts.reserved_bytes / MIB
     return found
+
+
+def _make_held_metrics(facts: ReleaseFacts, mine: int, others: int) -> dict[str, float]:
+    found = {"memory/held_mib": mine / MIB, "memory/held_beside_mib": others / MIB}
+    if facts.reserved_bytes is None:  # a device without a pool: nothing was cached, or residual
+        return found
+    return found | {
+        "memory/baseline_mib": facts.baseline_bytes / MIB,
+        "memory/released_mib": facts.released_bytes / MIB,
+        "memory/residual_mib": facts.residual_bytes / MIB,
+    }
 
 
 def describe_leak(facts: ReleaseFacts) -> str:

@@ -74,6 +74,12 @@ class MemoryByOwner:
             if libraries_bytes:
                 self._owners[LIBRARIES] = self._owners.get(LIBRARIES, 0) + libraries_bytes
 
+    def settle(self) -> None:
+        """Say whose the tensors are that are there now, where a step is counted: they may be gone
+        at its end."""
+        if self.ledger.is_active:
+            self._settle(self._owned())
+
     def forget(self) -> None:
         """Discard what was counted so far; steps do not hold it any longer."""
         self._most = 0

@@ -184,10 +184,11 @@ def make_memory_section(metrics: Numbers) -> Section:
         )
         if metrics.get(key)
     ]
+    of_host = "its" if metrics.get("memory/host_rss_mib") else "host process"
     host = make_phrases(
         metrics,
         ("memory/host_rss_mib", "host process {}"),
-        ("memory/host_rss_peak_mib", "its peak {}"),
+        ("memory/host_rss_peak_mib", of_host + " peak {}"),
     )
     whole = peak_mib or sum(mib for _, mib in owners)
     title = "by owner, of the peak" if peak_mib else "by owner"
@@ -225,6 +226,8 @@ def make_release_section(run: Mapping[str, Any], metrics: Numbers, *, limit: int
         ("memory/released_mib", "{} given back"),
         ("memory/baseline_mib", "{} in use before the run"),
         ("memory/residual_mib", "{} kept by libraries"),
+        ("memory/held_mib", "{} still held by the model and its optimizer"),
+        ("memory/held_beside_mib", "{} by other objects of the loop"),
         ("memory/leaked_mib", "{} leaked"),
         ("memory/reserved_residual_mib", "{} still reserved"),
     )
@@ -290,7 +293,10 @@ TRAINING = (  # the parts of the stage "train"; what none of them holds is "othe
 )
 PHASES = tuple(
     (phase.replace("_", " "), f"time/{phase}_ms")
-    for phase in ("data_wait", "h2d", "forward", "backward", "communication", "optimizer")
+    for phase in (
+        *("data_wait", "h2d", "forward", "backward", "communication", "optimizer"),
+        "other",
+    )
 )
 RANKS = {
     "run_peak_allocated_mib": ("peak memory", format_mebibytes),

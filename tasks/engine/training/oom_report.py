@@ -10,12 +10,14 @@ import json
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from tasks.engine.accounts.own_loop import OwnLoop
 from tasks.engine.accounts.phases import Phases
-from tasks.engine.base.import_paths import is_import_path
+from tasks.engine.base.import_paths import get_error_message, is_import_path
 from tasks.engine.base.units import format_mebibytes
 from tasks.engine.memory.allocation_log import (
     ACTIVATIONS,
@@ -101,6 +103,9 @@ PHASES = {
     "optimizer": "optimizer step",
     "eval": "evaluation",
     "sending": "sending of a batch",
+    "data_wait": "wait for a batch",
+    "h2d": "copy of a batch to the device",
+    "other": "rest",
 }
 
 
@@ -169,21 +174,20 @@ def explain_oom(
     text: str,
     ledger: AllocationLog,
     *,
-    config: RunConfig,
+    find_remedy: FindRemedy,
     device: str,
-    precision: str,
     phase: str,
     step: int,
     batch_shape: Sequence[int],
     allocator: Mapping[str, int],
-    tried: Sequence[int],
-    fitted: int | None,
+    tried: Sequence[int] = (),
+    fitted: int | None = None,
 ) -> OomExplanation:
     """Explain why the last attempt of a run failed with `text`, by its allocation log.
 
     phase: "training" where only the log knows whether it was the forward or the backward pass.
-    The failed phase is ended in the log. allocator: what Allocator.read() returned. precision:
-    as resolved for the device.
+    The failed phase is ended in the log. allocator: what Allocator.read() returned. find_remedy:
+    what is to be changed, and how, by phase, numbers and owners.
     """
     held = ledger.list_at_failure()
     if held:
@@ -196,7 +200,7 @@ def explain_oom(
     if told.idle_bytes is None and {"reserved", "allocated"} <= set(allocator):
         told = replace(told, idle_bytes=allocator["reserved"] - allocator["allocated"])
     split, reserved = allocator.get("inactive_split"), allocator.get("reserved")
-    setting, remedy = _find_remedy(config, precision, phase, told, owners, tried)
+    setting, remedy = find_remedy(phase, told, owners)
     return OomExplanation(
         device=device,
         phase=phase,
@@ -213,12 +217,16 @@ def explain_oom(
     )
 
 
-def _find_remedy(
-    config: RunConfig,
-    precision: str,
+FindRemedy = Callable[[str, OomMessage, Mapping[str, int]], tuple[str, str]]
+
+
+def find_setting(
     phase: str,
     told: OomMessage,
     owners: Mapping[str, int],
+    *,
+    config: RunConfig,
+    precision: str,
     tried: Sequence[int],
 ) -> tuple[str, str]:
     """Return the setting to change first, and what may be done."""
@@ -317,9 +325,10 @@ def explain_failure(
     explanation = explain_oom(
         failure.text,
         phases.accounts.ledger if phases else AllocationLog(plan.torch_device),
-        config=plan.settings,
+        find_remedy=partial(
+            find_setting, config=plan.settings, precision=plan.precision, tried=failure.tried
+        ),
         device=plan.device.name,
-        precision=plan.precision,
         phase=failure.phase,
         step=failure.step,
         batch_shape=failure.batch_shape,
@@ -327,15 +336,60 @@ def explain_failure(
         tried=failure.tried,
         fitted=failure.fitted,
     )
+    _write_explanation(explanation, folder)
+    if phases is not None:
+        title = f"Out of memory: {explanation.phase} of step {explanation.step}"
+        write_timeline(phases.accounts.ledger, folder, title=title, lines=[explanation.sentence])
+    return explanation
+
+
+def explain_own_failure(
+    error: BaseException, loop: OwnLoop, *, device: str, folder: Path
+) -> OomExplanation:
+    """Return the explanation of a failure in somebody else's loop, left in `folder`/memory/oom.json
+    as well. Call it while the error still has its frames, which hold what they held."""
+    accounts = loop.accounts
+    phase, allocator = loop.note_failure(error), accounts.phases.meter.read_allocator()
+    explanation = explain_oom(
+        get_error_message(error),
+        accounts.phases.accounts.ledger,
+        find_remedy=_suggest_for_own_loop,
+        device=device,
+        phase=phase,
+        step=loop.done + 1,
+        batch_shape=loop.batch_shape,
+        allocator=allocator,
+    )
+    # What autograd holds between two operations no Python object leads to.
+    unseen = allocator.get("allocated", 0) - sum(explanation.owners.values())
+    if unseen > 0 and accounts.device.type != "cpu":
+        owners = {**explanation.owners, REST: explanation.owners.get(REST, 0) + unseen}
+        explanation = replace(explanation, owners=owners)
+    _write_explanation(explanation, folder)
+    return explanation
+
+
+def _suggest_for_own_loop(
+    phase: str, told: OomMessage, owners: Mapping[str, int]
+) -> tuple[str, str]:
+    most = max(owners, key=lambda owner: owners[owner], default=REST)
+    what, ways = {
+        "parameters": ("model", "make the model smaller"),
+        "buffers": ("model", "make the model smaller"),
+        "gradients": ("model", "make the model smaller"),
+        "optimizer_state": ("optimizer", "use an optimizer with less state, such as SGD"),
+    }.get(most, ("batch", "make the batch smaller, accumulate gradients, or use torch.autocast"))
+    if told.idle_bytes is not None and told.asked_bytes and told.idle_bytes >= told.asked_bytes:
+        ways += ", or set the environment's PYTORCH_ALLOC_CONF to expandable_segments:True"
+    return what, ways
+
+
+def _write_explanation(explanation: OomExplanation, folder: Path) -> None:
     try:
         (folder / "memory").mkdir(parents=True, exist_ok=True)
         (folder / "memory" / "oom.json").write_text(explanation.to_json())
     except OSError as error:
         log.warning("memory/oom.json could not be written: %s", error)
-    if phases is not None:
-        title = f"Out of memory: {explanation.phase} of step {explanation.step}"
-        write_timeline(phases.accounts.ledger, folder, title=title, lines=[explanation.sentence])
-    return explanation
 
 
 def write_timeline(

@@ -3,6 +3,7 @@ owner that holds most."""
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,12 @@ from torch import nn
 
 from tasks.engine.memory.allocation_log import MIB, AllocationLog
 from tasks.engine.settings.run_config import RunConfig
-from tasks.engine.training.oom_report import OomMessage, explain_oom, parse_oom_message
+from tasks.engine.training.oom_report import (
+    OomMessage,
+    explain_oom,
+    find_setting,
+    parse_oom_message,
+)
 
 CPU = torch.device("cpu")
 GIB = 1024 * MIB
@@ -110,7 +116,6 @@ def test_the_ledgers_own_words_are_understood():
 def explained(ledger, text="CUDA error: out of memory", settings=None, **more):
     given = {
         "device": "cpu",
-        "precision": "fp32",
         "phase": "training",
         "step": 3,
         "batch_shape": (4, 8),
@@ -118,8 +123,10 @@ def explained(ledger, text="CUDA error: out of memory", settings=None, **more):
         "tried": (4, 2, 1),
         "fitted": None,
     }
-    config = RunConfig.model_validate(settings or {})
-    return explain_oom(text, ledger, config=config, **{**given, **more})
+    config, precision = RunConfig.model_validate(settings or {}), more.pop("precision", "fp32")
+    given |= more
+    find = partial(find_setting, config=config, precision=precision, tried=given["tried"])
+    return explain_oom(text, ledger, find_remedy=find, **given)
 
 
 def failed(limit_bytes, hidden=32, rows=16):

@@ -9,7 +9,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from tasks.process.prefect_http import call_api
-from tasks.run import record
+from tasks.run import flow_run as run_of_flow
 
 DEVICE = "GPU-1b2c"
 
@@ -28,9 +28,11 @@ def test_a_device_that_is_held_has_its_slot_taken_and_nobody_waits_for_prefect(
 ) -> None:
     @flow
     def play() -> None:
-        with record.take_device_slot(DEVICE):
+        with run_of_flow.take_device_slot(DEVICE):
             assert _slots(prefect_api) == 1
-            with record.take_device_slot(DEVICE):  # of a holder that is gone, as Prefect sees it
+            with run_of_flow.take_device_slot(
+                DEVICE
+            ):  # of a holder that is gone, as Prefect sees it
                 assert _slots(prefect_api) == 1
         assert _slots(prefect_api) == 0
 
@@ -40,11 +42,11 @@ def test_a_device_that_is_held_has_its_slot_taken_and_nobody_waits_for_prefect(
 def test_a_run_that_waits_says_for_what_and_runs_again(prefect_api: str) -> None:
     @flow
     def play() -> None:
-        record.show_waiting("GPU-1b2c is held by process 7, nightly")
+        run_of_flow.show_waiting("GPU-1b2c is held by process 7, nightly")
         state = _state(prefect_api)
         assert (state["type"], state["name"]) == ("RUNNING", "AwaitingDevice")
         assert state["message"] == "GPU-1b2c is held by process 7, nightly"
-        record.show_waiting("")
+        run_of_flow.show_waiting("")
         assert _state(prefect_api)["name"] == "Running"
 
     play()
@@ -57,11 +59,11 @@ def test_without_a_server_it_is_silent(prefect_api: str, monkeypatch: pytest.Mon
         def away(**_: object) -> None:
             raise ConnectionError("the server is away")
 
-        monkeypatch.setattr(record, "get_client", away)
-        record.show_waiting("something")
-        with record.take_device_slot(DEVICE):
+        monkeypatch.setattr(run_of_flow, "get_client", away)
+        run_of_flow.show_waiting("something")
+        with run_of_flow.take_device_slot(DEVICE):
             return "done"
 
     assert play() == "done"
-    with record.take_device_slot(DEVICE):  # outside of a flow
+    with run_of_flow.take_device_slot(DEVICE):  # outside of a flow
         pass

@@ -251,10 +251,12 @@ def test_the_level_is_that_with_which_history_began_however_long_ago() -> None:
 def test_what_did_not_pass_names_the_way_to_accept_it() -> None:
     run = {"metrics": _run(QUIET[3], slower=9.0), "tags": {"a": "b"}, "run_id": "0af3"}
     before = [{"gate": "new", "metrics": _run(QUIET[i])} for i in range(9)]
-    tags = compare_with_history(run, before, RunConfig())["tags"]
+    tags = compare_with_history(run, before, RunConfig().gate)["tags"]
     assert tags["gate"] == "slower" and tags["a"] == "b"
     assert tags["gate.why"].endswith("from now on: python -m flows.runs --accept 0af3")
-    tags = compare_with_history({**run, "metrics": _run(QUIET[3])}, before, RunConfig())["tags"]
+    tags = compare_with_history({**run, "metrics": _run(QUIET[3])}, before, RunConfig().gate)[
+        "tags"
+    ]
     assert tags["gate"] == "ok" and "--accept" not in tags["gate.why"]
 
 
@@ -263,9 +265,11 @@ def test_a_speed_that_is_not_judged_for_nights_is_a_warning() -> None:
     busy = _run(QUIET[3], **{CORE_WAIT: BUSIEST + 1})
     run = {"metrics": busy, "tags": {"warnings": "one"}, "warnings": ("one",), "run_id": "0af3"}
     for nights in range(2):
-        assert compare_with_history(run, before, RunConfig())["tags"]["warnings"] == "one", nights
+        assert compare_with_history(run, before, RunConfig().gate)["tags"]["warnings"] == "one", (
+            nights
+        )
         before.insert(0, {"gate": "ok", "metrics": busy})
-    found = compare_with_history(run, before, RunConfig())
+    found = compare_with_history(run, before, RunConfig().gate)
     tags = found["tags"]
     assert tags["gate"] == "ok" and tags["gate.why"].endswith("as in the 2 runs before")
     assert found["warnings"] == tags["warnings"].split("\n")

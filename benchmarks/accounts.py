@@ -1,0 +1,209 @@
+"""What the account of somebody else's loop costs a step, and how far what it says is from what
+PyTorch says: a hand-written loop whose step takes about a millisecond, and a GAN with two
+optimizers. Each is trained with and without, in turns of a few steps: a shared machine is faster
+and slower for seconds at a time.
+
+`python -m benchmarks.accounts [TURNS]` prints the tables and keeps them in benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.conditions import publish
+from flows.account import account
+from tasks.run.account import Account
+
+TURNS, STEPS = 200, 20
+BAR, START_BAR_S = 0.98, 0.3  # a step without over one with; the start of an account
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MIB = 2**20
+NOTES = f"""
+- Two loops alike take turns of {STEPS} steps in one process, with one thread: one has its account,
+  which is open all the time, with its readings and its sending process; the other is bare.
+- by hand: an MLP, its steps and its forward marked, its loss logged each step. hooks: the same loop
+  with nothing but `account` around it, which watches model and optimizer. GAN: two models and two
+  optimizers, nothing marked.
+- ratio: a step without the account over one with it, the median over the turns.
+"""
+Play = Callable[[Account | None], Iterator[None]]
+
+
+def main(turns: int) -> None:
+    """Measure, print, keep."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chdir(scratch)
+        publish("accounts", "What the account of a loop costs, and says", _report(turns))
+
+
+def _report(turns: int) -> Iterator[str]:
+    yield NOTES.rstrip()
+    yield from ("", "| loop | turns | ratio | its quartiles | bar | us a step with | without |")
+    yield "|:--|--:|--:|:--|--:|--:|--:|"
+    for name, play in {"by hand": _by_hand, "hooks": _hooks, "GAN": _gan}.items():
+        mine, plain = _take_turns(play, turns)
+        ratios = [b / a for a, b in zip(mine, plain, strict=True)]
+        low, middle, high = quantiles(ratios, n=4)
+        cells = f"{middle:.3f} | {low:.3f} to {high:.3f} | {BAR}"
+        yield f"| {name} | {turns} | {cells} | {median(mine):.0f} | {median(plain):.0f} |"
+    starts = [_time_start() for _ in range(5)]
+    least, most = min(starts), max(starts)
+    told = f"{median(starts):.3f} ({least:.3f} to {most:.3f}, bar {START_BAR_S})"
+    yield from ("", f"- the start of an account, of five processes, s: {told}")
+    yield from ("", "| of the MLP | the account says | PyTorch says | difference |")
+    yield "|:--|--:|--:|--:|"
+    yield from _compare()
+
+
+def _take_turns(play: Play, turns: int) -> tuple[list[float], list[float]]:
+    """Microseconds of a step in each turn, with the account and without."""
+    found: tuple[list[float], list[float]] = ([], [])
+    with account(run_name="turns", quiet=True, device=DEVICE) as run:
+        loops = (play(run), play(None))
+        for turn in range(-1, turns):
+            for which in (0, 1) if turn % 2 else (1, 0):
+                began = time.perf_counter()
+                for _ in range(STEPS):
+                    next(loops[which])
+                if DEVICE.type != "cpu":
+                    torch.accelerator.synchronize(DEVICE)
+                if turn >= 0:  # one more before, which does not count
+                    found[which].append(1e6 * (time.perf_counter() - began) / STEPS)
+    return found
+
+
+def _make_mlp() -> nn.Sequential:
+    layers = [nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
+    return nn.Sequential(*layers).to(DEVICE)
+
+
+def _by_hand(run: Account | None) -> Iterator[None]:
+    net, x = _make_mlp(), torch.randn(128, 256, device=DEVICE)
+    y = torch.randint(0, 10, (128,), device=DEVICE)
+    optimizer = torch.optim.AdamW(net.parameters())
+    if run is not None:
+        run.watch(net, optimizer)
+    rows = itertools.repeat((x, y))
+    for a, b in rows if run is None else run.batches(rows):
+        with nullcontext() if run is None else run.step():
+            with nullcontext() if run is None else run.phase("forward"):
+                loss = nn.functional.cross_entropy(net(a), b)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if run is not None:
+            run.log({"train/loss": loss})
+        yield
+
+
+def _hooks(run: Account | None) -> Iterator[None]:
+    net, x = _make_mlp(), torch.randn(128, 256, device=DEVICE)
+    y = torch.randint(0, 10, (128,), device=DEVICE)
+    optimizer = torch.optim.AdamW(net.parameters())
+    if run is not None:
+        run.watch(net, optimizer)
+    while True:
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def _gan(run: Account | None) -> Iterator[None]:
+    maker, judge = _make_mlp(), nn.Sequential(nn.Linear(10, 256), nn.ReLU(), nn.Linear(256, 1))
+    judge.to(DEVICE)
+    of_judge, of_maker = (torch.optim.Adam(net.parameters()) for net in (judge, maker))
+    if run is not None:
+        run.watch(maker, judge, of_judge, of_maker)
+    real = torch.randn(128, 10, device=DEVICE)
+    while True:
+        made: Tensor = maker(torch.randn(128, 256, device=DEVICE))
+        told = judge(real).mean() - judge(made.detach()).mean()
+        of_judge.zero_grad()
+        told.backward()
+        of_judge.step()
+        of_maker.zero_grad()
+        judge(made).mean().backward()
+        of_maker.step()
+        yield
+
+
+def _time_start() -> float:
+    """Seconds of `begin` in a process of its own, which has imported the account."""
+    code = (
+        "import time, torch\nfrom flows.account import account\nfrom torch import nn\n"
+        "net = nn.Linear(1, 1)\nbegan = time.perf_counter()\n"
+        "run = account(model=net, quiet=True).begin()\n"
+        "print(time.perf_counter() - began)\nrun.end()"
+    )
+    project = str(Path(__file__).parent.parent)
+    env = {**os.environ, "PYTHONPATH": project}
+    done = subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, check=True)
+    return float(done.stdout)
+
+
+def _compare() -> Iterator[str]:
+    """What the account says of memory and time, beside what PyTorch's own tensors and clock say."""
+    peak = 0.0
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        _keep_gradients(None)
+        peak = torch.cuda.memory_stats()["allocated_bytes.all.peak"] / MIB
+    with account(run_name="said", quiet=True, device=DEVICE) as run:
+        net, optimizer, times = _keep_gradients(run)
+    told = run.run["metrics"]
+    state = [t for each in optimizer.state.values() for t in each.values()]
+    said = {
+        "memory/parameters_mib": _sum_mib(list(net.parameters())),
+        "memory/gradients_mib": _sum_mib([p.grad for p in net.parameters()]),
+        "memory/optimizer_state_mib": _sum_mib(state),
+        **({"memory/run_peak_allocated_mib": peak} if DEVICE.type == "cuda" else {}),
+    }
+    for name, value in said.items():
+        yield _row(name, told[name], value)
+    if DEVICE.type == "cpu":  # elsewhere a step is not done when its call returns
+        phases = (f"time/{p}_ms" for p in ("forward", "backward", "optimizer", "other"))
+        whole = sum(told.get(name, 0.0) for name in phases)
+        yield _row("phases of a step, ms", whole, sum(times[2:]) / len(times[2:]))
+
+
+def _keep_gradients(run: Account | None) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
+    """The MLP, trained with gradients that stay, so that their size shows; ms of each step."""
+    net, times = _make_mlp(), []
+    optimizer = torch.optim.AdamW(net.parameters())
+    if run is not None:
+        run.watch(net, optimizer)
+    for _ in range(10 * STEPS):
+        began = time.perf_counter()
+        with nullcontext() if run is None else run.step():
+            optimizer.zero_grad(set_to_none=False)
+            net(torch.randn(128, 256, device=DEVICE)).square().mean().backward()
+            optimizer.step()
+        times.append(1000 * (time.perf_counter() - began))
+    return net, optimizer, times
+
+
+def _sum_mib(tensors: list[Any]) -> float:
+    return sum(t.nbytes for t in tensors if t is not None and t.device.type == DEVICE.type) / MIB
+
+
+def _row(name: str, mine: float, theirs: float) -> str:
+    return f"| {name} | {mine:.4f} | {theirs:.4f} | {100 * abs(mine / theirs - 1):.2f} % |"
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else TURNS)

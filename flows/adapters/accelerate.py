@@ -1,0 +1,59 @@
+"""The account of a loop with Hugging Face's accelerate:
+
+from flows.adapters.accelerate import HeadroomTracker
+
+accelerator = Accelerator(log_with=HeadroomTracker(model=net, optimizer=opt))
+accelerator.init_trackers("mine", config={"lr": 1e-3})
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.tracking import GeneralTracker
+
+from flows.account import account
+
+
+class HeadroomTracker(GeneralTracker):
+    """Tells of the loop in a run of its own. Of several processes, that of rank 0 tells.
+
+    The run ends with `end_training`; an error that ends the program ends it as well. In a notebook,
+    `with tracker.run:` around the loop ends it by the error that leaves it.
+    """
+
+    name = "headroom"
+    requires_logging_directory = False
+
+    def __init__(self, **asked: Any) -> None:
+        """asked: what `flows.account.account` takes. model and optimizer may be those that
+        `prepare` is given, or what it returns; params come from `init_trackers`."""
+        super().__init__()
+        self._asked = asked
+        self.run: account | None = None
+
+    @property
+    def tracker(self) -> account | None:
+        """The run: its `batches` time the wait for data and count rows."""
+        return self.run
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Begin the run, with these params."""
+        state = PartialState()
+        if state.is_main_process and self.run is None:
+            params = {"world_size": state.num_processes, **values}
+            params |= self._asked.get("params") or {}
+            given = {"device": state.device, **self._asked, "params": params}
+            self.run = account(**given).begin()
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log metrics. A run without `config` begins here."""
+        self.store_init_configuration({})
+        if self.run is not None:
+            self.run.log(values, step)
+
+    def finish(self) -> None:
+        """End the run."""
+        if self.run is not None:
+            self.run.end()

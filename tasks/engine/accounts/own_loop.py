@@ -1,0 +1,584 @@
+"""Accounts for a loop that somebody else wrote: it drives the accounts by what the loop says, and
+where it says nothing by what PyTorch tells of itself, the forward hooks of the watched models, the
+gradient of their outputs and the step hooks of their optimizers. It changes nothing that is
+computed, waits for the device at no step, and leaves out what nobody has told.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import islice
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from tasks.engine.accounts.accounts import Accounts, LoopFacts
+from tasks.engine.accounts.phases import OTHER, PHASES, TIME_FIRST, Watched
+from tasks.engine.accounts.step_metrics import READ_EVERY_S
+from tasks.engine.base import nested
+from tasks.engine.base.facts import ReleaseFacts
+from tasks.engine.memory.allocation_log import ACTIVATIONS, AllocationLog
+from tasks.engine.memory.allocators import Allocator, NoAllocator
+from tasks.engine.memory.holders import SAVED, find_live_tensors
+from tasks.engine.memory.leaks import has_compiled, measure_held_memory
+from tasks.engine.memory.memory_by_owner import CountedAllocator, OwnedTensors
+from tasks.engine.memory.memory_meter import MemoryMeter
+
+LOG_EVERY = 10  # steps
+EARLY = (2, 3, 4)  # log points beside these: one is counted by owner, two are timed
+BESIDE = ("eval", "checkpoint", "log")  # parts of a run that are no part of its steps
+PENDING = 100  # metrics on the device that may wait for a log point
+OUTPUTS = 16  # tensors of a model's output whose gradient is waited for, at most
+_NAME = re.compile(r"[\w.\- /:]{1,250}")  # of a metric or param, as MLflow takes it
+# Their forward takes another way, with other rounding, where they have hooks.
+_HOOKED_OTHERWISE = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
+
+
+LogSteps = Callable[[Sequence[tuple[dict[str, float], int]]], None]
+
+
+class OwnLoop:
+    """The accounts of somebody else's loop. Each method is one that a callback may call."""
+
+    def __init__(self, name: str, *, log: LogSteps, measures_peaks: bool = True) -> None:
+        """name: of the device. log: gets metrics of steps. measures_peaks: no, where somebody
+        else resets those of the device."""
+        device = torch.device(name)
+        ledger = AllocationLog(device)
+        source: Allocator | None = None if measures_peaks else NoAllocator()
+        if device.type == "cpu":
+            source = CountedAllocator(ledger, None)
+        meter = MemoryMeter(device, source)
+        self._log, self._lines, self._kept_s = log, [], 0.0  # type: ignore[var-annotated]
+        self.accounts = Accounts(device, meter, ledger, self.list_owned, log=self._add_line)
+        self.device = device
+        self.models: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        facts = LoopFacts(0, LOG_EVERY, self._read_rate, early=EARLY, may_wait=False)
+        self._metrics = self.accounts.begin_training(facts)
+        self._metrics.begin(0)
+        self._thread = threading.get_ident()
+        self.done = 0  # steps
+        self.rows = 0
+        self.stage = ""  # what the loop says that it does, by the name of a phase
+        self._is_timed = False  # the step that has begun
+        self.batch_shape: tuple[int, ...] = ()
+        self._batch: Any = ()
+        self._is_open = self._is_asked = False  # a step has begun; the loop says where it ends
+        self._is_waiting = False  # for the first batch of the step
+        self.has_updated = False  # an optimizer has, in the step that has begun
+        self._is_backward = False
+        self._forward_by = ""  # who has told of a forward pass since the last backward
+        self._named: list[tuple[str, bool]] = []  # phases that the loop names; apart from its steps
+        self._step_rows = self._pending = 0
+        self._counting: AbstractContextManager[None] = nullcontext()
+        self._is_inference = False  # where that began
+        self._hooks: list[Any] = []
+        self._known_names: set[str] = set()
+        self._told = {"log"}  # parts beside the steps of which something is known
+        self._is_over = False
+
+    def watch(self, *things: Any) -> None:
+        """Watch these models and optimizers, or lists of them, from now on; each once."""
+        check_watched(*things)
+        for thing in _flatten(things):
+            if isinstance(thing, Optimizer):
+                while isinstance(inner := getattr(thing, "optimizer", None), Optimizer):
+                    thing = inner  # accelerate and Lightning wrap it
+                if all(thing is not known for known in self.optimizers):
+                    self.optimizers.append(thing)
+                    before, after = _Hook(self._begin_update), _Hook(self._end_update)
+                    self._hooks.append(thing.register_step_pre_hook(before))
+                    self._hooks.append(thing.register_step_post_hook(after))
+            else:
+                if all(thing is not known for known in self.models):
+                    self.models.append(thing)
+                    if not isinstance(thing, _HOOKED_OTHERWISE):
+                        before, after = _Hook(self._begin_forward), _Hook(self._end_forward)
+                        self._hooks.append(
+                            thing.register_forward_pre_hook(before, with_kwargs=True)
+                        )
+                        self._hooks.append(thing.register_forward_hook(after))
+
+    def count_rows_of(self, model: nn.Module) -> None:
+        """Count the rows that this model is given in training, where no batch tells of them."""
+
+        def count(_: Any, *given: Any) -> None:
+            if self._is_open and model.training and torch.is_grad_enabled():
+                self._step_rows += nested.count_rows(given)
+
+        self._hooks.append(model.register_forward_pre_hook(_Hook(count), with_kwargs=True))
+
+    def iterate_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield what the loader gives; the wait for it is the phase data_wait, and its rows are
+        counted. Without gradients it is an evaluation, whose rows are nobody's step."""
+        if not (self._is_open or self._named or torch.is_grad_enabled()):
+            self.begin_phase("eval")
+            try:
+                yield from loader
+            finally:
+                self.end_phase()
+            return
+        if self._named and self._named[-1][0] in BESIDE:
+            yield from loader
+            return
+        batches = iter(loader)
+        while True:
+            self.begin_wait()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                self._is_open = self._is_asked  # else a step that never came
+                return
+            self.end_wait(batch)
+            yield batch
+            del batch  # gone before the next one comes
+
+    def begin_wait(self) -> None:
+        """The loop asks for a batch: a step begins."""
+        if self._is_open and not (self._is_asked or self.optimizers):
+            self.end_step()  # nobody else tells: a batch is a step
+        if self._is_open:
+            self.mark(OTHER)
+        else:
+            self._open()
+            self._is_waiting = True
+
+    def end_wait(self, batch: Any = (), *, rows: int | None = None) -> None:
+        """The batch is there, of so many rows; by default those of its first tensor."""
+        self._is_waiting = False
+        self.mark("data_wait")
+        self._note_batch(batch)
+        self._step_rows += nested.count_rows(batch) if rows is None else rows
+
+    def begin_step(self) -> None:
+        """A step of the loop begins, that ends where `end_step` is called."""
+        if self._is_open and self._is_asked:
+            return
+        if not self._is_open:
+            self._open()
+        else:
+            self.mark(OTHER)
+        self._is_asked = True
+        self._count()
+
+    def end_step(self, *, rows: int | None = None) -> None:
+        """The step is done. rows: that it was trained on, where no batch has told."""
+        if not self._is_open:
+            return
+        self.mark(OTHER)
+        self._leave_count()
+        self.done += 1
+        step_rows = self._step_rows if rows is None else rows
+        self.rows += step_rows
+        self._step_rows, self._batch = 0, ()
+        self._forget_step()
+        self.accounts.end_step(self.done, None, None, rows=step_rows)
+        if self._lines:
+            self._keep_lines()
+
+    def mark(self, phase: str) -> None:
+        """What the step has done since the last mark was this phase."""
+        if self._is_open and self._is_timed:
+            self.accounts.mark(phase)
+
+    def drop_step(self) -> None:
+        """The step that has begun came to no end: it does not count."""
+        self._leave_count()
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._is_open = self._is_asked = self._is_waiting = self._is_backward = False
+        self._forward_by = ""
+
+    def begin_phase(self, name: str) -> None:
+        """The loop does this from here on: a phase of its step, or a part of the run beside it."""
+        if name not in PHASES and name not in BESIDE:
+            raise ValueError(f"phase: is one of {', '.join((*PHASES, *BESIDE))} (got {name!r})")
+        if self._is_waiting and name in BESIDE:  # the batch that was asked for does not come next
+            self._forget_step()
+        is_left = self._is_asked and name != "log"  # a step that is gone on with later
+        is_apart = name in BESIDE and (is_left or not self._is_open)
+        if is_apart:
+            self._leave_count()
+            self._is_timed = False  # of a step that has begun, what is left
+            self._drain()
+        elif self._is_open:
+            self.mark(self._named[-1][0] if self._named else OTHER)
+        else:
+            self._open()
+        self._named.append((name, is_apart))
+        self.stage = name
+
+    def end_phase(self) -> None:
+        """What the last `begin_phase` has begun is done."""
+        name, is_apart = self._named.pop()
+        if is_apart:
+            self._told.add(name)
+            self.accounts.lap(name)
+            self._metrics.begin(0)
+        elif self._is_open:
+            self.mark(name if name in PHASES else OTHER)
+        self._forward_by = {"forward": "the loop", "backward": ""}.get(name, self._forward_by)
+        self.stage = self._named[-1][0] if self._named else ""
+
+    def drop_phase(self) -> None:
+        """What the last `begin_phase` has begun has failed."""
+        name, _ = self._named[-1]
+        self.end_phase()
+        self.stage = name
+
+    def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Log these metrics: numbers, or tensors of one, which are read at a log point.
+
+        step: by default the one that is taken, or was taken last. Raises TypeError and ValueError
+        for what is neither, and for a name that MLflow would refuse."""
+        taken: dict[str, float | Tensor] = {}
+        is_ready = True
+        for name, value in metrics.items():
+            if name not in self._known_names:
+                check_name(name, "log")
+                self._known_names.add(name)
+            taken[name] = number = _take_number(name, value)
+            is_ready = is_ready and not isinstance(number, Tensor)
+        at = self.done + self._is_open if step is None else step
+        if is_ready:
+            self._add_line(taken, at)  # type: ignore[arg-type]
+            return self._keep_lines()
+        self._metrics.add_metrics(taken, at)
+        self._pending += 1
+        if self._pending >= PENDING:
+            self._pending = 0
+            self._metrics.read()
+        return None
+
+    def close(self) -> None:
+        """Let go of the watched models and optimizers, and log what is not logged yet."""
+        if self._is_over:
+            return
+        self._is_over = True
+        for hook in self._hooks:
+            hook.remove()
+        self._leave_count()
+        if self.done % LOG_EVERY and self.done not in EARLY:  # nobody knew that it is the last one
+            self._metrics.add_log_point(None)
+        self._drain()
+        self._keep_lines(at_once=True)
+
+    def _add_line(self, metrics: dict[str, float], step: int) -> None:
+        self._lines.append((metrics, step))
+
+    def _keep_lines(self, *, at_once: bool = False) -> None:
+        """Hand on what is to be logged: of short steps those of some time together, since each
+        writing costs as much as ten lines."""
+        now_s = perf_counter()
+        if at_once or now_s - self._kept_s >= READ_EVERY_S or len(self._lines) >= PENDING:
+            lines, self._lines, self._kept_s = self._lines, [], now_s
+            if lines:
+                self._log(lines)
+
+    def summarize(self) -> dict[str, float]:
+        """Return what was measured, under the names of the run record."""
+        found = self.accounts.measure_memory()
+        found.pop("memory/data_mib", None)  # nobody tells what of a loop's tensors are data
+        if not self.done:
+            return found
+        found |= self.accounts.summarize(steps=self.done, rows=self.rows)
+        for part in BESIDE:  # nothing is known of those that the loop has not named
+            if part not in self._told:
+                found.pop(f"time/{part}_s", None)
+        return found
+
+    def measure_held(self, *, baseline_bytes: int) -> ReleaseFacts:
+        """Return what models, optimizers and other objects of the loop hold at its end."""
+        mine = [tensor for tensors in self.list_owned().values() for tensor in tensors]
+        return measure_held_memory(self.device, mine, baseline_bytes=baseline_bytes)
+
+    def list_owned(self) -> OwnedTensors:
+        """Return what belongs to whom now, as far as models and optimizers tell."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        of_models = (p for model in self.models for p in model.parameters())
+        parameters = list({id(p): p for p in (*of_models, *_list_params(groups))}.values())
+        return {
+            "parameters": parameters,
+            "buffers": [b for model in self.models for b in model.buffers()],
+            "gradients": [p.grad for p in parameters if p.grad is not None],
+            "optimizer_state": [
+                tensor
+                for optimizer in self.optimizers
+                for state in optimizer.state.values()
+                for tensor in nested.find_tensors(state)
+            ],
+        }
+
+    def note_failure(self, error: BaseException) -> str:
+        """Keep in the ledger who holds the memory now that it ran out, while the frames of the
+        error still hold what they held; return the phase in which it did."""
+        ledger = self.accounts.phases.accounts.ledger
+        phase, inputs = self._find_phase(error), self._find_inputs(error)
+        if inputs is not None and not self._batch:
+            self._note_batch(inputs)
+        if not ledger.list_at_failure():  # nobody counted this step
+            lives = find_live_tensors(self.device)
+            ledger.track_tensors(live.tensor for live in lives)
+            ledger.own(
+                ACTIVATIONS,
+                [
+                    live.tensor
+                    for live in lives
+                    if live.relation == SAVED or live.tensor.grad_fn is not None
+                ],
+            )
+            for owner, tensors in {
+                **self.list_owned(),
+                "batch": nested.find_tensors(self._batch),
+            }.items():
+                ledger.own(owner, tensors)
+            ledger.end_phase("loop")  # what is nobody's is not the failed phase's
+            ledger.note_failure()
+        return phase
+
+    def _find_phase(self, error: BaseException) -> str:
+        frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if any("torch/autograd" in code.co_filename for code in frames):
+            return "backward"
+        if self.stage:
+            return self.stage
+        if any("torch/optim" in code.co_filename for code in frames):
+            return "optimizer"
+        return "loop" if self._find_inputs(error) is None else "forward"
+
+    def _find_inputs(self, error: BaseException) -> Any:
+        """Return what a watched model was given, in whose pass the error came; None elsewhere."""
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            called = frame.f_locals
+            if any(called.get("self") is model for model in self.models) and "args" in called:
+                return called["args"], called.get("kwargs")
+        return None
+
+    def _open(self) -> None:
+        if not self.done:
+            self.accounts.lap("setup")
+        step, self.stage, self.has_updated = self.done + 1, "", False
+        self._is_timed = _is_sampled(step) or self.accounts.watched is not Watched.NOT
+        if self._is_timed:
+            self.accounts.begin_step(step)
+        self._is_open = True
+
+    def _drain(self) -> None:
+        self.accounts.end_epoch()
+        self.accounts.lap("steps")
+        self._pending = 0
+
+    def _note_batch(self, batch: Any) -> None:
+        first = next(nested.find_tensors(batch), None)
+        if first is not None:
+            self.batch_shape, self._batch = tuple(first.shape), batch
+
+    def _count(self) -> None:
+        """Count the memory of this step by owner, if it is due, and would not change it: compiled
+        code is not run below another's eyes."""
+        if self.accounts.watched is not Watched.COUNTED or self._is_counting():
+            return
+        if has_compiled() or _get_current_dispatch_mode() is not None:
+            self.accounts.phases.watched = Watched.TIMED
+            self.accounts.phases.clock.begin(sample=True)
+            return
+        self._counting = self.accounts.count_step((self._batch,))
+        self._counting.__enter__()
+        self._is_inference = torch.is_inference_mode_enabled()
+
+    def _is_counting(self) -> bool:
+        return not isinstance(self._counting, nullcontext)
+
+    def _leave_count(self) -> None:
+        """Count no more, unless somebody's own mode is to be left first: inference mode, which was
+        entered since, would bring back half of this one."""
+        ledger = self.accounts.phases.accounts.ledger
+        is_mine = self._is_counting() and _get_current_dispatch_mode() is ledger
+        if is_mine and torch.is_inference_mode_enabled() == self._is_inference:
+            counting, self._counting = self._counting, nullcontext()
+            counting.__exit__(None, None, None)
+
+    def _read_rate(self, step: int) -> float | None:
+        for optimizer in self.optimizers:
+            lr = optimizer.param_groups[0].get("lr")
+            if isinstance(lr, (int, float)):  # a tensor's would have to be waited for
+                return float(lr)
+        return None
+
+    def _is_hooked(self) -> bool:
+        """Return whether what a hook tells is of this loop: of its thread, and not while a compiler
+        looks on or a graph is computed anew for its backward."""
+        return not (
+            is_compiling()
+            or self._is_backward
+            or self._is_over
+            or threading.get_ident() != self._thread
+        )
+
+    def _begin_forward(self, _: Any, *given: Any) -> None:
+        if self._is_open and not self._is_timed:
+            return
+        if not self._is_hooked():
+            return
+        if not self._is_open:
+            if not torch.is_grad_enabled() or self._named:
+                return  # of an evaluation
+            self._open()
+            if not self._is_timed:
+                return
+        elif not self._named:
+            self.accounts.mark(OTHER)
+        if not self._batch:
+            self._note_batch(given)
+            if self._is_counting():
+                self.accounts.phases.accounts.ledger.own("batch", nested.find_tensors(given))
+        self._count()
+
+    def _end_forward(self, _: Any, args: Any, output: Any) -> None:
+        if not self._is_open or not self._is_timed or not self._is_hooked():
+            return
+        if not self._named:
+            self.accounts.mark("forward")
+        if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return
+        self._forward_by = "a hook"
+        for tensor in islice(nested.find_tensors(output), OUTPUTS):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._begin_backward)
+
+    def _begin_backward(self, _: Tensor) -> None:
+        """The first gradient of an output is there. On a GPU this is autograd's own thread."""
+        if self._is_backward or self._named or not self._is_open or self._is_over:
+            return
+        self._is_backward = True
+        # The loss belongs to it, where the loop does not say what does.
+        self.accounts.mark("forward" if self._forward_by == "a hook" else OTHER)
+        # After the callbacks of others: by one of them DDP waits for the gradients of its ranks.
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(partial(engine.queue_callback, self._end_backward))
+
+    def _end_backward(self) -> None:
+        self._is_backward, self._forward_by = False, ""
+        if self._is_open:
+            self.accounts.phases.accounts.settle()  # gradients, while they are there
+            self.mark("backward")
+
+    def _begin_update(self, *_: Any) -> None:
+        if not self._is_open or not self._is_timed or not self._is_hooked():
+            return
+        self.accounts.phases.accounts.settle()
+        if not self._named:
+            # Where nobody heard of the backward pass, it is most of what was since the forward.
+            self.accounts.mark("backward" if self._forward_by else OTHER)
+            self._forward_by = ""
+
+    def _end_update(self, optimizer: Any, *_: Any) -> None:
+        if self._is_over or not self._is_open or threading.get_ident() != self._thread:
+            return
+        self.has_updated = True
+        if self._is_timed and not self._named:
+            self.accounts.mark("optimizer")
+        if not self._is_asked and optimizer is self.optimizers[-1]:
+            self.end_step()
+
+
+class _Hook:
+    """A hook that a copy of its model, pickled or not, does not keep: there it does nothing."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> None:
+        self.call(*args)
+
+    def __reduce__(self) -> Any:
+        # Of the standard library, so that the copy can be read where this project is not.
+        return getattr, (nullcontext(), "__exit__")
+
+
+def _is_sampled(step: int) -> bool:
+    """Return whether this step is timed phase by phase: the first ones, then an eighth of them, not
+    at an even distance, since a loader may be late at each fourth batch."""
+    return step <= TIME_FIRST or step * 7919 % 31 < 4
+
+
+def check_watched(*things: Any) -> None:
+    """Raise TypeError for what is neither a model nor an optimizer, nor a list of such."""
+    for thing in _flatten(things):
+        if not isinstance(thing, (nn.Module, Optimizer)):
+            raise TypeError(
+                "watch: takes models (torch.nn.Module) and optimizers (torch.optim.Optimizer) "
+                f"(got {type(thing).__name__})"
+            )
+
+
+def check_name(name: str, what: str) -> None:
+    """Raise ValueError for the name of a metric or a param that MLflow would refuse."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name or name[0] in "/ ":
+        raise ValueError(
+            f"{what}: a name has letters, digits, _ . - / : and spaces, at most 250 (got {name!r})"
+        )
+
+
+def _take_number(name: str, value: Any) -> float | Tensor:
+    """Return the number, or on a device a copy that the loop cannot change."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"log: {name} is one number (got a tensor of shape {tuple(value.shape)})"
+            )
+        if value.device.type == "cpu":
+            return float(value.item())
+        return value.detach().reshape(()).clone()
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"log: {name} is a number (got {type(value).__name__})") from None
+
+
+def _list_params(groups: Iterable[dict[str, Any]]) -> Iterator[Tensor]:
+    for group in groups:
+        yield from group["params"]
+
+
+def _flatten(things: Iterable[Any]) -> Iterator[Any]:
+    for thing in things:
+        if thing is None:
+            continue
+        if isinstance(thing, (list, tuple, set)):
+            yield from _flatten(thing)
+        else:
+            yield thing
+
+
+def find_device(device: Any, things: Iterable[Any]) -> tuple[str, str]:
+    """Return the name of the device that a loop is on, and how that is known: as it says, or where
+    its models are, else where new tensors of this process go."""
+    if device is not None:
+        return _name_device(torch.device(device)), "as the account was asked for"
+    for thing in _flatten(things):
+        if isinstance(thing, nn.Module):
+            for tensor in (*thing.parameters(), *thing.buffers()):
+                return _name_device(tensor.device), "where the model is"
+        if isinstance(thing, Optimizer):
+            for tensor in _list_params(thing.param_groups):
+                return _name_device(tensor.device), "where the parameters are"
+    return _name_device(torch.get_default_device()), "the default device of PyTorch here"
+
+
+def _name_device(device: torch.device) -> str:
+    if device.index is None and device.type in ("cuda", "xpu"):
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return "mps" if device.type == "mps" else str(device)
