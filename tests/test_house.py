@@ -51,8 +51,8 @@ ROOMS = (
     "tasks",
     "tasks.comparison",
     "flows.cli",
-    "flows.adapters",
     "flows",
+    "flows.adapters",
 )
 MODULES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts): file
