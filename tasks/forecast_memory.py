@@ -8,43 +8,27 @@ cache.
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from dataclasses import dataclass
 
 from rich.table import Table
 
 from tasks.engine.base.facts import DataFacts, DeviceFacts
-from tasks.engine.base.units import format_mebibytes, make_printable
+from tasks.engine.base.units import format_mebibytes
 from tasks.engine.data.preparation import check_data, prepare_dataset
 from tasks.engine.device.detection import detect_best_device
 from tasks.engine.device.memory_limit import compute_room_bytes
-from tasks.engine.settings.read_settings import ConfigError, check_imports, override_config
+from tasks.engine.settings.read_settings import check_imports, override_config
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training import check_training
 from tasks.engine.training.admission import read_free_bytes
 from tasks.engine.training.forecast import Forecast, find_largest_micro_batch, forecast_training
+from tasks.engine.training.loop_forecast import TAKEN_MIB, make_absent_gpu
 from tasks.run.preflight import prepare_and_check
 from tasks.tracking.ask_mlflow import read_past_metrics
 from tasks.tracking.tracking_settings import read_tracking_settings
 
 MIB = 1024**2
-# MiB in all as nvidia-smi tells them: https://github.com/modal-labs/modal-client/pull/2797
-SIZES_MIB = {
-    "t4": 15360,
-    "a10": 23028,
-    "a10g": 23028,
-    "l4": 23034,
-    "l40s": 46068,
-    "a100-40": 40960,
-    "a100-80": 81920,
-    "h100": 81559,
-}
-# What the driver keeps (some 430 to 570 MiB: PyTorch told 14.58 GiB of a T4 and 79.10 of an H100)
-# and the context of a process takes.
-TAKEN_MIB = 1024
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|mib)", re.IGNORECASE)
 MOST_DOUBLINGS = 20
 PEAK = "memory/run_peak_allocated_mib"
 
@@ -64,28 +48,6 @@ class GpuForecast:
         return self.needed_mib <= self.room_mib
 
 
-def parse_gpu_sizes(text: str) -> dict[str, float]:
-    """Return the MiB of each GPU that was named: names of SIZES_MIB, or sizes such as 24GiB.
-
-    Raises ConfigError.
-    """
-    found, problems = {}, []
-    for name in (word.strip().lower() for word in text.split(",")):
-        size = _SIZE.fullmatch(name)
-        if name in SIZES_MIB:
-            found[name] = float(SIZES_MIB[name])
-        elif size is not None and float(size[1]) > 0:
-            found[name] = float(size[1]) * (1024 if size[2] == "gib" else 1)
-        else:
-            near = get_close_matches(name, SIZES_MIB, 1)
-            hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(SIZES_MIB)}"
-            told = make_printable(name, limit=60)
-            problems.append(f"--for {told}: is neither a GPU that is known nor 24GiB; {hint}")
-    if problems:
-        raise ConfigError(*problems)
-    return found
-
-
 def forecast_on_gpus(config: RunConfig, asked: dict[str, float]) -> list[GpuForecast]:
     """Return the forecast for each of these GPUs.
 
@@ -103,9 +65,7 @@ def _forecast_on_gpu(
     config: RunConfig, data: DataFacts, here: DeviceFacts, name: str, size_mib: float
 ) -> GpuForecast:
     room = max(0, int((size_mib - TAKEN_MIB) * MIB))
-    device = replace(
-        here, name="cuda:0", kind="cuda", index=0, total_bytes=room, free_bytes=room, bf16=True
-    )
+    device = make_absent_gpu(here, room)
     whole = override_config(config, {"train.accumulate": 1})
 
     def needed(rows: int) -> int:

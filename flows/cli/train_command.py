@@ -134,11 +134,11 @@ def _print_forecast(asked: Namespace) -> int:
     """Print the memory that the training would take. Returns the exit code."""
     from rich.console import Console
 
+    from tasks.engine.training.loop_forecast import parse_gpu_sizes
     from tasks.forecast_memory import (
         forecast_memory,
         forecast_on_gpus,
         make_gpu_table,
-        parse_gpu_sizes,
     )
     from tasks.run.preflight import BAD_INPUT
 

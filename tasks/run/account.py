@@ -19,7 +19,7 @@ from datetime import date, datetime
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tasks.engine.accounts.own_loop import OwnLoop, check_name, check_watched, find_device
 from tasks.engine.base.facts import DeviceFacts
@@ -34,6 +34,9 @@ from tasks.run.recording import Recording
 from tasks.run.resume import FolderClaim
 from tasks.tracking.journal import JournalError
 from tasks.tracking.tracking_settings import read_tracking_settings
+
+if TYPE_CHECKING:
+    from tasks.engine.training.loop_forecast import LoopForecast
 
 log = logging.getLogger(__name__)
 _measuring: dict[str, int] = {}  # accounts that are open, by the device whose peaks they measure
@@ -184,6 +187,26 @@ class Account(Recording):
     def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log metrics; tensors on a device are read later, without waiting for it."""
         self.loop.log(dict(metrics), step)
+
+    def forecast(self, *gpus: str) -> LoopForecast:
+        """Return what a step takes at its peak, and whether it would fit these GPUs, by default
+        those of `loop_forecast.USUAL_GPUS`: of a loop with one model and one optimizer, after its
+        first step. Raises RuntimeError, KeyError and UnforeseeableMemory."""
+        from tasks.engine.training import loop_forecast
+
+        loop = self.loop
+        if len(loop.models) != 1 or len(loop.optimizers) != 1:
+            raise RuntimeError(
+                "forecast: is of a loop with one model and one optimizer "
+                f"(got {len(loop.models)} and {len(loop.optimizers)})"
+            )
+        if loop.given is None:
+            raise RuntimeError("forecast: comes after the first step; no model was called yet")
+        sizes = {gpu: loop_forecast.SIZES_MIB[gpu] for gpu in gpus or loop_forecast.USUAL_GPUS}
+        step = loop_forecast.make_step_of(
+            loop.models[0], loop.optimizers[0], loop.given, loop.autocast
+        )
+        return loop_forecast.forecast_loop(step, sizes)
 
     def _keep(self, found: Sequence[tuple[dict[str, float], int]]) -> None:
         """Keep metrics of steps, while that can be done: for a full disk no loop has to end."""

@@ -11,7 +11,8 @@ from tasks.engine.device.detection import detect_best_device
 from tasks.engine.settings.read_settings import ConfigError, make_config, override_config
 from tasks.engine.step.plan import make_plan
 from tasks.engine.training.forecast import forecast_training
-from tasks.forecast_memory import TAKEN_MIB, forecast_on_gpus, make_gpu_table, parse_gpu_sizes
+from tasks.engine.training.loop_forecast import TAKEN_MIB, parse_gpu_sizes
+from tasks.forecast_memory import forecast_on_gpus, make_gpu_table
 
 MIB = 2**20
 SEGMENT_MIB = 2.0

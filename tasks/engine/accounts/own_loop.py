@@ -73,6 +73,9 @@ class OwnLoop:
         self.stage = ""  # what the loop says that it does, by the name of a phase
         self._is_timed = False  # the step that has begun
         self.batch_shape: tuple[int, ...] = ()
+        # What the first model was given first, without memory, and the type that autocast had.
+        self.given: Any = None
+        self.autocast: torch.dtype | None = None
         self._batch: Any = ()
         self._is_open = self._is_asked = False  # a step has begun; the loop says where it ends
         self._is_waiting = False  # for the first batch of the step
@@ -427,7 +430,13 @@ class OwnLoop:
             or threading.get_ident() != self._thread
         )
 
-    def _begin_forward(self, _: Any, *given: Any) -> None:
+    def _keep_given(self, given: Any) -> None:
+        self.given = nested.map_tensors(given, lambda t: torch.empty_like(t, device="meta"))
+        kind = self.device.type
+        if torch.is_autocast_enabled(kind):
+            self.autocast = torch.get_autocast_dtype(kind)
+
+    def _begin_forward(self, model: Any, *given: Any) -> None:
         if self._is_open and not self._is_timed:
             return
         if not self._is_hooked():
@@ -440,6 +449,8 @@ class OwnLoop:
                 return
         elif not self._named:
             self.accounts.mark(OTHER)
+        if self.given is None and model is self.models[0]:
+            self._keep_given(given)
         if not self._batch:
             self._note_batch(given)
             if self._is_counting():

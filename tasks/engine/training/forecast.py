@@ -268,10 +268,9 @@ class PhasePeaks:
         self.ledger.begin_step()
 
 
-def run_dry_training(plan: Plan, micro_batch: int, own: nn.Module | None) -> DryRun:
-    """Run a training without bytes. own: the model, where it is the user's; else it is built."""
-    settings, data, facts = plan.settings, plan.data, plan.device
-    device = _choose_device(plan.torch_device)
+def make_peaks(device: torch.device, facts: DeviceFacts) -> PhasePeaks:
+    """Return what follows a dry run whose tensors say that they are on `device`, as it would be on
+    the one of the facts."""
     events: list[AllocatorEvent] = []
     scratch = make_scratch_counter(torch.device(facts.name))
 
@@ -286,9 +285,18 @@ def run_dry_training(plan: Plan, micro_batch: int, own: nn.Module | None) -> Dry
         told=events.append,
     )
     peaks = PhasePeaks(ledger, events, list_workspaces(facts))
+    return peaks
+
+
+def run_dry_training(plan: Plan, micro_batch: int, own: nn.Module | None) -> DryRun:
+    """Run a training without bytes. own: the model, where it is the user's; else it is built."""
+    settings, data, facts = plan.settings, plan.data, plan.device
+    device = choose_device(plan.torch_device)
+    peaks = make_peaks(device, facts)
+    ledger = peaks.ledger
     with ledger:
         model = (
-            _build_model(settings.model, data, device) if own is None else _fake_model(own, device)
+            _build_model(settings.model, data, device) if own is None else fake_model(own, device)
         )
         ledger.own("parameters", model.parameters())
         ledger.own("buffers", model.buffers())
@@ -352,7 +360,7 @@ def _record_step(model: nn.Module, step: Step, batch: tuple[Any, Any], peaks: Ph
     return batch, grads, outcome
 
 
-def _choose_device(device: torch.device) -> torch.device:
+def choose_device(device: torch.device) -> torch.device:
     """Return the device itself, or the CPU where autograd would not know one of that kind."""
     here = torch.accelerator.current_accelerator(check_available=True)
     return device if here is not None and here.type == device.type else torch.device("cpu")
@@ -375,7 +383,7 @@ def _build_model(settings: ModelConfig, data: DataFacts, device: torch.device) -
     return model
 
 
-def _fake_model(model: nn.Module, device: torch.device) -> nn.Module:
+def fake_model(model: nn.Module, device: torch.device) -> nn.Module:
     """Return the same model on the device, with tensors that have no bytes; tied ones stay tied."""
     made: dict[int, Tensor] = {}
 
@@ -539,15 +547,15 @@ def forecast_training(plan: Plan, *, micro_batch: int | None = None) -> Forecast
             f"{setting}: what {theirs} will take cannot be told beforehand ({untold}); "
             "it needs the values of its inputs"
         )
-    told = _make_forecast(dry.plain, dry.parameter_bytes, device, rows)
+    told = make_forecast(dry.plain, dry.parameter_bytes, device, rows)
     if dry.convolves and device.kind == "cuda" and torch.backends.cudnn.enabled:
         told = replace(told, note="; ".join(filter(None, (told.note, CUDNN))))
     if dry.graphed is None:
         return told
-    return replace(told, graphed=_make_forecast(dry.graphed, dry.parameter_bytes, device, rows))
+    return replace(told, graphed=make_forecast(dry.graphed, dry.parameter_bytes, device, rows))
 
 
-def _make_forecast(
+def make_forecast(
     peaks: PhasePeaks, parameter_bytes: int, device: DeviceFacts, rows: int
 ) -> Forecast:
     libraries_bytes = sum(map(sum, list_workspaces(device).values()))

@@ -1,0 +1,57 @@
+"""Tells what a step of your own loop takes on a GPU, and which it would fit, before you have one:
+
+python -m flows.forecast model:make_model --batch 64x3x224x224 --optimizer adamw
+
+It trains nothing and takes no memory of a model whose constructor does not compute. Exit codes: 0
+it fits one of the GPUs at least, 2 none of them, or bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tasks.engine.settings.read_settings import ConfigError
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return what was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m flows.forecast", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("model", metavar="MODULE:NAME", help="a function or class that makes the model")
+    add("--batch", metavar="[NAME=]64x3x224x224[:int64]", action="append", required=True)
+    add("--optimizer", default="adamw", help="of torch.optim, such as sgd (default: adamw)")
+    add("--optimizer-arg", action="append", default=[], metavar="momentum=0.9")
+    add("--loss", metavar="MODULE:NAME", help="a function of what the model returns")
+    add("--autocast", choices=("bf16", "fp16"), help="the type that torch.autocast is given")
+    add("--for", dest="gpus", default="t4,l4,a100-40,a100-80,h100", help="or sizes such as 24GiB")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the forecast; return the exit code."""
+    asked = parse(arguments)
+    from tasks.engine.training.loop_forecast import forecast_own_step
+
+    try:
+        found: Any = forecast_own_step(
+            asked.model,
+            asked.batch,
+            optimizer=asked.optimizer,
+            optimizer_args=asked.optimizer_arg,
+            loss=asked.loss,
+            autocast=asked.autocast,
+            gpus=asked.gpus,
+        )
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(found)
+    return 0 if any(found.needed_mib <= room for room in found.rooms_mib.values()) else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
