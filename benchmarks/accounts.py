@@ -1,7 +1,8 @@
 """What the account of somebody else's loop costs a step, and how far what it says is from what
-PyTorch says: a hand-written loop whose step takes about a millisecond, and a GAN with two
-optimizers. Each is trained with and without, in turns of a few steps: a shared machine is faster
-and slower for seconds at a time.
+PyTorch says: a hand-written loop whose step takes about a millisecond, a GAN with two optimizers,
+and the loops of Lightning, the HF Trainer and accelerate. Each is trained with and without, in
+turns of a few steps, or of a whole training where a framework has the loop: a shared machine is
+faster and slower for seconds at a time.
 
 `python -m benchmarks.accounts [TURNS]` prints the tables and keeps them in benchmarks/results.
 """
@@ -28,6 +29,7 @@ from flows.account import account
 from tasks.run.account import Account
 
 TURNS, STEPS = 200, 20
+FITS, LONG, WARM = 10, 400, 50  # turns of a framework's whole trainings; their steps
 BAR, START_BAR_S = 0.98, 0.3  # a step without over one with; the start of an account
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MIB = 2**20
@@ -37,6 +39,8 @@ NOTES = f"""
 - by hand: an MLP, its steps and its forward marked, its loss logged each step. hooks: the same loop
   with nothing but `account` around it, which watches model and optimizer. GAN: two models and two
   optimizers, nothing marked.
+- Lightning, HF Trainer, accelerate: trainings of {LONG} steps of the same MLP in turns, the first
+  {WARM} steps left out, each with its adapter and without.
 - ratio: a step without the account over one with it, the median over the turns.
 """
 Play = Callable[[Account | None], Iterator[None]]
@@ -60,6 +64,20 @@ def _report(turns: int) -> Iterator[str]:
         low, middle, high = quantiles(ratios, n=4)
         cells = f"{middle:.3f} | {low:.3f} to {high:.3f} | {BAR}"
         yield f"| {name} | {turns} | {cells} | {median(mine):.0f} | {median(plain):.0f} |"
+    for name, fit in {
+        "Lightning": _fit_by_lightning,
+        "HF Trainer": _fit_by_transformers,
+        "accelerate": _fit_by_accelerate,
+    }.items():
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for turn in range(FITS):
+            for is_told in (True, False) if turn % 2 else (False, True):
+                found[is_told].append(fit(is_told))
+        ratios = [b / a for a, b in zip(found[True], found[False], strict=True)]
+        low, middle, high = quantiles(ratios, n=4)
+        cells = f"{middle:.3f} | {low:.3f} to {high:.3f} | {BAR}"
+        with_us, without_us = median(found[True]), median(found[False])
+        yield f"| {name} | {FITS} | {cells} | {with_us:.0f} | {without_us:.0f} |"
     starts = [_time_start() for _ in range(5)]
     least, most = min(starts), max(starts)
     told = f"{median(starts):.3f} ({least:.3f} to {most:.3f}, bar {START_BAR_S})"
@@ -140,6 +158,122 @@ def _gan(run: Account | None) -> Iterator[None]:
         judge(made).mean().backward()
         of_maker.step()
         yield
+
+
+class _Named(nn.Module):
+    """The MLP with its loss, as frameworks call it; it keeps when each step began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.began = _make_mlp(), [0.0]
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.began.append(time.perf_counter())
+        return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
+
+    def compute_step_us(self) -> float:
+        """Return the microseconds from one step to the next, the fastest tenth and the slowest
+        quarter left out, in which a shared machine did something else."""
+        steps = sorted(b - a for a, b in itertools.pairwise(self.began[WARM:]))
+        return 1e6 * median(steps[len(steps) // 10 : -len(steps) // 4])
+
+
+class _Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Whole batches, so that a loader has little to do."""
+
+    def __init__(self) -> None:
+        self.row = {"x": torch.randn(128, 256), "labels": torch.randint(0, 10, (128,))}
+
+    def __len__(self) -> int:
+        return LONG
+
+    def __getitem__(self, at: int) -> dict[str, Tensor]:
+        return self.row
+
+
+def _take_first(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return rows[0]
+
+
+def _load() -> torch.utils.data.DataLoader[dict[str, Tensor]]:
+    return torch.utils.data.DataLoader(_Rows(), collate_fn=_take_first)
+
+
+def _fit_by_lightning(is_told: bool) -> float:
+    import lightning.pytorch as pl
+
+    from flows.adapters.lightning import HeadroomCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _Named()
+
+        def training_step(self, batch: Any, at: int) -> Tensor:
+            loss: Tensor = self.net(**batch)["loss"]
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    module = Module()
+    pl.Trainer(
+        max_epochs=1,
+        accelerator="auto",
+        callbacks=[HeadroomCallback(quiet=True)] if is_told else [],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(module, _load())
+    return module.net.compute_step_us()
+
+
+def _fit_by_transformers(is_told: bool) -> float:
+    from transformers import Trainer, TrainingArguments
+
+    from flows.adapters.transformers import HeadroomCallback
+
+    asked = TrainingArguments(
+        output_dir="hf",
+        num_train_epochs=1,
+        per_device_train_batch_size=1,
+        save_strategy="no",
+        logging_steps=50,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=DEVICE.type == "cpu",
+        remove_unused_columns=False,
+    )
+    net, told = _Named(), HeadroomCallback(quiet=True)
+    Trainer(
+        model=net,
+        args=asked,
+        train_dataset=_Rows(),
+        data_collator=_take_first,
+        callbacks=[told] if is_told else [],
+    ).train()
+    return net.compute_step_us()
+
+
+def _fit_by_accelerate(is_told: bool) -> float:
+    from accelerate import Accelerator
+
+    from flows.adapters.accelerate import HeadroomTracker
+
+    net = _Named()
+    made = torch.optim.AdamW(net.parameters())
+    tracker = HeadroomTracker(model=net, optimizer=made, quiet=True)
+    does = Accelerator(cpu=DEVICE.type == "cpu", **({"log_with": tracker} if is_told else {}))
+    model, optimizer, loader = does.prepare(net, made, _load())
+    if is_told:
+        does.init_trackers("mine", config={"lr": 1e-3})
+    for batch in loader if tracker.run is None else tracker.run.batches(loader):
+        does.backward(model(**batch)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+    does.end_training()
+    return net.compute_step_us()
 
 
 def _time_start() -> float:

@@ -592,4 +592,4 @@ def find_device(device: Any, things: Iterable[Any]) -> tuple[str, str]:
 def _name_device(device: torch.device) -> str:
     if device.index is None and device.type in ("cuda", "xpu"):
         device = torch.device(device.type, torch.accelerator.current_device_index())
-    return "mps" if device.type == "mps" else str(device)
+    return device.type if device.type in ("mps", "cpu") else str(device)

@@ -527,4 +527,5 @@ def test_the_device_is_where_the_model_is_or_as_asked() -> None:
     assert find_device(None, [[net]]) == ("cpu", "where the model is")
     assert find_device(None, [None, torch.optim.SGD(net.parameters())])[1].startswith("where the p")
     assert find_device("cpu", [net]) == ("cpu", "as the account was asked for")
+    assert find_device("cpu:0", [net])[0] == "cpu", "what transformers calls it under torchrun"
     assert find_device(None, [])[0] == "cpu"
