@@ -48,6 +48,12 @@ print("went on")
 RUNS = Path(".headroom/runs")
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an earlier test of this process has compiled."""
+    monkeypatch.setattr("tasks.engine.accounts.own_loop.has_compiled", lambda: False)
+
+
 def _program(place: Path, body: str, **more: str) -> subprocess.Popen[str]:
     (place / "loop.py").write_text(LOOP.replace("{body}", body))
     return subprocess.Popen(

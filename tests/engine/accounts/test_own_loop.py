@@ -28,6 +28,12 @@ Loop = Callable[[OwnLoop | None], list[State]]
 MIB = 2**20
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an earlier test of this process has compiled."""
+    monkeypatch.setattr("tasks.engine.accounts.own_loop.has_compiled", lambda: False)
+
+
 def _net(*, width: int = 64) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(16, width), nn.ReLU(), nn.Dropout(0.2), nn.BatchNorm1d(width), nn.Linear(width, 4)
