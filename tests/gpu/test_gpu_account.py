@@ -113,7 +113,7 @@ def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return item(tensor)
 
     monkeypatch.setattr(torch.Tensor, "item", read)
-    monkeypatch.setattr("tasks.engine.accounts.step_metrics.READ_EVERY_S", 1e9)
+    monkeypatch.setattr("tasks.engine.accounts.own_loop.READ_EVERY_S", 1e9)
     _train(loop, steps=9)
     assert not waits
 

@@ -140,9 +140,11 @@ class Accounts:
         *,
         rows: int,
         blame: Blame = blame_nobody,
+        begins_next: bool = True,
     ) -> None:
         """This step is done, and the next one begins. loss: None where nobody tells it. blame: what
-        is to blame if its loss is no number. Raises Diverged."""
+        is to blame if its loss is no number. begins_next: no, where the caller begins those that
+        are timed. Raises Diverged."""
         steps, facts = self.steps, self._facts
         assert steps is not None and facts is not None
         steps.add(loss, rows=rows, blame=blame)
@@ -155,7 +157,8 @@ class Accounts:
             self.lap("first_step")
         if self.is_log_point:
             steps.add_log_point(grad_norm)
-        self.begin_step(step + 1)
+        if begins_next:
+            self.begin_step(step + 1)
 
     def end_epoch(self) -> None:
         """Wait for the device and log all there is. Raises Diverged."""

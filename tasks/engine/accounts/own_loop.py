@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tasks.engine.accounts.accounts import Accounts, LoopFacts
 from tasks.engine.accounts.phases import OTHER, PHASES, TIME_FIRST, Watched
-from tasks.engine.accounts.step_metrics import READ_EVERY_S
 from tasks.engine.base import nested
 from tasks.engine.base.facts import ReleaseFacts
 from tasks.engine.memory.allocation_log import ACTIVATIONS, AllocationLog
@@ -37,6 +36,7 @@ from tasks.engine.memory.memory_meter import MemoryMeter
 LOG_EVERY = 10  # steps
 EARLY = (2, 3, 4)  # log points beside these: one is counted by owner, two are timed
 BESIDE = ("eval", "checkpoint", "log")  # parts of a run that are no part of its steps
+READ_EVERY_S = 0.5  # ten times as seldom as a training that has a progress bar
 PENDING = 100  # metrics on the device that may wait for a log point
 OUTPUTS = 16  # tensors of a model's output whose gradient is waited for, at most
 _NAME = re.compile(r"[\w.\- /:]{1,250}")  # of a metric or param, as MLflow takes it
@@ -66,6 +66,7 @@ class OwnLoop:
         self.optimizers: list[Optimizer] = []
         facts = LoopFacts(0, LOG_EVERY, self._read_rate, early=EARLY, may_wait=False)
         self._metrics = self.accounts.begin_training(facts)
+        self._metrics.read_every_s = READ_EVERY_S
         self._metrics.begin(0)
         self._thread = threading.get_ident()
         self.done = 0  # steps
@@ -186,7 +187,7 @@ class OwnLoop:
         self.rows += step_rows
         self._step_rows, self._batch = 0, ()
         self._forget_step()
-        self.accounts.end_step(self.done, None, None, rows=step_rows)
+        self.accounts.end_step(self.done, None, None, rows=step_rows, begins_next=False)
         if self._lines:
             self._keep_lines()
 
@@ -373,9 +374,13 @@ class OwnLoop:
         if not self.done:
             self.accounts.lap("setup")
         step, self.stage, self.has_updated = self.done + 1, "", False
-        self._is_timed = _is_sampled(step) or self.accounts.watched is not Watched.NOT
-        if self._is_timed:
+        is_timed = _is_sampled(step)
+        if is_timed or step % LOG_EVERY == 0 or step in EARLY:
             self.accounts.begin_step(step)
+            is_timed = is_timed or self.accounts.watched is not Watched.NOT
+        else:
+            self.accounts.is_log_point = False
+        self._is_timed = is_timed
         self._is_open = True
 
     def _drain(self) -> None:

@@ -107,6 +107,7 @@ class StepMetrics:
         self._on_its_way: _PackedReading | None = None
         self._epoch = 0
         self._read_s = perf_counter()  # when the host last read
+        self.read_every_s: float | None = None  # seconds; None: READ_EVERY_S
         self._speed_from = (0.0, 0, 0)  # seconds of steps, steps and rows since the last speed
         self._open: list[float] = []  # losses read since the last log point
         self._last_good: tuple[int, float] | None = None
@@ -139,7 +140,8 @@ class StepMetrics:
             _LogPoint(self._step, self._rate(self._step - 1), len(self._losses), at, perf_counter())
         )
         # Several ranks read at the same points: then all find a loss that is no number.
-        if not self._ranks.is_alone or perf_counter() - self._read_s >= READ_EVERY_S:
+        every_s = READ_EVERY_S if self.read_every_s is None else self.read_every_s
+        if not self._ranks.is_alone or perf_counter() - self._read_s >= every_s:
             self.read()
 
     def read(self) -> None:
