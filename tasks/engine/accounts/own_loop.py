@@ -85,7 +85,7 @@ class OwnLoop:
         self._forward_by = ""  # who has told of a forward pass since the last backward
         self._named: list[tuple[str, bool]] = []  # phases that the loop names; apart from its steps
         self._step_rows = self._pending = 0
-        self._counting: AbstractContextManager[None] = nullcontext()
+        self._counting: AbstractContextManager[None] | None = None  # of this step's memory
         self._is_inference = False  # where that began
         self._hooks: list[Any] = []
         self._known_names: set[str] = set()
@@ -180,8 +180,10 @@ class OwnLoop:
         """The step is done. rows: that it was trained on, where no batch has told."""
         if not self._is_open:
             return
-        self.mark(OTHER)
-        self._leave_count()
+        if self._is_timed:
+            self.accounts.mark(OTHER)
+        if self._counting is not None:
+            self._leave_count()
         self.done += 1
         step_rows = self._step_rows if rows is None else rows
         self.rows += step_rows
@@ -396,7 +398,7 @@ class OwnLoop:
     def _count(self) -> None:
         """Count the memory of this step by owner, if it is due, and would not change it: compiled
         code is not run below another's eyes."""
-        if self.accounts.watched is not Watched.COUNTED or self._is_counting():
+        if self.accounts.watched is not Watched.COUNTED or self._counting is not None:
             return
         if has_compiled() or _get_current_dispatch_mode() is not None:
             self.accounts.phases.watched = Watched.TIMED
@@ -406,16 +408,14 @@ class OwnLoop:
         self._counting.__enter__()
         self._is_inference = torch.is_inference_mode_enabled()
 
-    def _is_counting(self) -> bool:
-        return not isinstance(self._counting, nullcontext)
-
     def _leave_count(self) -> None:
         """Count no more, unless somebody's own mode is to be left first: inference mode, which was
         entered since, would bring back half of this one."""
-        ledger = self.accounts.phases.accounts.ledger
-        is_mine = self._is_counting() and _get_current_dispatch_mode() is ledger
-        if is_mine and torch.is_inference_mode_enabled() == self._is_inference:
-            counting, self._counting = self._counting, nullcontext()
+        counting, ledger = self._counting, self.accounts.phases.accounts.ledger
+        if counting is None or _get_current_dispatch_mode() is not ledger:
+            return
+        if torch.is_inference_mode_enabled() == self._is_inference:
+            self._counting = None
             counting.__exit__(None, None, None)
 
     def _read_rate(self, step: int) -> float | None:
@@ -458,7 +458,7 @@ class OwnLoop:
             self._keep_given(given)
         if not self._batch:
             self._note_batch(given)
-            if self._is_counting():
+            if self._counting is not None:
                 self.accounts.phases.accounts.ledger.own("batch", nested.find_tensors(given))
         self._count()
 
@@ -510,14 +510,8 @@ class OwnLoop:
             self.end_step()
 
 
-class _Hook:
+class _Hook(partial[None]):
     """A hook that a copy of its model, pickled or not, does not keep: there it does nothing."""
-
-    def __init__(self, call: Any) -> None:
-        self.call = call
-
-    def __call__(self, *args: Any) -> None:
-        self.call(*args)
 
     def __reduce__(self) -> Any:
         # Of the standard library, so that the copy can be read where this project is not.
@@ -525,9 +519,9 @@ class _Hook:
 
 
 def _is_sampled(step: int) -> bool:
-    """Return whether this step is timed phase by phase: the first ones, then an eighth of them, not
-    at an even distance, since a loader may be late at each fourth batch."""
-    return step <= TIME_FIRST or step * 7919 % 31 < 4
+    """Return whether this step is timed phase by phase: the first ones, then a sixteenth of
+    them, not at an even distance, since a loader may be late at each fourth batch."""
+    return step <= TIME_FIRST or step * 7919 % 31 < 2
 
 
 def check_watched(*things: Any) -> None:
