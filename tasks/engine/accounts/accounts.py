@@ -128,6 +128,10 @@ class Accounts:
         )
         self.phases.begin(step, is_log_point=self.is_log_point)
 
+    def skip_step(self) -> None:
+        """The step that begins is neither timed nor counted, and no log point."""
+        self.is_log_point, self.phases.watched = False, Watched.NOT
+
     def count_step(self, batch: Sequence[Any]) -> AbstractContextManager[None]:
         """Return what stands around a step on this batch, which counts its memory if it is due."""
         return self.phases.count_memory(batch)

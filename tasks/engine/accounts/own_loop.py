@@ -381,7 +381,7 @@ class OwnLoop:
             self.accounts.begin_step(step)
             is_timed = is_timed or self.accounts.watched is not Watched.NOT
         else:
-            self.accounts.is_log_point = False
+            self.accounts.skip_step()
         self._is_timed = is_timed
         self._is_open = True
 

@@ -528,6 +528,19 @@ def test_a_compiled_model_is_not_counted_operation_by_operation(
     assert "memory/parameters_mib" not in loop.summarize()
 
 
+def test_a_step_after_a_counted_one_is_not_counted_too() -> None:
+    """What was measured of the step before stood for one that is not measured."""
+    loop, counted = OwnLoop("cpu", log=_log_nothing), []
+    loop.accounts.phases._count_every = 30
+    for step in range(1, 100):
+        loop.begin_step()
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+            counted.append(step)
+        loop.end_step(rows=1)
+    loop.close()
+    assert counted == [2, 40, 70]
+
+
 def test_the_device_is_where_the_model_is_or_as_asked() -> None:
     net = nn.Linear(1, 1)
     assert find_device(None, [[net]]) == ("cpu", "where the model is")
