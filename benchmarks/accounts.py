@@ -312,7 +312,7 @@ def _compare() -> Iterator[str]:
     if DEVICE.type == "cpu":  # elsewhere a step is not done when its call returns
         phases = (f"time/{p}_ms" for p in ("forward", "backward", "optimizer", "other"))
         whole = sum(told.get(name, 0.0) for name in phases)
-        beside = times[4:]  # the first is apart, and one of the next is counted
+        beside = times[2:]  # the first is apart, and the second is counted
         yield _row("phases of a step, ms", whole, sum(beside) / len(beside))
 
 
