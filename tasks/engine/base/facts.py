@@ -86,8 +86,13 @@ class DataFacts:
     # Of the best answer that is the same for all validation rows: the accuracy of a classification,
     # the loss of tokens.
     guess: float | None = None
-    batch: Any | None = None  # of a loader: what its batches hold, as tree.described tells it
+    batch: Any | None = (
+        None  # of a loader: what its batches hold, as nested.describe_structure tells it
+    )
     batch_rows: int | None = None  # of a loader: rows of its batches
+    # Of a loader: inputs and targets of the first rows that it gives, as nested.pack_rows packs
+    # them; models and losses are tried on these.
+    first_rows: Any | None = field(default=None, repr=False, compare=False)
     endless: bool = False  # of a loader: whether it has no length; rows are then those of a batch
     target_offset: tuple[float, ...] = (0.0,)  # y_scaled = (y - offset) / scale, of a regression
     target_scale: tuple[float, ...] = (1.0,)

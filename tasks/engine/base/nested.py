@@ -6,7 +6,9 @@ tensor each function costs one isinstance check more than the tensor's own.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -152,6 +154,64 @@ def make_zeros(description: Any, rows: int, *, device: torch.device) -> Any:
     shape = tuple(description["shape"])
     dtype = getattr(torch, description["dtype"])
     return torch.zeros((rows, *shape) if kind == "rows" else shape, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A tensor in plain values. by_rows: whether its first axis is that of the batch's rows."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+    by_rows: bool
+
+    def unpack(self, rows: int) -> Tensor:
+        """Return the tensor on the host, with so many rows: the last is repeated where there are
+        fewer."""
+        dtype = getattr(torch, self.dtype)
+        whole = torch.empty(self.shape, dtype=dtype)
+        if self.data:
+            whole.reshape(-1).view(torch.uint8)[:] = torch.frombuffer(
+                bytearray(self.data), dtype=torch.uint8
+            )
+        if not self.by_rows:
+            return whole
+        return whole[torch.arange(rows).clamp_(max=len(whole) - 1)]
+
+
+def pack_rows(part: Any, *, whole: int, most: int) -> Any:
+    """Return the structure with at most so many rows, its tensors packed; what is neither a tensor
+    nor a plain value becomes None. whole: the rows of the batch."""
+    if isinstance(part, Tensor):
+        if part.layout is not torch.strided or part.is_quantized or part.is_nested:
+            return None
+        by_rows = bool(part.dim()) and len(part) == whole
+        kept = (part[:most] if by_rows else part).detach().cpu().contiguous()
+        data = kept.reshape(-1).view(torch.uint8).numpy().tobytes() if kept.numel() else b""
+        return PackedTensor(_get_dtype_name(part.dtype), tuple(kept.shape), data, by_rows)
+    if isinstance(part, Mapping):
+        return {k: pack_rows(v, whole=whole, most=most) for k, v in part.items()}
+    if isinstance(part, (tuple, list)):
+        make = getattr(type(part), "_make", type(part))  # a named tuple's own way
+        return make(pack_rows(value, whole=whole, most=most) for value in part)
+    return part if isinstance(part, PLAIN) else None
+
+
+def unpack_rows(packed: Any, rows: int) -> Any:
+    """Return what `pack_rows` packed, on the host and with so many rows."""
+    if isinstance(packed, PackedTensor):
+        return packed.unpack(rows)
+    if isinstance(packed, Mapping):
+        return {k: unpack_rows(v, rows) for k, v in packed.items()}
+    if isinstance(packed, (tuple, list)):
+        make = getattr(type(packed), "_make", type(packed))
+        return make(unpack_rows(value, rows) for value in packed)
+    return packed
+
+
+def hash_rows(packed: Any) -> str:
+    """Return a checksum of what `pack_rows` packed."""
+    return hashlib.sha256(repr(packed).encode()).hexdigest()
 
 
 def _get_dtype_name(dtype: torch.dtype) -> str:

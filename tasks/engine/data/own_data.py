@@ -382,6 +382,7 @@ def _describe_result(result: Any) -> str:
 
 
 LOOKED_AT = 1024  # rows
+FIRST_ROWS = 4  # that a model and a loss are tried on
 CPU = torch.device("cpu")
 
 
@@ -397,6 +398,7 @@ def describe_loaders(data: DataConfig, feeds: Loaders) -> DataFacts:
     _refuse_nan(x)
     task = find_task(data.task, x, y)
     outputs = _count_outputs(task, y, feeds.classes)
+    first = nested.pack_rows((x, y), whole=nested.count_rows(y), most=FIRST_ROWS)
     y = TargetConverter(task, outputs, "training")(y, 1) if isinstance(y, Tensor) else y
     batch = nested.describe_structure((x, y), nested.count_rows(y))
     vx, vy = _read_first_batch(val)
@@ -407,8 +409,8 @@ def describe_loaders(data: DataConfig, feeds: Loaders) -> DataFacts:
             f"data.source: {data.source} gives batches of {_describe_inputs(vx)} to validate on "
             f"and of {_describe_inputs(x)} to train on; give both the same"
         )
-    first = next(nested.find_tensors(x), None)
-    if first is None:
+    shown = next(nested.find_tensors(x), None)
+    if shown is None:
         raise DataError(
             f"data.source: {data.source} gives inputs without a tensor (got a {type(x).__name__}); "
             "return tensors from its data set or collate_fn"
@@ -419,7 +421,7 @@ def describe_loaders(data: DataConfig, feeds: Loaders) -> DataFacts:
         task=task,
         train_rows=len(train),
         val_rows=len(val),
-        input_shape=tuple(first.shape[1:]),
+        input_shape=tuple(shown.shape[1:]),
         outputs=outputs,
         class_names=feeds.classes if task in ("classification", "multilabel") else None,
         feature_names=None,
@@ -430,6 +432,7 @@ def describe_loaders(data: DataConfig, feeds: Loaders) -> DataFacts:
         reused=False,
         batch=batch,
         batch_rows=train.batch_size,
+        first_rows=first,
         warnings=(run_warnings.warn_of_same_rows(data.source),) if _has_same_data(feeds) else (),
         endless=train.count_steps(train.batch_size) == ENDLESS,
     )

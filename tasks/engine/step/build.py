@@ -20,7 +20,8 @@ from tasks.engine.models.user_model import BuiltinForward, Forward, make_own_for
 from tasks.engine.settings.read_settings import hide_config_secrets
 from tasks.engine.settings.run_config import FUSED, ModelConfig, OptimConfig, TrainConfig
 from tasks.engine.step import optim, own_model
-from tasks.engine.step.losses import WatchedLoss, choose_count, has_own_loss, make_loss
+from tasks.engine.step.averaging import choose_count
+from tasks.engine.step.losses import WatchedLoss, has_own_loss, make_loss
 from tasks.engine.step.micro_batches import MicroBatching
 from tasks.engine.step.optimizer_step import Count, Loss, Step
 from tasks.engine.step.plan import Plan
@@ -101,7 +102,7 @@ def make_step(
 
     mark: is called where a phase ends. device: where it computes, if not on the plan's. outputs:
     where to keep what a loss of the user's own was given; see losses.NanOrigin. count: see
-    losses.choose_count.
+    averaging.choose_count.
     """
     train, data, device = plan.settings.train, plan.data, device or plan.torch_device
     loss = make_loss(train, data, device)

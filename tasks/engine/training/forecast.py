@@ -23,6 +23,7 @@ from tasks.engine.accounts.phases import Watched
 from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts, DeviceFacts
 from tasks.engine.base.import_paths import describe_error, is_import_path
+from tasks.engine.base.python_state import keep_python_state
 from tasks.engine.base.scores import KeptRows, shrink_classes
 from tasks.engine.batches.dataset_batches import (
     BLOCK_BYTES,
@@ -53,7 +54,7 @@ from tasks.engine.models.parameter_patterns import freeze_parameters
 from tasks.engine.settings.run_config import FUSED, ModelConfig
 from tasks.engine.step import build, own_model
 from tasks.engine.step.evaluation import choose_eval_rows, iterate_tensors
-from tasks.engine.step.losses import make_loss
+from tasks.engine.step.losses import load_own_functions, make_loss
 from tasks.engine.step.micro_batches import SingleAttempt
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.plan import Plan
@@ -290,6 +291,11 @@ def make_peaks(device: torch.device, facts: DeviceFacts) -> PhasePeaks:
 
 def run_dry_training(plan: Plan, micro_batch: int, own: nn.Module | None) -> DryRun:
     """Run a training without bytes. own: the model, where it is the user's; else it is built."""
+    with keep_python_state(load_own_functions(plan.settings.train)):
+        return _run_dry_training(plan, micro_batch, own)
+
+
+def _run_dry_training(plan: Plan, micro_batch: int, own: nn.Module | None) -> DryRun:
     settings, data, facts = plan.settings, plan.data, plan.device
     device = choose_device(plan.torch_device)
     peaks = make_peaks(device, facts)

@@ -38,9 +38,9 @@ from tasks.engine.memory.leaks import survive_broken_device
 from tasks.engine.memory.snapshot import Recorder, record_history
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.step.averaging import warn_of_parts
 from tasks.engine.step.build import describe_model
 from tasks.engine.step.evaluation import evaluate
-from tasks.engine.step.losses import warn_of_parts
 from tasks.engine.step.micro_batches import MemoryExhausted
 from tasks.engine.step.optim import Plateau, make_schedule
 from tasks.engine.step.optimizer_step import Step
@@ -300,7 +300,13 @@ class _Trained:
                     alike=alike,
                     best=plan.settings.train.best.name,
                 ),
-                *warn_of_parts(plan.settings.train, is_sum=checked.adds_up, micro_rows=least_rows),
+                *warn_of_parts(
+                    plan.settings.train,
+                    checked.averaging,
+                    model=plan.settings.model.name,
+                    micro_rows=least_rows,
+                    eval_rows=parts.find_eval_rows(self.val),
+                ),
                 *((moves,) if moves else ()),
                 *self.checkpoints.warnings,
             ),

@@ -48,6 +48,7 @@ from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS, OwnedTensors
 from tasks.engine.memory.memory_meter import MemoryMeter
 from tasks.engine.memory.snapshot import Recorder
 from tasks.engine.models import predictor
+from tasks.engine.step.averaging import choose_count
 from tasks.engine.step.build import (
     Shared,
     choose_forward,
@@ -57,7 +58,7 @@ from tasks.engine.step.build import (
 )
 from tasks.engine.step.choose_step import EarlierTimings, TunedStep
 from tasks.engine.step.evaluation import BestWeights, Evaluator, choose_eval_rows
-from tasks.engine.step.losses import choose_count, load_own_metrics, make_loss, wrap_in_units
+from tasks.engine.step.losses import load_own_metrics, make_loss, wrap_in_units
 from tasks.engine.step.micro_batches import MicroBatches
 from tasks.engine.step.optim import Optimizer
 from tasks.engine.step.optimizer_step import Step
@@ -233,6 +234,12 @@ class TrainingParts:
             **random,
         }
 
+    def find_eval_rows(self, val: Batches) -> int | None:
+        """Return the rows of the largest batch of an evaluation; None where one takes all rows."""
+        most = val.batch_size if isinstance(val, LoaderBatches) else len(val)
+        rows = min(self.evaluator.micro.rows, most)
+        return rows if rows < len(val) else None
+
     def make_metrics(self) -> dict[str, float]:
         """Return the metrics, under the names of the run record. Call it before the model is
         freed."""
@@ -282,7 +289,7 @@ def build_parts(
         "changes": start.checked.changes,
         "forget_graph": lambda: any(each.forget_graphs() for each in recorders),
     }
-    count = choose_count(train, data, of_labels=start.checked.of_labels)
+    count = choose_count(train, data, found=start.checked.averaging.count)
     micro_rows, together = start.micro_rows, Shared(weight=lambda: fed[0].weight)
     kind: Callable[..., MicroBatches] = MicroBatches
     of_eval: Callable[..., MicroBatches] = MicroBatches

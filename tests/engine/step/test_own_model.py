@@ -160,7 +160,7 @@ def test_lazy_layers_find_their_sizes_by_two_rows(own: Own) -> None:
 
 
 def test_a_vocabulary_may_be_rounded_up_and_classes_may_not(own: Own) -> None:
-    own("mine", HEAD + "def Net(): return nn.Embedding(64, 64)\n")
+    own("mine", HEAD + "def Net(): return nn.Embedding(70, 64)\n")
     tokens = replace(ROWS, task="tokens", input_shape=(5,), outputs=60, class_rows=None)
     assert _check(tokens).outputs == 64
     with pytest.raises(ModelError, match=r"must return \(2, 5, 70\) for two rows \(got \(2, 5, 64"):
