@@ -111,13 +111,17 @@ def mixtral(**config):
 
 
 def _train(
-    folder: Path, *, parts: int = 1, data: dict[str, Any] | None = None, **sections: Any
+    folder: Path,
+    *,
+    parts: int = 1,
+    data: dict[str, Any] | None = None,
+    source: str = "words:rows",
+    **sections: Any,
 ) -> TrainFacts:
     config = RunConfig.model_validate(
         {
-            "data": {"source": "words:rows", "args": data or {}},
-            "optim": {"name": "sgd", "lr": 0.1},
-            **sections,
+            "data": {"source": source, "args": data or {}},
+            **{"optim": {"name": "sgd", "lr": 0.1}, **sections},
             "train": {
                 "epochs": 2,
                 "batch_size": 16,
@@ -226,3 +230,133 @@ def test_a_count_of_nothing_is_refused(own: Own, tmp_path: Path) -> None:
             model={"name": "words:Plain"},
             train={"loss": "words:wrong"},
         )
+
+
+SEQUENCES = """
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.data import DataLoader, Dataset
+
+class Sequences(Dataset):
+    classes = ["down", "up"]
+    def __init__(self): self.lengths = [3 + i % 7 for i in range(32)]
+    def __len__(self): return 32
+    def __getitem__(self, i):
+        g = torch.Generator().manual_seed(i)
+        x = torch.randn(self.lengths[i], 4, generator=g)
+        return x, int(x.sum() > 0)
+
+def collate(rows):
+    rows = sorted(rows, key=lambda row: -len(row[0]))
+    lengths = torch.tensor([len(x) for x, _ in rows])
+    x = nn.utils.rnn.pad_sequence([x for x, _ in rows], batch_first=True)
+    return (x, lengths), torch.tensor([y for _, y in rows])
+
+def loaders():
+    return tuple(DataLoader(Sequences(), batch_size=8, collate_fn=collate) for _ in range(2))
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 2)
+    def forward(self, x, lengths):
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True)
+        _, (hidden, _) = self.lstm(packed)
+        return self.last(hidden[-1])
+"""
+
+
+PLAIN_SGD = {
+    "name": "sgd",
+    "lr": 0.1,
+    "momentum": 0,
+    "weight_decay": 0,
+    "schedule": "constant",
+    "warmup_fraction": 0,
+}
+
+
+def test_a_recurrent_net_of_packed_sequences_trains_as_by_hand(own: Own, tmp_path: Path) -> None:
+    """The trial's lengths were 0, which nothing can be packed of: it could not be trained."""
+    own("packed", SEQUENCES)
+    facts = _train(
+        tmp_path / "run",
+        model={"name": "packed:Packed"},
+        data={},
+        source="packed:loaders",
+        train={"batch_size": 8, "epochs": 2, "seed": 0},
+        optim=PLAIN_SGD,
+    )
+    import packed  # type: ignore[import-not-found] # noqa: PLC0415
+
+    torch.manual_seed(0)
+    model = packed.Packed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for inputs, targets in packed.loaders()[0]:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(*inputs), targets).backward()
+            optimizer.step()
+    trained = torch.load(Path(facts.model_folder, "weights.pt"), weights_only=True)
+    assert all(torch.equal(trained[name], value) for name, value in model.state_dict().items())
+
+
+RAMPED = (
+    CODE
+    + """
+CALLS, SEEN = 0, []
+
+class Ramp:
+    def __init__(self): self.calls = 0
+    def __call__(self, outputs, targets):
+        self.calls += 1
+        return min(1.0, self.calls / 10) * flat(outputs, targets)
+
+def _count():
+    global CALLS
+    CALLS += 1
+
+def listed(outputs, targets):
+    _count()
+    SEEN.append(len(targets))
+    return min(1.0, CALLS / 10) * flat(outputs, targets)
+
+def _closed():
+    calls = 0
+    def loss(outputs, targets):
+        nonlocal calls
+        calls += 1
+        return min(1.0, calls / 10) * flat(outputs, targets)
+    return loss
+
+class Centre(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(WORDS))
+        self.calls = 0
+    def forward(self, outputs, targets):
+        self.calls += 1
+        self.centre = self.centre * 0.9 + outputs.detach().mean((0, 1)) * 0.1
+        return flat(outputs - self.centre, targets)
+
+ramp, closed, centre = Ramp(), _closed(), Centre()
+"""
+)
+
+
+@pytest.mark.parametrize("loss", ["ramp", "listed", "closed", "centre"])
+def test_a_trial_leaves_a_loss_as_it_was(own: Own, tmp_path: Path, loss: str) -> None:
+    """A ramp by calls trained otherwise where it was tried once than where it was tried thrice."""
+    own("words", RAMPED)
+    asked = {"data": {"apart": True}, "model": {"name": "words:Plain"}}
+    _train(tmp_path / "run", **asked, train={"loss": f"words:{loss}", "epochs": 1})
+    import words  # type: ignore[import-not-found] # noqa: PLC0415
+
+    steps, judged = 3, 3  # batches of an epoch, and of its evaluation
+    if loss == "listed":
+        assert steps + judged == words.CALLS == len(words.SEEN)
+    elif loss == "closed":
+        assert words.closed.__closure__[0].cell_contents == steps + judged
+    else:
+        assert getattr(words, loss).calls == steps + judged
