@@ -258,6 +258,16 @@ def load_own_metrics(train: TrainConfig) -> OwnMetrics:
     return {name: _OwnMetric(f"train.metrics.{name}", path) for name, path in train.metrics.items()}
 
 
+def find_own_functions(train: TrainConfig) -> dict[str, Any]:
+    """Return loss and metrics of the user's own, by their settings. Raises ConfigError."""
+    own = {"train.loss": train.loss} if is_import_path(train.loss) else {}
+    own |= {f"train.metrics.{name}": path for name, path in train.metrics.items()}
+    return {
+        setting: import_callable(path, setting=setting, refusal=ConfigError)
+        for setting, path in own.items()
+    }
+
+
 class _OwnMetric:
     """A figure of the user's own; what it raises is told under its setting."""
 

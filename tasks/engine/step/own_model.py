@@ -31,12 +31,13 @@ from tasks.engine.step.losses import (
     check_loss,
     choose_count,
     find_label_count,
+    find_own_functions,
     has_own_loss,
     is_additive,
     make_loss,
 )
-from tasks.engine.step.micro_batches import ChangeFinder, StateChanges
 from tasks.engine.step.optimizer_step import Count
+from tasks.engine.step.state_changes import ChangeFinder, StateChanges
 
 CPU = torch.device("cpu")
 EVAL_ROWS = 3
@@ -51,6 +52,7 @@ class ModelCheck:
     weights_bytes: int
     outputs: int  # classes, values or different tokens that the model tells apart
     changes: StateChanges = StateChanges()  # of a training step
+    judged: StateChanges = StateChanges()  # of an evaluation
     of_labels: Count | None = None  # over what a loss that the model gives is the mean
     adds_up: bool = True  # whether the loss of a batch is that of its parts
 
@@ -135,11 +137,12 @@ def _check_builtin_model(settings: ModelConfig, train: TrainConfig, data: DataFa
         with torch.no_grad():
             model = build_model_on_host(settings, data)
             outputs = model(x)
-        finder = ChangeFinder(model, y)
-        writes = check_loss(train, loss, outputs, y)
+        finder = ChangeFinder(model, y, find_own_functions(train))
+        with finder.watch():
+            writes = check_loss(train, loss, outputs, y)
         is_sum = is_additive(train, loss, choose_count(train, data), outputs, y)
         changes = finder.find_changes(writes)
-        return ModelCheck(work, weights_bytes, data.outputs, changes, adds_up=is_sum)
+        return ModelCheck(work, weights_bytes, data.outputs, changes, changes, adds_up=is_sum)
     return ModelCheck(work, weights_bytes, data.outputs)
 
 
@@ -183,9 +186,9 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
     _refuse_untrainable(model, name)
     x, y = make_sample(data, 2, device=CPU)
     own_loss = has_own_loss(train)
-    finder = ChangeFinder(model, (x, y))
+    finder = ChangeFinder(model, (x, y), find_own_functions(train))
     before = set(model.state_dict())
-    with builtin.count_multiply_adds(model) as work:
+    with finder.watch(), builtin.count_multiply_adds(model) as work:
         outputs = _run_forward(model, x, y, name, takes_loss=own_loss)
     if made := sorted(set(model.state_dict()) ^ before):
         raise ModelError(
@@ -195,10 +198,14 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
         )
     wide = _refuse_misshapen(outputs, y, data, name)
     loss = make_loss(train, data, CPU)
-    writes = check_loss(train, loss, outputs, y)
+    with finder.watch():
+        writes = check_loss(train, loss, outputs, y)
     is_sum = is_additive(train, loss, choose_count(train, data), outputs, y)
     changes = finder.find_changes(writes)
-    _refuse_otherwise_in_eval(model, data, name, tuple(outputs.shape[1:]), takes_loss=own_loss)
+    finder = ChangeFinder(model, ())
+    with finder.watch():
+        _refuse_otherwise_in_eval(model, data, name, tuple(outputs.shape[1:]), takes_loss=own_loss)
+    judged = changes.replace_model(finder.find_changes())
     if _has_single_row(train.batch_size, train.accumulate, data.train_rows):
         # A norm of the batch can't.
         _run_forward(model.train(), *make_sample(data, 1, device=CPU), name)
@@ -212,7 +219,9 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
     of_labels = None
     if own_loss and isinstance(x, Mapping) and "labels" in x:
         of_labels = find_label_count(make_own_forward(model.eval(), takes_loss=True), x, y)
-    return ModelCheck(sum(work) // 2, builtin.count_bytes(model), wide, changes, of_labels, is_sum)
+    return ModelCheck(
+        sum(work) // 2, builtin.count_bytes(model), wide, changes, judged, of_labels, is_sum
+    )
 
 
 def _has_single_row(batch_size: int, accumulate: int, rows: int) -> bool:
