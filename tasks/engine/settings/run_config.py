@@ -315,8 +315,8 @@ class DataConfig(Section):
 
 FUSED = ("adamw", "sgd")
 TORCH_OPTIMIZERS = (
-    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam"),
-    *("RAdam", "RMSprop", "Rprop", "SGD"),
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
 SCHEDULES = ("cosine", "constant", "linear", "step", "plateau", "one_cycle")
 # The schedules that look at a setting.
@@ -394,8 +394,9 @@ class GroupConfig(Section):
 class OptimConfig(Section):
     name: Annotated[Text, require_known((*FUSED, *TORCH_OPTIMIZERS))] = "adamw"
     """adamw, sgd: fused, and replayed from a graph where that is faster; Adam, RMSprop, ...: the
-    class of torch.optim; package.module:Class: your own, called with the parameters and, where it
-    has parameters of these names, with lr, weight_decay, momentum and betas."""
+    class of torch.optim, of which Muon trains matrices only; package.module:Class: your own, called
+    with the parameters and, where it has parameters of these names, with lr, weight_decay, momentum
+    and betas."""
     lr: Annotated[Float, Field(gt=0, le=1000)] = 2e-3
     """Peak learning rate."""
     weight_decay: Annotated[Float, Field(ge=0, le=1000)] = 0.01
@@ -440,8 +441,8 @@ class OptimConfig(Section):
     def _refuse_closures(cls, name: Any) -> Any:
         if isinstance(name, str) and name.lower() == "lbfgs":
             raise ValueError(
-                f"the steps of {name} need a closure that computes the loss anew, and batches here "
-                "are seen once; choose another"
+                f"the steps of {name} search along a line of the loss of all rows, and batches "
+                "here are other ones each time; choose another"
             )
         return name
 

@@ -168,12 +168,14 @@ def load_own_metrics(train: TrainConfig) -> OwnMetrics:
     return {name: _OwnMetric(f"train.metrics.{name}", path) for name, path in train.metrics.items()}
 
 
-def load_own_functions(train: TrainConfig) -> list[Any]:
-    """Return the user's own loss and metrics as they are imported. Raises ConfigError."""
-    paths = {f"train.metrics.{name}": path for name, path in train.metrics.items()}
-    if is_import_path(train.loss):
-        paths["train.loss"] = train.loss
-    return [import_callable(p, setting=s, refusal=ConfigError) for s, p in paths.items()]
+def find_own_functions(train: TrainConfig) -> dict[str, Any]:
+    """Return loss and metrics of the user's own, by their settings. Raises ConfigError."""
+    own = {"train.loss": train.loss} if is_import_path(train.loss) else {}
+    own |= {f"train.metrics.{name}": path for name, path in train.metrics.items()}
+    return {
+        setting: import_callable(path, setting=setting, refusal=ConfigError)
+        for setting, path in own.items()
+    }
 
 
 class _OwnMetric:

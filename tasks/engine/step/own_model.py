@@ -34,9 +34,9 @@ from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import ModelConfig, TrainConfig
 from tasks.engine.step import averaging
 from tasks.engine.step.averaging import Averaging
-from tasks.engine.step.losses import check_loss, has_own_loss, load_own_functions, make_loss
-from tasks.engine.step.micro_batches import ChangeFinder, StateChanges
+from tasks.engine.step.losses import check_loss, find_own_functions, has_own_loss, make_loss
 from tasks.engine.step.optimizer_step import Loss
+from tasks.engine.step.state_changes import ChangeFinder, StateChanges
 
 CPU = torch.device("cpu")
 EVAL_ROWS = 3
@@ -51,6 +51,7 @@ class ModelCheck:
     weights_bytes: int
     outputs: int  # classes, values or different tokens that the model tells apart
     changes: StateChanges = StateChanges()  # of a training step
+    judged: StateChanges = StateChanges()  # of an evaluation
     averaging: Averaging = Averaging()  # of a loss of the user's own, or of the model itself
 
 
@@ -121,7 +122,7 @@ def check_model(settings: ModelConfig, train: TrainConfig, data: DataFacts) -> M
     Of a model of the user's own the last result is kept, in plain values: a flow checks before
     a run is opened and again in training.
     """
-    with keep_python_state(load_own_functions(train)):
+    with keep_python_state(find_own_functions(train).values()):
         return _check_model(settings, train, data)
 
 
@@ -163,11 +164,12 @@ def _check_builtin_model(settings: ModelConfig, train: TrainConfig, data: DataFa
         with torch.no_grad():
             model = build_model_on_host(settings, data)
             outputs = model(x)
-        finder = ChangeFinder(model, y)
-        writes = check_loss(train, loss, outputs, y)
-        asked = _ask_own_loss(train, loss, outputs, data)
+        finder = ChangeFinder(model, y, find_own_functions(train))
+        with finder.watch():
+            writes = check_loss(train, loss, outputs, y)
         changes = finder.find_changes(writes)
-        return ModelCheck(work, weights_bytes, data.outputs, changes, asked)
+        asked = _ask_own_loss(train, loss, outputs, data)
+        return ModelCheck(work, weights_bytes, data.outputs, changes, changes, asked)
     return ModelCheck(work, weights_bytes, data.outputs)
 
 
@@ -211,9 +213,9 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
     _refuse_untrainable(model, name)
     x, y = make_sample(data, 2, is_own=is_import_path(train.loss))
     own_loss = has_own_loss(train)
-    finder = ChangeFinder(model, (x, y))
+    finder = ChangeFinder(model, (x, y), find_own_functions(train))
     before = set(model.state_dict())
-    with builtin.count_multiply_adds(model) as work:
+    with finder.watch(), builtin.count_multiply_adds(model) as work:
         outputs = _run_forward(model, x, y, name, takes_loss=own_loss)
     if made := sorted(set(model.state_dict()) ^ before):
         raise ModelError(
@@ -223,10 +225,14 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
         )
     wide = _refuse_misshapen(outputs, y, data, name)
     loss = make_loss(train, data, CPU)
-    writes = check_loss(train, loss, outputs, y)
-    asked = _ask_own_loss(train, loss, outputs, data)
+    with finder.watch():
+        writes = check_loss(train, loss, outputs, y)
     changes = finder.find_changes(writes)
-    _refuse_otherwise_in_eval(model, data, name, tuple(outputs.shape[1:]), takes_loss=own_loss)
+    asked = _ask_own_loss(train, loss, outputs, data)
+    finder = ChangeFinder(model, ())
+    with finder.watch():
+        _refuse_otherwise_in_eval(model, data, name, tuple(outputs.shape[1:]), takes_loss=own_loss)
+    judged = changes.replace_model(finder.find_changes())
     if _has_single_row(train.batch_size, train.accumulate, data.train_rows):
         # A norm of the batch can't.
         _run_forward(model.train(), *make_sample(data, 1), name)
@@ -239,7 +245,7 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
             )
     if own_loss and isinstance(x, Mapping) and "labels" in x:
         asked = _ask_model(model.eval(), data)
-    return ModelCheck(sum(work) // 2, builtin.count_bytes(model), wide, changes, asked)
+    return ModelCheck(sum(work) // 2, builtin.count_bytes(model), wide, changes, judged, asked)
 
 
 def _ask_own_loss(train: TrainConfig, loss: Loss, outputs: Tensor, data: DataFacts) -> Averaging:

@@ -54,7 +54,7 @@ from tasks.engine.models.parameter_patterns import freeze_parameters
 from tasks.engine.settings.run_config import FUSED, ModelConfig
 from tasks.engine.step import build, own_model
 from tasks.engine.step.evaluation import choose_eval_rows, iterate_tensors
-from tasks.engine.step.losses import load_own_functions, make_loss
+from tasks.engine.step.losses import find_own_functions, make_loss
 from tasks.engine.step.micro_batches import SingleAttempt
 from tasks.engine.step.optimizer_step import Step
 from tasks.engine.step.plan import Plan
@@ -291,7 +291,7 @@ def make_peaks(device: torch.device, facts: DeviceFacts) -> PhasePeaks:
 
 def run_dry_training(plan: Plan, micro_batch: int, own: nn.Module | None) -> DryRun:
     """Run a training without bytes. own: the model, where it is the user's; else it is built."""
-    with keep_python_state(load_own_functions(plan.settings.train)):
+    with keep_python_state(find_own_functions(plan.settings.train).values()):
         return _run_dry_training(plan, micro_batch, own)
 
 

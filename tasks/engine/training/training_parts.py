@@ -58,7 +58,12 @@ from tasks.engine.step.build import (
 )
 from tasks.engine.step.choose_step import EarlierTimings, TunedStep
 from tasks.engine.step.evaluation import BestWeights, Evaluator, choose_eval_rows
-from tasks.engine.step.losses import load_own_metrics, make_loss, wrap_in_units
+from tasks.engine.step.losses import (
+    find_own_functions,
+    load_own_metrics,
+    make_loss,
+    wrap_in_units,
+)
 from tasks.engine.step.micro_batches import MicroBatches
 from tasks.engine.step.optim import Optimizer
 from tasks.engine.step.optimizer_step import Step
@@ -247,7 +252,8 @@ class TrainingParts:
             **self.accounts.measure_memory(),
             **self.tuned.verdict.make_metrics(),
             "memory/ooms_recovered": float(self.micro.recovered + self.evaluator.micro.recovered),
-            "memory/micro_batch": float(self.micro.rows),
+            # From here the next run alike takes the rows to begin with.
+            **({"memory/micro_batch": float(self.micro.rows)} if self.micro.is_learnt else {}),
         }
 
     def make_tags(self) -> dict[str, str]:
@@ -286,7 +292,7 @@ def build_parts(
         "model": model,
         "accounts": accounts.phases.accounts,
         "witness": _Witness(start.recorder, accounts.phases.meter),
-        "changes": start.checked.changes,
+        "beside": find_own_functions(train),
         "forget_graph": lambda: any(each.forget_graphs() for each in recorders),
     }
     count = choose_count(train, data, found=start.checked.averaging.count)
@@ -300,7 +306,14 @@ def build_parts(
         kind = partial(AgreedMicroBatches, ranks=ranks, together=parallel.together)
     if find_mesh(model) is not None:
         kind = of_eval = FixedMicroBatches
-    micro = kind(micro_rows, whole=here, what="training", give_back=fed[0].give_back, **shared)
+    micro = kind(
+        micro_rows,
+        whole=here,
+        what="training",
+        give_back=fed[0].give_back,
+        changes=start.checked.changes,
+        **shared,
+    )
     outputs: list[tuple[str, Tensor]] = []
     step = make_step(
         plan,
@@ -334,7 +347,14 @@ def build_parts(
         task=data.task,
         loss=make_loss(train, data, device, is_judged=True),
         autocast=step.autocast,
-        micro=of_eval(most, whole=most, what="eval", give_back=fed[1].give_back, **shared),
+        micro=of_eval(
+            most,
+            whole=most,
+            what="eval",
+            give_back=fed[1].give_back,
+            changes=start.checked.judged,
+            **shared,
+        ),
         phases=accounts.phases,
         forward=choose_forward(settings.model.name, train),
         count=count,

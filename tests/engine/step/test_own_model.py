@@ -13,7 +13,7 @@ from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.step import own_model
-from tasks.engine.step.micro_batches import StateChanges
+from tasks.engine.step.state_changes import StateChanges
 
 Own = Callable[[str, str], None]
 ROWS = DataFacts(
@@ -74,7 +74,9 @@ def test_outputs_come_as_a_tensor_a_tuple_or_an_object(own: Own, forward: str) -
 def test_work_is_counted_for_the_layers_that_do_it(own: Own) -> None:
     own("mine", PLAIN)
     changes = StateChanges(own=True)
-    assert _check() == own_model.ModelCheck(work=18, weights_bytes=84, outputs=3, changes=changes)
+    assert _check() == own_model.ModelCheck(
+        work=18, weights_bytes=84, outputs=3, changes=changes, judged=changes
+    )
 
 
 @pytest.mark.parametrize(

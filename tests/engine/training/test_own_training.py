@@ -692,7 +692,7 @@ def test_any_optimizer_of_torch_trains_by_its_name_and_ones_own_by_its_path(
     [
         ({"name": "Adagrad", "momentum": 0.5}, "optim.momentum: Adagrad takes none .got 0.5.; dro"),
         ({"name": "RMSprop", "beta2": 0.9}, "optim.beta2: RMSprop takes none"),
-        ({"name": "mine:closing"}, "optim.name: the steps of mine:closing need a closure"),
+        ({"name": "mine:closing"}, "optim.name: the steps of mine:closing search along a line"),
         (
             {"name": "mine:none"},
             "optim.name: mine:none must give a torch.optim.Optimizer .got a No",
@@ -735,5 +735,5 @@ def test_an_optimizer_of_torch_is_that_of_a_plain_loop_with_the_rate_of_each_ste
             optimizer.step()
     for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b)
-    with pytest.raises(ValueError, match="optim.name\n.*the steps of LBFGS need a closure"):
+    with pytest.raises(ValueError, match="optim.name\n.*the steps of LBFGS search along a line"):
         RunConfig.model_validate({"optim": {"name": "LBFGS"}})
