@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 
 from tasks.engine.base.import_paths import forbid_exit
+from tasks.engine.distributed.sharding import recompute_activations
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import TASK_METRICS, TOP5
 from tasks.engine.step import optim, own_model
@@ -55,9 +56,6 @@ def check_training(plan: Plan) -> ModelCheck:
         model = own_model.build_model_on_host(config.model, data)
         optim.find_groups(config.optim, model)
         if config.memory.recompute:
-            # torch.distributed.fsdp costs a second.
-            from tasks.engine.distributed.sharding import recompute_activations
-
             recompute_activations(model)
     return checked
 
