@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 
 from tasks.engine.base.import_paths import forbid_exit
+from tasks.engine.distributed.sharding import recompute_activations
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import TASK_METRICS, TOP5
 from tasks.engine.step import optim, own_model
@@ -59,9 +60,6 @@ def check_training(plan: Plan) -> ModelCheck:
         optim.find_groups(config.optim, model)
         optim.refuse_parameters(config.optim, model)
         if config.memory.recompute:
-            # torch.distributed.fsdp costs a second.
-            from tasks.engine.distributed.sharding import recompute_activations
-
             recompute_activations(model)
     return checked
 
