@@ -16,12 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tasks.engine.base.figures import LARGEST_CLASS_SHARE, MEAN, MEDIAN
+
 Figures = dict[str, float]
-# Of amounts: the share of its error that the best single answer would have, where the model's error
-# is not smaller beyond chance. Beside the metrics of an evaluation; see of_guesses.
-MEAN, MEDIAN = "as the mean", "as the median"
-ALIKE = "alike"  # beside the metrics of an evaluation that gave every row the same answer
-UNLOGGED = (ALIKE, MEAN, MEDIAN)  # what stands there for these sentences alone
 CHANCE_T = 1.645  # one side, 5 %
 LARGEST_CLASS = 0.9  # share of the rows above which the accuracy says little
 MOST_CELLS = 2**20  # of a whole matrix: 8 MiB; of more classes the answers are sorted
@@ -95,7 +92,7 @@ def compute_class_scores(cells: ConfusionCells) -> Figures:
     return {
         "balanced_accuracy": float(recall),
         "macro_f1": float(found.f1.mean()),
-        **({"largest_class_share": share} if share > LARGEST_CLASS else {}),
+        **({LARGEST_CLASS_SHARE: share} if share > LARGEST_CLASS else {}),
     }
 
 

@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from tasks.engine.base import figures
 from tasks.engine.base.import_paths import IMPORT_PATH, is_import_path
 from tasks.engine.settings.model_args import BUILTIN_ARGS, find_argument_problems
 
@@ -327,14 +328,11 @@ SCHEDULES_BY_SETTING: dict[str, tuple[str, ...]] = {
     "optim.plateau_patience": ("plateau",),
 }
 LOSSES = ("auto", "cross_entropy", "bce", "mse")
-TASK_METRICS = {  # what a task measures of itself, beside metrics of the user's own
-    "classification": ("val/accuracy", "val/balanced_accuracy", "val/macro_f1", "val/loss"),
-    "multilabel": ("val/accuracy", "val/f1", "val/macro_f1", "val/average_precision", "val/loss"),
-    "regression": ("val/r2", "val/mae", "val/rmse", "val/loss"),
-    "tokens": ("val/perplexity", "val/loss"),
+TASK_METRICS = {  # by which weights may be chosen, beside metrics of the user's own
+    task: tuple(f"val/{name}" for name in names) for task, names in figures.TASK_FIGURES.items()
 }
-TOP5 = "val/top5_accuracy"  # of a classification with more than ten classes
-LOWER_IS_BETTER = ("val/perplexity", "val/loss", "val/mae", "val/rmse")
+TOP5 = f"val/{figures.TOP5}"
+LOWER_IS_BETTER = tuple(f"val/{name}" for name in figures.LOWER_IS_BETTER)
 _DEVICE = re.compile(r"(auto|cpu|mps|(cuda|rocm|xpu)(:[0-9]{1,4})?)")
 
 
@@ -563,6 +561,10 @@ class TrainConfig(Section):
         for name, path in metrics.items():
             if not re.fullmatch(r"[A-Za-z0-9_ -]{1,50}", name):
                 raise ValueError(f"names must be letters, digits, _ and - (got {name[:80]!r})")
+            if name in figures.TAKEN:
+                raise ValueError(
+                    f"{name!r} is the name of a figure of the task itself; give yours another"
+                )
             if not IMPORT_PATH.fullmatch(path):
                 raise ValueError(f"{name} must be package.module:function (got {path[:80]!r})")
         return metrics

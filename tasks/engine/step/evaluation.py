@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from tasks.engine.accounts.phases import Phases
 from tasks.engine.base import nested, scores
 from tasks.engine.base.facts import DataFacts
+from tasks.engine.base.figures import ALIKE, TOP5, UNLOGGED
 from tasks.engine.base.nested import get_local_part, shard_like
-from tasks.engine.base.scores import ALIKE, UNLOGGED, ConfusionCells, KeptRows, shrink_classes
+from tasks.engine.base.scores import ConfusionCells, KeptRows, shrink_classes
 from tasks.engine.batches.batches import Batches
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.memory.out_of_memory import clear_frames
@@ -205,11 +206,9 @@ class _BatchSums:
 def evaluate(
     model: nn.Module, batches: Batches, evaluator: Evaluator, *, part: str = "val"
 ) -> dict[str, float]:
-    """Return val/loss over all rows, or over all that the loss counts, with the metrics of the
-    task: val/accuracy, val/balanced_accuracy, val/macro_f1 and, of more than TOP_OF classes,
-    val/top5_accuracy for a classification; val/accuracy, val/f1, val/macro_f1 and
-    val/average_precision for several labels; val/r2, val/mae and val/rmse for a regression;
-    val/perplexity = exp(val/loss) for tokens. Waits for the device.
+    """Return val/loss over all rows, or over all that the loss counts, with the figures of the
+    task (see figures.TASK_FIGURES; of more than TOP_OF classes also the share of rows whose class
+    is among the first TOP). Waits for the device.
 
     Where a regression's target was scaled, val/loss is that of the scaled target (a mean
     squared error of 1 is as good as the mean), or of the user's own loss in the target's
@@ -279,7 +278,7 @@ def _compute_counted_figures(task: str, sums: dict[str, float], loss: float) -> 
         return {}
     found = {"accuracy": sums["hits"] / sums["answers"]}
     if "top5" in sums:
-        found["top5_accuracy"] = sums["top5"] / sums["answers"]
+        found[TOP5] = sums["top5"] / sums["answers"]
     if task == "multilabel":
         told = 2 * sums["both"] + sums["either"]
         found["f1"] = 2 * sums["both"] / told if told else 1.0

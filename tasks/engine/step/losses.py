@@ -33,7 +33,6 @@ FITTING = {
     "regression": "mse",
     "tokens": "cross_entropy",
 }
-FIGURES = ("loss", "accuracy", "f1", "r2", "mae", "perplexity")  # val/... of the tasks themselves
 OwnMetrics = Mapping[str, Callable[[Any, Any], Any]]
 
 
@@ -159,12 +158,6 @@ def _compute_balanced_weights(data: DataFacts) -> list[float]:
 
 def load_own_metrics(train: TrainConfig) -> OwnMetrics:
     """Return the user's own metrics by name. Raises ConfigError."""
-    for name in train.metrics:
-        if name in FIGURES:
-            raise ConfigError(
-                f"train.metrics: {name!r} is the name of a figure of the task itself; give yours "
-                "another"
-            )
     return {name: _OwnMetric(f"train.metrics.{name}", path) for name, path in train.metrics.items()}
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as sk
 
-from tasks.engine.base import scores
+from tasks.engine.base import figures, scores
 from tasks.engine.base.scores import ConfusionCells
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -91,14 +91,14 @@ def test_an_error_that_is_not_below_a_guesss_beyond_chance_is_told_and_no_other(
         by_chance = scores.compute_constant_baseline(
             np.full((rows, 1), 1.0) + random.normal(size=y.shape) / 20, y, guess
         )
-        doubted += scores.MEAN in by_chance
+        doubted += figures.MEAN in by_chance
         wronged += bool(
             scores.compute_constant_baseline(y + random.normal(size=y.shape) / 10, y, guess)
         )
     assert doubted >= 0.9 * 300 and wronged == 0
     told = scores.compute_constant_baseline(np.full((rows, 1), 1.0), y, guess)
-    assert told[scores.MEAN] == pytest.approx(sk.root_mean_squared_error(y, np.ones_like(y)))
-    assert told[scores.MEDIAN] == pytest.approx(
+    assert told[figures.MEAN] == pytest.approx(sk.root_mean_squared_error(y, np.ones_like(y)))
+    assert told[figures.MEDIAN] == pytest.approx(
         sk.mean_absolute_error(y, np.full_like(y, np.log(2)))
     )
 

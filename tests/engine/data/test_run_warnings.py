@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tasks.engine.base.facts import DataFacts, TrainFacts
-from tasks.engine.base.scores import ALIKE
+from tasks.engine.base.figures import ALIKE
 from tasks.engine.data import run_warnings
 from tasks.engine.data.preparation import prepare_dataset
 from tasks.engine.device.detection import detect_best_device

@@ -201,7 +201,6 @@ LOSSES = PLAIN + (
         ({"loss": "mine:nothing"}, "^train.loss: mine has no nothing"),
         ({"loss": "mse"}, "^train.loss: mse does not fit classification; use auto or cross_ent"),
         ({"metrics": {"m": "mine:text"}}, "^train.metrics.m: mine:text must return one number"),
-        ({"metrics": {"loss": "mine:good"}}, "^train.metrics: 'loss' is the name of a figure"),
         (
             {"loss": "mine:good", "class_weights": "balanced"},
             "^train.class_weights: has no meaning with a loss of your own",
