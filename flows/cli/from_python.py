@@ -7,6 +7,7 @@ neither: it runs the flow itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import Parameter, Signature, signature
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from flows.cli.flags import TITLES
 from tasks.engine.settings.read_settings import ConfigError, hide_config_secrets, make_config
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.table import describe_setting, list_settings
-from tasks.run.flow_run import CalledFlow
+from tasks.run.flow_run import CalledFlow, run_at_desk
 from tasks.run.gate import GateFailed
 from tasks.run.preflight import BAD_INPUT, resolve_and_check
 from tasks.run.resume import read_resumed_settings
@@ -30,7 +31,7 @@ def make_python_callable(flow: Flow[..., Any]) -> CalledFlow:
     that the command does, in Prefect's form with its settings in groups."""
     return CalledFlow(
         flow.fn,
-        call=_train_from_python,
+        call=partial(_train_from_python, flow.fn),
         shown=_hide_secrets,
         form=_make_form_signature,
         name=flow.name,
@@ -39,6 +40,7 @@ def make_python_callable(flow: Flow[..., Any]) -> CalledFlow:
 
 
 def _train_from_python(
+    function: Callable[..., Any],
     run_flow: Callable[..., Any],
     config: RunConfig | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -56,11 +58,12 @@ def _train_from_python(
             config = RunConfig() if resume is None else read_resumed_settings(resume)
         given = config if isinstance(config, RunConfig) else make_config(config)
         asked = resolve_and_check(given, overrides)
+        run: dict[str, Any]
         if FlowRunContext.get() is not None:  # a step of somebody's own flow
-            run: dict[str, Any] = run_flow(config=asked, resume=resume)
+            run = run_flow(config=asked, resume=resume)
             return run
         with train_command.set_up_call():
-            run = run_flow(config=asked, resume=resume)
+            run = run_at_desk(run_flow, function, config=asked, resume=resume)
     except BAD_INPUT as error:
         raise error.with_traceback(None) from None
     except GateFailed as failed:

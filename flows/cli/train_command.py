@@ -258,6 +258,14 @@ def _log_to_stderr() -> logging.Handler:
 
 
 def _run_flow(asked: Namespace) -> int:
+    code = _train_in_flow(asked)
+    # The exit code is that of the record: whoever sees that of a signal trains once more.
+    signals.forget_signal()
+    signals.disable_signal_exceptions(code)
+    return code
+
+
+def _train_in_flow(asked: Namespace) -> int:
     from httpx import TransportError
 
     from flows.train import train
@@ -272,6 +280,15 @@ def _run_flow(asked: Namespace) -> int:
     except GateFailed as failed:
         print(f"gate.fail: the run is {failed}", file=sys.stderr)
         return 1
+    except (KeyboardInterrupt, SystemExit):  # a signal
+        ended = find_last_ended()
+        status = ended.run.get("status") if ended is not None else None
+        if ended is None or status not in ("FINISHED", "FAILED"):
+            raise
+        told = f"{signals.describe_signal()} when the training had ended: {status} in MLflow"
+        print(told, file=sys.stderr)
+        print_report(ended.run)
+        return 0 if prefect_http.make_flow_run_end(ended.run).type == "COMPLETED" else 1
     except Exception as error:
         ended = find_last_ended()
         is_away = isinstance(error, TransportError)

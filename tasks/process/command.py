@@ -56,7 +56,7 @@ def exit_process(code: int) -> NoReturn:
 
     That would cost up to another second.
     """
-    signals.disable_signal_exceptions()
+    signals.disable_signal_exceptions(code)
     if not _is_prefect_away:
         atexit._run_exitfuncs()  # Prefect's last logs and events among them
         logging.shutdown()

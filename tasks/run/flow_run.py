@@ -30,7 +30,13 @@ from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import SettingsContext, get_settings_context
 from prefect.exceptions import Pause
 from prefect.runtime import deployment, flow_run
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, get_current_settings
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    PREFECT_LOGGING_TO_API_ENABLED,
+    get_current_settings,
+    temporary_settings,
+)
 from prefect.states import AwaitingRetry, Completed, Running
 from rich.console import Console
 
@@ -39,15 +45,15 @@ from tasks.engine.report.report_sections import make_report
 from tasks.engine.settings.read_settings import ConfigError, make_config, override_config
 from tasks.engine.settings.run_config import RunConfig
 from tasks.process import command, signals
-from tasks.process.prefect_http import make_flow_run_end
+from tasks.process.prefect_http import is_healthy, make_flow_run_end
 from tasks.process.redaction import redact, redact_errors, redact_logs, redact_nested, remove_login
-from tasks.process.run_task import CURRENT_RUN
+from tasks.process.run_task import CURRENT_RUN, IS_RECORDED
 from tasks.run.failures import classify_failure
 from tasks.run.gate import GateFailed
 from tasks.run.preflight import resolve_and_check
 from tasks.run.record import Record, find_last_ended
 from tasks.run.resume import Retry, make_default_name, plan_retry
-from tasks.services.local_prefect import is_temporary_api
+from tasks.services.local_prefect import find_server_log, is_temporary_api
 
 log = logging.getLogger(__name__)
 PARENT = "HEADROOM_PARENT_RUN"  # in the environment: the run in MLflow that this one is part of
@@ -56,6 +62,56 @@ PATIENCE_S = 1.0  # for the slot of a holder that is gone
 EXIT_S = 10.0  # for a process that is to be started again to end
 # Unix time at which somebody asked for this run.
 ASKED_AT: ContextVar[float | None] = ContextVar("ASKED_AT", default=None)
+_begun: ContextVar[threading.Event | None] = ContextVar("_begun", default=None)  # the flow itself
+
+
+def run_at_desk(flow: Callable[..., Any], function: Callable[..., Any], **arguments: Any) -> Any:
+    """Return what the flow returns. Its function is called alone where the server that this desk
+    has started fails before the flow has begun: it would only show the run. A server that somebody
+    has named is waited for, and missed."""
+    api = PREFECT_API_URL.value() or ""
+    if not is_temporary_api(api):
+        return flow(**arguments)
+    begun = threading.Event()
+    token = _begun.set(begun)
+    try:
+        if is_healthy(f"{api}/health"):
+            return flow(**arguments)
+        why = "no answer"
+    except (TransportError, HTTPStatusError, RuntimeError) as error:
+        if begun.is_set() or not _is_of_server(error):
+            raise
+        why = redact(str(error)).splitlines()[0] or type(error).__name__
+    finally:
+        _begun.reset(token)
+    command.leave_prefect()
+    with forget_prefect():
+        log.warning(
+            "Prefect's server of this desk, %s, fails (%s; see %s): the training goes on without "
+            "it, and is in MLflow alone",
+            *(api, why, find_server_log()),
+        )
+        return function(**arguments).data  # of the state that Prefect would be given
+
+
+def _is_of_server(error: Exception) -> bool:
+    if isinstance(error, HTTPStatusError):
+        return error.response.status_code >= 500
+    return isinstance(error, TransportError) or str(error).startswith("Failed to reach API")
+
+
+@contextmanager
+def forget_prefect() -> Iterator[None]:
+    """Let nothing be told to Prefect in the block, nor by the process that sends the run."""
+    known = os.environ.pop("PREFECT_API_URL", None)
+    token = IS_RECORDED.set(False)
+    try:
+        with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: False}):
+            yield
+    finally:
+        IS_RECORDED.reset(token)
+        if known is not None:
+            os.environ["PREFECT_API_URL"] = known
 
 
 def make_run_name() -> str:
@@ -82,6 +138,8 @@ def open_run(
     overrides: dotted names over the settings. resume: the run to go on with. Raises ConfigError and
     DataError for what can't work, before anything is spent.
     """
+    if (begun := _begun.get()) is not None:
+        begun.set()
     with redact_errors():
         run = Record(
             resolve_and_check(config, overrides),
@@ -190,6 +248,8 @@ def plan_command_retry(error: Exception, config: RunConfig) -> Retry | None:
 def show_markdown(text: str, key: str, title: str) -> bool:
     """Show the text as an artifact of this flow run, and return whether Prefect took it: that it is
     away is only logged."""
+    if not IS_RECORDED.get():
+        return False
     try:
         create_markdown_artifact(text, key=key, description=title)
         return True

@@ -280,6 +280,15 @@ class RunClaim(FolderClaim):
             except NothingKept as nothing:
                 self.begin_anew(nothing)
 
+    def mark_resume(self) -> RunStart:
+        """Return how the run began, marked as gone on with by this folder. Raises ConfigError."""
+        assert self.start is not None
+        try:
+            return self.start.mark_resume(self.folder)
+        except OSError as error:
+            told = f"--resume {self.folder}: can't be written ({error.strerror})"
+            raise ConfigError(told) from None
+
     def begin_anew(self, why: ConfigError | RunGone) -> None:
         """Leave the run of before, which can't be gone on with, for a new one of its key.
 

@@ -285,3 +285,27 @@ def test_a_home_that_cannot_be_written_is_said(desk: Desk, place: Path) -> None:
 
 def test_the_environment_of_a_desk_names_no_api() -> None:
     assert "PREFECT_API_URL" not in desk_environment(Path("/tmp/x"))
+
+
+@pytest.mark.parametrize(("number", "said"), [(15, "terminated"), (2, "interrupted")])
+def test_the_exit_code_is_that_of_the_record_where_a_signal_comes_at_the_end(
+    desk: Desk, place: Path, number: int, said: str
+) -> None:
+    """2 of 10 that were terminated in the close ended with 143 and were FINISHED in MLflow: the
+    scheduler trained them once more."""
+    process = desk("--train.epochs", "60")
+    runs = place / ".headroom" / "runs"
+    _until(lambda: any(f.stat().st_size for f in runs.glob("*/metrics.jsonl")))
+    with closing(sqlite3.connect(place / "mlflow.db", timeout=30)) as database:
+        database.execute("BEGIN IMMEDIATE")  # so that the close waits
+        assert not list(runs.glob("*/run.json"))
+        _until(lambda: list(runs.glob("*/run.json")))
+        process.send_signal(number)
+        time.sleep(0.5)
+        assert number == 2 or process.poll() is None
+        database.rollback()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert f"\n{said} when the training had ended: FINISHED in MLflow" in err
+    assert "Release  OK" in out and "Traceback" not in err
+    _until(lambda: _ask(place, "SELECT status FROM runs") == [("FINISHED",)])
