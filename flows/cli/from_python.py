@@ -17,6 +17,7 @@ from pydantic import WithJsonSchema
 
 from flows.cli import train_command
 from flows.cli.flags import TITLES
+from tasks.engine.base.secret_texts import hide_secrets
 from tasks.engine.settings.read_settings import ConfigError, hide_config_secrets, make_config
 from tasks.engine.settings.run_config import RunConfig
 from tasks.engine.settings.table import describe_setting, list_settings
@@ -91,12 +92,12 @@ def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
 
 
 def _hide_secrets(parameters: dict[str, Any]) -> dict[str, Any]:
-    config = parameters.get("config")
-    return (
-        {**parameters, "config": hide_config_secrets(config)}
-        if isinstance(config, RunConfig)
-        else parameters
-    )
+    return {
+        name: hide_config_secrets(value)
+        if isinstance(value, RunConfig)
+        else hide_secrets(value, name)
+        for name, value in parameters.items()
+    }
 
 
 def _make_form_signature(flow: Flow[..., Any]) -> Signature:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tasks.engine.accounts.own_loop import OwnLoop, check_name, check_watched, find_device
 from tasks.engine.base.facts import DeviceFacts
+from tasks.engine.base.secret_texts import hide_secrets
 from tasks.engine.device.detection import detect_best_device
 from tasks.engine.memory import leaks
 from tasks.engine.memory.out_of_memory import is_oom
@@ -77,7 +78,7 @@ class Account(Recording):
         super().__init__(
             where,
             FolderClaim(Path(where.runs), name),
-            params=dict(_flatten_params(params or {})),
+            params=hide_secrets(dict(_flatten_params(params or {})), "params"),
             experiment=experiment,
         )
         self._asked, self._source, self._is_quiet = (device, (model, optimizer)), source, quiet

@@ -121,7 +121,7 @@ class Record(Recording):
         self.past = PastRuns(self._clock.time_stage("open_run", self._open, plan))
         if self.leases.waited_s > 1:
             self._clock.stages["time/wait_device_s"] = self.leases.waited_s
-        self._write("config.yaml", redact(dump_yaml(hide_config_secrets(self.config).model_dump())))
+        self._write("config.yaml", dump_yaml(hide_config_secrets(self.config).model_dump()))
         self._write("device.json", make_device_json(plan.device))
         at = next(iter(list_steps(self.folder / CHECKPOINTS)), 0) if self.resumes else 0
         self._progress = self._screen.enter_context(Progress(plan.steps, plan.epochs, at=at))

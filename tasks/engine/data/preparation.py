@@ -19,7 +19,7 @@ import numpy as np
 
 from tasks.engine.base.facts import Column, DataFacts
 from tasks.engine.base.import_paths import forbid_exit, is_import_path
-from tasks.engine.base.secret_names import hide_secrets
+from tasks.engine.base.secret_texts import hide_in_text, hide_secrets
 from tasks.engine.data import run_warnings
 from tasks.engine.data.encoding import (
     Moments,
@@ -467,7 +467,7 @@ def _is_new(data: DataConfig) -> bool:
     could tell that it is there all the same, which is rare."""
     if data.source not in TABLE_FILES:
         return False
-    wanted = (str(find_origin(data)), _collect_settings(data))
+    wanted = (hide_in_text(str(find_origin(data))), _collect_settings(data))
     return wanted not in prepared_cache.list_prepared(resolve_cache_folder(data), data.source)
 
 
@@ -483,7 +483,8 @@ def _collect_settings(data: DataConfig) -> dict[str, Any]:
     # What was prepared before there were these stays as it was called.
     unused |= {*SPLIT_SETTINGS} - {*data.own_split}
     settings = data.model_dump(exclude=unused)
-    return {**settings, "args": hide_secrets(data.args, "data.args")}  # kept, and told again
+    # It is kept, and told again; what another login gives is known by its content.
+    return {n: hide_secrets(v, f"data.{n}", by_name=n == "args") for n, v in settings.items()}
 
 
 def _name_folder(data: DataConfig, found: SourceFingerprint) -> Path:
@@ -507,7 +508,9 @@ def _write_prepared(
     def fill(temporary: Path) -> dict[str, Any]:
         manifest = draft.write(temporary)
         refuse_changed_files(found, lambda: list_source_files(data))
-        return {**manifest, "source": vars(found), "settings": _collect_settings(data)}
+        path = None if found.path is None else hide_in_text(found.path)
+        source = {**vars(found), "path": path}
+        return {**manifest, "source": source, "settings": _collect_settings(data)}
 
     return prepared_cache.publish_folder(folder, fill)
 
