@@ -229,9 +229,10 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
         writes = check_loss(train, loss, outputs, y)
     changes = finder.find_changes(writes)
     asked = _ask_own_loss(train, loss, outputs, data)
-    finder = ChangeFinder(model, ())
+    shown, _ = make_sample(data, EVAL_ROWS)
+    finder = ChangeFinder(model, shown)
     with finder.watch():
-        _refuse_otherwise_in_eval(model, data, name, tuple(outputs.shape[1:]), takes_loss=own_loss)
+        _refuse_otherwise_in_eval(model, shown, name, tuple(outputs.shape[1:]), takes_loss=own_loss)
     judged = changes.replace_model(finder.find_changes())
     if _has_single_row(train.batch_size, train.accumulate, data.train_rows):
         # A norm of the batch can't.
@@ -414,16 +415,19 @@ def _refuse_misshapen(outputs: Tensor, y: Any, data: DataFacts, name: str) -> in
 
 
 def _refuse_otherwise_in_eval(
-    model: nn.Module, data: DataFacts, name: str, shape: tuple[int, ...], *, takes_loss: bool
+    model: nn.Module, x: Any, name: str, shape: tuple[int, ...], *, takes_loss: bool
 ) -> None:
     """Raises ModelError where the outputs have another shape when it is evaluated, or it fails
-    then. shape: of a row in training. Of three rows, since two may be as many as there are
-    outputs."""
-    x, _ = make_sample(data, EVAL_ROWS)
+    then. x: EVAL_ROWS rows, since two may be as many as there are outputs; shape: of a row in
+    training."""
     expected, told = (EVAL_ROWS, *shape), ""
+    forward = make_own_forward(model.eval(), takes_loss=takes_loss)
     try:
         with torch.inference_mode():
-            got = tuple(make_own_forward(model.eval(), takes_loss=takes_loss)(x)[0].shape)
+            got = tuple(forward(x)[0].shape)
+            if got != expected:  # as where it goes by the longest of the rows
+                model.train()
+                expected = tuple(forward(x)[0].shape)
         if got != expected:
             told = f"returns {got} for {EVAL_ROWS} rows, and {expected} in training"
     except Exception as error:

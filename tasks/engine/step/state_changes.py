@@ -48,6 +48,7 @@ class StateChanges:
         """Return the same with what was `found` of the model in another mode."""
         return replace(
             self,
+            inputs=self.inputs or found.inputs,
             slots=found.slots | {slot for slot in self.slots if slot[0]},
             mutated=found.mutated | {slot for slot in self.mutated if slot[0]},
             trained=found.trained,
