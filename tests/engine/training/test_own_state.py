@@ -36,7 +36,7 @@ def run_out(rows, short):
 class Averages:  # a helper of the user's own
     def __init__(self, model): self.shadow = {n: p.detach().clone() for n, p in model.items()}
     def update(self, model):
-        for name, p in model.items(): self.shadow[name].data.lerp_(p.detach(), 0.1)
+        for name, p in model.items(): self.shadow[name].data.lerp_(p.detach().cpu(), 0.1)
 
 class Net(nn.Module):
     def __init__(self, input_shape, outputs, kind="", short=0, judged=0):
