@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -551,7 +551,7 @@ class TorchOptimizer(Optimizer):
         before = _StepBackup(self._inner, self.params) if self._is_torchs else None
         failure = ""
         try:
-            self._inner.step() if closure is None else self._inner.step(closure)
+            self._inner.step() if closure is None else self._inner.step(cast(Any, closure))
         except MemoryExhausted:
             raise  # within the closure, which tells more
         except (RuntimeError, MemoryError) as error:

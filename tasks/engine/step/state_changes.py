@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -237,7 +237,8 @@ def _iterate_slots(
     layers = list(layers)
     for owner, path, layer in layers:
         if isinstance(layer, nn.Module):
-            for space in (layer._parameters, layer._buffers):
+            registered: tuple[dict[str, Any], ...] = (layer._parameters, layer._buffers)
+            for space in registered:
                 for name in space:
                     yield (owner, path, name), space
     for owner, path, layer in layers:
@@ -337,9 +338,7 @@ def _read_random_state(value: Any) -> Any:
     if isinstance(value, random.Random):
         return hash(value.getstate())
     if isinstance(value, np.random.RandomState):
-        return repr(
-            [part if i != 1 else part.tobytes() for i, part in enumerate(value.get_state())]
-        )
+        return repr(value.get_state(legacy=False))
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)
     if isinstance(value, torch.Generator):
@@ -353,7 +352,7 @@ def _list_parts(value: Any) -> list[Any]:
         return [part for pair in dict.items(value) for part in pair]
     for kind in (list, tuple, deque):
         if isinstance(value, kind):
-            return list(kind.__iter__(value))
+            return list(cast(Any, kind).__iter__(value))
     if isinstance(value, (set, frozenset)):
         return sorted(map(id, value))
     try:

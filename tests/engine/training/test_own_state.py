@@ -36,7 +36,7 @@ def run_out(rows, short):
 class Averages:  # a helper of the user's own
     def __init__(self, model): self.shadow = {n: p.detach().clone() for n, p in model.items()}
     def update(self, model):
-        for name, p in model.items(): self.shadow[name].data.lerp_(p.detach(), 0.1)
+        for name, p in model.items(): self.shadow[name].data.lerp_(p.detach().cpu(), 0.1)
 
 class Net(nn.Module):
     def __init__(self, input_shape, outputs, kind="", short=0, judged=0):
@@ -154,6 +154,7 @@ def train_keeping(
     **train: Any,
 ) -> TrainFacts:
     own("mine", CODE)
+    torch.manual_seed(0)  # of the weights that two rows go through before
     config = RunConfig.model_validate(
         {
             "model": {"name": "mine:Net", "args": args or {}},
@@ -255,3 +256,13 @@ def test_an_evaluation_is_judged_again_where_it_changes_nothing(
 def test_an_evaluation_that_changed_a_list_is_not_made_again(own: Own, tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory, match="evaluation.*the attempt had changed seen"):
         train_keeping(own, tmp_path / "a", {"kind": "judged list", "judged": 8})
+
+
+def test_what_a_loss_of_ones_own_asked_of_the_host_teaches_no_later_run(
+    own: Own, tmp_path: Path
+) -> None:
+    """A MemoryError of the user's loss made the next run begin with the smaller micro-batch."""
+    hungry = train_keeping(own, tmp_path / "a", loss="mine:hungry")
+    assert hungry.tags["micro_batch"] == "8" and "memory/micro_batch" not in hungry.metrics
+    short = train_keeping(own, tmp_path / "b", {"short": 8})
+    assert short.tags["micro_batch"] == "8" and short.metrics["memory/micro_batch"] == 8
