@@ -142,7 +142,9 @@ def _make_large(log_points: int, before: str, low: float) -> Row:
     )
 
 
-def draw_uneven(draw: Draw, slowness: float = 1.0, *, noise: float = 3 * NOISE) -> list[MeasuredRun]:
+def draw_uneven(
+    draw: Draw, slowness: float = 1.0, *, noise: float = 3 * NOISE
+) -> list[MeasuredRun]:
     """Return 2 runs of a setting, of this noise, and 15 of another."""
     few = draw_runs(draw, {"b": slowness}, repeats=2, noise=noise)
     return few + draw_runs(draw, {"a": 1.0}, repeats=15)

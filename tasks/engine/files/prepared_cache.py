@@ -214,6 +214,11 @@ def check_disk_room(cache: Path, needed_bytes: int) -> None:
     shown = shorten(str(cache), 300)
     if not there.is_dir():
         raise DataError(f"data.cache: {shown} lies under {there}, a file; name another folder")
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
+        raise DataError(
+            f"data.cache: {there} lies on a file system that is mounted read-only; "
+            "name another folder"
+        )
     if not os.access(there, os.W_OK | os.X_OK):
         raise DataError(
             f"data.cache: this user may not write in {there}; name another folder, or `chown` it"
