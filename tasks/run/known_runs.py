@@ -57,17 +57,20 @@ class RunStart:
 
     def write(self, folder: Path) -> None:
         half = folder / f"{START}.new"
-        with open(half, "w") as file:
-            file.write(json.dumps(asdict(self)))
-            file.flush()
-            os.fsync(file.fileno())  # MLflow may keep a mark that a power cut takes away here
+        half.write_text(json.dumps(asdict(self)))
         half.rename(folder / START)
 
     def mark_resume(self, folder: Path) -> RunStart:
         """Return this start with a new mark, which the folder keeps before MLflow has it: where
         MLflow has one that a folder does not know, another copy of it went on. Raises OSError."""
-        marked = replace(self, marks=(*self.marks[-3:], uuid4().hex[:8]))
+        marked = replace(self, marks=(*self.marks[-99:], uuid4().hex[:8]))
         marked.write(folder)
+        for place in (folder / START, folder):  # else a power cut takes away what MLflow keeps
+            opened = os.open(place, os.O_RDONLY)
+            try:
+                os.fsync(opened)
+            finally:
+                os.close(opened)
         return marked
 
     def mark_as_retry(self, before: RunStart | None, *, on: str) -> RunStart:

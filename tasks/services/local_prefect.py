@@ -230,9 +230,10 @@ def _use_one_connection() -> None:
     that connection, the loop waits for the mutex, the other for the loop, and nothing moves.
     """
     from prefect.server.database import configurations
+    from sqlalchemy.ext.asyncio import create_async_engine
 
-    one = partial(configurations.create_async_engine, pool_size=1, max_overflow=0)
-    configurations.create_async_engine = one
+    one = partial(create_async_engine, pool_size=1, max_overflow=0)
+    setattr(configurations, "create_async_engine", one)  # noqa: B010 (it is not exported)
 
 
 def _end_when_unused(folder: Path, server: Any) -> None:
