@@ -197,8 +197,9 @@ def _train(asked: Namespace) -> int:
     data, model = asked.config.data, make_printable(asked.config.model.name, limit=60)
     told = f"{model} on {make_printable(data.path or data.source, limit=60)}"
     print(f"{told}: loading PyTorch, Prefect and MLflow ...", file=sys.stderr, flush=True)
-    from tasks.engine.data.preparation import check_data
-    from tasks.engine.files.source_data import DataError
+    with command.pause_collection():
+        from tasks.engine.data.preparation import check_data
+        from tasks.engine.files.source_data import DataError
 
     try:
         check_data(asked.config.data)
@@ -216,8 +217,9 @@ def _train(asked: Namespace) -> int:
 
 def _run_reporting_errors(run_flow: Callable[[], int], *, debug: bool) -> int:
     try:
-        from prefect import tags
-        from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+        with command.pause_collection():
+            from prefect import tags
+            from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
         # A heartbeat tells a distant server that a run is alive; here it costs 0.9 s at the exit.
         heartless = temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
@@ -266,12 +268,13 @@ def _run_flow(asked: Namespace) -> int:
 
 
 def _train_in_flow(asked: Namespace) -> int:
-    from httpx import TransportError
+    with command.pause_collection():
+        from httpx import TransportError
 
-    from flows.train import train
-    from tasks.run.flow_run import ASKED_AT
-    from tasks.run.gate import GateFailed
-    from tasks.run.record import find_last_ended
+        from flows.train import train
+        from tasks.run.flow_run import ASKED_AT
+        from tasks.run.gate import GateFailed
+        from tasks.run.record import find_last_ended
 
     ASKED_AT.set(command.find_restart_time() or psutil.Process().create_time())
     signals.enable_signal_exceptions()

@@ -30,6 +30,7 @@ from typing import IO, Any
 from tasks.engine.base.file_lock import FileLock, is_held
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.process import prefect_http
+from tasks.process.command import pause_collection
 
 LOG = "headroom-server.log"
 LINGER_S = 20.0  # after the last run: events are written within seconds; a next run finds it ready
@@ -110,6 +111,9 @@ def _require_loopback() -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(("127.0.0.1", 9))  # of a datagram: it looks for a way, and sends nothing
     except OSError as error:
+        # The server, which this file is too, reads no settings: 0.2 s.
+        from tasks.engine.settings.read_settings import ConfigError
+
         raise ConfigError(
             f"PREFECT_API_URL: names no server, and one here would not be reached at 127.0.0.1 "
             f"({error.strerror}); turn on the loopback device (`ip link set lo up`)"
@@ -212,11 +216,12 @@ def _read_api_url(settings: dict[str, Any]) -> str:
 
 
 def _serve(folder: Path, lock_fd: int, socket_fd: int) -> None:
-    import uvicorn
-    from prefect.server.api.server import create_app
+    with pause_collection():
+        import uvicorn
+        from prefect.server.api.server import create_app
 
-    _use_one_connection()
-    server = uvicorn.Server(uvicorn.Config(create_app(), log_level="error", lifespan="on"))
+        _use_one_connection()
+        server = uvicorn.Server(uvicorn.Config(create_app(), log_level="error", lifespan="on"))
     threading.Thread(target=_end_when_unused, args=(folder, server), daemon=True).start()
     server.run(sockets=[socket.socket(fileno=socket_fd)])
     os.ftruncate(lock_fd, 0)

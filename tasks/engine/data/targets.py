@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from tasks.engine.base.units import format_number
-from tasks.engine.files.columns import TEXT_TYPE, WRITTEN, describe_remedy, find_form
 from tasks.engine.files.source_data import DataError, RawData, format_list, shorten
 from tasks.engine.settings.run_config import DataConfig
 
@@ -147,6 +146,9 @@ def _encode_text(raw: RawData, task: str) -> Labels:
 
 def _refuse_amounts(raw: RawData, task: str, names: list[str]) -> None:
     """Raises DataError for text where numbers are asked for, and for numbers that came as text."""
+    # 0.1 s for pyarrow, and most targets are no text.
+    from tasks.engine.files.columns import TEXT_TYPE, WRITTEN, describe_remedy, find_form
+
     forms = {name: find_form(name, raw.decimal or ".") for name in names}
     otherwise = [name for name in names if forms[name] == WRITTEN]
     words = [name for name in names if forms[name] == TEXT_TYPE]
