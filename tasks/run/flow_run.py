@@ -114,7 +114,8 @@ def _show_interruption(record: Record) -> None:
     """Show the report of a run that was cancelled, with where MLflow has it and what goes on."""
     with suppress(Exception):  # it is to end now
         told = record.run
-        text = f"{make_flow_run_end(told).cancelled}\n\n{run_report.make_markdown(told)}"
+        report = run_report.make_markdown(told, open_command="")
+        text = f"{make_flow_run_end(told).cancelled}\n\n{report}"
         headline = ", ".join(make_report(told).headline)
         show_markdown(text, make_artifact_key("report", told["name"]), headline)
 
