@@ -6,6 +6,7 @@ neither: it runs the flow itself.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import Parameter, Signature, signature
@@ -105,13 +106,27 @@ def _make_form_signature(flow: Flow[..., Any]) -> Signature:
     flow. What a person mostly needs, `overrides`, comes first, above some eighty fields."""
     given = signature(flow.fn, eval_str=True).parameters
     in_form = {
-        "overrides": given["overrides"].replace(annotation=dict[str, Any], default={}),
+        "overrides": given["overrides"].replace(
+            annotation=Annotated[
+                dict[str, Any], WithJsonSchema({"type": "object", "propertyNames": _list_names()})
+            ],
+            default={},
+        ),
         "resume": given["resume"],
         "config": given["config"].replace(
             annotation=Annotated[RunConfig, WithJsonSchema(_make_form())]
         ),
     }
     return Signature([p.replace(kind=Parameter.KEYWORD_ONLY) for p in in_form.values()])
+
+
+def _list_names() -> dict[str, Any]:
+    """Return the schema of the names that `overrides` may have, by which Prefect's server refuses a
+    misspelt one when it is asked for the run, before there is one."""
+    rows = list_settings()
+    names = [*(row.name for row in rows), *RunConfig.model_fields]
+    within = "|".join(re.escape(row.name) for row in rows if row.kind == "dictionary")
+    return {"anyOf": [{"enum": names}, {"pattern": f"^({within})\\."}]}
 
 
 def _make_form() -> dict[str, Any]:

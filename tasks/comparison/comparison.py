@@ -35,7 +35,7 @@ from tasks.comparison.trainings import ComparisonFolder, TrainingEnd
 from tasks.engine.base.units import format_number
 from tasks.process.redaction import redact_command_line
 from tasks.run.findings import make_process_tags
-from tasks.run.flow_run import show_markdown
+from tasks.run.flow_run import move_process_tag, show_markdown
 from tasks.run.resume import make_timestamp
 from tasks.services import serve
 from tasks.tracking.mlflow_pages import ComparisonView, make_comparison_path
@@ -213,6 +213,7 @@ def open_comparison(asked: ComparisonRequest) -> Iterator[Comparison]:
 
     Raises ConfigError and TrackingError for what can be neither trained nor read.
     """
+    move_process_tag()
     if not asked.cells:
         comparison = _open_existing(asked, read_tracking_settings())
         yield comparison

@@ -41,11 +41,13 @@ from prefect.states import AwaitingRetry, Completed, Running
 from pydantic_core import to_jsonable_python
 from rich.console import Console
 
+from tasks.engine.base.units import make_printable
 from tasks.engine.report import run_report
 from tasks.engine.report.report_sections import make_report
 from tasks.engine.settings.read_settings import ConfigError, make_config, override_config
 from tasks.engine.settings.run_config import RunConfig
 from tasks.process import command, signals
+from tasks.process.prefect_http import TAG as PROCESS_TAG
 from tasks.process.prefect_http import is_healthy, make_flow_run_end
 from tasks.process.redaction import redact, redact_errors, redact_logs, redact_nested, remove_login
 from tasks.process.run_task import CURRENT_RUN, IS_RECORDED
@@ -59,6 +61,7 @@ from tasks.services.local_prefect import find_server_log, is_temporary_api
 log = logging.getLogger(__name__)
 PARENT = "HEADROOM_PARENT_RUN"  # in the environment: the run in MLflow that this one is part of
 FREE_AFTER_S = 60.0  # of a slot whose holder is gone, as Prefect shows it; the least it takes
+NAME_LETTERS = 120  # of a flow run that is refused
 PATIENCE_S = 1.0  # for the slot of a holder that is gone
 EXIT_S = 10.0  # for a process that is to be started again to end
 # Unix time at which somebody asked for this run.
@@ -117,15 +120,16 @@ def forget_prefect() -> Iterator[None]:
 
 def make_run_name() -> str:
     """Return what a training is called, in Prefect as in MLflow: as asked, else by what it trains
-    on what and when. Prefect asks for it when the flow begins."""
+    on what and when; one whose settings are wrong by what is wrong, which is then the first that
+    Prefect shows and logs of it. Prefect asks for it when the flow begins."""
     asked = flow_run.parameters or {}
     config = asked.get("config") or {}
     try:
         if not isinstance(config, RunConfig):
             config = make_config(config)
         config = override_config(config, asked.get("overrides"))
-    except ConfigError:
-        config = RunConfig()  # the flow itself will say what is wrong
+    except ConfigError as error:
+        return make_printable(f"refused: {redact(error.problems[0])}", limit=NAME_LETTERS)
     return make_default_name(config)
 
 
@@ -152,12 +156,27 @@ def open_run(
             show_waiting=show_waiting,
             take_device_slot=take_device_slot,
         )
-    with schedule_retry(run), redact_errors(), run:
-        token = CURRENT_RUN.set(run)
-        try:
-            yield run
-        finally:
-            CURRENT_RUN.reset(token)
+    try:
+        with schedule_retry(run), redact_errors(), run:
+            token = CURRENT_RUN.set(run)
+            try:
+                yield run
+            finally:
+                CURRENT_RUN.reset(token)
+    except (KeyboardInterrupt, SystemExit):  # by a signal
+        if deployment.id:
+            _show_interruption(run)
+        raise
+
+
+def _show_interruption(record: Record) -> None:
+    """Show the report of a run that was cancelled, with where MLflow has it and what goes on."""
+    with suppress(Exception):  # it is to end now
+        told = record.run
+        report = run_report.make_markdown(told, open_command="")
+        text = f"{make_flow_run_end(told).cancelled}\n\n{report}"
+        headline = ", ".join(make_report(told).headline)
+        show_markdown(text, make_artifact_key("report", told["name"]), headline)
 
 
 def show_waiting(reason: str) -> None:
@@ -354,9 +373,21 @@ def _prepare_flow_run() -> dict[str, str]:
     """
     logging.getLogger("tasks").setLevel(logging.INFO)
     redact_logs()
+    move_process_tag()
     if os.environ.get("PREFECT__FLOW_RUN_ID"):  # a worker has started it, and reads what it prints
         outlive_the_worker()
     return make_flow_run_tags()
+
+
+def move_process_tag() -> None:
+    """Move the name of this process from the tags of its flow run, which people read, to a field
+    that only programs do: by it a flow run is ended whose process is gone."""
+    named = [tag for tag in flow_run.tags or [] if tag.startswith(f"{PROCESS_TAG}:")]
+    if not named or not flow_run.id:
+        return
+    others = [tag for tag in flow_run.tags if tag not in named]
+    with suppress(TransportError, HTTPStatusError), get_client(sync_client=True) as client:
+        client.update_flow_run(UUID(str(flow_run.id)), tags=others, infrastructure_pid=named[0])
 
 
 def make_flow_run_tags() -> dict[str, str]:
