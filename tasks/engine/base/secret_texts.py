@@ -393,6 +393,8 @@ def hide_secrets(value: Any, setting: str, *, by_name: bool = True) -> Any:
     whole of a value by its name, else for what in it is one."""
 
     def star(name: str, value: Any) -> Any:
+        if value == HIDDEN_NUMBER:
+            return value
         if by_name and _may_hide(value) and is_secret(name, str(value)):
             return HIDDEN if isinstance(value, str) else HIDDEN_NUMBER
         return hide_in_text(value) if isinstance(value, str) else value

@@ -243,6 +243,7 @@ def test_values_of_settings_are_hidden_and_come_back(monkeypatch: pytest.MonkeyP
     """A login inside a value was kept, as only names were looked at; once it was hidden, it was
     given to the user's loader with its stars."""
     assert hide_secrets(VALUES, "data.args") == HIDDEN
+    assert hide_secrets(HIDDEN, "data.args") == HIDDEN
     found = find_secrets(VALUES, "data.args")
     missing: list[str] = []
     restore_secrets(HIDDEN, "data.args", missing)
