@@ -32,6 +32,7 @@ MIB = 2**20
 def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever an earlier test of this process has compiled."""
     monkeypatch.setattr("tasks.engine.accounts.own_loop.has_compiled", lambda: False)
+    monkeypatch.setattr("tasks.engine.accounts.own_loop.COUNT_SHARE", float("inf"))  # of short loops, too
 
 
 def _net(*, width: int = 64) -> nn.Sequential:
