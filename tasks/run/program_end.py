@@ -37,7 +37,7 @@ class ProgramEnd:
             frame = frame.f_back
         _followers += 1
         if sys.exit is not _exit:
-            _before, sys.exit = sys.exit, _exit  # type: ignore[assignment]
+            _before, sys.exit = sys.exit, _exit
 
     def close(self) -> None:
         """Let go of the program."""

@@ -108,7 +108,7 @@ class FoundSettings:
 def find_tracking_settings() -> FoundSettings:
     """Return the settings for a training that must begin in any case: where it can't be kept as
     they say, it is kept in a folder of the user's state."""
-    settings = TrackingSettings()
+    settings = _validate({})
     try:
         settings = read_tracking_settings()
         problem = _find_problem(settings)

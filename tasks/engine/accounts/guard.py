@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import wraps
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 from torch.compiler import is_compiling
 
@@ -66,9 +66,9 @@ def guard(
     code = method.__code__
     is_plain = code.co_argcount == 1 and not code.co_kwonlyargcount and not code.co_flags & 12
     has_result = method.__annotations__.get("return") not in (None, "None")
-    found = call if otherwise or has_result or not is_plain else call_plainly
-    found.is_guarded = True  # type: ignore[attr-defined]
-    return found
+    found: Any = call if otherwise or has_result or not is_plain else call_plainly
+    found.is_guarded = True
+    return cast(Callable[..., Any], found)
 
 
 def take_own_error(guarded: Guarded, error: Exception) -> None:

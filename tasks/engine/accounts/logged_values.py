@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -110,9 +109,10 @@ def take_number(value: Any) -> float | Tensor | None:
 
 def take_step(step: Any, otherwise: int) -> int:
     """Return the step that metrics are of, where a database can have it."""
-    if isinstance(step, (Integral, float)) and abs(step) < 2**63:
-        return int(step)
-    return otherwise
+    try:
+        return number if abs(number := int(step)) < 2**63 else otherwise
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return otherwise
 
 
 def _describe(value: Any) -> str:

@@ -44,8 +44,8 @@ READ_EVERY_S = 0.5  # ten times as seldom as a training that has a progress bar
 PENDING = 100  # metrics on the device that may wait for a log point
 OUTPUTS = 16  # tensors of a model's output whose gradient is waited for, at most
 # A step is counted where that takes at most this share of the training so far. Before one was, it
-# is taken to cost so many steps, or so long for each module and parameter at each pass; and what the
-# first one loads.
+# is taken to cost so many steps, or so long for each module and parameter at each pass, and at
+# least what the first one loads.
 COUNT_SHARE = 0.01
 COUNT_STEPS, COUNT_PART_S, COUNT_FIRST_S = 15, 3e-4, 0.01
 # Their forward takes another way, with other rounding, where they have hooks.
@@ -569,7 +569,7 @@ class OwnLoop(Guarded, raising=ASKED):
             cost_s = self._count_s / steps
         else:
             parts = sum(1 for model in self.models for _ in model.modules())
-            parts += len(self.list_owned()["parameters"])
+            parts += sum(1 for _ in self.list_owned()["parameters"])
             since_s, plain = now_s - self._first_s, self.done - 1
             step_s = since_s / plain if plain else now_s - self._began_s
             cost_s = min(COUNT_STEPS * step_s, self._forwards * parts * COUNT_PART_S or step_s)
@@ -600,8 +600,9 @@ class OwnLoop(Guarded, raising=ASKED):
         self.accounts.lap("steps")
         self._is_counted = True
         batch = () if self._batch is NO_BATCH else (self._batch,)
-        self._counting = self.accounts.count_step(batch)
-        self._counting.__enter__()
+        counting = self.accounts.count_step(batch)
+        counting.__enter__()
+        self._counting = counting
         self._is_inference = torch.is_inference_mode_enabled()
 
     def _leave_count(self) -> None:

@@ -86,7 +86,11 @@ def get_operation_name(func: Any) -> str:
 
 def describe_tensor(tensor: Tensor) -> str:
     """Describe a tensor's shape and type: "(128, 256) float32"."""
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    kind = str(tensor.dtype).removeprefix("torch.")
+    try:
+        return f"{tuple(tensor.shape)} {kind}"
+    except RuntimeError:  # a nested tensor has none
+        return f"nested {kind}"
 
 
 MIB = 1024**2
