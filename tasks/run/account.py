@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import date, datetime
 from functools import partial
@@ -123,6 +123,9 @@ class Account(Recording, Guarded, raising=("begin",)):
                 self._end_run(error)
         except Exception as own:
             take_own_error(self, own)
+            with suppress(Exception):  # its sending process ends it
+                self._journal.__exit__()
+                self._held.close()
 
     def begin(self, *, is_owed: bool = False, owner: Any = None) -> Self:
         """Begin the run, as entering the context does. is_owed: who begins it ends it as well: one

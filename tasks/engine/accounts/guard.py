@@ -5,6 +5,7 @@ is not ours passes: Ctrl-C, an exit, and what a handler of a signal raises where
 
 from __future__ import annotations
 
+import logging
 import signal
 import traceback
 from collections.abc import Callable, Collection
@@ -15,6 +16,8 @@ from typing import Any, cast
 
 from torch.compiler import is_compiling
 
+log = logging.getLogger(__name__)
+TAKE = "take_error"
 OURS = ("flows.", "tasks.")  # modules; of a class that somebody derives, the methods are theirs
 
 
@@ -27,7 +30,7 @@ class Guarded:
         super().__init_subclass__(**more)
         for name, method in list(vars(cls).items()):
             is_method = isinstance(method, FunctionType) and not hasattr(method, "is_guarded")
-            if is_method and name[0] != "_" and name not in raising and is_ours(cls):
+            if is_method and name[0] != "_" and name not in (*raising, TAKE) and is_ours(cls):
                 setattr(cls, name, guard(method))
 
     def take_error(self, error: BaseException) -> None:
@@ -78,7 +81,10 @@ def take_own_error(guarded: Guarded, error: Exception) -> None:
     frames = traceback.walk_tb(error.__traceback__)
     if any(frame.f_code in codes for frame, _ in frames):
         raise error
-    guarded.take_error(error)
+    try:
+        guarded.take_error(error)
+    except Exception as again:
+        log.warning("account: an error of its own; the loop goes on", exc_info=again)
 
 
 class Hook:
