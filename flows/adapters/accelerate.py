@@ -13,14 +13,16 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.tracking import GeneralTracker
 
-from flows.account import account
+from tasks.run.account import Account
+from tasks.run.adapter import Adapter
 
 
-class HeadroomTracker(GeneralTracker):
+class HeadroomTracker(Adapter, GeneralTracker):
     """Tells of the loop in a run of its own. Of several processes, that of rank 0 tells.
 
-    The run ends with `end_training`; an error that ends the program ends it as well. In a notebook,
-    `with tracker.run:` around the loop ends it by the error that leaves it.
+    The run ends with `end_training`, and what is logged later belongs to it; after that
+    `init_trackers` begins another one. An error that ends the program ends it as well. In a
+    notebook, `with tracker.run:` around the loop ends it by the error that leaves it.
     """
 
     name = "headroom"
@@ -29,27 +31,25 @@ class HeadroomTracker(GeneralTracker):
     def __init__(self, **asked: Any) -> None:
         """asked: what `flows.account.account` takes. model and optimizer may be those that
         `prepare` is given, or what it returns; params come from `init_trackers`."""
-        super().__init__()
-        self._asked = asked
-        self.run: account | None = None
+        super().__init__(**asked)
 
     @property
-    def tracker(self) -> account | None:
+    def tracker(self) -> Account | None:
         """The run: its `batches` time the wait for data and count rows."""
         return self.run
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Begin the run, with these params."""
-        state = PartialState()
-        if state.is_main_process and self.run is None:
-            params = {"world_size": state.num_processes, **values}
-            params |= self._asked.get("params") or {}
-            given = {"device": state.device, **self._asked, "params": params}
-            self.run = account(**given).begin()
+        if self.run is None or self.run.run:
+            state = PartialState()
+            if state.is_main_process:
+                params = {"world_size": state.num_processes, **values}
+                self._begin(params, device=state.device)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log metrics. A run without `config` begins here."""
-        self.store_init_configuration({})
+        if self.run is None:
+            self.store_init_configuration({})
         if self.run is not None:
             self.run.log(values, step)
 

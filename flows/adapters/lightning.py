@@ -13,20 +13,20 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from flows.account import account
 from tasks.process.signals import Terminated
+from tasks.run.adapter import Adapter
 
 ASKED = ("max_epochs", "max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val")
 
 
-class HeadroomCallback(Callback):
-    """Tells of each `fit` in a run of its own. Of several processes, that of rank 0 tells."""
+class HeadroomCallback(Adapter, Callback):
+    """Tells of each `fit` in a run of its own. Of several processes, that of rank 0 tells. What
+    `validate` and `test` find after a `fit` belongs to its run."""
 
     def __init__(self, **asked: Any) -> None:
         """asked: what `flows.account.account` takes; params beside those of the module's `hparams`
         and the Trainer."""
-        self._asked = asked
-        self.run: account | None = None  # the newest
+        super().__init__(**asked)
         self._seen: dict[str, Any] = {}  # metrics as they were logged last
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -35,18 +35,18 @@ class HeadroomCallback(Callback):
             return
         params = {
             **pl_module.hparams,
-            "trainer": {name: getattr(trainer, name) for name in ASKED}
+            "trainer": {name: getattr(trainer, name, None) for name in ASKED}
             | {"world_size": trainer.world_size},
-            **(self._asked.get("params") or {}),
-        }
-        given = {
-            "device": trainer.strategy.root_device,
-            "model": pl_module,
-            "optimizer": list(trainer.optimizers),
-            "run_name": type(pl_module).__name__,
         }
         self._seen = {}
-        self.run = account(**{**given, **self._asked, "params": params}).begin(is_owed=True)
+        self._begin(
+            params,
+            owner=trainer,
+            device=trainer.strategy.root_device,
+            model=pl_module,
+            optimizer=list(trainer.optimizers),
+            run_name=type(pl_module).__name__,
+        )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the first batch."""
@@ -86,7 +86,8 @@ class HeadroomCallback(Callback):
             self.run.loop.mark("other")
         else:
             self.run.loop.end_step()
-            if self.run.loop.done % trainer.log_every_n_steps == 0:
+            every = trainer.log_every_n_steps  # 0: none
+            if every and self.run.loop.done % every == 0:
                 self._log(trainer)
         self._wait()
 
@@ -102,6 +103,11 @@ class HeadroomCallback(Callback):
             self.run.loop.end_phase()
             self._log(trainer)
             self._wait()
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what the test found, after a `fit`."""
+        if self.run is not None:
+            self._log(trainer)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -145,11 +151,13 @@ class HeadroomCallback(Callback):
             self.run.loop.end_phase()
 
     def _log(self, trainer: Trainer) -> None:
-        """Log the metrics that are new; those of training and validation as train/... and val/...,
-        as the record names them."""
+        """Log the metrics that are new; train_..., val_... and test_... as train/..., val/... and
+        test/..., as the record names them."""
         assert self.run is not None
         found = trainer.callback_metrics
         new = {name: v for name, v in found.items() if v is not self._seen.get(name)}
         self._seen |= new
-        told = {re.sub("^(train|val)_", r"\1/", name): value for name, value in new.items()}
+        told = {
+            re.sub("^(train|val|test)_", r"\1/", str(name)): value for name, value in new.items()
+        }
         self.run.log(told, self.run.loop.done)

@@ -8,11 +8,12 @@ with HeadroomCallback(run_name="mine") as told:
 
 from __future__ import annotations
 
+import re
 from typing import Any, Self
 
 from transformers import TrainerCallback
 
-from flows.account import account
+from tasks.run.adapter import Adapter
 
 ASKED = (
     "learning_rate",
@@ -34,8 +35,9 @@ ASKED = (
 OURS = ("train_", "total_", "learning_rate", "epoch")  # of the logs: the account measures them
 
 
-class HeadroomCallback(TrainerCallback):
-    """Tells of each `train` in a run of its own. Of several processes, that of rank 0 tells.
+class HeadroomCallback(Adapter, TrainerCallback):
+    """Tells of each `train` in a run of its own. Of several processes, that of rank 0 tells. What
+    `evaluate` and `predict` find after a `train` belongs to its run.
 
     The Trainer has no hook for errors: as a context, this ends the run by the one that leaves it.
     Without, the run of a failed training ends when the next one begins, or with its program.
@@ -43,33 +45,31 @@ class HeadroomCallback(TrainerCallback):
 
     def __init__(self, **asked: Any) -> None:
         """asked: what `flows.account.account` takes; params beside those of the Trainer."""
-        self._asked = asked
-        self.run: account | None = None  # the newest
+        super().__init__(**asked)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._end(error)
+        if self.run is not None:
+            self.run.end(error)
+            self.run.send_added()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the run: the model is on its device."""
-        if self.run is not None:  # it failed, where nobody told
-            self.run.abandon()
         if not state.is_world_process_zero:
             return
         model = kwargs["model"]
         params = {name: getattr(args, name, None) for name in ASKED}
         params["model"] = getattr(getattr(model, "config", None), "model_type", "")
-        given = {
-            "device": args.device,
-            "model": model,
-            "optimizer": kwargs["optimizer"],
-            "run_name": args.run_name or type(model).__name__,
-        }
-        params |= self._asked.get("params") or {}
-        self.run = account(**{**given, **self._asked, "params": params}).begin(is_owed=True)
-        self.run.loop.count_rows_of(model)
+        run = self._begin(
+            params,
+            device=args.device,
+            model=model,
+            optimizer=kwargs["optimizer"],
+            run_name=args.run_name or type(model).__name__,
+        )
+        run.loop.count_rows_of(model)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for the first batches."""
@@ -107,17 +107,18 @@ class HeadroomCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log what the Trainer logs, as the record names it: eval_loss is val/loss."""
         if self.run is not None:
-            logs = {k: v for k, v in kwargs["logs"].items() if not k.startswith(OURS)}
-            told = {
-                f"val/{name[5:]}" if name.startswith("eval_") else f"train/{name}": value
-                for name, value in logs.items()
-                if isinstance(value, (int, float))
-            }
-            self.run.log(told, self.run.loop.done)
+            logs = {k: v for k, v in kwargs["logs"].items() if not str(k).startswith(OURS)}
+            self._log(logs)
+
+    def on_predict(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log what a prediction after a `train` has measured: test_loss is test/loss."""
+        if self.run is not None:
+            self._log(kwargs["metrics"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the run."""
-        self._end(None)
+        if self.run is not None:
+            self.run.end()
 
     def _follow(self, control: Any, *, is_evaluated: bool = False) -> None:
         if self.run is None or self.run.loop.stage in ("eval", "checkpoint"):
@@ -129,6 +130,12 @@ class HeadroomCallback(TrainerCallback):
         else:
             self.run.loop.begin_wait()
 
-    def _end(self, error: BaseException | None) -> None:
-        if self.run is not None:
-            self.run.end(error)
+    def _log(self, found: dict[str, Any]) -> None:
+        assert self.run is not None
+        told = {re.sub("^(eval|test)_", _rename, str(k)): v for k, v in found.items()}
+        told = {name if "/" in name else f"train/{name}": v for name, v in told.items()}
+        self.run.log(told, self.run.loop.done)
+
+
+def _rename(found: re.Match[str]) -> str:
+    return "val/" if found[1] == "eval" else "test/"

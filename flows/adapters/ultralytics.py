@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from flows.account import account
+from tasks.run.adapter import Adapter
 
 ASKED = (
     "model",
@@ -32,14 +32,13 @@ ASKED = (
 )
 
 
-class HeadroomCallback:
+class HeadroomCallback(Adapter):
     """Tells of each `train` in a run of its own, on one device: where ultralytics starts processes
     for several, it takes no callbacks along."""
 
     def __init__(self, **asked: Any) -> None:
         """asked: what `flows.account.account` takes; params beside those of the trainer."""
-        self._asked = asked
-        self.run: account | None = None  # the newest
+        super().__init__(**asked)
         self._is_done = False
 
     def add_to(self, model: Any) -> None:
@@ -51,16 +50,15 @@ class HeadroomCallback:
     def on_train_start(self, trainer: Any) -> None:
         """Begin the run: the model is on its device, with its optimizer."""
         params = {name: getattr(trainer.args, name, None) for name in ASKED}
-        params |= self._asked.get("params") or {}
-        given = {
-            "device": trainer.device,
-            "model": trainer.model,
-            "optimizer": trainer.optimizer,
-            "run_name": trainer.args.name,
-        }
         self._is_done = False
-        self.run = account(**{**given, **self._asked, "params": params}).begin(is_owed=True)
-        self.run.loop.count_rows_of(trainer.model)
+        run = self._begin(
+            params,
+            device=trainer.device,
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            run_name=trainer.args.name,
+        )
+        run.loop.count_rows_of(trainer.model)
 
     def on_train_epoch_start(self, trainer: Any) -> None:
         """Wait for the first batch."""

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+_left: list[subprocess.Popen[str]] = []  # here, since one that nobody holds is warned of
 _children: weakref.WeakSet[subprocess.Popen[str]] = weakref.WeakSet()
 
 
@@ -49,6 +50,13 @@ def close_stdin(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     with suppress(OSError):  # it has gone already
         process.stdin.close()
+
+
+def leave(process: subprocess.Popen[str]) -> None:
+    """Close the standard input of a child process, and let it end when it has done what it was
+    told, without anybody who waits for it."""
+    close_stdin(process)
+    _left[:] = [one for one in (*_left, process) if one.poll() is None]
 
 
 def _detach_pipes() -> None:

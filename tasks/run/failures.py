@@ -6,11 +6,10 @@ hoped for.
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
 from typing import Literal
-
-import httpx
 
 from tasks.engine.accounts.step_metrics import Diverged
 from tasks.engine.base.import_paths import get_error_message as words_of
@@ -112,6 +111,9 @@ def _is_prefect_away(error: BaseException) -> bool:
 
     A server of the user's own, asked the same way, is not meant.
     """
+    httpx = sys.modules.get("httpx")  # its import takes long, and draws random numbers
+    if httpx is None:
+        return False
     is_away = isinstance(error, httpx.TransportError)
     if isinstance(error, httpx.HTTPStatusError):
         is_away = error.response.status_code >= 500

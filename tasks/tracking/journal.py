@@ -318,12 +318,15 @@ class Journal:
         self._is_left = False
         self._telling = threading.Lock()  # while orders go to a sending process, or it is replaced
         self._is_late = False  # nobody waits for MLflow's answers
+        self._listener: threading.Thread | None = None
+        self._is_closed = False  # the sending process has told that all is sent
         self._has_heard = threading.Event()  # of the run in MLflow, or why it is not there
 
     def __enter__(self) -> Journal:
         self._sender = _spare.pop() if _spare else start_sender(self.where)
         here = copy_context()  # Prefect knows by it which run's log this is
-        threading.Thread(target=here.run, args=(self._listen,), daemon=True).start()
+        self._listener = threading.Thread(target=here.run, args=(self._listen,), daemon=True)
+        self._listener.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -331,7 +334,9 @@ class Journal:
         if self._metrics is not None:
             self._metrics.close()
         if self._sender is not None:
-            children.close_stdin(self._sender)  # it ends by itself: what is unsent, it still sends
+            children.leave(self._sender)  # it ends by itself: what is unsent, it still sends
+        if self._is_closed and self._listener is not None:
+            self._listener.join()  # it has heard the last that there is to hear
 
     @property
     def ids(self) -> dict[str, str]:
@@ -573,6 +578,29 @@ class Journal:
         self._histories.put(None)
         self._answers.put({"to": None, "error": "tracking_uri: its answer was not waited for"})
 
+    def add(self, metrics: Mapping[str, float], step: int, run: Mapping[str, Any]) -> None:
+        """Add metrics to a run that has ended, in its folder. MLflow gets them by `send_added`, or
+        with the next run. Raises OSError."""
+        with open(self.folder / "metrics.jsonl", "rb+", buffering=0) as file:
+            file.seek(0, os.SEEK_END)
+            append_line(file, make_line(metrics, step, unix_ms=self._compute_ms(0.0)))
+        (self.folder / "run.json").write_text(json.dumps(run, indent=1))
+        with suppress(FileNotFoundError):  # MLflow has nothing of it yet
+            sent = self.folder / "sent.json"
+            half = self.folder / "sent.json.half"
+            half.write_text(json.dumps({**json.loads(sent.read_text()), "closed": False}))
+            half.rename(sent)
+
+    def send_added(self) -> None:
+        """Send what was added after the end, by a process that nobody waits for."""
+        sender = start_sender(self.where)
+        assert sender.stdin is not None
+        with suppress(OSError):
+            for order in (self._orders[0], {"do": "add", "folder": str(self.folder)}):
+                sender.stdin.write(json.dumps(order) + "\n")
+            sender.stdin.flush()
+        children.leave(sender)
+
     def _tell(self, what: dict[str, Any]) -> None:
         assert self._sender is not None and self._sender.stdin is not None, "not entered"
         with suppress(OSError):  # it is gone: the answer that is missing says so
@@ -608,6 +636,8 @@ class Journal:
                 for line in answers:
                     with suppress(json.JSONDecodeError):  # a library that prints
                         self._hear(json.loads(line))
+                    if self._is_closed:
+                        return self._histories.put(None)
             code = sender.wait()
             killed = host_memory.describe_kills_since(kills) if code == -signal.SIGKILL else ""
             ended = (
@@ -643,6 +673,7 @@ class Journal:
             if self.is_begun and not self.run_id and not self._is_late:
                 log.info("MLflow is there, and has the run: %s", answer["run_id"])
             self.run_id, self.experiment_id = answer["run_id"], answer["experiment_id"]
+        self._is_closed = self._is_closed or "closed" in answer
         self._answers.put(answer)
 
     def _replace_sender(self) -> bool:

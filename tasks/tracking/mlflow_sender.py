@@ -105,6 +105,9 @@ class Session:
                 times = self.close(order["run"])
                 told = self.sender.registered if self.sender is not None else ""
                 return {"closed": True, "times": times, "registered": told}
+            case "add":
+                self.add(Path(order["folder"]))
+                return None
         raise AssertionError("an unknown instruction")
 
     def watch(self, pid: int) -> None:
@@ -234,6 +237,14 @@ class Session:
                     raise
                 print(f"not closed yet: {redact(str(error))}", file=sys.stderr)
                 time.sleep(1)
+
+    def add(self, folder: Path) -> None:
+        """Send what was added to a run after its end."""
+        assert self.client is not None and self.where is not None
+        held = wait_for_sending_lock(folder)  # the process that has ended it may still be there
+        state = SendingState("", "")
+        with orphaned_runs.pass_over_errors(folder.name):
+            orphaned_runs.resend(Sender(self.client, self.where, folder, state, held=held))
 
     def end(self) -> None:
         """End the run where the training process is gone without closing it: it was killed."""

@@ -1,11 +1,14 @@
 """Reads where results go: mlflow.yaml, and the environment over it. It refuses a URI that
-would lose them.
+would lose them; for who must not be refused, they go to a folder of the user's instead.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
@@ -64,7 +67,8 @@ class TrackingSettings(BaseModel):
 
 
 def read_tracking_settings() -> TrackingSettings:
-    """Read mlflow.yaml of the working directory, else beside `tasks`, else the defaults.
+    """Read mlflow.yaml of the working directory, else beside `tasks` where that is below it, else
+    the defaults.
 
     The environment's MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME win over it. Raises
     TrackingError for a file or a URI that can't be used.
@@ -93,8 +97,58 @@ def read_tracking_settings() -> TrackingSettings:
     )
 
 
-def _list_candidates() -> tuple[Path, Path]:
-    return Path.cwd() / "mlflow.yaml", Path(__file__).parent.parent.parent / "mlflow.yaml"
+@dataclass(frozen=True)
+class FoundSettings:
+    """Where results go, and what a person should know of it."""
+
+    settings: TrackingSettings
+    doubt: str = ""
+
+
+def find_tracking_settings() -> FoundSettings:
+    """Return the settings for a training that must begin in any case: where it can't be kept as
+    they say, it is kept in a folder of the user's state."""
+    settings = _validate({})
+    try:
+        settings = read_tracking_settings()
+        problem = _find_problem(settings)
+    except (TrackingError, OSError) as refused:
+        problem = str(refused)
+        settings = settings.model_copy(update={"tracking_uri": "sqlite:///mlflow.db"})
+    if not problem:
+        return FoundSettings(settings)
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    for base in (Path(state) / "headroom", Path(tempfile.gettempdir()) / f"headroom-{os.getuid()}"):
+        own = settings.model_copy(update={"runs": str(base / "runs")})
+        if own.keeps_files:
+            uri = _make_absolute("sqlite:///mlflow.db", base)
+            own = own.model_copy(update={"tracking_uri": uri, "artifacts": str(base / "artifacts")})
+        if not _find_problem(own):
+            break
+    return FoundSettings(own, f"{problem}; this run is kept in {base}")
+
+
+def _find_problem(settings: TrackingSettings) -> str:
+    """Return why runs could not be kept there; empty where they can."""
+    places = [Path(settings.runs)]
+    if settings.database is not None:
+        places.append(settings.database.parent)
+        if settings.database.exists() and not os.access(settings.database, os.W_OK):
+            return f"tracking_uri: {settings.database} can't be written"
+    for place in places:
+        with suppress(OSError):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
+            return f"runs: {place} can't be written"
+    return ""
+
+
+def _list_candidates() -> list[Path]:
+    """Return where the file may be. That of an installed checkout is for who works within it."""
+    project = Path(__file__).parent.parent.parent
+    here = Path.cwd()
+    found = [here / "mlflow.yaml"]
+    return [*found, project / "mlflow.yaml"] if here.is_relative_to(project) else found
 
 
 def _read_file(file: Path) -> dict[str, object]:
@@ -121,6 +175,8 @@ def _validate(settings: dict[str, object]) -> TrackingSettings:
 
 
 def _make_absolute(uri: str, base: Path) -> str:
+    if uri == "databricks":  # MLflow knows the way
+        return uri
     scheme, _, rest = uri.partition("://")
     name = scheme.partition("+")[0]
     if not rest or name not in SCHEMES:

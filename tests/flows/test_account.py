@@ -52,6 +52,7 @@ RUNS = Path(".headroom/runs")
 def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever an earlier test of this process has compiled."""
     monkeypatch.setattr("tasks.engine.accounts.own_loop.has_compiled", lambda: False)
+    monkeypatch.setattr("tasks.engine.accounts.own_loop.COUNT_SHARE", float("inf"))  # so short
 
 
 def _program(place: Path, body: str, **more: str) -> subprocess.Popen[str]:

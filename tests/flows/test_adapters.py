@@ -289,6 +289,7 @@ def alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Frameworks keep states of the process: of accelerate its own, of Lightning handlers. And
     whatever an earlier test has compiled is none of theirs."""
     monkeypatch.setattr(own_loop, "has_compiled", lambda: False)
+    monkeypatch.setattr(own_loop, "COUNT_SHARE", float("inf"))  # of short trainings, too
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     torch.manual_seed(0)
     yield

@@ -33,6 +33,7 @@ from tasks.engine.memory.memory_by_owner import MemoryByOwner, OwnedTensors
 from tasks.engine.memory.memory_meter import MemoryMeter
 
 HELD = "held"  # looking for what is in use at the end: known, and no part that is worth a name
+COUNTED = "counted_step"  # steps whose memory was counted, where they are no steps of the speed
 PARTS = ("setup", "first_step", "eval", "log", "checkpoint")  # of a run, beside its steps
 
 
@@ -45,6 +46,7 @@ class LoopFacts:
     learning_rate: Callable[[int], float | None]  # of step 0, 1, ...; None where nobody knows
     speeds: Callable[[float], dict[str, float]] = lambda samples_per_s: {}  # more, from samples/s
     early: tuple[int, ...] = ()  # log points beside those: a loop of an unknown length may be short
+    may_count: Callable[[], bool] = lambda: True  # the memory of the step that begins, if it is due
     may_wait: bool = True  # for the device, once: after the first step, to know what that took
 
 
@@ -100,6 +102,7 @@ class Accounts:
     def begin_training(self, facts: LoopFacts) -> StepMetrics:
         """Prepare for the first step; return the metrics of the steps, which a checkpoint keeps."""
         self._facts = facts
+        self.phases.may_count = facts.may_count
         self.steps = StepMetrics(
             self.device,
             phases=self.phases,
@@ -145,13 +148,14 @@ class Accounts:
         rows: int,
         blame: Blame = blame_nobody,
         begins_next: bool = True,
+        is_counted: bool = False,
     ) -> None:
         """This step is done, and the next one begins. loss: None where nobody tells it. blame: what
         is to blame if its loss is no number. begins_next: no, where the caller begins those that
-        are timed. Raises Diverged."""
+        are timed. is_counted: its time is in no speed. Raises Diverged."""
         steps, facts = self.steps, self._facts
         assert steps is not None and facts is not None
-        steps.add(loss, rows=rows, blame=blame)
+        steps.add(loss, rows=rows, blame=blame, is_timed=not is_counted)
         if self._is_first:
             self._is_first = False
             if facts.may_wait:
@@ -181,19 +185,27 @@ class Accounts:
         return {**memory, **self.phases.accounts.make_metrics(peak_mib=peak_mib)}
 
     def summarize(
-        self, *, steps: int, rows: int, replays: int = 0, copy_s: float | None = None
+        self,
+        *,
+        steps: int,
+        rows: int,
+        replays: int = 0,
+        copy_s: float | None = None,
+        counted: tuple[int, int] = (0, 0),
     ) -> dict[str, float]:
         """Return the loop's time by part and its mean speed, under the names of the run record.
 
         steps, rows: that were taken and trained on. replays: steps that a graph replayed, whose
         phases cannot be told apart; the waits for data are then theirs, the other phases those of
         the steps taken plainly. copy_s: of a batch to the device, where that was beside the steps.
+        counted: of these steps and rows, those that are no part of the speed.
         """
         assert self._facts is not None
         spent, total_s, clock = self.watch.seconds, self.watch.compute_total_s(), self.phases.clock
         phase_s = clock.compute_step_seconds()
         replay_s = clock.compute_step_seconds(replayed=True)
-        known_s = sum(spent[part] for part in (*PARTS, HELD))
+        known_s = sum(spent[part] for part in (*PARTS, HELD, COUNTED))
+        steps, rows = steps - counted[0], rows - counted[1]
         known_s += sum(phase_s.values()) * max(0, steps - 1 - replays)
         known_s += sum(replay_s.values()) * replays
         phase_s |= replay_s
@@ -206,6 +218,8 @@ class Accounts:
         }
         if rows:
             found |= {"speed/samples_per_s": samples_per_s, **self._facts.speeds(samples_per_s)}
+        if counted[0]:
+            found[f"time/{COUNTED}_s"] = spent[COUNTED]
         for name, seconds in (
             ("fast_step", clock.compute_fast_step_s()),
             ("reference", clock.compute_reference_s()),

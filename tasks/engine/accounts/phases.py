@@ -7,7 +7,7 @@ only, and counted by owner on some of these. A stopwatch has the seconds of the 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from math import exp, log
@@ -292,12 +292,14 @@ class Phases:
         self._whole: int | None = None
         self._first: int | None = None  # of those that are all timed
         self._once: set[str] = set()
+        self.may_count: Callable[[], bool] = lambda: True  # now, if it is due
         self.watched = Watched.NOT
 
     def begin(self, step: int, *, is_log_point: bool) -> None:
         """Begin step number `step`."""
         self.watched = Watched.NOT
-        if is_log_point and _is_due(step, self._counted, self._count_every):
+        is_due = is_log_point and _is_due(step, self._counted, self._count_every)
+        if is_due and self.may_count():
             self.watched, self._counted = Watched.COUNTED, step
         elif is_log_point and _is_due(step, self._timed, None):
             self.watched, self._timed = Watched.TIMED, step

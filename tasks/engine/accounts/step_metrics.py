@@ -116,14 +116,22 @@ class StepMetrics:
         """Begin the steps of this epoch, after something else."""
         self._epoch, self._began = epoch, self._mark()
 
-    def add(self, loss: Tensor | None, *, rows: int, blame: Blame = blame_nobody) -> None:
+    def add(
+        self,
+        loss: Tensor | None,
+        *,
+        rows: int,
+        blame: Blame = blame_nobody,
+        is_timed: bool = True,
+    ) -> None:
         """One more step was taken, whose loss may not be known. blame: what is to blame if the loss
-        is no number."""
+        is no number. is_timed: it is in the speeds."""
         self._step += 1
         if loss is not None:
             (self._losses if self._ranks.is_alone else self._own).append(loss)
             self._blames.append(blame)
-        self._timed = (self._timed[0] + 1, self._timed[1] + rows)
+        if is_timed:
+            self._timed = (self._timed[0] + 1, self._timed[1] + rows)
 
     def add_metrics(self, metrics: dict[str, float | Tensor], step: int) -> None:
         """Log these metrics of a step, whatever they are called, once their tensors are read."""

@@ -82,7 +82,8 @@ def map_tensors(part: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def count_rows(part: Any) -> int:
     """Return the number of rows of the first tensor that has any; 0 where there is none."""
     if isinstance(part, Tensor):
-        return part.shape[0]  # len() of one takes ten times as long, which each step would pay
+        shape = part.shape  # len() of one takes ten times as long, which each step would pay
+        return shape[0] if shape else 0
     return next((len(tensor) for tensor in find_tensors(part) if tensor.dim()), 0)
 
 

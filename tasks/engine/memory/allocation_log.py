@@ -86,7 +86,11 @@ def get_operation_name(func: Any) -> str:
 
 def describe_tensor(tensor: Tensor) -> str:
     """Describe a tensor's shape and type: "(128, 256) float32"."""
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    kind = str(tensor.dtype).removeprefix("torch.")
+    try:
+        return f"{tuple(tensor.shape)} {kind}"
+    except RuntimeError:  # a nested tensor has none
+        return f"nested {kind}"
 
 
 MIB = 1024**2
@@ -269,11 +273,20 @@ class AllocationLog(TorchDispatchMode):
         except Exception:
             self.note_failure()
             raise
+        refusal = self.add_outputs(func, args, out)
+        if refusal is not None:
+            del out  # the error's frames must not keep what did not fit
+            raise refusal
+        return out
+
+    def add_outputs(
+        self, func: Any, args: tuple[Any, ...], out: Any
+    ) -> torch.OutOfMemoryError | None:
+        """Count what an operation has made; return the error where that lies above the limit."""
         made = [tensor for tensor in find_output_tensors(out) if self._is_unknown(tensor)]
         refusal = self._make_refusal(made)
         if refusal is not None:
-            del out, made  # the error's frames must not keep what did not fit
-            raise refusal
+            return refusal
         line = self._lines.find_line(is_needed=bool(made))
         for tensor in made:
             self._find_entry(tensor, line=line, what=describe_output(func, tensor))
@@ -282,7 +295,7 @@ class AllocationLog(TorchDispatchMode):
             self._add_scratch(
                 taken, line=line, what=f"scratch memory of {get_operation_name(func)}"
             )
-        return out
+        return None
 
     def _make_refusal(self, made: list[Tensor]) -> torch.OutOfMemoryError | None:
         """Return the error, where these would lie above the limit."""

@@ -282,6 +282,7 @@ BESIDE_STEPS = (
     ("time/eval_s", "eval {}"),
     ("time/log_s", "log {}"),
     ("time/checkpoint_s", "checkpoint {}"),
+    ("time/counted_step_s", "counting memory {}"),
 )
 TRAINING = (  # the parts of the stage "train"; what none of them holds is "other"
     ("set-up", "time/setup_s"),
@@ -290,6 +291,7 @@ TRAINING = (  # the parts of the stage "train"; what none of them holds is "othe
     ("evaluation", "time/eval_s"),
     ("log", "time/log_s"),
     ("checkpoint", "time/checkpoint_s"),
+    ("counting memory", "time/counted_step_s"),
 )
 PHASES = tuple(
     (phase.replace("_", " "), f"time/{phase}_ms")

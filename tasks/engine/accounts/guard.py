@@ -1,0 +1,110 @@
+"""Keeps what an account does wrong from the loop that it tells of. Each method that a loop or a
+framework may call is guarded: an error of ours ends there, is told once, and the loop goes on. What
+is not ours passes: Ctrl-C, an exit, and what a handler of a signal raises wherever we stand.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import traceback
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from functools import wraps
+from types import FunctionType
+from typing import Any, cast
+
+from torch.compiler import is_compiling
+
+log = logging.getLogger(__name__)
+TAKE = "take_error"
+OURS = ("flows.", "tasks.")  # modules; of a class that somebody derives, the methods are theirs
+
+
+class Guarded:
+    """A class whose public methods raise nothing of their own, but for those named `raising`."""
+
+    is_deaf = False  # it measures no more, and its methods do nothing
+
+    def __init_subclass__(cls, *, raising: Collection[str] = (), **more: Any) -> None:
+        super().__init_subclass__(**more)
+        for name, method in list(vars(cls).items()):
+            is_method = isinstance(method, FunctionType) and not hasattr(method, "is_guarded")
+            if is_method and name[0] != "_" and name not in (*raising, TAKE) and is_ours(cls):
+                setattr(cls, name, guard(method))
+
+    def take_error(self, error: BaseException) -> None:
+        """Measure no more, and tell why, once."""
+        raise NotImplementedError
+
+
+def is_ours(cls: type) -> bool:
+    """Return whether this class is of this project."""
+    return cls.__module__.startswith(OURS)
+
+
+def guard(
+    method: Callable[..., Any], *, otherwise: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Return the method of a Guarded, which raises nothing of its own. otherwise: returns what the
+    caller gets where it fails, from the same arguments; None by default."""
+
+    @wraps(method)
+    def call(self: Any, *given: Any, **named: Any) -> Any:
+        if not self.is_deaf:
+            try:
+                return method(self, *given, **named)
+            except Exception as error:
+                take_own_error(self, error)
+        return None if otherwise is None else otherwise(self, *given, **named)
+
+    @wraps(method)
+    def call_plainly(self: Any) -> None:  # at half the price: several are called at each step
+        if not self.is_deaf:
+            try:
+                method(self)
+            except Exception as error:
+                take_own_error(self, error)
+
+    code = method.__code__
+    is_plain = code.co_argcount == 1 and not code.co_kwonlyargcount and not code.co_flags & 12
+    has_result = method.__annotations__.get("return") not in (None, "None")
+    found: Any = call if otherwise or has_result or not is_plain else call_plainly
+    found.is_guarded = True
+    return cast(Callable[..., Any], found)
+
+
+def take_own_error(guarded: Guarded, error: Exception) -> None:
+    """Hand this error to the one whose method it left. Raises it where it is somebody else's."""
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {getattr(handler, "__code__", None) for handler in handlers} - {None}
+    frames = traceback.walk_tb(error.__traceback__)
+    if any(frame.f_code in codes for frame, _ in frames):
+        raise error
+    try:
+        guarded.take_error(error)
+    except Exception as again:
+        log.warning("account: an error of its own; the loop goes on", exc_info=again)
+
+
+class Hook:
+    """A hook for PyTorch to call, guarded. A copy of its model, pickled or not, does not keep it:
+    there it does nothing."""
+
+    __slots__ = ("call", "owner")
+    __torch_unserializable__ = True  # no warning where a tensor that has it is written
+
+    def __init__(self, owner: Guarded, call: Callable[..., None]) -> None:
+        self.owner, self.call = owner, call
+
+    def __call__(self, *given: Any) -> None:
+        if is_compiling():  # a compiler looks on, which would keep what we hold for constant
+            return
+        try:
+            self.call(*given)
+        except Exception as error:
+            take_own_error(self.owner, error)
+
+    def __reduce__(self) -> Any:
+        # Of the standard library, so that the copy can be read where this project is not.
+        return getattr, (nullcontext(), "__exit__")
