@@ -35,7 +35,7 @@ from tasks.engine.batches.dataset_batches import (
 from tasks.engine.batches.prefetch import find_dtype
 from tasks.engine.data.preparation import load_arrays
 from tasks.engine.device.memory_limit import compute_room_bytes, compute_rows_room_bytes
-from tasks.engine.memory.allocation_log import LIBRARIES, MIB, AllocationLog
+from tasks.engine.memory.allocation_log import LIBRARIES, MIB, REST, AllocationLog
 from tasks.engine.memory.memory_by_owner import BEST_WEIGHTS
 from tasks.engine.memory.pinned_memory import PINNING
 from tasks.engine.memory.simulated_allocator import (
@@ -233,6 +233,7 @@ class PhasePeaks:
     # Bytes, by the phase after which the first product of matrices takes them.
     workspaces: dict[str, list[int]]
     training: int = 0  # of the events, those before the last evaluation
+    marks: list[tuple[str, int]] = field(default_factory=list)  # phases, and the events by then
     phases: dict[str, int] = field(default_factory=dict)
     owners: dict[str, int] = field(default_factory=dict)
     _most: int = 0
@@ -253,12 +254,17 @@ class PhasePeaks:
         self.ledger.end_phase(phase)
         self._due += self.workspaces.pop(phase, ())
         self.phases[phase] = max(self.phases.get(phase, 0), self.ledger.peak_bytes)
+        self.marks.append((phase, len(self.events)))
         self.ledger.reset_peak()
 
     def copy(self) -> PhasePeaks:
         """Return a copy that later marks do not change."""
         return replace(
-            self, events=list(self.events), phases=dict(self.phases), owners=dict(self.owners)
+            self,
+            events=list(self.events),
+            marks=list(self.marks),
+            phases=dict(self.phases),
+            owners=dict(self.owners),
         )
 
     def settle(self) -> None:
@@ -569,10 +575,15 @@ def make_forecast(
         phase: most + (0 if phase == SETUP else libraries_bytes)
         for phase, most in peaks.phases.items()
     }
+    if device.kind in POOLED:
+        phases = _count_blocks(peaks)
     phase = max(phases, key=lambda name: phases[name])
     owners = dict(peaks.owners)
     if libraries_bytes:
         owners[LIBRARIES] = owners.get(LIBRARIES, 0) + libraries_bytes
+    beside_bytes = phases[phase] - sum(owners.values())  # in blocks, and in no tensor
+    if beside_bytes > 0:
+        owners[REST] = owners.get(REST, 0) + beside_bytes
     needed_bytes = max(most for phase, most in phases.items() if phase != EVALUATION)
     reserved_bytes = None
     if device.kind in POOLED:
@@ -599,6 +610,19 @@ def make_forecast(
         rows,
         note,
     )
+
+
+def _count_blocks(peaks: PhasePeaks) -> dict[str, int]:
+    """Return the most that the allocator counts as held in each phase: whole blocks, of which those
+    above 1 MiB are up to 1 MiB larger than their tensors, where such a rest is not split off."""
+    found: dict[str, int] = {}
+    allocator, begin = SimulatedAllocator(), 0
+    for phase, end in peaks.marks:
+        allocator.peak_allocated = allocator.allocated
+        allocator.follow(peaks.events[begin:end])
+        found[phase] = max(found.get(phase, 0), allocator.peak_allocated)
+        begin = end
+    return found
 
 
 def find_largest_micro_batch(plan: Plan, room_bytes: float) -> int | None:
