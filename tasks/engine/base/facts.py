@@ -59,6 +59,18 @@ class Column:
 
 
 @dataclass(frozen=True)
+class TimeInputs:
+    """The inputs of the column of times by which rows were split, as a built-in mlp treats them;
+    scaled."""
+
+    places: tuple[int, ...]  # among the inputs
+    low: tuple[float, ...]  # between these, those of the training rows, the net sees them
+    high: tuple[float, ...]
+    slope: tuple[float, ...] = ()  # of a line beside the net, in which they go on; empty: none
+    intercept: float = 0.0
+
+
+@dataclass(frozen=True)
 class DataFacts:
     """Prepared arrays on disk. Shapes exclude the row axis; sizes in bytes."""
 
@@ -101,6 +113,7 @@ class DataFacts:
     # Mean and median of the training rows of a regression, each by target, in its units.
     target_guess: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     test_rows: int = 0  # put aside, to be judged once
+    times: TimeInputs | None = None  # None: rows were not split by a column of times
 
 
 @dataclass(frozen=True)
@@ -182,3 +195,4 @@ class PredictFacts:
     recovered: int  # times that memory ran out and prediction went on
     predict_s: float  # from the first row read to the output in its place, the model loaded
     held_bytes: int  # in use on the device at the end, before anything was freed
+    warnings: tuple[str, ...] = ()  # what a person should doubt in the predictions

@@ -19,7 +19,9 @@ LOWER_IS_BETTER = ("perplexity", "loss", "mae", "rmse")
 # the error that the best single answer would have, where the model's is not smaller beyond chance.
 MEAN, MEDIAN = "as the mean", "as the median"
 ALIKE = "alike"  # of an evaluation that gave every row the same answer
-UNLOGGED = (ALIKE, MEAN, MEDIAN)
+BY_CHANCE = "by chance"  # of one whose classes have nothing to do with those of the rows
+R2_ERROR = "error of r2"  # its standard error
+UNLOGGED = (ALIKE, MEAN, MEDIAN, BY_CHANCE, R2_ERROR)
 TAKEN = frozenset(
     (*(name for names in TASK_FIGURES.values() for name in names), TOP5, LARGEST_CLASS_SHARE)
 ) | frozenset(UNLOGGED)

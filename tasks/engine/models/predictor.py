@@ -296,7 +296,11 @@ def rebuild_network(spec: dict[str, Any], folder: Path) -> nn.Module:
         again.model.load_state_dict(weights)
         return again
     model = build_model(
-        spec["model"], input_shape=spec["input_shape"], outputs=spec["outputs"], args=spec["args"]
+        spec["model"],
+        input_shape=spec["input_shape"],
+        outputs=spec["outputs"],
+        args=spec["args"],
+        times=spec.get("times"),
     )
     model.load_state_dict(weights)
     return model

@@ -185,7 +185,8 @@ class DataConfig(Section):
     the order of the rows; group: rows that are alike in data.split_column are in one part. Tokens
     are always split by their order. Not of data sets and loaders."""
     split_column: Text | None = None
-    """The column of csv, tsv and parquet to split by time or by group. It is no feature."""
+    """The column of csv, tsv and parquet to split by time or by group. Times are learnt from too,
+    unless data.drop names them; a group is no feature."""
     split_seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
     """Seed of the split. Apart from train.seed, so that runs with other seeds stay comparable."""
     scale: Bool = True

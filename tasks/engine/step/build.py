@@ -172,6 +172,7 @@ def describe_model(plan: Plan, *, outputs: int) -> dict[str, Any]:
         "target_offset": data.target_offset,
         "target_scale": data.target_scale,
         "target_log": data.target_log,
+        "times": None if data.times is None else asdict(data.times),
         "columns": None if data.columns is None else [asdict(c) for c in data.columns],
         "missing": data.missing,
         "na": data.na,

@@ -41,6 +41,11 @@ def iterate_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return itertools.chain(model.named_parameters(), model.named_buffers())
 
 
+# Fewer evaluations tell no trend; a quarter of them that gains less, of the value and of all that
+# was gained, is near the end of it.
+LEAST_EVALUATIONS, WORTH, SCATTERS = 8, 0.02, 2.0
+
+
 class BestWeights:
     """Follows a metric over the evaluations, and keeps the weights of the best."""
 
@@ -62,6 +67,20 @@ class BestWeights:
         self.cells: ConfusionCells | None = None  # of the best epoch of a classification
         self._kept: dict[str, Tensor] = {}
         self.is_now = False  # the best weights are those of now, and not copied yet
+        self.values: list[float] = []  # of all evaluations; less is better
+
+    def is_improving(self) -> bool:
+        """Return whether the last evaluation is the best, and those of the last quarter have gained
+        on what was reached before by more than chance and by a share that is worth going on."""
+        last = max(2, len(self.values) // 4)
+        if len(self.values) < LEAST_EVALUATIONS or not np.isfinite(self.values).all():
+            return False
+        before, now = self.values[:-last], self.values[-last:]
+        # How much three that follow each other are off a line, of which a curve has little.
+        scatter = float(np.abs(np.diff(self.values[-last - 2 :], 2)).mean())
+        gained = min(before) - now[-1]
+        worth = WORTH * min(abs(now[-1]), max(self.values) - now[-1])
+        return now[-1] == min(self.values) and gained > max(worth, SCATTERS * scatter)
 
     @property
     def has_weights(self) -> bool:
@@ -76,6 +95,7 @@ class BestWeights:
         self.waited += 1
         value = self._read(metrics)
         self.is_now = value < self._read(self._metrics)
+        self.values.append(value)
         if self.is_now:
             self._metrics, self.epoch, self.cells = metrics, epoch, cells
         if value < self._reached - self._min_delta:
@@ -131,6 +151,7 @@ class BestWeights:
             "is_now": self.is_now,
             "cells": cells,
             "reached": self._reached,
+            "values": list(self.values),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -139,6 +160,7 @@ class BestWeights:
         self.waited, self._kept, self.is_now = state["waited"], state["kept"], state["is_now"]
         # What checkpoints of before do not have:
         self._reached = state.get("reached", self._read(self._metrics))
+        self.values = list(state.get("values", ()))
         cells = state.get("cells")
         self.cells = None if cells is None else ConfusionCells(cells)
 
@@ -299,13 +321,15 @@ def _compute_scores(evaluator: Evaluator, kept: KeptRows) -> dict[str, float]:
     alike = {ALIKE: 1.0} if same else {}
     if evaluator.task == "classification":
         evaluator.cells.append(scores.ConfusionCells.of(outputs.numpy(), targets.numpy()))
-        return scores.compute_class_scores(evaluator.cells[0]) | alike
+        cells = evaluator.cells[0]
+        return scores.compute_class_scores(cells) | scores.find_chance(cells) | alike
     given, so = (
         evaluator.to_units(part.double().numpy()).reshape(len(part), -1)
         for part in (outputs, targets)
     )
     return (
         scores.compute_regression_scores(given, so)
+        | scores.compute_r2_error(given, so)
         | scores.compute_constant_baseline(given, so, evaluator.guess)
         | alike
     )

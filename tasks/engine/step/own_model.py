@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,11 @@ def build_model_on_host(settings: ModelConfig, data: DataFacts) -> nn.Module:
     name, args = settings.name, settings.args
     if not is_import_path(name):
         model = builtin.build_model(
-            name, input_shape=data.input_shape, outputs=data.outputs, args=args
+            name,
+            input_shape=data.input_shape,
+            outputs=data.outputs,
+            args=args,
+            times=None if data.times is None else asdict(data.times),
         )
         freeze_parameters(model, settings.freeze)
         return model

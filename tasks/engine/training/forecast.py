@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -386,6 +386,7 @@ def _build_model(settings: ModelConfig, data: DataFacts, device: torch.device) -
             input_shape=data.input_shape,
             outputs=data.outputs,
             args=settings.args,
+            times=None if data.times is None else asdict(data.times),
         )
     freeze_parameters(model, settings.freeze)
     if build.takes_channels_last(settings.name, model):

@@ -29,7 +29,7 @@ from tasks.engine.batches.batches import Batches
 from tasks.engine.checkpoint.checkpoint_files import DamagedCheckpoint, NewerCheckpoint
 from tasks.engine.checkpoint.checkpoints import Checkpoints
 from tasks.engine.checkpoint.training_state import StateMismatch
-from tasks.engine.data.run_warnings import warn_of_results
+from tasks.engine.data.run_warnings import warn_of_results, warn_of_test
 from tasks.engine.diagnosis import failed_step
 from tasks.engine.distributed.ranks import Ranks
 from tasks.engine.files.source_data import DataError
@@ -38,9 +38,10 @@ from tasks.engine.memory.leaks import survive_broken_device
 from tasks.engine.memory.snapshot import Recorder, record_history
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
+from tasks.engine.settings.run_config import TrainConfig
 from tasks.engine.step.averaging import warn_of_parts
 from tasks.engine.step.build import describe_model
-from tasks.engine.step.evaluation import evaluate
+from tasks.engine.step.evaluation import BestWeights, evaluate
 from tasks.engine.step.micro_batches import MemoryExhausted
 from tasks.engine.step.optim import Plateau, make_schedule
 from tasks.engine.step.optimizer_step import Step
@@ -300,6 +301,8 @@ class _Trained:
                     alike=alike,
                     best=plan.settings.train.best.name,
                 ),
+                *warn_of_test(data, result.metrics, result.tested),
+                *warn_of_progress(plan.settings.train, result, parts.best),
                 *warn_of_parts(
                     plan.settings.train,
                     checked.averaging,
@@ -340,6 +343,19 @@ def _fit_and_judge(trained: _Trained, work: int) -> TrainingResult:
     # Explained apart from the error, which keeps what it came through.
     phases, folder = parts.accounts.phases, trained.order.folder
     raise OutOfMemory(explain_failure(exhausted, phases, plan=plan, folder=folder))
+
+
+def warn_of_progress(
+    train: TrainConfig, result: TrainingResult, best: BestWeights
+) -> tuple[str, ...]:
+    """Return the warning where training was still getting better in its last evaluations."""
+    if result.stopped or result.stopped_early or not best.is_improving():
+        return ()
+    name, setting = train.best.name, "max_steps" if train.max_steps else "epochs"
+    return (
+        f"{name} was best at the end of {result.epochs} epochs and still getting better: it may "
+        f"not be done; raise train.{setting}",
+    )
 
 
 def _ignore_evaluation(metrics: dict[str, float]) -> None:
