@@ -86,7 +86,9 @@ def get_operation_name(func: Any) -> str:
 
 def describe_tensor(tensor: Tensor) -> str:
     """Describe a tensor's shape and type: "(128, 256) float32"."""
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    # A nested one, which PyTorch's own layers make of padded rows, has none.
+    shape = "nested" if tensor.is_nested else tuple(tensor.shape)
+    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 MIB = 1024**2
