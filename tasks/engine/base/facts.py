@@ -88,6 +88,7 @@ class DataFacts:
     guess: float | None = None
     batch: Any | None = None  # of a loader: what its batches hold, as tree.described tells it
     batch_rows: int | None = None  # of a loader: rows of its batches
+    val_batch_rows: int = 0  # of a loader to validate on
     endless: bool = False  # of a loader: whether it has no length; rows are then those of a batch
     target_offset: tuple[float, ...] = (0.0,)  # y_scaled = (y - offset) / scale, of a regression
     target_scale: tuple[float, ...] = (1.0,)

@@ -26,7 +26,8 @@ from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.import_paths import describe_error, import_callable, is_import_path
 from tasks.engine.batches.dataloaders import IGNORED
 from tasks.engine.memory.out_of_memory import is_oom
-from tasks.engine.models.user_model import Forward
+from tasks.engine.models.user_model import Forward, TakesLoss
+from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import TrainConfig
 from tasks.engine.step.optimizer_step import Count, Loss, count_rows
@@ -36,6 +37,7 @@ FITTING = {
     "multilabel": "bce",
     "regression": "mse",
     "tokens": "cross_entropy",
+    "own": "auto",  # what the model gives
 }
 FIGURES = ("loss", "accuracy", "f1", "r2", "mae", "perplexity")  # val/... of the tasks themselves
 OwnMetrics = Mapping[str, Callable[[Any, Any], Any]]
@@ -83,8 +85,8 @@ def make_loss(
         return wrap_in_units(own, data, device)
     if train.loss not in ("auto", fits):
         raise ConfigError(
-            f"train.loss: {train.loss} does not fit {data.task}; use auto or {fits}, or a function "
-            "of your own"
+            f"train.loss: {train.loss} does not fit {data.task}; use "
+            f"{' or '.join(dict.fromkeys(('auto', fits)))}, or a function of your own"
         )
     if train.class_weights == "balanced":
         weights = torch.tensor(_compute_balanced_weights(data), device=device)
@@ -93,6 +95,7 @@ def make_loss(
         "cross_entropy": compute_token_loss if data.task == "tokens" else cross_entropy,
         "bce": binary_cross_entropy_with_logits,
         "mse": mse_loss,
+        "auto": _refuse_no_loss,
     }
     smoothed: Any = losses[fits]
     return partial(smoothed, label_smoothing=smoothing) if smoothing else losses[fits]
@@ -104,7 +107,7 @@ def choose_count(train: TrainConfig, data: DataFacts, *, of_labels: Count | None
     if is_import_path(train.loss):
         own = import_callable(train.loss, setting="train.loss", refusal=ConfigError)
         return _choose_own_count(own)
-    if has_own_loss(train) and of_labels is not None:
+    if of_labels is not None:
         return of_labels
     # Only batches of a loader hold labels to be skipped.
     return count_labels if data.task == "tokens" and data.batch is not None else count_rows
@@ -219,9 +222,17 @@ def wrap_in_units(
     return _UnscaledFunction(function, offset, scale, log if data.target_log else None)
 
 
-def has_own_loss(train: TrainConfig) -> bool:
+def find_own_loss(train: TrainConfig, data: DataFacts) -> TakesLoss:
     """Return whether a loss that the model returns itself is the one that counts."""
-    return train.loss == "auto" and train.class_weights == "none"
+    if train.loss != "auto" or train.class_weights != "none":
+        return TakesLoss.NEVER
+    return TakesLoss.ALWAYS if data.task == "own" else TakesLoss.WITH_LABELS
+
+
+def _refuse_no_loss(outputs: Any, targets: Any) -> Tensor:
+    raise ModelError(
+        "model.name: it gave no loss, where its own is the only one; return one in each call"
+    )
 
 
 def compute_token_loss(logits: Tensor, tokens: Tensor, *, label_smoothing: float = 0.0) -> Tensor:

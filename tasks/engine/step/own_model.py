@@ -26,12 +26,12 @@ from tasks.engine.models.parameter_patterns import freeze_parameters
 from tasks.engine.models.user_model import NoOutputsError, construct_model, make_own_forward
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import ModelConfig, TrainConfig
+from tasks.engine.settings.run_config import TASK_METRICS, ModelConfig, TrainConfig
 from tasks.engine.step.losses import (
     check_loss,
     choose_count,
     find_label_count,
-    has_own_loss,
+    find_own_loss,
     is_additive,
     make_loss,
 )
@@ -53,6 +53,7 @@ class ModelCheck:
     changes: StateChanges = StateChanges()  # of a training step
     of_labels: Count | None = None  # over what a loss that the model gives is the mean
     adds_up: bool = True  # whether the loss of a batch is that of its parts
+    task: str = ""  # own, where the outputs have no shape for the figures of the data's task
 
 
 def make_sample(data: DataFacts, rows: int, *, device: torch.device) -> tuple[Any, Any]:
@@ -154,6 +155,11 @@ def _refuse_batches(data: DataFacts, name: str) -> None:
             f"the batches of {data.source} hold {what}; convert it there, or name a model of your "
             "own"
         )
+    if data.task == "own":
+        raise ModelError(
+            f"model.name: {name} gives one answer a row, and nothing says that the targets of "
+            f"{data.source} are one (data.task is own); name a model of your own"
+        )
     if not data.outputs:
         raise ModelError(
             f"model.name: {name} has to know how many classes there are, and {data.source} does "
@@ -182,7 +188,7 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
     model = build_model_on_host(settings, data)
     _refuse_untrainable(model, name)
     x, y = make_sample(data, 2, device=CPU)
-    own_loss = has_own_loss(train)
+    own_loss = find_own_loss(train, data)
     finder = ChangeFinder(model, (x, y))
     before = set(model.state_dict())
     with builtin.count_multiply_adds(model) as work:
@@ -193,12 +199,15 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
             "so that a model built anew could not load its weights; make it in __init__, by "
             "register_buffer or as an nn.Parameter, of the shape that it will have"
         )
-    wide = _refuse_misshapen(outputs, y, data, name)
+    task, wide = _find_figures(
+        outputs, y, data, train, lambda: make_own_forward(model, takes_loss=own_loss)(x)[1], name
+    )
     loss = make_loss(train, data, CPU)
     writes = check_loss(train, loss, outputs, y)
     is_sum = is_additive(train, loss, choose_count(train, data), outputs, y)
     changes = finder.find_changes(writes)
-    _refuse_otherwise_in_eval(model, data, name, tuple(outputs.shape[1:]), takes_loss=own_loss)
+    row = None if task == "own" else tuple(outputs.shape[1:])
+    _refuse_otherwise_in_eval(model, data, name, row, takes_loss=own_loss)
     if _has_single_row(train.batch_size, train.accumulate, data.train_rows):
         # A norm of the batch can't.
         _run_forward(model.train(), *make_sample(data, 1, device=CPU), name)
@@ -212,7 +221,8 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
     of_labels = None
     if own_loss and isinstance(x, Mapping) and "labels" in x:
         of_labels = find_label_count(make_own_forward(model.eval(), takes_loss=True), x, y)
-    return ModelCheck(sum(work) // 2, builtin.count_bytes(model), wide, changes, of_labels, is_sum)
+    size = builtin.count_bytes(model)
+    return ModelCheck(sum(work) // 2, size, wide, changes, of_labels, is_sum, task)
 
 
 def _has_single_row(batch_size: int, accumulate: int, rows: int) -> bool:
@@ -329,6 +339,38 @@ def _refuse_untrainable(model: nn.Module, name: str) -> None:
             )
 
 
+def _find_figures(
+    outputs: Tensor,
+    y: Any,
+    data: DataFacts,
+    train: TrainConfig,
+    compute_loss: Callable[[], Tensor | None],
+    name: str,
+) -> tuple[str, int]:
+    """Return the data's task, or own where the outputs do not go with the targets, as those of a
+    model that gives its loss itself need not; and their width. compute_loss: the model's own.
+
+    Raises ModelError where there is no loss for them, and ConfigError for a figure that there is
+    not."""
+    told = (
+        f"model.name: {name} gives no loss, and the batches of {data.source} tell no task; let it "
+        "return one as `loss`, or set train.loss to a function of yours"
+    )
+    if data.task != "own":
+        try:
+            return data.task, _refuse_misshapen(outputs, y, data, name)
+        except ModelError as error:
+            told = str(error)
+    if (data.task != "own" or not is_import_path(train.loss)) and compute_loss() is None:
+        raise ModelError(told)
+    if train.best.name in TASK_METRICS[data.task] and train.best.name != "val/loss":
+        raise ConfigError(
+            f"train.best_metric: {train.best.name} needs outputs of the shape of the labels, and "
+            f"{name} gives {tuple(outputs.shape)} for two rows; choose val/loss"
+        )
+    return "own", outputs.shape[-1] if outputs.dim() > 1 else 1
+
+
 def _refuse_misshapen(outputs: Tensor, y: Any, data: DataFacts, name: str) -> int:
     """Return the width of the outputs. Raises ModelError where it is not what is learnt."""
     got = tuple(outputs.shape)
@@ -340,7 +382,7 @@ def _refuse_misshapen(outputs: Tensor, y: Any, data: DataFacts, name: str) -> in
     if data.task == "regression":
         expected = tuple(y.shape) if isinstance(y, Tensor) else got
         return _check_shape(got, expected, rule) or data.outputs
-    leading = (2, *data.input_shape) if data.task == "tokens" else (2,)
+    leading = tuple(y.shape) if data.task == "tokens" else (2,)
     if not data.outputs:
         if len(got) != len(leading) + 1 or got[:-1] != leading:
             told = ", ".join(map(str, (*leading, "classes")))
@@ -353,17 +395,17 @@ def _refuse_misshapen(outputs: Tensor, y: Any, data: DataFacts, name: str) -> in
 
 
 def _refuse_otherwise_in_eval(
-    model: nn.Module, data: DataFacts, name: str, shape: tuple[int, ...], *, takes_loss: bool
+    model: nn.Module, data: DataFacts, name: str, shape: tuple[int, ...] | None, *, takes_loss: bool
 ) -> None:
     """Raises ModelError where the outputs have another shape when it is evaluated, or it fails
-    then. shape: of a row in training. Of three rows, since two may be as many as there are
-    outputs."""
+    then. shape: of a row in training; None where it may be any. Of three rows, since two may be as
+    many as there are outputs."""
     x, _ = make_sample(data, EVAL_ROWS, device=CPU)
-    expected, told = (EVAL_ROWS, *shape), ""
+    expected, told = (EVAL_ROWS, *(shape or ())), ""
     try:
         with torch.inference_mode():
             got = tuple(make_own_forward(model.eval(), takes_loss=takes_loss)(x)[0].shape)
-        if got != expected:
+        if shape is not None and got != expected:
             told = f"returns {got} for {EVAL_ROWS} rows, and {expected} in training"
     except Exception as error:
         if is_oom(error):
