@@ -98,10 +98,9 @@ class DataFacts:
     # Of the best answer that is the same for all validation rows: the accuracy of a classification,
     # the loss of tokens.
     guess: float | None = None
-    batch: Any | None = (
-        None  # of a loader: what its batches hold, as nested.describe_structure tells it
-    )
+    batch: Any | None = None  # of a loader: what its batches hold; see nested.describe_structure
     batch_rows: int | None = None  # of a loader: rows of its batches
+    val_batch_rows: int = 0  # of a loader to validate on
     # Of a loader: inputs and targets of the first rows that it gives, as nested.pack_rows packs
     # them; models and losses are tried on these.
     first_rows: Any | None = field(default=None, repr=False, compare=False)

@@ -11,6 +11,7 @@ TASK_FIGURES = {
     "multilabel": ("accuracy", "f1", "macro_f1", "average_precision", "loss"),
     "regression": ("r2", "mae", "rmse", "loss"),
     "tokens": ("perplexity", "loss"),
+    "own": ("loss",),  # of a model that gives its loss itself, for labels of any shape
 }
 TOP5 = "top5_accuracy"  # of a classification with more than ten classes
 LARGEST_CLASS_SHARE = "largest_class_share"  # of one whose rows are nearly all of one class

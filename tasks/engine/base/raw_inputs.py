@@ -371,7 +371,8 @@ def describe_inputs(spec: Mapping[str, Any]) -> dict[str, Any]:
         return {"x": inputs}
     of = inputs["of"]
     named = of.items() if isinstance(of, dict) else ((str(i), part) for i, part in enumerate(of))
-    return {n: p for n, p in named if p["kind"] == "rows" and n not in LABELS}
+    labels = {*LABELS, *spec.get("labels", ())}
+    return {n: p for n, p in named if p["kind"] == "rows" and n not in labels}
 
 
 def check_inputs(rows: Any, spec: Mapping[str, Any]) -> NamedArrays:

@@ -165,10 +165,11 @@ class DataConfig(Section):
     quotes: ["-999"]. Default: NA, N/A, NULL, NaN and the like in csv and tsv, none in parquet."""
     decimal: Literal[".", ","] = "."
     """The decimal mark of numbers in csv and tsv."""
-    task: Literal["auto", "classification", "multilabel", "regression", "tokens"] = "auto"
+    task: Literal["auto", "classification", "multilabel", "regression", "tokens", "own"] = "auto"
     """What to learn. auto: the next token of the sources text and tokens; else classification
     where the target is text, boolean or whole numbers with at most 100 different values, multilabel
-    where it has several columns of 0 and 1, else regression."""
+    where it has several columns of 0 and 1, else regression. own, of data of your own: whatever the
+    model's own loss or train.loss makes of it, judged by that and by train.metrics alone."""
     image_size: Annotated[Int, Field(ge=4, le=4096)] = 64
     """Pixels of a side to which the source images resizes the square in the middle of each."""
     memory_mib: Annotated[Float, Field(ge=64, le=2**30)] | None = None
@@ -311,6 +312,10 @@ class DataConfig(Section):
             raise ValueError(
                 f"task: tokens needs source {' or '.join(TOKEN_SOURCES)} (got {self.source}); "
                 "change one of them"
+            )
+        if self.task == "own" and not own:
+            raise ValueError(
+                f"task: own needs a source of your own (got {self.source}); change one of them"
             )
         return self
 

@@ -106,18 +106,18 @@ def _sum_class_weights(targets: Tensor, *, skipped: int, weights: Tensor | None)
 
 @torch.no_grad()
 def find_averaging(
-    measure: Measure, x: Any, y: Any, *, told: Count | None = None, padding: int | None = None
+    measure: Measure, x: Any, y: Any, *, told: Count | None = None, paddings: tuple[int, ...] = ()
 ) -> Averaging:
     """Find over what a loss is the mean: by the losses of four rows and of their halves, of labels
     as they are and with some of them skipped.
 
     measure: gives the loss of some rows. x, y: of four rows, as batches hold them, on the host;
-    where x has labels, they are y. told: as the loss says itself. padding: a label that the model
-    calls so. Of a loss that draws random numbers, or that cannot be had, nothing is known.
+    where x has labels, they are y. told: as the loss says itself. paddings: labels that the
+    model calls so. Of a loss that draws random numbers, or that cannot be had, nothing is known.
     """
-    fitting = [told] if told else list(_iterate_counts(y, padding))
+    fitting = [told] if told else list(_iterate_counts(y, paddings))
     is_asked = False
-    for rows in _iterate_samples(x, y, padding):
+    for rows in _iterate_samples(x, y, paddings):
         halves = nested.split_batch(rows, ROWS // 2, whole=ROWS)
         losses = [_measure(measure, part) for part in (rows, *halves)]
         whole, *parts = losses
@@ -183,26 +183,26 @@ def _has_labels(y: Any) -> bool:
     return isinstance(y, Tensor) and y.dim() > 0 and not (y.is_floating_point() or y.is_complex())
 
 
-def _iterate_counts(y: Any, padding: int | None) -> Iterator[Count]:
+def _iterate_counts(y: Any, paddings: tuple[int, ...]) -> Iterator[Count]:
     """Yield what a loss may be the mean of: labels before rows, which may be as many."""
     if _has_labels(y) and y.dtype is not torch.bool:
         for is_next in (False, True)[: y.dim()]:
             yield LabelCount((IGNORED,), is_next)
-            for label in _list_paddings(y, padding):
+            for label in _list_paddings(y, paddings):
                 yield LabelCount((IGNORED, label), is_next)
                 yield LabelCount((label,), is_next)
     yield count_rows
 
 
-def _list_paddings(y: Tensor, padding: int | None) -> list[int]:
+def _list_paddings(y: Tensor, paddings: tuple[int, ...]) -> list[int]:
     """Return the labels that may stand for none, beside IGNORED: those of sequences alone."""
     if y.dim() < 2:
         return []
-    known = {0, int(y.flatten()[-1])} | ({padding} if padding is not None else set())
+    known = {0, int(y.flatten()[-1]), *paddings}
     return sorted(known - {IGNORED})
 
 
-def _iterate_samples(x: Any, y: Any, padding: int | None) -> Iterator[tuple[Any, Any]]:
+def _iterate_samples(x: Any, y: Any, paddings: tuple[int, ...]) -> Iterator[tuple[Any, Any]]:
     """Yield the rows, then with labels skipped in the first half that the second half has: else
     the counts of both might be the same."""
     yield x, y
@@ -212,7 +212,7 @@ def _iterate_samples(x: Any, y: Any, padding: int | None) -> Iterator[tuple[Any,
     draw = torch.Generator().manual_seed(0)
     drawn = torch.randint(1, max(most, 1) + 1, y.shape, generator=draw).to(y.dtype)
     drawn = torch.where((y == IGNORED) | (y == y.clamp(max=0)), drawn, y)
-    for label in (IGNORED, *_list_paddings(y, padding)):
+    for label in (IGNORED, *_list_paddings(y, paddings)):
         masked = drawn.clone()
         if y.dim() < 2:
             masked[0] = label

@@ -184,7 +184,9 @@ def choose_eval_rows(data: DataFacts, batch_size: int, *, room_bytes: float) -> 
     """Choose the rows of an evaluation batch, where training has batch_size and the device
     this room."""
     # A row of tokens has as many outputs as tokens: large enough. A loader has its own batches.
-    if data.task == "tokens" or data.batch is not None:
+    if data.batch is not None:
+        return max(batch_size, data.val_batch_rows)
+    if data.task == "tokens":
         return batch_size
     row_bytes = max(1, data.bytes // (data.train_rows + data.val_rows + data.test_rows))
     return max(batch_size, int(min(EVAL_ROWS, EVAL_SHARE * room_bytes / row_bytes)))
@@ -192,7 +194,8 @@ def choose_eval_rows(data: DataFacts, batch_size: int, *, room_bytes: float) -> 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """How outputs are evaluated. task: classification, multilabel, regression or tokens."""
+    """How outputs are evaluated. task: classification, multilabel, regression, tokens, or own: by
+    the loss and the user's own metrics alone."""
 
     task: str
     loss: Loss
@@ -296,7 +299,7 @@ def _compute_counted_figures(task: str, sums: dict[str, float], loss: float) -> 
     """Return the figures that are sums over the rows."""
     if task == "tokens":
         return {"perplexity": math.exp(min(loss, MAX_LOG_PERPLEXITY))}
-    if task == "regression":
+    if task in ("regression", "own"):
         return {}
     found = {"accuracy": sums["hits"] / sums["answers"]}
     if "top5" in sums:

@@ -23,6 +23,8 @@ from tasks.engine.base import nested
 from tasks.engine.base.facts import DataFacts
 from tasks.engine.base.import_paths import describe_error, import_callable, is_import_path
 from tasks.engine.memory.out_of_memory import is_oom
+from tasks.engine.models.user_model import TakesLoss
+from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
 from tasks.engine.settings.run_config import TrainConfig
 from tasks.engine.step.optimizer_step import Loss
@@ -32,6 +34,7 @@ FITTING = {
     "multilabel": "bce",
     "regression": "mse",
     "tokens": "cross_entropy",
+    "own": "auto",  # what the model gives
 }
 OwnMetrics = Mapping[str, Callable[[Any, Any], Any]]
 
@@ -78,8 +81,8 @@ def make_loss(
         return wrap_in_units(own, data, device)
     if train.loss not in ("auto", fits):
         raise ConfigError(
-            f"train.loss: {train.loss} does not fit {data.task}; use auto or {fits}, or a function "
-            "of your own"
+            f"train.loss: {train.loss} does not fit {data.task}; use "
+            f"{' or '.join(dict.fromkeys(('auto', fits)))}, or a function of your own"
         )
     if train.class_weights == "balanced":
         weights = torch.tensor(_compute_balanced_weights(data), device=device)
@@ -88,6 +91,7 @@ def make_loss(
         "cross_entropy": compute_token_loss if data.task == "tokens" else cross_entropy,
         "bce": binary_cross_entropy_with_logits,
         "mse": mse_loss,
+        "auto": _refuse_no_loss,
     }
     smoothed: Any = losses[fits]
     return partial(smoothed, label_smoothing=smoothing) if smoothing else losses[fits]
@@ -128,9 +132,17 @@ def wrap_in_units(
     return _UnscaledFunction(function, offset, scale, log if data.target_log else None)
 
 
-def has_own_loss(train: TrainConfig) -> bool:
+def find_own_loss(train: TrainConfig, data: DataFacts) -> TakesLoss:
     """Return whether a loss that the model returns itself is the one that counts."""
-    return train.loss == "auto" and train.class_weights == "none"
+    if train.loss != "auto" or train.class_weights != "none":
+        return TakesLoss.NEVER
+    return TakesLoss.ALWAYS if data.task == "own" else TakesLoss.WITH_LABELS
+
+
+def _refuse_no_loss(outputs: Any, targets: Any) -> Tensor:
+    raise ModelError(
+        "model.name: it gave no loss, where its own is the only one; return one in each call"
+    )
 
 
 def compute_token_loss(logits: Tensor, tokens: Tensor, *, label_smoothing: float = 0.0) -> Tensor:

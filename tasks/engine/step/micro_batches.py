@@ -342,8 +342,8 @@ class MicroBatches:
         if self._what == "eval":
             raise ModelError(
                 "model.name: its forward, or a loss or metric, writes to the rows that it is given "
-                "in some evaluations only, so that later ones would see other rows; let it work on "
-                "a copy (x = x.clone())"
+                "when it is evaluated, and did not in training, so that later evaluations would "
+                "see other rows; let it work on a copy (x = x.clone())"
             )
         self.copies = True
 

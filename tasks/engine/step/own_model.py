@@ -28,18 +28,25 @@ from tasks.engine.diagnosis.tensor_names import find_unsaved_tensors
 from tasks.engine.memory.out_of_memory import is_oom
 from tasks.engine.models import builtin
 from tasks.engine.models.parameter_patterns import freeze_parameters
-from tasks.engine.models.user_model import NoOutputsError, construct_model, make_own_forward
+from tasks.engine.models.user_model import (
+    NoOutputsError,
+    TakesLoss,
+    construct_model,
+    make_own_forward,
+)
 from tasks.engine.settings.model_args import ModelError
 from tasks.engine.settings.read_settings import ConfigError
-from tasks.engine.settings.run_config import ModelConfig, TrainConfig
+from tasks.engine.settings.run_config import TASK_METRICS, ModelConfig, TrainConfig
 from tasks.engine.step import averaging
 from tasks.engine.step.averaging import Averaging
-from tasks.engine.step.losses import check_loss, find_own_functions, has_own_loss, make_loss
+from tasks.engine.step.losses import check_loss, find_own_functions, find_own_loss, make_loss
 from tasks.engine.step.optimizer_step import Loss
 from tasks.engine.step.state_changes import ChangeFinder, StateChanges
 
 CPU = torch.device("cpu")
 EVAL_ROWS = 3
+# Under which the configuration of a transformers model tells labels that its loss skips.
+SKIPPED_LABELS = ("pad_token_id", "semantic_loss_ignore_index")
 LAZY = (UninitializedParameter, UninitializedBuffer)
 
 
@@ -53,6 +60,7 @@ class ModelCheck:
     changes: StateChanges = StateChanges()  # of a training step
     judged: StateChanges = StateChanges()  # of an evaluation
     averaging: Averaging = Averaging()  # of a loss of the user's own, or of the model itself
+    task: str = ""  # own, where the outputs have no shape for the figures of the data's task
 
 
 def make_sample(data: DataFacts, rows: int, *, is_own: bool = False) -> tuple[Any, Any]:
@@ -188,6 +196,11 @@ def _refuse_batches(data: DataFacts, name: str) -> None:
             f"the batches of {data.source} hold {what}; convert it there, or name a model of your "
             "own"
         )
+    if data.task == "own":
+        raise ModelError(
+            f"model.name: {name} gives one answer a row, and nothing says that the targets of "
+            f"{data.source} are one (data.task is own); name a model of your own"
+        )
     if not data.outputs:
         raise ModelError(
             f"model.name: {name} has to know how many classes there are, and {data.source} does "
@@ -216,7 +229,7 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
     model = build_model_on_host(settings, data)
     _refuse_untrainable(model, name)
     x, y = make_sample(data, 2, is_own=is_import_path(train.loss))
-    own_loss = has_own_loss(train)
+    own_loss = find_own_loss(train, data)
     finder = ChangeFinder(model, (x, y), find_own_functions(train))
     before = set(model.state_dict())
     with finder.watch(), builtin.count_multiply_adds(model) as work:
@@ -227,7 +240,9 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
             "so that a model built anew could not load its weights; make it in __init__, by "
             "register_buffer or as an nn.Parameter, of the shape that it will have"
         )
-    wide = _refuse_misshapen(outputs, y, data, name)
+    task, wide = _find_figures(
+        outputs, y, data, train, lambda: make_own_forward(model, takes_loss=own_loss)(x)[1], name
+    )
     loss = make_loss(train, data, CPU)
     with finder.watch():
         writes = check_loss(train, loss, outputs, y)
@@ -235,8 +250,9 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
     asked = _ask_own_loss(train, loss, outputs, data)
     shown, _ = make_sample(data, EVAL_ROWS)
     finder = ChangeFinder(model, shown)
+    row = None if task == "own" else tuple(outputs.shape[1:])
     with finder.watch():
-        _refuse_otherwise_in_eval(model, shown, name, tuple(outputs.shape[1:]), takes_loss=own_loss)
+        _refuse_otherwise_in_eval(model, shown, name, row, takes_loss=own_loss)
     judged = changes.replace_model(finder.find_changes())
     if _has_single_row(train.batch_size, train.accumulate, data.train_rows):
         # A norm of the batch can't.
@@ -248,9 +264,10 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
                 f"train.label_smoothing: has no meaning with the loss that {name} computes itself; "
                 "drop it, or set train.loss to cross_entropy"
             )
-    if own_loss and isinstance(x, Mapping) and "labels" in x:
-        asked = _ask_model(model.eval(), data)
-    return ModelCheck(sum(work) // 2, builtin.count_bytes(model), wide, changes, judged, asked)
+    if own_loss is TakesLoss.ALWAYS or (own_loss and isinstance(x, Mapping) and "labels" in x):
+        asked = _ask_model(model.eval(), own_loss, data)
+    size = builtin.count_bytes(model)
+    return ModelCheck(sum(work) // 2, size, wide, changes, judged, asked, task)
 
 
 def _ask_own_loss(train: TrainConfig, loss: Loss, outputs: Tensor, data: DataFacts) -> Averaging:
@@ -270,14 +287,15 @@ def _ask_own_loss(train: TrainConfig, loss: Loss, outputs: Tensor, data: DataFac
     return averaging.find_averaging(loss, drawn, y, told=told)
 
 
-def _ask_model(model: nn.Module, data: DataFacts) -> Averaging:
-    """Return over what the loss is the mean that the model itself gives of labels."""
-    forward = make_own_forward(model, takes_loss=True)
-    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+def _ask_model(model: nn.Module, own_loss: TakesLoss, data: DataFacts) -> Averaging:
+    """Return over what the loss is the mean that the model itself gives."""
+    forward = make_own_forward(model, takes_loss=own_loss)
+    config = getattr(model, "config", None)
+    named = [getattr(config, name, None) for name in SKIPPED_LABELS]
     return averaging.find_averaging(
         lambda x, y: forward(x)[1],
         *make_sample(data, averaging.ROWS),
-        padding=padding if isinstance(padding, int) else None,
+        paddings=tuple(label for label in named if isinstance(label, int)),
     )
 
 
@@ -395,6 +413,38 @@ def _refuse_untrainable(model: nn.Module, name: str) -> None:
             )
 
 
+def _find_figures(
+    outputs: Tensor,
+    y: Any,
+    data: DataFacts,
+    train: TrainConfig,
+    compute_loss: Callable[[], Tensor | None],
+    name: str,
+) -> tuple[str, int]:
+    """Return the data's task, or own where the outputs do not go with the targets, as those of a
+    model that gives its loss itself need not; and their width. compute_loss: the model's own.
+
+    Raises ModelError where there is no loss for them, and ConfigError for a figure that there is
+    not."""
+    told = (
+        f"model.name: {name} gives no loss, and the batches of {data.source} tell no task; let it "
+        "return one as `loss`, or set train.loss to a function of yours"
+    )
+    if data.task != "own":
+        try:
+            return data.task, _refuse_misshapen(outputs, y, data, name)
+        except ModelError as error:
+            told = str(error)
+    if (data.task != "own" or not is_import_path(train.loss)) and compute_loss() is None:
+        raise ModelError(told)
+    if train.best.name in TASK_METRICS[data.task] and train.best.name != "val/loss":
+        raise ConfigError(
+            f"train.best_metric: {train.best.name} needs outputs of the shape of the labels, and "
+            f"{name} gives {tuple(outputs.shape)} for two rows; choose val/loss"
+        )
+    return "own", outputs.shape[-1] if outputs.dim() > 1 else 1
+
+
 def _refuse_misshapen(outputs: Tensor, y: Any, data: DataFacts, name: str) -> int:
     """Return the width of the outputs. Raises ModelError where it is not what is learnt."""
     got = tuple(outputs.shape)
@@ -406,7 +456,7 @@ def _refuse_misshapen(outputs: Tensor, y: Any, data: DataFacts, name: str) -> in
     if data.task == "regression":
         expected = tuple(y.shape) if isinstance(y, Tensor) else got
         return _check_shape(got, expected, rule) or data.outputs
-    leading = (2, *data.input_shape) if data.task == "tokens" else (2,)
+    leading = tuple(y.shape) if data.task == "tokens" else (2,)
     if not data.outputs:
         if len(got) != len(leading) + 1 or got[:-1] != leading:
             told = ", ".join(map(str, (*leading, "classes")))
@@ -419,20 +469,20 @@ def _refuse_misshapen(outputs: Tensor, y: Any, data: DataFacts, name: str) -> in
 
 
 def _refuse_otherwise_in_eval(
-    model: nn.Module, x: Any, name: str, shape: tuple[int, ...], *, takes_loss: bool
+    model: nn.Module, x: Any, name: str, shape: tuple[int, ...] | None, *, takes_loss: bool
 ) -> None:
     """Raises ModelError where the outputs have another shape when it is evaluated, or it fails
     then. x: EVAL_ROWS rows, since two may be as many as there are outputs; shape: of a row in
-    training."""
-    expected, told = (EVAL_ROWS, *shape), ""
+    training; None where it may be any."""
+    expected, told = (EVAL_ROWS, *(shape or ())), ""
     forward = make_own_forward(model.eval(), takes_loss=takes_loss)
     try:
         with torch.inference_mode():
             got = tuple(forward(x)[0].shape)
-            if got != expected:  # as where it goes by the longest of the rows
+            if shape is not None and got != expected:  # as where it goes by the longest of the rows
                 model.train()
                 expected = tuple(forward(x)[0].shape)
-        if got != expected:
+        if shape is not None and got != expected:
             told = f"returns {got} for {EVAL_ROWS} rows, and {expected} in training"
     except Exception as error:
         if is_oom(error):

@@ -8,8 +8,10 @@ are known.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -453,7 +455,7 @@ def _evaluate_batches(
     caches, then the last one, which may have fewer rows; what a regression keeps of all."""
     peaks.training = len(peaks.events)
     data, train = plan.data, plan.settings.train
-    forward = build.choose_forward(plan.settings.model.name, train)(model)
+    forward = build.choose_forward(plan.settings.model.name, train, data)(model)
     model.eval()
     kept = KeptRows(data.task, data.val_rows)
     whole, rest = divmod(data.val_rows, most)
@@ -522,6 +524,22 @@ class UnforeseeableMemory(ValueError):
     without the bytes of its tensors, or an optimizer whose state is not known."""
 
 
+@contextmanager
+def prepare_fake_tensors() -> Iterator[None]:
+    """What cannot run without bytes is told by its error, and not by PyTorch's log too; and padded
+    rows stay so in an evaluation: the nested tensors that its own layers make of them have no
+    shape."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, is_fast = log.level, torch.backends.mha.get_fastpath_enabled()
+    log.setLevel(logging.CRITICAL)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+        torch.backends.mha.set_fastpath_enabled(is_fast)
+
+
 def forecast_training(plan: Plan, *, micro_batch: int | None = None) -> Forecast:
     """Return the memory of this training. micro_batch: rows; as train.accumulate says where None.
 
@@ -549,7 +567,8 @@ def forecast_training(plan: Plan, *, micro_batch: int | None = None) -> Forecast
         setting, theirs = ("model.name", config.model.name)
     untold = None
     try:
-        with FakeTensorMode(allow_non_fake_inputs=is_import_path(theirs)):
+        mode = FakeTensorMode(allow_non_fake_inputs=is_import_path(theirs))
+        with prepare_fake_tensors(), mode:
             dry = run_dry_training(plan, rows, own)
     except Exception as error:
         if not is_import_path(theirs):
@@ -558,7 +577,7 @@ def forecast_training(plan: Plan, *, micro_batch: int | None = None) -> Forecast
     if untold is not None:
         raise UnforeseeableMemory(
             f"{setting}: what {theirs} will take cannot be told beforehand ({untold}); "
-            "it needs the values of its inputs"
+            "it needs more than the shapes of its inputs"
         )
     told = make_forecast(dry.plain, dry.parameter_bytes, device, rows)
     if dry.convolves and device.kind == "cuda" and torch.backends.cudnn.enabled:

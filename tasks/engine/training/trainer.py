@@ -250,7 +250,8 @@ class _Trained:
         accounts.lap(HELD)  # on a CPU it looks at every object that Python has
         logged, moves = gather_whole(self.model, plan, ranks), ""
         if ranks.is_lead:
-            spec = describe_model(plan, outputs=checked.outputs)
+            task = checked.task or data.task
+            spec = describe_model(plan, logged, outputs=checked.outputs, task=task)
             moves = write_model(
                 logged, spec, data, self.val, order.folder / "model", precision=plan.precision
             )

@@ -344,7 +344,7 @@ def build_parts(
     room = compute_room_bytes(settings.memory.limit_mib, plan.device.free_bytes or 0)
     most = choose_eval_rows(data, batch_size, room_bytes=room)
     evaluator = Evaluator(
-        task=data.task,
+        task=start.checked.task or data.task,
         loss=make_loss(train, data, device, is_judged=True),
         autocast=step.autocast,
         micro=of_eval(
@@ -356,7 +356,7 @@ def build_parts(
             **shared,
         ),
         phases=accounts.phases,
-        forward=choose_forward(settings.model.name, train),
+        forward=choose_forward(settings.model.name, train, data),
         count=count,
         metrics={n: wrap_in_units(m, data, device) for n, m in load_own_metrics(train).items()},
         to_units=partial(
