@@ -29,6 +29,11 @@ class HeadroomCallback(Adapter, Callback):
         super().__init__(**asked)
         self._seen: dict[str, Any] = {}  # metrics as they were logged last
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Lightning gives its callbacks these methods of the module at `fit`, and again.
+        kept = {k: v for k, v in super().__getstate__().items() if k not in ("log", "log_dict")}
+        return {**kept, "_seen": {}}
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the run: the module is on its device, with its optimizers."""
         if not trainer.is_global_zero:

@@ -195,11 +195,13 @@ class OwnLoop(Guarded, raising=ASKED):
     def count_rows_of(self, model: nn.Module) -> None:
         """Count the rows that this model is given in training, where no batch tells of them."""
 
-        def count(_: Any, *given: Any) -> None:
-            if self._is_open and model.training and torch.is_grad_enabled():
-                self._step_rows += nested.count_rows(given)
+        before = self._hook(self._count_given)
+        self._hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
 
-        self._hooks.append(model.register_forward_pre_hook(self._hook(count), with_kwargs=True))
+    def _count_given(self, model: nn.Module, *given: Any) -> None:
+        if self._is_open and model.training and torch.is_grad_enabled():
+            with suppress(RuntimeError):  # of a nested tensor
+                self._step_rows += nested.count_rows(given)
 
     def _hook(self, call: Callable[..., None]) -> Hook:
         hook = Hook(self, call)
@@ -405,6 +407,8 @@ class OwnLoop(Guarded, raising=ASKED):
         self._is_timed = self._is_open = False
         for hook in self._called:  # not removed: one of them may be what calls
             hook.call = self._rest
+        with suppress(Exception):  # it may be this that has failed
+            self._keep_lines(at_once=True)
         self._rest()
 
     def _rest(self, *_: Any) -> None:
