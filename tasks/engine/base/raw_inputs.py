@@ -8,7 +8,7 @@ replaces is marked and never guessed. It travels with logged models, and imports
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
@@ -179,7 +179,7 @@ def compute_date_parts(seconds: np.ndarray, parts: Sequence[str]) -> np.ndarray:
     hour = (known - day * DAY_S) / 3600
     of_year = 2 * np.pi / YEAR_DAYS * (date - date.astype("datetime64[Y]")).astype(np.float64)
     of_day = 2 * np.pi / 24 * hour
-    found = {
+    found: dict[str, Callable[[], np.ndarray]] = {
         "days": lambda: known / DAY_S,
         "year": lambda: date.astype("datetime64[Y]").astype(np.int64) + 1970,
         "month": lambda: date.astype("datetime64[M]").astype(np.int64) % 12 + 1,

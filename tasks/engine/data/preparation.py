@@ -119,7 +119,8 @@ def _write_arrays(
     files |= _write_targets(folder, amounts, _scale_targets(raw, amounts, target), rows)
     class_rows = _count_class_rows(labels, rows)
     columns = None if inputs.columns is None else [_describe_column(c) for c in inputs.columns]
-    going_on, told = None, ()
+    going_on: TimeInputs | None = None
+    told: tuple[str, ...] = ()
     if times is not None:
         going_on, told = choose_line(times, draw_judge(), transform, target)
     meaning = {
@@ -576,7 +577,8 @@ def _restore_times(meaning: dict[str, Any]) -> TimeInputs | None:
     found = meaning.get("times")
     if found is None:
         return None
-    return TimeInputs(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})
+    lists = {name: tuple(found[name]) for name in ("places", "low", "high", "slope")}
+    return TimeInputs(**lists, intercept=found["intercept"])
 
 
 def _restore_guess(manifest: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]] | None:

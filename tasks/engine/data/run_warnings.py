@@ -195,9 +195,9 @@ def warn_of_test(
         if name == "r2":
             errors = metrics.get(R2_ERROR, math.inf), tested.get(R2_ERROR, math.inf)
         else:
-            errors = tuple(
-                math.sqrt(p * (1 - p) / rows)
-                for p, rows in ((good, data.val_rows), (then, data.test_rows))
+            errors = (
+                math.sqrt(good * (1 - good) / data.val_rows),
+                math.sqrt(then * (1 - then) / data.test_rows),
             )
         if good - then > max(least, FAR_ERRORS * math.hypot(*errors)):
             return (

@@ -310,7 +310,7 @@ def _has_single_row(batch_size: int, accumulate: int, rows: int) -> bool:
 
 
 def _run_forward(
-    model: nn.Module, x: Any, y: Any, name: str, *, takes_loss: bool = False
+    model: nn.Module, x: Any, y: Any, name: str, *, takes_loss: TakesLoss | bool = False
 ) -> Tensor:
     """Return the outputs for these rows. Raises ModelError with the line that failed."""
     try:
@@ -469,7 +469,12 @@ def _refuse_misshapen(outputs: Tensor, y: Any, data: DataFacts, name: str) -> in
 
 
 def _refuse_otherwise_in_eval(
-    model: nn.Module, x: Any, name: str, shape: tuple[int, ...] | None, *, takes_loss: bool
+    model: nn.Module,
+    x: Any,
+    name: str,
+    shape: tuple[int, ...] | None,
+    *,
+    takes_loss: TakesLoss | bool,
 ) -> None:
     """Raises ModelError where the outputs have another shape when it is evaluated, or it fails
     then. x: EVAL_ROWS rows, since two may be as many as there are outputs; shape: of a row in
