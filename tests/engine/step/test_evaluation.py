@@ -123,7 +123,7 @@ def _judge_every_figure(task: str) -> set[str]:
     return {name.removeprefix("val/") for of in found for name in of}
 
 
-@pytest.mark.parametrize("task", figures.TASK_FIGURES)
+@pytest.mark.parametrize("task", [task for task in figures.TASK_FIGURES if task != "own"])
 def test_every_figure_of_an_evaluation_is_no_name_for_an_own_metric(task: str) -> None:
     """Story: an own metric called macro_f1 took the place of the task's own: val/macro_f1 77."""
     names = _judge_every_figure(task)
@@ -254,6 +254,7 @@ def test_as_many_rows_are_read_as_a_sixteenth_of_the_room_holds() -> None:
             "bytes": size,
             "train_rows": 200,
             "test_rows": 0,
+            "val_batch_rows": 0,
         }
         made = SimpleNamespace(**{**told, "val_rows": 50, **facts})
         return choose_eval_rows(made, batch_size, room_bytes=room)

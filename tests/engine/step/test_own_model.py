@@ -75,7 +75,12 @@ def test_work_is_counted_for_the_layers_that_do_it(own: Own) -> None:
     own("mine", PLAIN)
     changes = StateChanges(own=True)
     assert _check() == own_model.ModelCheck(
-        work=18, weights_bytes=84, outputs=3, changes=changes, judged=changes
+        work=18,
+        weights_bytes=84,
+        outputs=3,
+        changes=changes,
+        judged=changes,
+        task="classification",
     )
 
 

@@ -400,7 +400,7 @@ class Far(Net):
             "mine:well",
             "mine:Net",
             "mine:wrong",
-            r"^train.loss: the loss became nan at step 4 .* mine:wrong gave it for outputs and "
+            r"^train.loss: the loss became nan at step 5 .* mine:wrong gave it for outputs and "
             "targets that are finite: look there",
         ),
         (
@@ -870,7 +870,7 @@ def test_writing_in_an_evaluation_is_told_as_it_is(own: Own, tmp_path: Path) -> 
     late = """
 class Late(Line):
     def forward(self, x):
-        if not self.training: x.mul_(1.0)
+        if not self.training and len(x) > 3: x.mul_(1.0)  # the trial has three rows
         return super().forward(x)
 """
     with pytest.raises(ModelError, match="given when it is evaluated, and did not in training"):
