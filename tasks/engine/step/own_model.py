@@ -284,7 +284,8 @@ def _ask_own_loss(train: TrainConfig, loss: Loss, outputs: Tensor, data: DataFac
         with torch.no_grad():
             value = float(loss(drawn.clone(), nested.map_tensors(y, Tensor.clone)))
         averaging.check_told_count(told, y, value, path=train.loss)
-    return averaging.find_averaging(loss, drawn, y, told=told)
+    # Labels of -100 come from loaders alone.
+    return averaging.find_averaging(loss, drawn, y, told=told, may_skip=data.batch is not None)
 
 
 def _ask_model(model: nn.Module, own_loss: TakesLoss, data: DataFacts) -> Averaging:
@@ -296,6 +297,7 @@ def _ask_model(model: nn.Module, own_loss: TakesLoss, data: DataFacts) -> Averag
         lambda x, y: forward(x)[1],
         *make_sample(data, averaging.ROWS),
         paddings=tuple(label for label in named if isinstance(label, int)),
+        may_skip=data.task != "classification",  # whose labels of -100 are refused
     )
 
 

@@ -77,6 +77,26 @@ class Words(nn.Module):
             loss = functional.cross_entropy(a @ b.T, torch.arange(len(a), device=a.device))
         return {"logits": out, "loss": loss}
 
+class Classed(Dataset):
+    classes = ["a", "b", "c"]
+    def __len__(self): return 48
+    def __getitem__(self, i):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(i))
+        return {"x": x, "labels": int(x[0] > 0) + int(x[1] > 0)}
+
+def classed(): return Classed(), Classed()
+
+class Sparse(nn.Module):
+    """Gives a mean over the rows, as TabNet's: with a term that knows of no labels."""
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    def forward(self, x, labels=None):
+        out = self.layers(x)
+        if labels is None: return {"logits": out}
+        term = out.softmax(-1).square().sum(1).mean()
+        return {"logits": out, "loss": functional.cross_entropy(out, labels) + 0.1 * term}
+
 class Plain(Words):
     def forward(self, x): return self.last(torch.cumsum(self.embed(x), 1))
 
@@ -184,6 +204,19 @@ def test_a_models_own_loss_that_does_not_add_up_is_told(
         "model.name: the loss that words:Words gives of a batch is not the mean"
     )
     assert "micro-batches of 2 rows" in parts and "batches of 16 rows" in judged
+
+
+def test_a_loss_of_classes_is_not_asked_about_labels_that_it_never_gets(
+    own: Own, tmp_path: Path
+) -> None:
+    """With a label of -100 a penalty of all rows is no mean any more: a run whose parts are right
+    was told that they are not."""
+    own("words", CODE)
+    weights, loss, facts = _compare(
+        tmp_path, source="words:classed", data={}, model={"name": "words:Sparse"}
+    )
+    assert weights < 1e-5 and loss < 1e-5
+    assert not [told for told in facts.warnings if "not the mean" in told]
 
 
 @pytest.mark.parametrize("model", ["llama", "mixtral"])
