@@ -362,7 +362,9 @@ def _find_unsaved(model: nn.Module, result: Tensor) -> tuple[str, bool]:
     empty where all is. What the forward pass has made itself is none of it. And whether the graph
     shows a parameter."""
     known = {id(parameter) for parameter in model.parameters()}
-    held = {id(tensor): path for path, tensor in find_unsaved_tensors(model).items()}
+    registered = {id(buffer) for buffer in model.buffers()}  # kept out of the state_dict on purpose
+    unsaved = find_unsaved_tensors(model).items()
+    held = {id(tensor): path for path, tensor in unsaved if id(tensor) not in registered}
     waiting: list[Any] = [result.grad_fn]
     seen, shares, is_trained = set(), {}, False
     while waiting:
