@@ -88,14 +88,17 @@ def classed(): return Classed(), Classed()
 
 class Sparse(nn.Module):
     """Gives a mean over the rows, as TabNet's: with a term that knows of no labels."""
-    def __init__(self):
+    def __init__(self, form="dict"):
         super().__init__()
+        self.form = form
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     def forward(self, x, labels=None):
         out = self.layers(x)
         if labels is None: return {"logits": out}
         term = out.softmax(-1).square().sum(1).mean()
-        return {"logits": out, "loss": functional.cross_entropy(out, labels) + 0.1 * term}
+        loss = functional.cross_entropy(out, labels) + 0.1 * term
+        forms = {"dict": {"logits": out, "loss": loss}, "last": (out, loss), "first": (loss, out)}
+        return forms[self.form]
 
 class Plain(Words):
     def forward(self, x): return self.last(torch.cumsum(self.embed(x), 1))
@@ -217,6 +220,23 @@ def test_a_loss_of_classes_is_not_asked_about_labels_that_it_never_gets(
     )
     assert weights < 1e-5 and loss < 1e-5
     assert not [told for told in facts.warnings if "not the mean" in told]
+
+
+@pytest.mark.parametrize("form", ["last", "first"])
+def test_a_loss_in_a_tuple_is_the_models_own(own: Own, tmp_path: Path, form: str) -> None:
+    """Of (logits, loss) the loss was left out, and cross entropy took its place without a word."""
+    own("words", CODE)
+    named, nameless = (
+        _train(
+            tmp_path / form,
+            source="words:classed",
+            model={"name": "words:Sparse", "args": {"form": form}},
+        )
+        for form in ("dict", form)
+    )
+    assert nameless.metrics["val/loss"] == named.metrics["val/loss"]
+    weights = [torch.load(Path(facts.model_folder, "weights.pt")) for facts in (named, nameless)]
+    assert all(map(torch.equal, weights[0].values(), weights[1].values()))
 
 
 @pytest.mark.parametrize("model", ["llama", "mixtral"])
