@@ -100,6 +100,20 @@ class Sparse(nn.Module):
         forms = {"dict": {"logits": out, "loss": loss}, "last": (out, loss), "first": (loss, out)}
         return forms[self.form]
 
+class Pairs(Classed):
+    def __getitem__(self, i): return tuple(super().__getitem__(i).values())
+
+def classed_pairs(): return Pairs(), Pairs()
+
+class Beside(Sparse):
+    def forward(self, x):
+        out = self.layers(x)
+        return out, out.square().mean()
+
+def elbo(outputs, targets):
+    reconstructed, mean, spread = outputs
+    return spread.mean()
+
 class Plain(Words):
     def forward(self, x): return self.last(torch.cumsum(self.embed(x), 1))
 
@@ -237,6 +251,28 @@ def test_a_loss_in_a_tuple_is_the_models_own(own: Own, tmp_path: Path, form: str
     assert nameless.metrics["val/loss"] == named.metrics["val/loss"]
     weights = [torch.load(Path(facts.model_folder, "weights.pt")) for facts in (named, nameless)]
     assert all(map(torch.equal, weights[0].values(), weights[1].values()))
+
+
+def test_a_number_that_is_not_trained_on_is_told(own: Own, tmp_path: Path) -> None:
+    """TabNet's sparsity loss stands beside its logits, and was left out without a word."""
+    own("words", CODE)
+    facts = _train(tmp_path, source="words:classed_pairs", model={"name": "words:Beside"})
+    assert any("returns a number beside its outputs that is not" in w for w in facts.warnings)
+
+
+def test_a_loss_that_takes_several_outputs_is_told_what_it_was_given(
+    own: Own, tmp_path: Path
+) -> None:
+    """That of a VAE was told of "outputs", which were the first of the three that it gave."""
+    own("words", CODE)
+    words = r"train\.loss: words:elbo, called with outputs a float32 tensor of shape \(2, 3\) and"
+    with pytest.raises(ConfigError, match=words):
+        _train(
+            tmp_path,
+            source="words:classed_pairs",
+            model={"name": "words:Beside"},
+            train={"loss": "words:elbo"},
+        )
 
 
 @pytest.mark.parametrize("model", ["llama", "mixtral"])
