@@ -61,20 +61,18 @@ class OwnForward:
 
     def __call__(self, x: Any) -> tuple[Tensor, Tensor | None]:
         if isinstance(x, Tensor):
-            outputs, loss = read_outputs(self.model(x))
-            return outputs, loss if self._counts_loss(()) else None
+            return self._read(self.model(x))
         if not isinstance(x, Mapping):
-            outputs, loss = read_outputs(self.model(*x))
-            return outputs, loss if self._counts_loss(()) else None
+            return self._read(self.model(*x))
         if self.only is not None and self.only not in x:
-            outputs, loss = read_outputs(self.model(x))
-            return outputs, loss if self._counts_loss(x) else None
+            return self._read(self.model(x), x)
         taken = {name: value for name, value in x.items() if name not in self.untaken}
-        outputs, loss = read_outputs(self.model(**taken))
-        return outputs, loss if self._counts_loss(taken) else None
+        return self._read(self.model(**taken), taken)
 
-    def _counts_loss(self, given: Collection[str]) -> bool:
-        return self.takes_loss > ("labels" not in given)
+    def _read(self, result: Any, given: Collection[str] = ()) -> tuple[Tensor, Tensor | None]:
+        has_labels = "labels" in given
+        outputs, loss = read_outputs(result, has_labels=has_labels)
+        return outputs, loss if self.takes_loss > (not has_labels) else None
 
 
 Forward = BuiltinForward | OwnForward
@@ -89,9 +87,10 @@ def make_own_forward(model: nn.Module, *, takes_loss: TakesLoss | bool) -> OwnFo
     return OwnForward(model, frozenset(LABELS) - frozenset(takes), takes_loss, only)
 
 
-def read_outputs(result: Any) -> tuple[Tensor, Tensor | None]:
+def read_outputs(result: Any, *, has_labels: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return the outputs and the loss of what a model returned: of a dict without `logits` the
-    first tensor in it that is no loss. Raises NoOutputsError."""
+    first tensor in it that is no loss. has_labels: whether it was given labels; in a tuple, where
+    nothing has a name, a single number is then the loss. Raises NoOutputsError."""
     if isinstance(result, Tensor):
         return result, None
     if isinstance(result, Mapping):
@@ -105,12 +104,22 @@ def read_outputs(result: Any) -> tuple[Tensor, Tensor | None]:
         # Not a loss, which some give first.
         parts = [part for part in result if isinstance(part, Tensor)]
         logits = next((part for part in parts if part.dim()), None)
+        if has_labels and loss is None:
+            loss = next(iter(find_numbers(parts)), None)
     if not isinstance(logits, Tensor):
         got = type(result).__name__ if result is not None else "None"
         raise NoOutputsError(
             f"must return a tensor, a tuple with one, or an object with .logits (got {got})"
         )
     return logits, loss if isinstance(loss, Tensor) else None
+
+
+def find_numbers(result: Any) -> list[Tensor]:
+    """Return the single numbers in what a model returned, as losses are."""
+    parts = result.values() if isinstance(result, Mapping) else result
+    found = parts if isinstance(result, (tuple, list, Mapping)) else ()
+    tensors = (part for part in found if isinstance(part, Tensor))
+    return [tensor for tensor in tensors if not tensor.dim() and tensor.is_floating_point()]
 
 
 @torch.inference_mode()

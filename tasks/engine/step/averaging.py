@@ -106,18 +106,25 @@ def _sum_class_weights(targets: Tensor, *, skipped: int, weights: Tensor | None)
 
 @torch.no_grad()
 def find_averaging(
-    measure: Measure, x: Any, y: Any, *, told: Count | None = None, paddings: tuple[int, ...] = ()
+    measure: Measure,
+    x: Any,
+    y: Any,
+    *,
+    told: Count | None = None,
+    paddings: tuple[int, ...] = (),
+    may_skip: bool = True,
 ) -> Averaging:
     """Find over what a loss is the mean: by the losses of four rows and of their halves, of labels
     as they are and with some of them skipped.
 
     measure: gives the loss of some rows. x, y: of four rows, as batches hold them, on the host;
     where x has labels, they are y. told: as the loss says itself. paddings: labels that the
-    model calls so. Of a loss that draws random numbers, or that cannot be had, nothing is known.
+    model calls so. may_skip: whether labels of the data may be -100. Of a loss that draws random
+    numbers, or that cannot be had, nothing is known.
     """
     fitting = [told] if told else list(_iterate_counts(y, paddings))
     is_asked = False
-    for rows in _iterate_samples(x, y, paddings):
+    for rows in _iterate_samples(x, y, paddings, may_skip):
         halves = nested.split_batch(rows, ROWS // 2, whole=ROWS)
         losses = [_measure(measure, part) for part in (rows, *halves)]
         whole, *parts = losses
@@ -202,7 +209,9 @@ def _list_paddings(y: Tensor, paddings: tuple[int, ...]) -> list[int]:
     return sorted(known - {IGNORED})
 
 
-def _iterate_samples(x: Any, y: Any, paddings: tuple[int, ...]) -> Iterator[tuple[Any, Any]]:
+def _iterate_samples(
+    x: Any, y: Any, paddings: tuple[int, ...], may_skip: bool
+) -> Iterator[tuple[Any, Any]]:
     """Yield the rows, then with labels skipped in the first half that the second half has: else
     the counts of both might be the same."""
     yield x, y
@@ -212,6 +221,9 @@ def _iterate_samples(x: Any, y: Any, paddings: tuple[int, ...]) -> Iterator[tupl
     draw = torch.Generator().manual_seed(0)
     drawn = torch.randint(1, max(most, 1) + 1, y.shape, generator=draw).to(y.dtype)
     drawn = torch.where((y == IGNORED) | (y == y.clamp(max=0)), drawn, y)
+    if not may_skip:
+        yield _replace_labels(x, y, drawn), drawn
+        return
     for label in (IGNORED, *_list_paddings(y, paddings)):
         masked = drawn.clone()
         if y.dim() < 2:

@@ -235,7 +235,8 @@ def _call_own(
         if is_oom(error):
             raise
         told = (
-            f"{setting}: {path}, called with outputs and targets, raised: {describe_error(error)}"
+            f"{setting}: {path}, called with outputs {_describe_result(outputs)} and targets "
+            f"{_describe_result(targets)}, raised: {describe_error(error)}"
         )
     raise ConfigError(told)
 

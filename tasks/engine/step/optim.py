@@ -533,8 +533,26 @@ class TorchOptimizer(Optimizer):
     ) -> None:
         super().__init__(parameters, lr=lr, weight_decay=0.0)
         self._inner, self._peak, self.needs_closure = inner, lr, needs_closure
+        self._is_judging = False  # while the parameters are what is judged and logged
+        self._set_mode("train")
         self._is_torchs = type(inner).__module__.startswith("torch.optim.")
         self._rates = [group["lr"] for group in inner.param_groups]
+
+    def swap_averages(self) -> None:
+        """Exchange parameters and averages; also those of an optimizer that keeps its own."""
+        if not self._is_judging:
+            self._set_mode("eval")
+        super().swap_averages()
+        if self._is_judging:
+            self._set_mode("train")
+        self._is_judging = not self._is_judging
+
+    def _set_mode(self, mode: str) -> None:
+        """Call `train` or `eval` of the optimizer, where it has both, as schedule-free ones do: the
+        weights that it trains are not those to be judged and logged."""
+        methods = {name: getattr(self._inner, name, None) for name in ("train", "eval")}
+        if all(map(callable, methods.values())):
+            cast(Any, methods[mode])()
 
     def set_lr(self, lr: float) -> None:
         super().set_lr(lr)

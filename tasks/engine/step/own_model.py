@@ -32,6 +32,7 @@ from tasks.engine.models.user_model import (
     NoOutputsError,
     TakesLoss,
     construct_model,
+    find_numbers,
     make_own_forward,
 )
 from tasks.engine.settings.model_args import ModelError
@@ -61,6 +62,7 @@ class ModelCheck:
     judged: StateChanges = StateChanges()  # of an evaluation
     averaging: Averaging = Averaging()  # of a loss of the user's own, or of the model itself
     task: str = ""  # own, where the outputs have no shape for the figures of the data's task
+    warnings: tuple[str, ...] = ()
 
 
 def make_sample(data: DataFacts, rows: int, *, is_own: bool = False) -> tuple[Any, Any]:
@@ -232,8 +234,15 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
     own_loss = find_own_loss(train, data)
     finder = ChangeFinder(model, (x, y), find_own_functions(train))
     before = set(model.state_dict())
+    numbers: list[bool] = []  # whether a single number that it returned may be trained on
+    hook = model.register_forward_hook(
+        lambda module, given, result: numbers.append(
+            any(number.requires_grad for number in find_numbers(result))
+        )
+    )
     with finder.watch(), builtin.count_multiply_adds(model) as work:
         outputs = _run_forward(model, x, y, name, takes_loss=own_loss)
+    hook.remove()
     if made := sorted(set(model.state_dict()) ^ before):
         raise ModelError(
             f"model.name: {name} makes or drops {', '.join(made[:3])} in its first forward pass, "
@@ -266,8 +275,15 @@ def _check_own_model(factory: Callable[..., Any], key: str, of: _UnhashedArgumen
             )
     if own_loss is TakesLoss.ALWAYS or (own_loss and isinstance(x, Mapping) and "labels" in x):
         asked = _ask_model(model.eval(), own_loss, data)
+    warnings: tuple[str, ...] = ()
+    if any(numbers) and own_loss and make_own_forward(model, takes_loss=own_loss)(x)[1] is None:
+        warnings = (
+            f"model.name: {name} returns a number beside its outputs that is not trained on; where "
+            "it belongs to the loss, let its forward take `labels` and return the whole as `loss`, "
+            "or set data.task to own",
+        )
     size = builtin.count_bytes(model)
-    return ModelCheck(sum(work) // 2, size, wide, changes, judged, asked, task)
+    return ModelCheck(sum(work) // 2, size, wide, changes, judged, asked, task, warnings)
 
 
 def _ask_own_loss(train: TrainConfig, loss: Loss, outputs: Tensor, data: DataFacts) -> Averaging:
@@ -284,7 +300,8 @@ def _ask_own_loss(train: TrainConfig, loss: Loss, outputs: Tensor, data: DataFac
         with torch.no_grad():
             value = float(loss(drawn.clone(), nested.map_tensors(y, Tensor.clone)))
         averaging.check_told_count(told, y, value, path=train.loss)
-    return averaging.find_averaging(loss, drawn, y, told=told)
+    # Labels of -100 come from loaders alone.
+    return averaging.find_averaging(loss, drawn, y, told=told, may_skip=data.batch is not None)
 
 
 def _ask_model(model: nn.Module, own_loss: TakesLoss, data: DataFacts) -> Averaging:
@@ -296,6 +313,7 @@ def _ask_model(model: nn.Module, own_loss: TakesLoss, data: DataFacts) -> Averag
         lambda x, y: forward(x)[1],
         *make_sample(data, averaging.ROWS),
         paddings=tuple(label for label in named if isinstance(label, int)),
+        may_skip=data.task != "classification",  # whose labels of -100 are refused
     )
 
 
@@ -360,7 +378,9 @@ def _find_unsaved(model: nn.Module, result: Tensor) -> tuple[str, bool]:
     empty where all is. What the forward pass has made itself is none of it. And whether the graph
     shows a parameter."""
     known = {id(parameter) for parameter in model.parameters()}
-    held = {id(tensor): path for path, tensor in find_unsaved_tensors(model).items()}
+    registered = {id(buffer) for buffer in model.buffers()}  # kept out of the state_dict on purpose
+    unsaved = find_unsaved_tensors(model).items()
+    held = {id(tensor): path for path, tensor in unsaved if id(tensor) not in registered}
     waiting: list[Any] = [result.grad_fn]
     seen, shares, is_trained = set(), {}, False
     while waiting:

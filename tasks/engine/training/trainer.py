@@ -295,6 +295,7 @@ class _Trained:
             held_bytes=held_bytes,
             stats=stats,
             warnings=(
+                *checked.warnings,
                 *warn_of_results(
                     data,
                     result.metrics,

@@ -298,6 +298,11 @@ def test_layers_that_pytorch_does_not_know_are_refused_by_name(
             "if self.training else 2 * x",
         ),
         ("pass", "x + torch.zeros(6, requires_grad=True)"),  # made on the way
+        # As vector-quantize-pytorch has it: PyTorch knows it, and is told not to save it.
+        (
+            "self.register_buffer('zero', torch.zeros(6), persistent=False)",
+            "x + self.zero.requires_grad_()",
+        ),
         ("nn.utils.parametrizations.weight_norm(self.last)", "x"),
     ],
 )

@@ -113,6 +113,27 @@ class SAM(Optimizer):  # Foret et al. 2021, arXiv:2010.01412; a closure is a mus
         for p in every: p.data = self.state[p]["before"]
         self.base.step()
 
+class ScheduleFree(Optimizer):  # SGD of Defazio et al. 2024, arXiv:2405.15682
+    def __init__(self, params, lr): super().__init__(params, {"lr": lr, "k": 0, "trains": False})
+    def train(self): self.turn(True)
+    def eval(self): self.turn(False)
+    @torch.no_grad()
+    def turn(self, trains):
+        for group in self.param_groups:
+            for p in group["params"] if group["trains"] != trains and group["k"] else ():
+                p.lerp_(self.state[p]["z"], 0.1 if trains else 1 - 1 / 0.9)
+            group["trains"] = trains
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert group["trains"], "call train() before step()"
+            group["k"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.detach().clone())
+                p.lerp_(z, 1 / group["k"])
+                p.add_(p.grad, alpha=group["lr"] * (0.9 * (1 - 1 / group["k"]) - 1))
+                z.sub_(p.grad, alpha=group["lr"])
+
 def sam(params, lr): return SAM(params, SGD, lr=lr, momentum=0.9)
 def sharp(params, lr): return SAM(params, Adam, lr=lr)
 class Required(SAM):
@@ -217,6 +238,36 @@ def test_a_step_that_needs_its_closure_is_that_of_a_loop_by_hand(
     make = partial(getattr(mine, name), lr=0.05)
     wanted = train_by_hand(tmp_path / "a", make, make_model(mine), calls_closure=True)
     assert all(map(torch.equal, found, wanted)) and len(found) == len(wanted) == 4
+
+
+def test_a_schedule_free_optimizer_is_judged_by_the_weights_that_it_averages(
+    mine: Any, tmp_path: Path
+) -> None:
+    """Its train() and eval() were never called: it ended at step 1, or, where a factory had called
+    train(), in weights that nobody is meant to use."""
+
+    def make(parameters: list[nn.Parameter]) -> Any:
+        optimizers.append(mine.ScheduleFree(parameters, lr=0.05))
+        optimizers[0].train()
+        return optimizers[0]
+
+    facts = train_with(tmp_path / "a", optim={"name": "mine:ScheduleFree"})
+    optimizers, model = list[Any](), make_model(mine)
+    trained = [p.clone() for p in train_by_hand(tmp_path / "a", make, model)]
+    optimizers[0].eval()
+    wanted = list(model.state_dict().values())
+    found = read_weights(facts)
+    assert not any(map(torch.equal, trained, wanted))
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)  # judged once more on the way
+    x, y = load_judged(tmp_path / "a")
+    loss = nn.functional.mse_loss(model(x), y).item()
+    assert facts.metrics["val/loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def load_judged(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    arrays = load_arrays(prepare_dataset(config_of(folder, optim={}).data, batch_size=16))
+    return torch.from_numpy(arrays.val_x.copy()), torch.from_numpy(arrays.val_y.copy())
 
 
 def test_a_closure_that_ran_out_of_memory_gives_the_gradients_of_the_whole_batch(

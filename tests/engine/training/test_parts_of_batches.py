@@ -77,6 +77,43 @@ class Words(nn.Module):
             loss = functional.cross_entropy(a @ b.T, torch.arange(len(a), device=a.device))
         return {"logits": out, "loss": loss}
 
+class Classed(Dataset):
+    classes = ["a", "b", "c"]
+    def __len__(self): return 48
+    def __getitem__(self, i):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(i))
+        return {"x": x, "labels": int(x[0] > 0) + int(x[1] > 0)}
+
+def classed(): return Classed(), Classed()
+
+class Sparse(nn.Module):
+    """Gives a mean over the rows, as TabNet's: with a term that knows of no labels."""
+    def __init__(self, form="dict"):
+        super().__init__()
+        self.form = form
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    def forward(self, x, labels=None):
+        out = self.layers(x)
+        if labels is None: return {"logits": out}
+        term = out.softmax(-1).square().sum(1).mean()
+        loss = functional.cross_entropy(out, labels) + 0.1 * term
+        forms = {"dict": {"logits": out, "loss": loss}, "last": (out, loss), "first": (loss, out)}
+        return forms[self.form]
+
+class Pairs(Classed):
+    def __getitem__(self, i): return tuple(super().__getitem__(i).values())
+
+def classed_pairs(): return Pairs(), Pairs()
+
+class Beside(Sparse):
+    def forward(self, x):
+        out = self.layers(x)
+        return out, out.square().mean()
+
+def elbo(outputs, targets):
+    reconstructed, mean, spread = outputs
+    return spread.mean()
+
 class Plain(Words):
     def forward(self, x): return self.last(torch.cumsum(self.embed(x), 1))
 
@@ -184,6 +221,58 @@ def test_a_models_own_loss_that_does_not_add_up_is_told(
         "model.name: the loss that words:Words gives of a batch is not the mean"
     )
     assert "micro-batches of 2 rows" in parts and "batches of 16 rows" in judged
+
+
+def test_a_loss_of_classes_is_not_asked_about_labels_that_it_never_gets(
+    own: Own, tmp_path: Path
+) -> None:
+    """With a label of -100 a penalty of all rows is no mean any more: a run whose parts are right
+    was told that they are not."""
+    own("words", CODE)
+    weights, loss, facts = _compare(
+        tmp_path, source="words:classed", data={}, model={"name": "words:Sparse"}
+    )
+    assert weights < 1e-5 and loss < 1e-5
+    assert not [told for told in facts.warnings if "not the mean" in told]
+
+
+@pytest.mark.parametrize("form", ["last", "first"])
+def test_a_loss_in_a_tuple_is_the_models_own(own: Own, tmp_path: Path, form: str) -> None:
+    """Of (logits, loss) the loss was left out, and cross entropy took its place without a word."""
+    own("words", CODE)
+    named, nameless = (
+        _train(
+            tmp_path / form,
+            source="words:classed",
+            model={"name": "words:Sparse", "args": {"form": form}},
+        )
+        for form in ("dict", form)
+    )
+    assert nameless.metrics["val/loss"] == named.metrics["val/loss"]
+    weights = [torch.load(Path(facts.model_folder, "weights.pt")) for facts in (named, nameless)]
+    assert all(map(torch.equal, weights[0].values(), weights[1].values()))
+
+
+def test_a_number_that_is_not_trained_on_is_told(own: Own, tmp_path: Path) -> None:
+    """TabNet's sparsity loss stands beside its logits, and was left out without a word."""
+    own("words", CODE)
+    facts = _train(tmp_path, source="words:classed_pairs", model={"name": "words:Beside"})
+    assert any("returns a number beside its outputs that is not" in w for w in facts.warnings)
+
+
+def test_a_loss_that_takes_several_outputs_is_told_what_it_was_given(
+    own: Own, tmp_path: Path
+) -> None:
+    """That of a VAE was told of "outputs", which were the first of the three that it gave."""
+    own("words", CODE)
+    words = r"train\.loss: words:elbo, called with outputs a float32 tensor of shape \(2, 3\) and"
+    with pytest.raises(ConfigError, match=words):
+        _train(
+            tmp_path,
+            source="words:classed_pairs",
+            model={"name": "words:Beside"},
+            train={"loss": "words:elbo"},
+        )
 
 
 @pytest.mark.parametrize("model", ["llama", "mixtral"])
