@@ -599,10 +599,38 @@ class TorchOptimizer(Optimizer):
     def state(self) -> Any:
         within = {name: other.state_dict() for name, other in self._find_within().items()}
         kept = {"within": within} if within else {}
+        numbers, tensors = self._find_beside()
+        kept |= {"beside": {"numbers": numbers, "tensors": tensors}} if numbers or tensors else {}
         return self._inner.state_dict() | kept | self._keep_averages()
+
+    def _find_beside(self) -> tuple[dict[str, Any], dict[str, list[Tensor]]]:
+        """Return the numbers and the lists of tensors that an optimizer of another keeps in
+        attributes beside its state, as a count of steps or slow weights."""
+        if self._is_torchs:
+            return {}, {}
+        known = {"param_groups", "state", "defaults"}
+        held = {n: v for n, v in vars(self._inner).items() if n not in known and n[0] != "_"}
+        numbers = {n: v for n, v in held.items() if isinstance(v, (int, float))}
+        lists = {
+            n: list(nested.find_tensors(v))
+            for n, v in held.items()
+            if isinstance(v, (Tensor, list, tuple))
+        }
+        trained = set(map(id, self.params))
+        return numbers, {n: v for n, v in lists.items() if v and trained.isdisjoint(map(id, v))}
+
+    @torch.no_grad()
+    def _restore_beside(self, kept: Any) -> None:
+        vars(self._inner).update(kept["numbers"])
+        _, found = self._find_beside()
+        for name, tensors in kept["tensors"].items():
+            for tensor, values in zip(found.get(name, ()), tensors, strict=False):
+                tensor.copy_(shard_like(values, tensor))
 
     def restore(self, state: Any) -> None:
         self._restore_averages(state)
+        if "beside" in state:
+            self._restore_beside(state["beside"])
         within = self._find_within()
         shares = [o for o in within.values() if o.param_groups is self._inner.param_groups]
         for name, kept in state.get("within", {}).items():

@@ -281,7 +281,8 @@ def test_a_closure_that_ran_out_of_memory_gives_the_gradients_of_the_whole_batch
 
 
 def test_an_optimizer_that_goes_on_from_a_checkpoint_keeps_the_one_within(mine: Any) -> None:
-    """The momentum of SAM's base began anew, and the rates of Lookahead's no longer changed."""
+    """The momentum of SAM's base began anew, the rates of Lookahead's no longer changed, and its
+    slow weights and its count of steps began anew: val/loss 7 % off."""
     for make in (mine.sam, mine.Lookahead):
         weights = [[nn.Parameter(torch.ones(2, 2))] for _ in range(2)]
         one, other = (TorchOptimizer(make(w, lr=0.1), w, lr=0.1) for w in weights)
@@ -300,9 +301,8 @@ def test_an_optimizer_that_goes_on_from_a_checkpoint_keeps_the_one_within(mine: 
         other.restore(copy.deepcopy(one.state()))
         for made, (p,) in ((one, weights[0]), (other, weights[1])):
             take(made, p, 0.02)
-        if make is mine.sam:
-            assert torch.equal(weights[0][0], weights[1][0])
-        else:
+        assert torch.equal(weights[0][0], weights[1][0])
+        if make is mine.Lookahead:
             assert other._inner.optimizer.param_groups[0]["lr"] == 0.02  # type: ignore[attr-defined]
 
 
