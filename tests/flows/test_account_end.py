@@ -266,7 +266,7 @@ def test_accelerate_may_log_after_its_training_and_begin_another(place: Path) ->
 
     tracker = HeadroomTracker(quiet=True)
     does = accelerate.Accelerator(cpu=True, log_with=tracker)
-    does.init_trackers("mine", config={"lr": 0.1, "β/1?": {"of[0]": 1}, 3: "x"})
+    does.init_trackers("mine", config={"lr": 0.1, "b#/1?": {"of[0]": 1}, 3: "x"})
     first = tracker.run
     does.log({"text": "word", "map": {"a": 1}, "nothing": None, "loss": 0.5}, step=1)
     does.end_training()
@@ -274,7 +274,7 @@ def test_accelerate_may_log_after_its_training_and_begin_another(place: Path) ->
     assert first is not None and first is tracker.run
     assert first.run["metrics"]["test/loss"] == 0.25
     assert first.run["tags"]["log.text"] == "word"
-    assert {"lr", "3", "β/1_.of_0"} <= set(first.run["params"])
+    assert {"lr", "3", "b_/1_.of_0"} <= set(first.run["params"])
     does.init_trackers("mine", config={"lr": 0.2})
     does.log({"loss": 0.5})
     does.end_training()
